@@ -32,8 +32,8 @@ from bench.engines import arrival, mechanisms, own_measures
 from bench.engines.checkpoints import MODELS, checkpoint
 from bench.engines.load import Request, output_tokens, prompt_tokens, random_ids, workload
 from bench.engines.own import THREADS, THROUGHPUT, OwnEngine
-from bench.engines.peers.known import ALONE, PEERS, Peer, is_installed
-from bench.engines.profile import profile
+from bench.engines.own_measures import profile
+from bench.engines.peers.catalog import ALONE, PEERS, Peer, is_installed
 from bench.engines.rounds import Compared, compare
 from bench.engines.runner import PeerRunner, Runner, RunnerFailed
 
@@ -72,8 +72,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS])
     parser.add_argument("--folder", type=Path, default=Path(".fairway", "bench"), help="of the checkpoints")
-    parser.add_argument("--installed", type=Path, help="the folder of the peers; FOLDER/peers unless told")
-    parser.add_argument("--no-own", action="store_true", help="leave out what our mechanisms are worth")
+    parser.add_argument("--installed", type=Path, help="the folder of the peers; default: FOLDER/peers")
+    parser.add_argument("--no-own", action="store_true", help="do not measure our own mechanisms")
     parser.add_argument("--profile", action="store_true", help="print where our engine's time goes")
     options = parser.parse_args()
     options.folder = options.folder.resolve()
@@ -83,32 +83,32 @@ def _options() -> argparse.Namespace:
 
 def _peers(there: Path, options: argparse.Namespace) -> Figures:
     """Compare with each peer that is requested and installed; name the others."""
-    asked = [peer for peer in PEERS if options.peers is None or peer.name in options.peers]
-    for peer in asked:
+    requested = [peer for peer in PEERS if options.peers is None or peer.name in options.peers]
+    for peer in requested:
         if not is_installed(options.installed, peer.environment):
             print(f"  {peer.name}: missing: not installed below {options.installed.name}")
     with contextlib.ExitStack() as undo:
         own = undo.enter_context(OwnEngine.started(there))
-        with own.at_work():
+        with own.resumed():
             print(f"  ours: {own_measures.latencies(own.generate(workload())).line()}")
-        peers = _started(asked, there, options, undo)
+        peers = _started(requested, there, options, undo)
         figures = {
             f"vs_{entry.peer}": entry.ratio
-            for entry in _told(compare(own, peers, workload(), rounds=options.rounds))
+            for entry in _print_all(compare(own, peers, workload(), rounds=options.rounds))
         }
         if "llama_cpp" in peers and (alone := _started([ALONE], there, options, undo)):
             print("  one request at a time:")
-            (entry,) = _told(compare(own, alone, BATCH_1, rounds=options.rounds))
+            (entry,) = _print_all(compare(own, alone, BATCH_1, rounds=options.rounds))
             figures["batch1_vs_llama_cpp"] = entry.ratio
     return figures
 
 
 def _started(
-    asked: Sequence[Peer], there: Path, options: argparse.Namespace, undo: contextlib.ExitStack
+    requested: Sequence[Peer], there: Path, options: argparse.Namespace, undo: contextlib.ExitStack
 ) -> dict[str, Runner]:
     logs = Path(undo.enter_context(tempfile.TemporaryDirectory()))
     peers: dict[str, Runner] = {}
-    for peer in asked:
+    for peer in requested:
         if is_installed(options.installed, peer.environment):
             try:
                 started = PeerRunner.started(peer, there, options.installed, logs)
@@ -118,7 +118,7 @@ def _started(
     return peers
 
 
-def _told(entries: list[Compared]) -> list[Compared]:
+def _print_all(entries: list[Compared]) -> list[Compared]:
     for entry in entries:
         print(entry.line(), flush=True)
     return entries
@@ -151,7 +151,7 @@ def _mechanisms(there: Path, options: argparse.Namespace) -> Figures:
     ratios = {}
     for kind, entry in found.items():
         print(f"  text is {kind}, {mechanisms.AT_ONCE} at once, with speculation:")
-        _told([entry])
+        _print_all([entry])
         ratios[kind] = entry.ratio or 0.0
     return {
         "prefix_ttft_ratio": mechanisms.prefix_ratio(hits),

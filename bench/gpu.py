@@ -20,9 +20,11 @@ The last line is ``RESULT {json}``. Without a CUDA device and Triton nothing is 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from random import Random
@@ -31,11 +33,9 @@ from typing import Any, Final, Literal
 import torch
 
 from bench.engines.load import Request, random_ids
-from bench.gpus import continuous
 from bench.gpus.own import OwnEngine, decode_ratio, own_engine, prefill_ratio, tokens_per_s
-from bench.gpus.random_model import transformers_model
+from bench.gpus.random_model import SHAPES, transformers_model
 from bench.gpus.roofline import Rates, Work, measured_rates
-from bench.gpus.shapes import SHAPES
 from services.worker.engine.cuda.backend import cutting_of, has_kernels
 from services.worker.engine.execute.kv_cache import kv_shape
 from services.worker.engine_protocol import EngineConfig
@@ -51,6 +51,7 @@ TOKEN_BUDGET: Final = 8192
 REQUESTS: Final = 64
 REQUEST_PROMPT: Final = (64, 1024)
 REQUEST_OUTPUT: Final = (64, 192)
+WAIT_S: Final = 60.0  # for a result of transformers
 PAGE_TOKENS: Final = 256  # transformers' own page
 
 Figures = dict[str, float | None]
@@ -163,7 +164,7 @@ def beside_transformers(
     ratios = []
     for number in range(rounds + 1):
         ours = tokens_per_s(own, requests)
-        theirs = continuous.tokens_per_s(peer, requests, blocks=blocks, step_tokens=TOKEN_BUDGET)
+        theirs = transformers_tokens_per_s(peer, requests, blocks=blocks, step_tokens=TOKEN_BUDGET)
         if number:  # the first turns compile
             print(f"  {ours:.0f} tokens/s of ours, {theirs:.0f} of transformers")
             ratios.append(ours / theirs)
@@ -193,6 +194,43 @@ def config_of(device: torch.device, mode: Literal["exact", "free"] = "free") -> 
         max_sequences=max(BATCHES),
         mode=mode,
     )
+
+
+def transformers_tokens_per_s(
+    model: Any, requests: Sequence[Request], *, blocks: int, step_tokens: int
+) -> float:
+    """Return output tokens per second of requests that arrive at once.
+
+    ``blocks`` of its own page size hold the KV, a step has at most ``step_tokens``; all else is as it
+    chooses by itself. Starting the manager is not counted.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    settings: Any = importlib.import_module("transformers.generation.configuration_utils")
+    generation = transformers.GenerationConfig(
+        max_new_tokens=max(request.output_tokens for request in requests),
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=0,
+    )
+    batching = settings.ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=step_tokens)
+    produced = finished = 0
+    with model.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=batching, block=True, timeout=WAIT_S
+    ) as manager:
+        began_s = time.perf_counter()
+        for request in requests:
+            manager.add_request(input_ids=request.prompt, max_new_tokens=request.output_tokens)
+        while finished < len(requests):
+            result = manager.get_result(timeout=WAIT_S)
+            if result is None:
+                raise RuntimeError(f"{finished} of {len(requests)} requests finished in time")
+            if result.is_finished():
+                finished += 1
+                produced += len(result.generated_tokens)
+        wall_s = time.perf_counter() - began_s
+    if produced != sum(request.output_tokens for request in requests):
+        raise RuntimeError(f"{produced} tokens received, not all that were expected")
+    return produced / wall_s
 
 
 if __name__ == "__main__":

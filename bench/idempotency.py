@@ -74,7 +74,7 @@ def cpu_s(metrics_url: str) -> float:
         for line in answer.read().decode().splitlines():
             if line.startswith("fairway_process_cpu_seconds_total "):
                 return float(line.split()[1])
-    raise SystemExit(f"{metrics_url} does not tell its processor time")
+    raise SystemExit(f"{metrics_url} does not report its processor time")
 
 
 async def measure(plain: Target, keyed: Target, metrics_url: str) -> dict[str, float]:

@@ -101,7 +101,7 @@ async def stream_rates(target: Target) -> tuple[float, float]:
     wall_s = time.perf_counter() - started
     total = sum(tokens for tokens, _ in counts)
     if total != STREAMS * STREAM_TOKENS:
-        raise SystemExit(f"{target.name}: {total} tokens came, {STREAMS * STREAM_TOKENS} were due")
+        raise SystemExit(f"{target.name}: {total} tokens received, {STREAMS * STREAM_TOKENS} expected")
     return total / wall_s, sum(messages for _, messages in counts) / wall_s
 
 
@@ -121,7 +121,7 @@ async def session_rate(target: Target) -> float:
             if finished.HasField("error"):
                 raise SystemExit(f"a generation failed: {finished.error.reason} {finished.error.message}")
     if (tokens, ended) != (STREAMS * SESSION_TOKENS, STREAMS):
-        raise SystemExit(f"{tokens} tokens in {ended} generations came, not all that were due")
+        raise SystemExit(f"{tokens} tokens received in {ended} generations, not all that were expected")
     return tokens / (time.perf_counter() - started)
 
 

@@ -114,14 +114,14 @@ class Bench:
         self.reporters = {name: self.term.streams.open_reporter(lambda: None) for name in self.by_id}
         self.digest = hashlib.sha256()
         self.number = 0
-        self.due = 0.0
+        self.submissions_due = 0.0
         self.specs: dict[int, PlaceSpec] = {}
         self._fill()
         self.reset()
 
     def reset(self) -> None:
         """Count from here."""
-        self.placed = self.reports = self.told = 0
+        self.placed = self.reports = self.tenants_reported = 0
         self.turns: list[Turn] = []
 
     def turn(self) -> None:
@@ -143,10 +143,10 @@ class Bench:
             self.by_id[grant.worker_id].start(grant, spec, self.clock.now_s)
 
     def _submissions(self) -> Iterator[SubmitPlacements]:
-        self.due += self.rate_per_s * TURN_S
+        self.submissions_due += self.rate_per_s * TURN_S
         places = []
-        while self.due >= 1.0:
-            self.due -= 1.0
+        while self.submissions_due >= 1.0:
+            self.submissions_due -= 1.0
             self.number += 1
             spec = self.specs[self.number] = self.prompts.draw(self.number, self.clock.now_s)
             places.append((self.number, spec, spec.arrival_unix_us))
@@ -161,14 +161,14 @@ class Bench:
     def _report(self, worker: Worker) -> Report:
         snapshot = worker.report(self.clock.now_s)
         self.reports += 1
-        self.told += len(snapshot.tenants)
+        self.tenants_reported += len(snapshot.tenants)
         reporter = self.reporters[worker.worker_id]
         reporter.take_counters()  # as the stream that answers does
         return Report(reporter, reporter.applied + 1, snapshot)
 
     def _fill(self) -> None:
         """Every shared prefix is cached somewhere, and the rest of the index is of prompts gone by."""
-        self.reports = self.told = 0
+        self.reports = self.tenants_reported = 0
         for chain in self.prompts.shared:
             self.workers[self.rng.randrange(len(self.workers))].added += chain
         rest = (INDEX_BLOCKS - SHARED * SHARED_BLOCKS) // OWN_BLOCKS
@@ -206,7 +206,7 @@ def measure(workers: int, placements: int, *, seed: int = 1) -> Result:
         p99_ms=1e3 * walls[len(walls) * 99 // 100],
         p99_cpu_ms=1e3 * cpus[len(cpus) * 99 // 100],
         reports_per_placement=bench.reports / bench.placed,
-        tenants_per_report=bench.told / bench.reports,
+        tenants_per_report=bench.tenants_reported / bench.reports,
         predicted_hit_ratio=tokens.predicted / tokens.granted,
         index_blocks=len(bench.term.fleet.prefixes),
         digest=bench.digest.hexdigest()[:16],

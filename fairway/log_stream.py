@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final, TextIO
 
 PIPE_BYTES: Final = 1024 * 1024
-_SURE_BYTES: Final = 4096  # what a writable pipe or socket accepts without blocking
+_WRITABLE_BYTES: Final = 4096  # what a writable pipe or socket accepts without blocking
 _F_SETPIPE_SZ: Final = getattr(fcntl, "F_SETPIPE_SZ", None)
 
 
@@ -57,7 +57,7 @@ class LogStream(io.TextIOBase):
         with contextlib.suppress(OSError):
             if descriptor is not None and not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 self._piecewise = True
-                _never_wait(descriptor)
+                _make_nonblocking(descriptor)
 
     @classmethod
     def on(
@@ -104,7 +104,7 @@ class LogStream(io.TextIOBase):
             while self._descriptor is not None and done < len(data):
                 if self._piecewise and not self._ready():
                     break
-                end = done + _SURE_BYTES if self._piecewise else len(data)
+                end = done + _WRITABLE_BYTES if self._piecewise else len(data)
                 done += os.write(self._descriptor, data[done:end])
         return done
 
@@ -123,7 +123,7 @@ def hold_standard_descriptors() -> None:
     os.close(descriptor)
 
 
-def _never_wait(descriptor: int) -> None:
+def _make_nonblocking(descriptor: int) -> None:
     """Make the pipe or terminal non-blocking, also for C libraries, where the system supports it.
 
     The descriptor gets its own open file: otherwise the flag would affect every process that shares it.

@@ -42,11 +42,13 @@ def main(argv: list[str]) -> None:
     gpu = torch and wants_gpu(argv)
     check_disk(NEEDED_GPU_BYTES if gpu else NEEDED_CPU_BYTES if torch else NEEDED_BYTES)
     if not venv_is_whole(python):
-        say("creating the virtual environment in " + os.path.relpath(venv, ROOT))
+        report("creating the virtual environment in " + os.path.relpath(venv, ROOT))
         create_venv(venv, python)
     if torch and not torch_present(python):
         install_torch(python, gpu)
-    say("installing the pinned dependencies" + (" and the tools for development" if "dev" in extra else ""))
+    report(
+        "installing the pinned dependencies" + (" and the tools for development" if "dev" in extra else "")
+    )
     # Found by name and with its version met, torch itself is not touched here; what it needs comes along.
     pip(python, ["install", "--constraint", CONSTRAINTS, "--editable", f"{ROOT}[{extra}]"])
     for name in {extra, "torch"} if torch else {extra}:
@@ -81,7 +83,7 @@ def check_disk(needed: int) -> None:
     if free < needed:
         fail(
             f"{free / 1024**3:.1f} GiB are free in {ROOT}; the installation needs {needed / 1024**3:.0f} GiB",
-            "free some space and run it again; what is installed already stays",
+            "free some space and run it again; what is already installed stays",
         )
 
 
@@ -138,7 +140,7 @@ def torch_present(python: str) -> bool:
 def install_torch(python: str, gpu: bool) -> None:
     requirement = ["--constraint", CONSTRAINTS, "torch"]
     if gpu:
-        say("installing torch for the NVIDIA GPU that is here (a few GB)")
+        report("installing torch for the NVIDIA GPU that is here (a few GB)")
         pip(python, ["install", *requirement])
         return
     with tempfile.TemporaryDirectory() as nothing:
@@ -155,14 +157,16 @@ def install_torch(python: str, gpu: bool) -> None:
             "--retries",
             "0",
         ]
-        say("no NVIDIA GPU: asking PyTorch's CPU index")
+        report("no NVIDIA GPU: checking PyTorch's CPU index")
         reached = pip(python, question, env=only_cpu, quiet=True, must=False)
         if reached:
-            say("installing torch from it")
+            report("installing torch from it")
             command = ["install", "--no-deps", "--index-url", CPU_INDEX, "--timeout", "30", "--retries", "2"]
             if pip(python, [*command, *requirement], env=only_cpu, must=False):
                 return
-    say("that index cannot be used from here: taking torch from pip's own index (on Linux it may be large)")
+    report(
+        "that index cannot be used from here: taking torch from pip's own index (on Linux it may be large)"
+    )
     pip(python, ["install", "--no-deps", *requirement])
 
 
@@ -201,7 +205,7 @@ def run_reporting(command: list[str], env: dict[str, str] | None = None, every_s
                 try:
                     return process.wait(every_s)
                 except subprocess.TimeoutExpired:
-                    say(f"{time.monotonic() - began:4.0f} s  {steps[-1]}")
+                    report(f"{time.monotonic() - began:4.0f} s  {steps[-1]}")
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -247,7 +251,7 @@ def is_current(venv: str, extra: str) -> bool:
         return False
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     print("setup: " + text)
     sys.stdout.flush()
 

@@ -25,6 +25,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from fairway.cli import embedded
 from services.runtime.telemetry import logging
+from tests.support import local_servers
 from tests.support.object_store import ObjectStore
 
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
@@ -57,12 +58,12 @@ class Server:
         """Return once it serves; the first start picks the ports."""
         for attempt in range(STARTS):
             if not self.port or (attempt and not self._has_served()):
-                self.port, self._peer_port = embedded.free_port(), embedded.free_port()
+                self.port, self._peer_port = local_servers.free_port(), local_servers.free_port()
             try:
                 self._start_once()
                 (self.folder / "served").touch()
                 return
-            except embedded.ServerFailed:
+            except local_servers.ServerFailed:
                 self.kill()
                 if attempt == STARTS - 1:
                     raise
@@ -109,9 +110,13 @@ class Server:
             command = embedded.redis_command(data, self.port)
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=embedded.die_with_parent
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=local_servers.die_with_parent,
             )
-        wait = embedded.wait_etcd if self.name == "etcd" else embedded.wait_redis
+        wait = local_servers.wait_etcd if self.name == "etcd" else local_servers.wait_redis
         wait(self.port, timeout_s=20.0, process=self._process)
 
 
@@ -147,7 +152,7 @@ def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
     with _container(ETCD_IMAGE, 2379, command) as address:
         if address is not None:
-            embedded.wait_etcd(int(address.rpartition(":")[2]), host=address.rpartition(":")[0])
+            local_servers.wait_etcd(int(address.rpartition(":")[2]), host=address.rpartition(":")[0])
             yield address
             return
     with _embedded("etcd", tmp_path_factory.mktemp("etcd")) as server:
@@ -159,7 +164,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a real Redis that the whole session shares: every test uses tenants of its own."""
     with _container(REDIS_IMAGE, 6379, None) as address:
         if address is not None:
-            embedded.wait_redis(int(address.rpartition(":")[2]), host=address.rpartition(":")[0])
+            local_servers.wait_redis(int(address.rpartition(":")[2]), host=address.rpartition(":")[0])
             yield f"redis://{address}/0"
             return
     with _embedded("redis", tmp_path_factory.mktemp("redis")) as server:

@@ -58,7 +58,7 @@ def chunked(itl_target_s: float) -> EngineConfig:
 def measure(checkpoint: Path, config: EngineConfig) -> Arrival:
     """Return what the arrival did; it comes once each stream has its first ``QUIET_TOKENS``."""
     rng = Random(2)
-    with OwnEngine.started(checkpoint, config) as engine, engine.at_work():
+    with OwnEngine.started(checkpoint, config) as engine, engine.resumed():
         asked = [Request(random_ids(rng, STREAM_PROMPT), STREAM_TOKENS) for _ in range(STREAMS)]
         streams = [engine.submit(request) for request in asked]
         while min(len(stream.tokens) for stream in streams) < QUIET_TOKENS:
@@ -67,15 +67,17 @@ def measure(checkpoint: Path, config: EngineConfig) -> Arrival:
         while long.is_live or any(stream.is_live for stream in streams):
             engine.step()
     first_quiet = QUIET_TOKENS // 3  # those before it share steps with each other's prefill
-    arrived_s, ended_s = long.submitted_s, long.came_s[0]
+    arrived_s, ended_s = long.submitted_s, long.received_s[0]
     gaps = [
-        (came_s, gap_s)
+        (received_s, gap_s)
         for stream in streams
-        for came_s, gap_s in zip(stream.came_s[first_quiet:], stream.gaps_s[first_quiet - 1 :], strict=True)
+        for received_s, gap_s in zip(
+            stream.received_s[first_quiet:], stream.gaps_s[first_quiet - 1 :], strict=True
+        )
     ]
-    quiet = [gap_s for came_s, gap_s in gaps if came_s <= arrived_s]
-    during = [gap_s for came_s, gap_s in gaps if arrived_s < came_s and came_s - gap_s < ended_s]
-    one = sorted({(came_s - arrived_s, gap_s) for came_s, gap_s in gaps})
+    quiet = [gap_s for received_s, gap_s in gaps if received_s <= arrived_s]
+    during = [gap_s for received_s, gap_s in gaps if arrived_s < received_s and received_s - gap_s < ended_s]
+    one = sorted({(received_s - arrived_s, gap_s) for received_s, gap_s in gaps})
     return Arrival(one, median(quiet), quantile(quiet, 0.99), quantile(during, 0.99), long.ttft_s)
 
 

@@ -20,7 +20,7 @@ from bench.engines.rounds import Compared, compare
 ROOT: Final = 7  # of prefix names: one isolation domain
 PREFIX_TOKENS: Final = 2000
 OWN_TOKENS: Final = 32
-FIRST_ASKED: Final = 2  # requests of a prefix before it counts as cached
+FIRST_REQUESTS: Final = 2  # requests of a prefix before it counts as cached
 AT_ONCE: Final = 4  # sequences that speculate side by side
 OUTPUT_TOKENS: Final = 160
 TURNS: Final = 4  # with and without speculation, of each pair of processes
@@ -40,12 +40,12 @@ def prefix_hits(checkpoint: Path, *, rounds: int) -> list[PrefixHit]:
     """Return one hit per round, each on a prefix of its own, in an engine that does nothing else."""
     found = []
     rng = Random(4)
-    with OwnEngine.started(checkpoint) as engine, engine.at_work():
+    with OwnEngine.started(checkpoint) as engine, engine.resumed():
         for _ in range(rounds):
             prefix = random_ids(rng, PREFIX_TOKENS)
             streams = [
                 engine.generate([Request([*prefix, *random_ids(rng, OWN_TOKENS)], 1, ROOT)])[0]
-                for _ in range(FIRST_ASKED + 1)
+                for _ in range(FIRST_REQUESTS + 1)
             ]
             last = streams[-1]
             found.append(PrefixHit(streams[0].ttft_s, last.ttft_s, last.cached_tokens))

@@ -55,18 +55,18 @@ class Stream:
 
     submitted_s: float
     tokens: list[int] = field(default_factory=list)
-    came_s: list[float] = field(default_factory=list)
+    received_s: list[float] = field(default_factory=list)
     cached_tokens: int = 0
     is_live: bool = True
 
     @property
     def ttft_s(self) -> float:
-        return self.came_s[0] - self.submitted_s
+        return self.received_s[0] - self.submitted_s
 
     @property
     def gaps_s(self) -> list[float]:
         """The times between two tokens."""
-        return [later - earlier for earlier, later in zip(self.came_s, self.came_s[1:], strict=False)]
+        return [later - earlier for earlier, later in zip(self.received_s, self.received_s[1:], strict=False)]
 
 
 class OwnEngine:
@@ -96,7 +96,7 @@ class OwnEngine:
             config = msgspec.structs.replace(config, socket_path=path, model_dir=str(checkpoint))
             engine = cls(_spawned(config, undo), undo.enter_context(server.accept()[0]), config)
             engine._wait_until_ready()
-            with engine.at_work():
+            with engine.resumed():
                 engine.generate([Request([0] * 32, 4)])
             yield engine
 
@@ -105,7 +105,7 @@ class OwnEngine:
         return self._config
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
+    def resumed(self) -> Iterator[None]:
         """The process runs inside, and is stopped again after."""
         resume(self._process)
         try:
@@ -115,13 +115,13 @@ class OwnEngine:
 
     def run(self, requests: Sequence[Request]) -> Answer:
         """See ``Runner``."""
-        with self.at_work():
+        with self.resumed():
             began_s = time.perf_counter()
             streams = self.generate(requests)
             return Answer(time.perf_counter() - began_s, [stream.tokens for stream in streams])
 
     def generate(self, requests: Sequence[Request]) -> list[Stream]:
-        """Return the streams of requests that arrive at once, when all have ended. Runs ``at_work``."""
+        """Return the streams of requests that arrive at once, when all have ended. Runs ``resumed``."""
         streams = [self.submit(request) for request in requests]
         while any(stream.is_live for stream in streams):
             self.step()
@@ -150,7 +150,7 @@ class OwnEngine:
         now_s = time.perf_counter()
         for handle, token in zip(event.handles, event.tokens, strict=True):
             self._streams[handle].tokens.append(token)
-            self._streams[handle].came_s.append(now_s)
+            self._streams[handle].received_s.append(now_s)
         for handle, tokens in event.cached.items():
             self._streams[handle].cached_tokens = tokens
         for handle, reason in event.finished.items():

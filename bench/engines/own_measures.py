@@ -1,21 +1,28 @@
-"""What our engine's own mechanisms are worth, each against the same engine without it."""
+"""Measurements of our engine: its mechanisms, each against the engine without it, and where its time goes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import cProfile
+import pstats
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from bench.engines.load import Request, output_tokens, random_ids, workload
 from bench.engines.own import THROUGHPUT, OwnEngine, Stream
 from bench.engines.rounds import compare
+from services.core.generation import OutputLimits, Prompt, Sampling
+from services.worker.engine.core import Engine
+from services.worker.engine.load.loading import load
+from services.worker.engine_protocol import EngineConfig, Submit
 
 SMALL_BATCH: Final = 8  # of static batching, and the most that run at once beside it
+SHOWN: Final = 16  # functions of a profile
 RECOMPUTED: Final = Request(random_ids(Random(1), 64), 64)
 
 
@@ -39,7 +46,7 @@ class Latencies:
 
 def latencies(streams: Sequence[Stream]) -> Latencies:
     """Return the figures of streams that were submitted together."""
-    ended_s = max(stream.came_s[-1] for stream in streams)
+    ended_s = max(stream.received_s[-1] for stream in streams)
     ttfts = [stream.ttft_s for stream in streams]
     gaps = [gap for stream in streams for gap in stream.gaps_s]
     return Latencies(
@@ -108,3 +115,42 @@ def _without_cache(engine: OwnEngine, request: Request) -> float:
         tokens += answer.tokens[0]
         wall_s += answer.wall_s
     return wall_s
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Seconds that each function took by itself over one load, the greatest first."""
+
+    own_s: Mapping[str, float]
+
+    def lines(self) -> list[str]:
+        whole_s = sum(self.own_s.values())
+        return [f"  {own_s / whole_s:6.1%}  {name}" for name, own_s in list(self.own_s.items())[:SHOWN]]
+
+
+def profile(checkpoint: Path, config: EngineConfig, requests: Sequence[Request]) -> Profile:
+    """Return where one run of the load spends its time, in this process; a run before it is not counted.
+
+    A function's own time includes what it calls in C++ or torch by way of ctypes; calls of torch that the
+    interpreter sees are lines of their own.
+    """
+    engine, _ = load(msgspec.structs.replace(config, model_dir=str(checkpoint)), lambda *_: None)
+    _run(engine, requests)
+    with cProfile.Profile() as profiler:
+        _run(engine, requests)
+    counted: Any = pstats.Stats(profiler)
+    own_s = {_named(*where): figures[2] for where, figures in counted.stats.items()}
+    return Profile(dict(sorted(own_s.items(), key=lambda item: -item[1])))
+
+
+def _named(file: str, line: int, function: str) -> str:
+    return function if file.startswith("~") else f"{Path(file).stem}.{function}:{line}"
+
+
+def _run(engine: Engine, requests: Sequence[Request]) -> None:
+    for handle, request in enumerate(requests):
+        count = request.output_tokens
+        sampling, limits = Sampling(seed=0, temperature=0.0), OutputLimits(count, ignore_eos=True)
+        engine.apply(Submit(handle, Prompt(request.prompt), sampling, limits, count))
+    while engine.has_work:
+        engine.step()

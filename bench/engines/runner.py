@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from bench.engines.load import Request
-from bench.engines.peers.known import SERVER, Peer, python_of
+from bench.engines.peers.catalog import SERVER, Peer, python_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,7 +96,7 @@ class PeerRunner:
         finally:
             pause(self._process)
         if [len(tokens) for tokens in answer.tokens] != outputs:
-            raise RunnerFailed(f"{self._peer.name} produced other counts of tokens than it was asked for")
+            raise RunnerFailed(f"{self._peer.name} produced other numbers of tokens than requested")
         return answer
 
     def _read(self) -> str:

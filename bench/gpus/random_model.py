@@ -1,4 +1,7 @@
-"""Models with random weights that are made on the device: no checkpoint, no download, no disk."""
+"""Shapes of the measured models, as the configurations of Hugging Face checkpoints, and random weights.
+
+The weights are made on the device: no checkpoint, no download, no disk.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,47 @@ from services.worker.engine.load.weights import Checkpoint, expected_shapes
 from services.worker.engine_protocol import EngineConfig
 
 SPREAD: Final = 0.02  # standard deviation, as transformers initialises
+_LLAMA3: Final = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+}
+
+SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "1b": {
+        **_LLAMA3,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        **_LLAMA3,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        **_LLAMA3,
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Final, TypeVar
 
 import grpc
@@ -11,8 +12,10 @@ from fairway.cli.errors import CliError, ExitCode
 from fairway.client import AdminClient, ClientOptions, RetryPolicy
 from fairway.client import errors as client_errors
 from fairway.client.errors import FairwayError
+from fairway.client.publish.publish import Published, PublishProgress, PublishRefused
 
 T = TypeVar("T")
+PHASE_VERBS: Final = {"hash": "hashing", "upload": "uploading", "create": "registering", "done": "registered"}
 CALL_TIMEOUT_S: Final = 15.0
 CONNECT_S: Final = 5.0
 # An interactive user waits: a server that does not answer soon is reported.
@@ -83,14 +86,14 @@ def _advice(code: grpc.StatusCode, reason: str) -> tuple[ExitCode, str]:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return (
                 ExitCode.UNAVAILABLE,
-                "try again, or with a longer --timeout; `fairway status` tells whether every part answers",
+                "try again, or with a longer --timeout; `fairway status` shows whether every part answers",
             )
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return ExitCode.UNAVAILABLE, "wait a little and try again"
         case grpc.StatusCode.UNIMPLEMENTED:
             return ExitCode.REFUSED, "this server does not offer it"
         case grpc.StatusCode.INTERNAL | grpc.StatusCode.UNKNOWN:
-            return ExitCode.FAILED, "look for the incident in the logs under .fairway/logs"
+            return ExitCode.FAILED, "search the incident in the logs under .fairway/logs"
         case _:
             return ExitCode.REFUSED, step or "change the request and try again"
 
@@ -116,8 +119,37 @@ _STEPS: Final = {
     "NOT_FOUND": "`list` of the same command shows what is there",
     "MODEL_NOT_FOUND": "`fairway deployments list` and `fairway models list` show what is there",
     "ALREADY_EXISTS": "choose another name, or change the one that is there with `update`",
-    "FAILED_PRECONDITION": "do first what the message asks for, then try again",
-    "ETAG_MISMATCH": "look at it with `show`, and repeat the change with the etag that it has now",
-    "NO_WORKER_AVAILABLE": "`fairway nodes list` and `fairway deployments list` tell what is missing",
-    "NO_LEADER": "a scheduler leads again within seconds; `fairway status` tells whether one runs",
+    "FAILED_PRECONDITION": "do first what the message requires, then try again",
+    "ETAG_MISMATCH": "read it with `show`, and repeat the change with its present etag",
+    "NO_WORKER_AVAILABLE": "`fairway nodes list` and `fairway deployments list` show what is missing",
+    "NO_LEADER": "a new leader is elected within seconds; `fairway status` shows whether a scheduler runs",
 }
+
+
+async def publish_folder(
+    admin: AdminClient,
+    folder: Path,
+    model: str,
+    tag: str,
+    *,
+    report: Callable[[PublishProgress], None],
+    for_another_engine: bool = False,
+) -> Published:
+    """Publish a checkpoint folder, point ``tag`` at it unless empty, and return the result.
+
+    Raises CliError.
+    """
+    try:
+        return await admin.models.publish(
+            folder, model, tag, progress=report, for_another_engine=for_another_engine
+        )
+    except FairwayError as exc:
+        raise admin_error(exc, what=f"cannot publish {folder}") from exc
+    except PublishRefused as exc:
+        raise CliError("FOLDER_REFUSED", f"cannot publish {folder}: {exc}", next_step=exc.next_step) from exc
+    except OSError as exc:
+        raise CliError(
+            "FOLDER_UNREADABLE",
+            f"cannot publish {folder}: {exc}",
+            next_step="name a folder whose files you may read",
+        ) from exc

@@ -12,7 +12,7 @@ import typer
 from fairway.cli import targets
 from fairway.cli.calls import admin_client
 from fairway.cli.errors import CliError
-from fairway.cli.terminal.words import short_digest
+from fairway.cli.terminal.cells import short_digest
 from fairway.client import AdminClient
 
 TIMEOUT_S: Final = 1.0
@@ -25,15 +25,15 @@ def names(ctx: typer.Context, incomplete: str) -> list[str]:
     group = ctx.parent.info_name if ctx.parent is not None else None
     if ctx.info_name == "create" or group not in ("tenants", "keys", "deployments", "nodes"):
         return []
-    return _found(ctx, incomplete, lambda admin: _named(getattr(admin, group)))
+    return _completions(ctx, incomplete, lambda admin: _named(getattr(admin, group)))
 
 
 def tenants(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _found(ctx, incomplete, lambda admin: _named(admin.tenants))
+    return _completions(ctx, incomplete, lambda admin: _named(admin.tenants))
 
 
 def deployments(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _found(ctx, incomplete, lambda admin: _named(admin.deployments))
+    return _completions(ctx, incomplete, lambda admin: _named(admin.deployments))
 
 
 def models(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -42,7 +42,7 @@ def models(ctx: typer.Context, incomplete: str) -> list[str]:
     async def read(admin: AdminClient) -> Iterable[str]:
         return [model.name for model in await admin.models.list(limit=_LIMIT)]
 
-    return _found(ctx, incomplete, read)
+    return _completions(ctx, incomplete, read)
 
 
 def versions(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -54,22 +54,22 @@ def versions(ctx: typer.Context, incomplete: str) -> list[str]:
         tags = [tag for version in found for tag in version.tags]
         return [*tags, *(short_digest(version.digest) for version in found)]
 
-    return _found(ctx, incomplete, read) if model else []
+    return _completions(ctx, incomplete, read) if model else []
 
 
 async def _named(kind: Any) -> Iterable[str]:
     return [item.metadata.name for item in await kind.list(limit=_LIMIT)]
 
 
-def _found(ctx: typer.Context, incomplete: str, read: _Read) -> list[str]:
+def _completions(ctx: typer.Context, incomplete: str, read: _Read) -> list[str]:
     try:
-        found = asyncio.run(_ask(ctx, read))
+        found = asyncio.run(_query(ctx, read))
     except Exception:  # no address, key or answer, or a rejection: the shell completes nothing
         return []
     return sorted({name for name in found if name.startswith(incomplete)})
 
 
-async def _ask(ctx: typer.Context, read: _Read) -> Iterable[str]:
+async def _query(ctx: typer.Context, read: _Read) -> Iterable[str]:
     state_dir = Path(ctx.params.get("state_dir") or targets.DEFAULT_STATE_DIR)
     key = str(ctx.params.get("admin_key") or "")
     wanted = {}

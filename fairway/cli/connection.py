@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import typer
 
 from fairway.cli import targets
-from fairway.cli.calls import CALL_TIMEOUT_S, admin_client, checked
+from fairway.cli.calls import CALL_TIMEOUT_S, admin_client
 from fairway.cli.flags import timeout_s
 from fairway.cli.targets import (
     DEFAULT_STATE_DIR,
@@ -25,7 +24,6 @@ from fairway.cli.targets import (
 )
 from fairway.client import AdminClient
 
-T = TypeVar("T")
 WAIT_S: Final = 600.0
 
 TimeoutOption = Annotated[
@@ -34,7 +32,7 @@ TimeoutOption = Annotated[
         "--timeout",
         parser=timeout_s,
         metavar="SPAN",
-        help="Of a call, such as 30s, else 15 s; with --wait of the wait, else 10 minutes.",
+        help="Time limit of a call (default 15s), or with --wait of the wait (default 10m).",
         show_default=False,
     ),
 ]
@@ -53,16 +51,11 @@ class Connection:
 
     admin: AdminClient
     timeout_s: float | None
-    state_dir: Path
 
     @property
     def wait_s(self) -> float:
         """Time limit of a wait that consists of many calls."""
         return WAIT_S if self.timeout_s is None else self.timeout_s
-
-    async def run(self, call: Awaitable[T], *, what: str) -> T:
-        """Return the result of a call. Raises CliError with ``what`` and the cause."""
-        return await checked(call, what=what)
 
 
 def command(
@@ -88,7 +81,7 @@ def command(
             address, key = values.pop(address_option[0]), values.pop(key_option[0])
             state_dir, timeout_s = values.pop("state_dir"), values.pop("timeout")
             target = find(address, key, state_dir)
-            asyncio.run(_connected(to, target, timeout_s, state_dir, run, values))
+            asyncio.run(_connected(to, target, timeout_s, run, values))
 
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *added)]
         entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -113,7 +106,6 @@ async def _connected(
     server: Server,
     target: Target,
     timeout_s: float | None,
-    state_dir: Path,
     run: Callable[..., Coroutine[Any, Any, None]],
     values: dict[str, Any],
 ) -> None:
@@ -125,4 +117,4 @@ async def _connected(
         call_s=CALL_TIMEOUT_S if timeout_s is None else timeout_s,
     )
     async with client as admin:
-        await run(Connection(admin, timeout_s, state_dir), **values)
+        await run(Connection(admin, timeout_s), **values)

@@ -11,6 +11,7 @@ import typer
 from fairway.cli import completion
 from fairway.cli.terminal.durations import parse_moment, parse_span
 from fairway.v1 import common_pb2
+from fairway.v1.controlplane_pb2 import Metadata
 
 
 class Format(StrEnum):
@@ -48,25 +49,32 @@ def timeout_s(text: str | float) -> float:
     return seconds
 
 
-def future(text: str) -> datetime:
+def parse_future(text: str) -> datetime:
     """Return an option's moment; a span counts from now on."""
     return _moment(text, past=False)
 
 
-def past(text: str) -> datetime:
+def parse_past(text: str) -> datetime:
     """Return an option's moment; a span counts back from now."""
     return _moment(text, past=True)
 
 
-def pairs(texts: list[str] | None, *, flag: str) -> dict[str, str]:
+def key_values(texts: list[str] | None, *, flag: str) -> dict[str, str]:
     """Return `key=value` options as a mapping. Raises BadParameter for another form."""
     found: dict[str, str] = {}
     for text in texts or ():
         key, equals, value = text.partition("=")
         if not key or not equals:
-            raise typer.BadParameter(f"{text!r} is not like key=value", param_hint=flag)
+            raise typer.BadParameter(f"{text!r} is not of the form key=value", param_hint=flag)
         found[key] = value
     return found
+
+
+def replace_labels(metadata: Metadata, texts: list[str] | None) -> None:
+    """Replace all labels by those of `--label`; None, without the option: keep them."""
+    if texts is not None:
+        metadata.labels.clear()
+        metadata.labels.update(key_values(texts, flag="--label"))
 
 
 def _moment(text: str, *, past: bool) -> datetime:
@@ -80,13 +88,13 @@ NameArgument = Annotated[
     str,
     typer.Argument(help="Lower-case letters, digits, hyphens and dots.", autocompletion=completion.names),
 ]
-OutputOption = Annotated[Format, typer.Option("--output", "-o", help="How the result is written.")]
-WatchOption = Annotated[bool, typer.Option("--watch", "-w", help="Go on with every change, until Ctrl-C.")]
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before.")]
+OutputOption = Annotated[Format, typer.Option("--output", "-o", help="Output format.")]
+WatchOption = Annotated[bool, typer.Option("--watch", "-w", help="Print every further change, until Ctrl-C.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 EtagOption = Annotated[
-    str, typer.Option("--etag", help="Only if nobody changed it since: the etag of `show -o json`.")
+    str, typer.Option("--etag", help="Apply only if this is still its etag (see `show -o json`).")
 ]
-WaitOption = Annotated[bool, typer.Option("--wait", help="Return once it is done, or tell why it is not.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Return once it is done, or report why it is not.")]
 LabelOption = Annotated[
-    list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="A label of it. Repeatable.")
+    list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="A label. Repeatable.")
 ]

@@ -21,14 +21,19 @@ ANSWER_S: Final = 300.0
 
 ModelOption = Annotated[
     str,
-    typer.Option("--model", "-m", help="Else the installation's own.", autocompletion=completion.deployments),
+    typer.Option(
+        "--model",
+        "-m",
+        help="Deployment to use; default: the installation's model.",
+        autocompletion=completion.deployments,
+    ),
 ]
 TemperatureOption = Annotated[float | None, typer.Option("--temperature", min=0, max=2, help="0: greedy.")]
 TopPOption = Annotated[float | None, typer.Option("--top-p", min=0, max=1)]
 TopKOption = Annotated[int | None, typer.Option("--top-k", min=0, help="0: off.")]
-SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="The same seed, the same tokens.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="The same seed gives the same tokens.")]
 StopOption = Annotated[
-    list[str] | None, typer.Option("--stop", help="Ends the answer before it. Repeatable.")
+    list[str] | None, typer.Option("--stop", help="Text that ends the answer; it is not printed. Repeatable.")
 ]
 PriorityOption = Annotated[PriorityName | None, typer.Option("--priority", help="Scheduling class.")]
 TimeoutOption = Annotated[
@@ -37,7 +42,7 @@ TimeoutOption = Annotated[
         "--timeout",
         parser=timeout_s,
         metavar="SPAN",
-        help="How long one answer may take, such as 2m.",
+        help="Time limit of one answer, such as 2m.",
         show_default="5m",
     ),
 ]

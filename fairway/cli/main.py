@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
+import grpc
 import typer
 
 from fairway.cli.commands import bootstrap as bootstrap_command
@@ -21,14 +24,40 @@ from fairway.cli.commands import (
     queue,
     tenants,
 )
-from fairway.cli.commands.calibrate import calibrate
 from fairway.cli.commands.chat import chat
 from fairway.cli.commands.complete import complete
-from fairway.cli.commands.simulate import simulate
+from fairway.cli.commands.simulate import calibrate, simulate
 from fairway.cli.commands.status import status
-from fairway.cli.commands.version import show_version
 from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.flags import Format, OutputOption
+from fairway.cli.terminal.formats import DOCUMENTS, write_document
 from fairway.cli.terminal.output import OutputClosed, err, out, plain, show_error
+
+
+def fairway_version() -> str:
+    """Return the version of the installed package, "unknown" in a bare source tree."""
+    try:
+        return version("fairway")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def show_version(output: OutputOption = Format.TABLE) -> None:
+    """Show the version of this command.
+
+    \b
+    Examples:
+      fairway version
+      fairway version -o json
+    """
+    found = {"fairway": fairway_version(), "python": platform.python_version(), "grpc": grpc.__version__}
+    if output in DOCUMENTS:
+        write_document(found, output)
+    elif output is Format.WIDE:
+        plain(out(), "  ".join(f"{name} {value}" for name, value in found.items()))
+    else:
+        plain(out(), f"fairway {found['fairway']}")
+
 
 DEBUG: Final = "FAIRWAY_CLI_DEBUG"
 # Base class of typer's usage errors: bad parameter, missing argument, unknown option.
@@ -80,7 +109,7 @@ def run(commands: typer.Typer, argv: list[str] | None) -> int:
     except KeyboardInterrupt:
         code = int(ExitCode.INTERRUPTED)
     except typer.Abort:
-        show_error(CliError("ABORTED", "nothing was changed", next_step="add --yes to go ahead unasked"))
+        show_error(CliError("ABORTED", "nothing was changed", next_step="add --yes to skip the confirmation"))
         return int(ExitCode.FAILED)
     except _WrongUse as exc:
         return _wrong_use(exc)
@@ -104,7 +133,7 @@ def _wrong_use(exc: Exception) -> int:
     if type(exc).__name__ == "NoArgsIsHelpError":
         plain(out(), message)
     else:
-        show_error(CliError("USAGE", message, next_step=f"`{path} --help` shows how, with examples"))
+        show_error(CliError("USAGE", message, next_step=f"`{path} --help` shows the usage, with examples"))
     return int(ExitCode.USAGE)
 
 

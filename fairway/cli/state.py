@@ -1,4 +1,4 @@
-"""The state folder of one local installation, and the writing of its files."""
+"""The state folder of one local installation: its paths, its endpoints, and the writing of its files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from fairway.cli.errors import CliError
 
@@ -107,27 +109,27 @@ class StateDir:
         inside = (self.logs, self.secrets, self.root / "state", self.root / "sockets")
         with self.writing():
             open_before = self.root.exists() and _is_open(self.root)
-            if open_before and not self._is_ours():
-                raise OSError(errno.EEXIST, "it holds other files, or other users' too", str(self.root))
+            if open_before and not self._is_installation():
+                raise OSError(errno.EEXIST, "it contains other files or files of other users", str(self.root))
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             _make_private(self.root)
             for folder in (*inside, self.sockets):
                 folder.mkdir(mode=0o700, exist_ok=True)
-                others_could_look = open_before or _is_open(folder)
+                was_open = open_before or _is_open(folder)
                 _make_private(folder)
-                if others_could_look:
+                if was_open:
                     _make_contents_private(folder)
             for path in (self.ports, self.endpoints, self.lock, self.fleet, self.options, self.created):
                 if path.exists():
                     _make_private(path)
 
-    def _is_ours(self) -> bool:
+    def _is_installation(self) -> bool:
         """Whether the folder is, or may become, an installation's: modes of other folders are not changed."""
         if self.root.stat().st_mode & stat.S_ISVTX:
             return False
-        known = {"logs", "secrets", "sockets", "state"}
+        own = {"logs", "secrets", "sockets", "state"}
         found = {path.name for path in self.root.iterdir()}
-        return self.root.name == ".fairway" or "secrets" in found or found <= known
+        return self.root.name == ".fairway" or "secrets" in found or found <= own
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -211,3 +213,44 @@ def read_secret(state: StateDir, name: str) -> str:
         return state.secret(name).read_text().strip()
     except OSError:
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Addresses are host:port, except ``http``.
+
+    If a role has several processes, the singular field has the first one and the plural field all of them.
+    """
+
+    # URL without a path.
+    http: str
+    grpc: str  # the first gateway
+    api_key: str  # for the data plane
+    admin_key: str  # for the control plane and the registry
+    # "": none is deployed.
+    model: str
+    registry: str = ""  # gRPC server
+    controlplane: str = ""  # the first control plane
+    scheduler: str = ""  # the first scheduler
+    workers: tuple[str, ...] = ()  # gRPC servers of all workers
+    gateways: tuple[str, ...] = ()  # gRPC servers of all gateways
+    schedulers: tuple[str, ...] = ()  # gRPC servers of all schedulers
+    controlplanes: tuple[str, ...] = ()  # gRPC servers of all control planes
+    # By process: the server of /metrics, /healthz and /readyz.
+    metrics: dict[str, str] = field(default_factory=dict)
+    supervisor_pid: int = 0  # 0: unknown
+    # By process.
+    pids: dict[str, int] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write the file in one step, mode 0600."""
+        write_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> Endpoints | None:
+        """Return the content of ``path``, or None without a complete file of the right types."""
+        raw = read_json(path)
+        try:
+            return None if raw is None else msgspec.convert(raw, cls)
+        except msgspec.ValidationError:
+            return None

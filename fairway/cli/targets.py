@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from fairway.cli.endpoints import Endpoints
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.state import StateDir
+from fairway.cli.state import Endpoints, StateDir
 
 StateDirOption = Annotated[
     Path, typer.Option("--state-dir", help="Installation whose endpoints.json is used.", show_default=True)
@@ -20,7 +19,7 @@ GrpcOption = Annotated[
     typer.Option(
         "--grpc",
         envvar="FAIRWAY_GRPC",
-        help="host:port of the gateway; of several, between commas, all are used.",
+        help="host:port of the gateway; several with commas: all are used.",
         show_default=False,
     ),
 ]
@@ -29,7 +28,7 @@ ControlPlaneOption = Annotated[
     typer.Option(
         "--controlplane",
         envvar="FAIRWAY_CONTROLPLANE",
-        help="host:port of the control plane; of several, between commas, the first that answers.",
+        help="host:port of the control plane; several with commas: the first that answers is used.",
         show_default=False,
     ),
 ]
@@ -111,22 +110,22 @@ def _target(name: str, address: str, key: str) -> Target:
     if not address:
         raise CliError(
             "NO_ADDRESS",
-            f"no address of the {name} is known, and no installation runs here",
+            f"there is no address of the {name}, and no installation runs here",
             next_step=f"start one with `fairway up`, or name one with --{flag} HOST:PORT",
             exit_code=ExitCode.NOT_RUNNING,
         )
     if not key:
         raise CliError(
             "NO_KEY",
-            f"no key for the {name} is known",
+            f"there is no key for the {name}",
             next_step="add " + ("--api-key KEY" if name == "gateway" else "--admin-key KEY"),
             exit_code=ExitCode.UNAUTHENTICATED,
         )
     if not key.isascii() or not key.isprintable():
         raise CliError(
             "BAD_KEY",
-            f"the key for the {name} has characters that no key has",
-            next_step="copy it again, as it was shown when it was made",
+            f"the key for the {name} has invalid characters",
+            next_step="copy it again, as it was printed at its creation",
             exit_code=ExitCode.UNAUTHENTICATED,
         )
     return Target(address, key)

@@ -7,9 +7,8 @@ from typing import Final
 
 from fairway.cli.calls import admin_error
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.terminal.words import version_state
 from fairway.client import AdminClient, DeadlineExceeded, FairwayError, WaitFailed
-from fairway.client.admin.wait import versions_left
+from fairway.client.admin.wait import remaining_versions, state_name
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import worker_pb2
 
@@ -18,12 +17,14 @@ Show = Callable[[str, float | None, str], None]
 
 _STEPS: Final = {
     "NOT_READY_IN_TIME": (
-        "it goes on loading; see `fairway nodes list -o wide`, or wait with a longer --timeout"
+        "it continues to load; see `fairway nodes list -o wide`, or wait with a longer --timeout"
     ),
-    "NOT_DRAINED_IN_TIME": "it goes on; add a worker or uncordon one, or wait with a longer --timeout",
+    "NOT_DRAINED_IN_TIME": "it continues; add a worker or uncordon one, or wait with a longer --timeout",
     "DRAIN_ENDED": "`fairway nodes drain {name}` starts it again",
 }
-_FAILED: Final = "`fairway deployments show {name}` has the rest; change it with `update`, or `delete` it"
+_FAILED: Final = (
+    "`fairway deployments show {name}` shows the details; change it with `update`, or `delete` it"
+)
 
 
 async def until_deployed(
@@ -53,7 +54,7 @@ def show_replicas(show: Show) -> Callable[[cp.Deployment], None]:
     def report(deployment: cp.Deployment) -> None:
         status = deployment.status
         for replica in status.replicas:
-            detail = ", ".join(filter(None, (version_state(replica.state), replica.message)))
+            detail = ", ".join(filter(None, (state_name(replica.state), replica.message)))
             is_ready = replica.state == worker_pb2.VERSION_STATE_READY
             show(replica.worker_id, 1.0 if is_ready else replica.progress_ratio or None, detail)
         if len(status.replicas) < deployment.replicas:
@@ -69,7 +70,7 @@ def show_drain(show: Show) -> Callable[[cp.Node], None]:
         if node.drain.done:
             show(node.metadata.name, 1.0, "drained")
         elif node.draining:
-            show(node.metadata.name, None, "; ".join((versions_left(node), *node.drain.waiting_for)))
+            show(node.metadata.name, None, "; ".join((remaining_versions(node), *node.drain.waiting_for)))
 
     return report
 

@@ -19,7 +19,7 @@ from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_part
 from fairway.cli.terminal.output import err, out, plain
 from fairway.cli.terminal.table import Column, line_of, table_of, visible
 from fairway.client import Changed, Deleted, FairwayError, Snapshot
-from fairway.client.admin.watch import News, OnLost
+from fairway.client.admin.watch import OnLost, WatchUpdate
 
 T = TypeVar("T", bound=Message)
 
@@ -34,7 +34,7 @@ class Watch(Generic[T]):
 
     field: str
     what: str
-    news: Callable[[Connection, OnLost], AsyncGenerator[News[T], None]]
+    updates: Callable[[Connection, OnLost], AsyncGenerator[WatchUpdate[T], None]]
 
 
 async def follow(
@@ -50,20 +50,20 @@ async def follow(
     what = f"cannot watch {watch.what}"
     with _Screen(watch, shown, output) as screen:
         try:
-            async with aclosing(watch.news(connection, lost(what))) as told:
-                async for news in told:
-                    screen.show(_fresh(news, seen), seen)
+            async with aclosing(watch.updates(connection, report_lost(what))) as updates:
+                async for update in updates:
+                    screen.show(_changes(update, seen), seen)
         except FairwayError as exc:
             raise admin_error(exc, what=what) from exc
 
 
-def lost(what: str) -> OnLost:
+def report_lost(what: str) -> OnLost:
     """Return a function that reports an interrupted watch to the user."""
 
-    def tell(error: FairwayError, pause_s: float) -> None:
+    def report(error: FairwayError, pause_s: float) -> None:
         plain(err(), f"{admin_error(error, what=what).message}; again in {pause_s:g} s")
 
-    return tell
+    return report
 
 
 def polled(
@@ -74,7 +74,7 @@ def polled(
 ) -> Watch[T]:
     """Return a watch of resources that a server only lists; polls each second. ``listed`` raises CliError."""
 
-    async def news(connection: Connection, _: OnLost) -> AsyncGenerator[News[T], None]:
+    async def updates(connection: Connection, _: OnLost) -> AsyncGenerator[WatchUpdate[T], None]:
         began, pause_s = False, _FIRST_PAUSE_S
         while True:
             try:
@@ -90,19 +90,19 @@ def polled(
             yield Snapshot({name_of(item): item for item in items})
             await asyncio.sleep(_POLL_S)
 
-    return Watch(field, what, news)
+    return Watch(field, what, updates)
 
 
-def _fresh(news: News[T], seen: dict[str, T]) -> list[Changed[T] | Deleted[T]]:
+def _changes(update: WatchUpdate[T], seen: dict[str, T]) -> list[Changed[T] | Deleted[T]]:
     """Update ``seen`` and return the changes."""
     found: list[Changed[T] | Deleted[T]]
-    if isinstance(news, Snapshot):
-        found = [Deleted(name, item) for name, item in seen.items() if name not in news.items]
-        found += [Changed(name, item) for name, item in news.items.items() if seen.get(name) != item]
-    elif isinstance(news, Deleted):
-        found = [news] if news.name in seen else []
+    if isinstance(update, Snapshot):
+        found = [Deleted(name, item) for name, item in seen.items() if name not in update.items]
+        found += [Changed(name, item) for name, item in update.items.items() if seen.get(name) != item]
+    elif isinstance(update, Deleted):
+        found = [update] if update.name in seen else []
     else:
-        found = [news] if seen.get(news.name) != news.item else []
+        found = [update] if seen.get(update.name) != update.item else []
     for change in found:
         if isinstance(change, Deleted):
             del seen[change.name]

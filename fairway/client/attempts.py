@@ -71,10 +71,10 @@ class Core:
             new_key=lambda: secrets.token_hex(16),
         )
 
-    def key(self, asked: str | None) -> str:
+    def key(self, requested: str | None) -> str:
         """Return the caller's idempotency key, else a new one if the options enable keys; empty: none."""
-        if asked is not None:
-            return asked
+        if requested is not None:
+            return requested
         return self.new_key() if self.options.idempotency else ""
 
 
@@ -86,7 +86,7 @@ class Attempts:
         self._core = core
         self.deadline_s = core.now() + checked_timeout_s(timeout_s)
         self.count = 0
-        self._not_this = ""
+        self._last_failed = ""
         core.budget.request_began(core.now())
 
     @property
@@ -110,7 +110,7 @@ class Attempts:
         connect_s = min(left_s, self._core.options.connect_timeout_s)
         try:
             endpoint = await self._core.pool.take(
-                connect_s, not_this=self._not_this, patient=self._core.options.wait_for_ready
+                connect_s, last_failed=self._last_failed, wait_for_ready=self._core.options.wait_for_ready
             )
         except FairwayError as error:
             raise self._ended(error, "nothing could be reached") from None
@@ -126,8 +126,8 @@ class Attempts:
         """
         core = self._core
         core.pool.failed(endpoint, error)
-        blamed = policy.blame(error.reason)
-        elsewhere = blamed is policy.Blame.GATEWAY and core.pool.has_other(endpoint)
+        scope = policy.fault_scope(error.reason)
+        elsewhere = scope is policy.FaultScope.GATEWAY and core.pool.has_other(endpoint)
         failure = policy.Failure(
             error.reason,
             isinstance(error, Unavailable),
@@ -135,7 +135,7 @@ class Attempts:
             # Another gateway is not bound by this gateway's delay.
             retry_after_s=None if elsewhere else error.retry_after_s,
             repeatable=repeatable,
-            free=attaches and isinstance(error, ConnectionLost),
+            attaches=attaches and isinstance(error, ConnectionLost),
         )
         decision = policy.after_failure(
             core.options.retry,
@@ -148,7 +148,7 @@ class Attempts:
         )
         if isinstance(decision, policy.GiveUp):
             raise self._ended(error, decision.why) from None
-        self._not_this = "" if blamed is policy.Blame.NOBODY else endpoint.address
+        self._last_failed = "" if scope is policy.FaultScope.NONE else endpoint.address
         await asyncio.sleep(decision.delay_s)
 
     def drop_key(self, error: FairwayError, endpoint: Endpoint, generation: pb.Generation) -> bool:
@@ -163,7 +163,7 @@ class Attempts:
         generation.idempotency_key = ""
         return True
 
-    def late(self) -> DeadlineExceeded:
+    def deadline_error(self) -> DeadlineExceeded:
         """Return the error of a deadline that passed during an attempt."""
         error = _deadline_exceeded()
         self._ended(error, "")
@@ -200,9 +200,9 @@ async def unary(
             if isinstance(error, DeadlineExceeded) and limit_s < left_s:
                 error = connection_lost(f"{endpoint.address} did not answer within {limit_s:g} s")
         else:
-            core.pool.answered(endpoint)
+            core.pool.succeeded(endpoint)
             return answer
         finally:
-            core.pool.give_back(endpoint)
+            core.pool.release(endpoint)
         if own_key is None or not attempts.drop_key(error, endpoint, own_key):
             await attempts.failed(error, endpoint)

@@ -86,7 +86,7 @@ class Client:
     async def __aenter__(self) -> Self:
         """Open the channels. Raises RuntimeError the second time: a client is used once."""
         if self._entered is not None:
-            raise RuntimeError("this client was opened before: make a new one")
+            raise RuntimeError("this client was opened before: create a new one")
         loop = asyncio.get_running_loop()
         core = Core.opened(
             self._addresses, self._api_key, self._options, credentials=self._credentials, rng=self._rng
@@ -202,14 +202,14 @@ class Client:
             raise RuntimeError("the client is not open: use `async with Client(...) as client`")
         core, loop = self._entered
         if asyncio.get_running_loop() is not loop:
-            raise RuntimeError("a client belongs to the event loop that it was opened in")
+            raise RuntimeError("a client can only be used in the event loop in which it was opened")
         return core
 
-    def _timeout_s(self, asked_s: float | None) -> float:
-        return self._options.timeout_s if asked_s is None else checked_timeout_s(asked_s)
+    def _timeout_s(self, requested_s: float | None) -> float:
+        return self._options.timeout_s if requested_s is None else checked_timeout_s(requested_s)
 
-    def _generation_timeout_s(self, asked_s: float | None) -> float:
-        return self._options.generation_timeout_s if asked_s is None else checked_timeout_s(asked_s)
+    def _generation_timeout_s(self, requested_s: float | None) -> float:
+        return self._options.generation_timeout_s if requested_s is None else checked_timeout_s(requested_s)
 
     async def _call(self, send: _Sender[_T], timeout_s: float, *, own_key: pb.Generation | None = None) -> _T:
         def attempt(endpoint: Endpoint, attempt_s: float, metadata: Metadata) -> Awaitable[_T]:

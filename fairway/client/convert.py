@@ -204,7 +204,7 @@ def _input(source: Input) -> dict[str, Any]:
     if isinstance(source, str):
         return {"prompt": source}
     if not source:
-        raise ValueError("the input is an empty list: give a text, messages or token ids")
+        raise ValueError("the input is an empty list: pass a text, messages or token ids")
     if all(isinstance(one, Message) for one in source):
         messages = [
             pb.ChatMessage(role=one.role, content=one.content, name=one.name)

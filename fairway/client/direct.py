@@ -8,9 +8,9 @@ import grpc
 
 from fairway.client import convert
 from fairway.client.attempts import Attempts, Core
+from fairway.client.delivery import DeliveryPositions
 from fairway.client.endpoints import Endpoint, Metadata
 from fairway.client.errors import connection_lost, from_rpc
-from fairway.client.ledger import Ledger
 from fairway.client.values import Event
 from fairway.v1 import inference_pb2 as pb
 
@@ -21,7 +21,9 @@ class DirectCarrier:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    async def open(self, generation: pb.Generation, attempts: Attempts, ledger: Ledger) -> DirectAttempt:
+    async def open(
+        self, generation: pb.Generation, attempts: Attempts, positions: DeliveryPositions
+    ) -> DirectAttempt:
         endpoint = await attempts.begin()
         return DirectAttempt(self._core, endpoint, attempts.deadline_s, generation, attempts.metadata)
 
@@ -58,14 +60,14 @@ class DirectAttempt:
             if kind == "finished":
                 return convert.finished(message.finished)
 
-    def took(self, choice: int, tokens: int) -> None:
+    def consumed(self, choice: int, tokens: int) -> None:
         """Do nothing: HTTP/2 flow control stops the stream of a reader that does not read."""
 
     async def aclose(self) -> None:
         if self._open:
             self._open = False
             self._call.cancel()
-            self._core.pool.give_back(self.endpoint)
+            self._core.pool.release(self.endpoint)
 
     async def _read(self) -> pb.GenerateResponse:
         silence_s = self._core.options.silence_timeout_s

@@ -52,7 +52,7 @@ class Endpoint:
         self.stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(
             channel
         )
-        self.standing = policy.Standing()
+        self.failures = policy.FailureRecord()
         self.in_flight = 0
 
     @property
@@ -77,61 +77,63 @@ class EndpointPool:
         self._now = now
         self._rng = rng
 
-    async def take(self, timeout_s: float, *, not_this: str = "", patient: bool = True) -> Endpoint:
-        """Return a connected gateway; the caller passes it to ``give_back`` once.
+    async def take(self, timeout_s: float, *, last_failed: str = "", wait_for_ready: bool = True) -> Endpoint:
+        """Return a connected gateway; the caller passes it to ``release`` once.
 
-        Waits up to ``timeout_s`` for a connection; unless ``patient``, no longer than until all are down.
+        Waits up to ``timeout_s`` for a connection; without ``wait_for_ready``, at most until all are down.
         Raises NoGateway; nothing was sent then, so an attempt at the next gateway is not a retry.
         """
         deadline_s = self._now() + timeout_s
         while True:
-            endpoint = self._choose(not_this)
+            endpoint = self._choose(last_failed)
             if endpoint.connected:
                 endpoint.in_flight += 1
                 return endpoint
             if self._now() >= deadline_s:
                 raise self._unreachable(f" within {timeout_s:.1f} s")
-            if not patient and all(one.down for one in self._endpoints.values()):
+            if not wait_for_ready and all(one.down for one in self._endpoints.values()):
                 raise self._unreachable("")
             # By polling: a state watch of grpc.aio cannot be abandoned before the state changes.
             await asyncio.sleep(min(_POLL_S, max(0.0, deadline_s - self._now())))
 
-    def give_back(self, endpoint: Endpoint) -> None:
+    def release(self, endpoint: Endpoint) -> None:
         endpoint.in_flight -= 1
 
     def is_avoided(self, endpoint: Endpoint) -> bool:
-        return endpoint.standing.avoided(self._now())
+        return endpoint.failures.avoided(self._now())
 
     def has_other(self, endpoint: Endpoint) -> bool:
         """Whether another gateway is available for a call that failed on this one."""
         now_s = self._now()
         return any(
-            one is not endpoint and not one.down and not one.standing.avoided(now_s)
+            one is not endpoint and not one.down and not one.failures.avoided(now_s)
             for one in self._endpoints.values()
         )
 
-    def answered(self, endpoint: Endpoint) -> None:
-        endpoint.standing = endpoint.standing.answered(self._now())
+    def succeeded(self, endpoint: Endpoint) -> None:
+        endpoint.failures = endpoint.failures.succeeded(self._now())
 
     def failed(self, endpoint: Endpoint, error: FairwayError) -> None:
         """Avoid the gateway for a while if it is at fault."""
-        if policy.blame(error.reason) is policy.Blame.GATEWAY:
-            endpoint.standing = endpoint.standing.failed(
+        if policy.fault_scope(error.reason) is policy.FaultScope.GATEWAY:
+            endpoint.failures = endpoint.failures.failed(
                 self._now(), jitter=self._rng.random(), retry_after_s=error.retry_after_s
             )
         elif error.reason != "DEADLINE_EXCEEDED":
-            self.answered(endpoint)
+            self.succeeded(endpoint)
 
     async def close(self) -> None:
         for endpoint in self._endpoints.values():
             await endpoint.channel.close()
 
-    def _choose(self, not_this: str) -> Endpoint:
+    def _choose(self, last_failed: str) -> Endpoint:
         candidates = tuple(
-            policy.Candidate(one.address, one.standing, one.in_flight, one.down)
+            policy.Candidate(one.address, one.failures, one.in_flight, one.down)
             for one in self._endpoints.values()
         )
-        chosen = policy.choose(candidates, now_s=self._now(), jitter=self._rng.random(), not_this=not_this)
+        chosen = policy.choose(
+            candidates, now_s=self._now(), jitter=self._rng.random(), last_failed=last_failed
+        )
         return self._endpoints[chosen]
 
     def _unreachable(self, when: str) -> NoGateway:

@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from fairway.client.attempts import Attempts, Core
+from fairway.client.delivery import DeliveryPositions
 from fairway.client.endpoints import Endpoint
 from fairway.client.errors import FairwayError
 from fairway.client.guard import Guard
-from fairway.client.ledger import Ledger
 from fairway.client.values import (
     Accepted,
     CompletedChoice,
@@ -34,7 +34,7 @@ class Attempt(Protocol):
 
     async def receive(self) -> Event: ...
 
-    def took(self, choice: int, tokens: int) -> None:
+    def consumed(self, choice: int, tokens: int) -> None:
         """Record that the reader has taken ``tokens`` of a choice, counted from the start of the output."""
         ...
 
@@ -46,7 +46,9 @@ class Attempt(Protocol):
 class Carrier(Protocol):
     """Sends generations: each on its own RPC, or all on one session."""
 
-    async def open(self, generation: pb.Generation, attempts: Attempts, ledger: Ledger) -> Attempt: ...
+    async def open(
+        self, generation: pb.Generation, attempts: Attempts, positions: DeliveryPositions
+    ) -> Attempt: ...
 
 
 class GenerationStream:
@@ -78,7 +80,7 @@ class GenerationStream:
         self._generation = generation
         self._timeout_s = checked_timeout_s(timeout_s)
         self._own_key = own_key
-        self._ledger = Ledger()
+        self._positions = DeliveryPositions()
         self._guard = Guard()
         self._events = self._run()
         self._finished: Finished | None = None
@@ -91,7 +93,7 @@ class GenerationStream:
 
     @property
     def accepted(self) -> Accepted | None:
-        return self._ledger.accepted
+        return self._positions.accepted
 
     @property
     def finished(self) -> Finished | None:
@@ -173,50 +175,50 @@ class GenerationStream:
     async def _run(self) -> AsyncGenerator[Event, None]:
         attempts = Attempts(self._core, self._timeout_s)
         while True:
-            self._ledger.attempt_began()
+            self._positions.attempt_began()
             attempt = await self._open(attempts)
             self._attempts = attempts.count
             try:
                 async with aclosing(attempt):
                     while self._finished is None:
-                        event = self._news(await attempt.receive())
+                        event = self._undelivered(await attempt.receive())
                         if event is not None:
                             yield event
                             if isinstance(event, Tokens):
-                                attempt.took(event.choice, self._ledger.delivered(event.choice))
-                self._core.pool.answered(attempt.endpoint)
+                                attempt.consumed(event.choice, self._positions.delivered(event.choice))
+                self._core.pool.succeeded(attempt.endpoint)
                 return
             except TimeoutError:
-                raise self._described(attempts.late()) from None
+                raise self._with_progress(attempts.deadline_error()) from None
             except FairwayError as error:
-                await self._again(error, attempts, attempt.endpoint)
+                await self._retry(error, attempts, attempt.endpoint)
 
     async def _open(self, attempts: Attempts) -> Attempt:
         try:
-            return await self._carrier.open(self._generation, attempts, self._ledger)
+            return await self._carrier.open(self._generation, attempts, self._positions)
         except FairwayError as error:
-            raise self._described(error) from None
+            raise self._with_progress(error) from None
 
-    def _news(self, event: Event) -> Event | None:
+    def _undelivered(self, event: Event) -> Event | None:
         if isinstance(event, Tokens):
-            return self._ledger.news(event)
+            return self._positions.undelivered(event)
         if isinstance(event, Accepted):
-            return event if self._ledger.accept(event) else None
+            return event if self._positions.accept(event) else None
         self._finished = event
         return event
 
-    async def _again(self, error: FairwayError, attempts: Attempts, endpoint: Endpoint) -> None:
-        may_drop = self._own_key and self._ledger.accepted is None
+    async def _retry(self, error: FairwayError, attempts: Attempts, endpoint: Endpoint) -> None:
+        may_drop = self._own_key and self._positions.accepted is None
         if may_drop and attempts.drop_key(error, endpoint, self._generation):
             return
         keyed = bool(self.idempotency_key)
         await attempts.failed(
-            self._described(error),
+            self._with_progress(error),
             endpoint,
-            repeatable=keyed or not self._ledger.begun,
-            attaches=keyed and self._ledger.accepted is not None,
+            repeatable=keyed or not self._positions.has_output,
+            attaches=keyed and self._positions.accepted is not None,
         )
 
-    def _described(self, error: FairwayError) -> FairwayError:
-        error.delivered_tokens = self._ledger.delivered_tokens
+    def _with_progress(self, error: FairwayError) -> FairwayError:
+        error.delivered_tokens = self._positions.delivered_tokens
         return error

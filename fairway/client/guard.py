@@ -16,7 +16,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Task[object], None] = {}
-        self._cut: set[asyncio.Task[object]] = set()
+        self._interrupted: set[asyncio.Task[object]] = set()
         self._why = ""
         self._left = asyncio.Event()
 
@@ -38,13 +38,13 @@ class Guard:
         try:
             return await awaitable
         except asyncio.CancelledError:
-            if task in self._cut and not task.uncancel():
+            if task in self._interrupted and not task.uncancel():
                 raise self.error() from None
             raise
         finally:
             del self._waiting[task]
             self._left.set()
-            self._cut.discard(task)
+            self._interrupted.discard(task)
 
     async def idle(self) -> None:
         """Return once no task waits in it."""
@@ -64,6 +64,6 @@ class Guard:
         """End all waiting calls. Idempotent; the first reason stays."""
         self._why = self._why or why
         for task in self._waiting:
-            if task not in self._cut:
-                self._cut.add(task)
+            if task not in self._interrupted:
+                self._interrupted.add(task)
                 task.cancel()

@@ -31,7 +31,7 @@ _BATCH: Final = 4096
 _PROBE_TIMEOUT_S: Final = 2.0
 
 
-class Entry:
+class LinkEntry:
     """One generation on a link: the events that its reader has not taken yet.
 
     Bounded by the window: the server sends at most ``window`` tokens of a choice beyond those taken. With
@@ -61,16 +61,16 @@ class Entry:
                 await self._waiter
         return self._events.popleft()
 
-    def took(self, choice: int, tokens: int) -> None:
+    def consumed(self, choice: int, tokens: int) -> None:
         self._taken = max(self._taken, tokens)
         missing = self._taken + self._window - self._allowed
         if missing * 2 >= self._window:
             self._allowed += missing
-            self._link.give_credit(self.stream_id, missing)
+            self._link.add_credit(self.stream_id, missing)
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         """Stop delivery for a reader that has ended."""
-        self._link.leave(self)
+        self._link.cancel(self)
 
     def push(self, event: Event) -> None:
         self._events.append(event)
@@ -97,14 +97,14 @@ class Link:
         self.endpoint = endpoint
         self.now = core.now
         self._core = core
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, LinkEntry] = {}
         self._starts: deque[pb.SessionStart] = deque()
         self._credit: dict[int, int] = {}
         self._cancels: dict[int, None] = {}
-        self._wanted = asyncio.Event()
+        self._write_pending = asyncio.Event()
         self._next_id = 1
         self._ended: FairwayError | None = None
-        self._heard = False
+        self._has_received = False
         self.retired = False
 
     @property
@@ -114,9 +114,9 @@ class Link:
 
     def start(
         self, generation: pb.Generation, *, taken: int, window: int, deadline_s: float, attempt: int = 0
-    ) -> Entry:
+    ) -> LinkEntry:
         """Send a generation; the entry receives its events. ``attempt``: how often it was sent before."""
-        entry = Entry(self, self._next_id, taken, window, deadline_s)
+        entry = LinkEntry(self, self._next_id, taken, window, deadline_s)
         self._next_id += 1
         self._entries[entry.stream_id] = entry
         self._starts.append(
@@ -127,25 +127,25 @@ class Link:
                 attempt=min(attempt, _MAX_ATTEMPT),
             )
         )
-        self._wanted.set()
+        self._write_pending.set()
         return entry
 
-    def give_credit(self, stream_id: int, tokens: int) -> None:
+    def add_credit(self, stream_id: int, tokens: int) -> None:
         if stream_id in self._entries:
             self._credit[stream_id] = min(_MAX_CREDIT, self._credit.get(stream_id, 0) + tokens)
-            self._wanted.set()
+            self._write_pending.set()
 
-    def leave(self, entry: Entry) -> None:
+    def cancel(self, entry: LinkEntry) -> None:
         """Cancel the generation of a reader that left, unless it ended."""
         if self._entries.pop(entry.stream_id, None) is not None:
             self._credit.pop(entry.stream_id, None)
             self._cancels[entry.stream_id] = None
-            self._wanted.set()
+            self._write_pending.set()
 
     def retire(self) -> None:
         """Start no new generations; running ones continue, and the stream ends with the last one."""
         self.retired = True
-        self._wanted.set()
+        self._write_pending.set()
 
     async def run(self) -> None:
         """Return when the stream ended: broken, or half-closed after ``retire`` and read to its end."""
@@ -176,22 +176,22 @@ class Link:
                     message = await call.read()
                     if not isinstance(message, pb.SessionResponse):
                         return connection_lost("the session's stream ended")
-                    self._hear(message)
+                    self._dispatch(message)
         except TimeoutError:
             return connection_lost(f"the gateway was silent for {silence_s:g} s")
         except grpc.aio.AioRpcError as error:
-            return await self._why(error)
+            return await self._status_error(error)
         except ValueError:
-            return ServerBug("the gateway sent a message that makes no sense", reason="BAD_ANSWER")
+            return ServerBug("the gateway sent an invalid message", reason="BAD_ANSWER")
 
-    async def _why(self, error: grpc.aio.AioRpcError) -> FairwayError:
+    async def _status_error(self, error: grpc.aio.AioRpcError) -> FairwayError:
         """Return the server's error for the status of the failed stream.
 
         When a write fails, grpc.aio loses the status and reports an internal error of gRPC instead. A
         gateway that rejects the session, for example for a wrong key, also rejects a small call, which has
         the status.
         """
-        if self._heard or STATUS_LOST not in (error.details() or ""):
+        if self._has_received or STATUS_LOST not in (error.details() or ""):
             return from_rpc(error)
         try:
             await self.endpoint.stub.ListModels(
@@ -201,8 +201,8 @@ class Link:
             return from_rpc(refusal)
         return from_rpc(error)
 
-    def _hear(self, message: pb.SessionResponse) -> None:
-        self._heard = True
+    def _dispatch(self, message: pb.SessionResponse) -> None:
+        self._has_received = True
         for accepted in message.accepted:
             self._push(accepted.stream_id, convert.accepted(accepted.accepted))
         if message.tokens.handles:
@@ -216,7 +216,7 @@ class Link:
             elif entry is not None:
                 entry.push(convert.finished(end.finished))
         if message.finished and self.retired:
-            self._wanted.set()
+            self._write_pending.set()
 
     def _push(self, stream_id: int, event: Event) -> None:
         entry = self._entries.get(stream_id)
@@ -227,13 +227,13 @@ class Link:
         """Send pending messages until the stream is retired and none is left."""
         try:
             while True:
-                self._wanted.clear()
+                self._write_pending.clear()
                 while (message := self._next_message()) is not None:
                     await call.write(message)
                 if self.retired and not self._entries:
                     await call.done_writing()
                     return
-                await self._wanted.wait()
+                await self._write_pending.wait()
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
             return  # the stream has ended: ``_read`` returns the reason
 

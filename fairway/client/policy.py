@@ -30,23 +30,23 @@ _RETRIED: Final = frozenset(
 _MAX_DOUBLINGS: Final = 32
 
 
-class Blame(Enum):
+class FaultScope(Enum):
     """The cause of a failure, for the choice of the next gateway."""
 
     GATEWAY = auto()  # all calls of this client avoid it for a while
     CALL = auto()  # this call goes to another gateway
-    NOBODY = auto()  # no effect on the choice
+    NONE = auto()  # no effect on the choice
 
 
-_BLAME: Final = {
-    "CONNECTION_LOST": Blame.GATEWAY,
-    "DRAINING": Blame.GATEWAY,
-    "NO_LEADER": Blame.CALL,
-    "QUEUE_FULL": Blame.CALL,
-    "SHARE_EXCEEDED": Blame.CALL,
-    "STORE_UNAVAILABLE": Blame.CALL,
-    "STREAM_BROKEN": Blame.CALL,
-    "UNAVAILABLE": Blame.CALL,
+_FAULT_SCOPES: Final = {
+    "CONNECTION_LOST": FaultScope.GATEWAY,
+    "DRAINING": FaultScope.GATEWAY,
+    "NO_LEADER": FaultScope.CALL,
+    "QUEUE_FULL": FaultScope.CALL,
+    "SHARE_EXCEEDED": FaultScope.CALL,
+    "STORE_UNAVAILABLE": FaultScope.CALL,
+    "STREAM_BROKEN": FaultScope.CALL,
+    "UNAVAILABLE": FaultScope.CALL,
 }
 
 
@@ -117,7 +117,7 @@ class RetryBudget:
 class Failure:
     """The failure of an attempt.
 
-    ``repeatable``: a repeated call cannot deliver anything twice. ``free``: the server had accepted the
+    ``repeatable``: a repeated call cannot deliver anything twice. ``attaches``: the server had accepted the
     request under its key, so that a repeated call attaches to it: no new work, and no budget is taken.
     """
 
@@ -126,7 +126,7 @@ class Failure:
     over_quota: bool
     retry_after_s: float | None = None
     repeatable: bool = True
-    free: bool = False
+    attaches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +146,8 @@ def is_retryable(failure: Failure) -> bool:
     return failure.retry_after_s is not None and (failure.unavailable or failure.over_quota)
 
 
-def blame(reason: str) -> Blame:
-    return _BLAME.get(reason, Blame.NOBODY)
+def fault_scope(reason: str) -> FaultScope:
+    return _FAULT_SCOPES.get(reason, FaultScope.NONE)
 
 
 def backoff_s(policy: RetryPolicy, attempt: int, jitter: float) -> float:
@@ -167,7 +167,7 @@ def after_failure(
 ) -> Retry | GiveUp:
     """Decide after the failure of attempt ``attempt`` (from 1). Takes from the budget only for a Retry."""
     if not is_retryable(failure):
-        return GiveUp("a retry cannot cure it")
+        return GiveUp("the error is not retryable")
     if not failure.repeatable:
         return GiveUp("tokens were delivered and there is no idempotency key to continue by")
     if attempt >= policy.max_attempts:
@@ -175,7 +175,7 @@ def after_failure(
     delay_s = (failure.retry_after_s or 0.0) + backoff_s(policy, attempt, jitter)
     if now_s + delay_s >= deadline_s:
         return GiveUp(f"the deadline passes before the wait of {delay_s:.2f} s")
-    if not failure.free and not budget.take(now_s):
+    if not failure.attaches and not budget.take(now_s):
         return GiveUp("the retry budget is spent")
     return Retry(delay_s)
 
@@ -187,29 +187,29 @@ _MAX_AVOIDED_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class FailureRecord:
     """The client's failure record of one gateway."""
 
-    failures: int = 0
+    count: int = 0  # failures in a row
     avoided_until_s: float = 0.0
 
     def avoided(self, now_s: float) -> bool:
         return now_s < self.avoided_until_s
 
-    def failed(self, now_s: float, *, jitter: float, retry_after_s: float | None = None) -> Standing:
+    def failed(self, now_s: float, *, jitter: float, retry_after_s: float | None = None) -> FailureRecord:
         """Avoid it for a wait that doubles with each failure in a row, jittered between half and whole.
 
         When a gateway fails, many calls fail at once: failures while it is avoided count as the same one.
         """
         if self.avoided(now_s):
             return self
-        wait_s = min(_MAX_AVOIDED_S, _FIRST_AVOIDED_S * 2 ** min(self.failures, _MAX_DOUBLINGS))
+        wait_s = min(_MAX_AVOIDED_S, _FIRST_AVOIDED_S * 2 ** min(self.count, _MAX_DOUBLINGS))
         wait_s = max(wait_s * (0.5 + 0.5 * jitter), retry_after_s or 0.0)
-        return Standing(self.failures + 1, now_s + wait_s)
+        return FailureRecord(self.count + 1, now_s + wait_s)
 
-    def answered(self, now_s: float) -> Standing:
+    def succeeded(self, now_s: float) -> FailureRecord:
         """Reset the record. While the gateway is avoided this has no effect: the response is older."""
-        return self if self.avoided(now_s) else Standing()
+        return self if self.avoided(now_s) else FailureRecord()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,23 +217,23 @@ class Candidate:
     """A gateway to choose from. ``down``: its connection failed and is not restored."""
 
     address: str
-    standing: Standing
+    failures: FailureRecord
     in_flight: int
     down: bool
 
 
-def choose(candidates: tuple[Candidate, ...], *, now_s: float, jitter: float, not_this: str = "") -> str:
+def choose(candidates: tuple[Candidate, ...], *, now_s: float, jitter: float, last_failed: str = "") -> str:
     """Return the address to send to: least calls in flight of the best class, ties broken by ``jitter``.
 
-    Classes, best first: usable; avoided; down. ``not_this`` comes last within its class. When all are
+    Classes, best first: usable; avoided; down. ``last_failed`` comes last within its class. When all are
     avoided, the one whose wait ends first is used.
     """
     assert candidates, "a client has at least one endpoint"
 
     def rank(one: Candidate) -> tuple[bool, bool, bool, float, int]:
-        avoided = one.standing.avoided(now_s)
-        until_s = one.standing.avoided_until_s if avoided else 0.0
-        return (one.down, avoided, one.address == not_this, until_s, one.in_flight)
+        avoided = one.failures.avoided(now_s)
+        until_s = one.failures.avoided_until_s if avoided else 0.0
+        return (one.down, avoided, one.address == last_failed, until_s, one.in_flight)
 
     best = min(map(rank, candidates))
     ties = [one for one in candidates if rank(one) == best]

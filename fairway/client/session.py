@@ -16,11 +16,11 @@ from weakref import WeakSet
 
 from fairway.client import convert
 from fairway.client.attempts import Attempts, Core
+from fairway.client.delivery import DeliveryPositions
 from fairway.client.endpoints import Endpoint
 from fairway.client.errors import Closed
 from fairway.client.generation import GenerationStream
-from fairway.client.ledger import Ledger
-from fairway.client.link import Entry, Link
+from fairway.client.link import Link, LinkEntry
 from fairway.client.values import Input, Options, SessionOptions, checked_timeout_s
 from fairway.v1 import inference_pb2 as pb
 
@@ -75,18 +75,20 @@ class Session:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def open(self, generation: pb.Generation, attempts: Attempts, ledger: Ledger) -> SessionAttempt:
+    async def open(
+        self, generation: pb.Generation, attempts: Attempts, positions: DeliveryPositions
+    ) -> SessionAttempt:
         """Send a generation on the current link, connecting when there is none."""
         try:
             async with asyncio.timeout(attempts.time_left_s):
                 await self._slots.acquire()
         except TimeoutError:
-            raise attempts.late() from None
+            raise attempts.deadline_error() from None
         try:
             link = await self._usable_link(attempts)
             entry = link.start(
                 generation,
-                taken=ledger.furthest,
+                taken=positions.max_delivered,
                 window=self._options.window_tokens,
                 deadline_s=attempts.deadline_s,
                 attempt=attempts.count - 1,
@@ -103,10 +105,10 @@ class Session:
             return link
         endpoint = await attempts.begin()
         if (link := self._current(endpoint)) is not None:
-            self._core.pool.give_back(endpoint)
+            self._core.pool.release(endpoint)
             return link
         if self._closed:
-            self._core.pool.give_back(endpoint)
+            self._core.pool.release(endpoint)
             raise Closed("the session is closed", reason="CLOSED")
         if self._link is not None:
             self._link.retire()
@@ -125,16 +127,16 @@ class Session:
         return link if not avoided or link.endpoint is chosen else None
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._core.pool.give_back(self._tasks.pop(task).endpoint)
+        self._core.pool.release(self._tasks.pop(task).endpoint)
 
 
 class SessionAttempt:
     """An entry of a link, with its slot until ``aclose``."""
 
-    def __init__(self, entry: Entry, slots: asyncio.Semaphore) -> None:
+    def __init__(self, entry: LinkEntry, slots: asyncio.Semaphore) -> None:
         self.endpoint = entry.endpoint
         self.receive = entry.receive
-        self.took = entry.took
+        self.consumed = entry.consumed
         self._entry = entry
         self._slots = slots
         self._open = True
@@ -142,5 +144,5 @@ class SessionAttempt:
     async def aclose(self) -> None:
         if self._open:
             self._open = False
-            self._entry.leave()
+            self._entry.cancel()
             self._slots.release()

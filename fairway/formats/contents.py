@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from fairway.formats import names, safetensors
+from fairway.formats import safetensors, version_files
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME, check_limits, check_policy
 
 MAX_TEXT_BYTES: Final = 64 * 1024 * 1024
@@ -74,11 +74,11 @@ class Checker(Protocol):
 
 def checker_for(path: str, size_bytes: int) -> Checker:
     """Return a checker for a file of this name and size, with bounded memory. Raises ContentRefused."""
-    if problem := names.problem_of(path):
+    if problem := version_files.name_problem(path):
         raise ContentRefused(path, problem.removeprefix(path).strip())
-    if names.suffix_of(path) == names.TENSOR_SUFFIX:
+    if version_files.suffix_of(path) == version_files.TENSOR_SUFFIX:
         return _Tensors(path, size_bytes)
-    if names.is_text(path):
+    if version_files.is_text(path):
         small = path.rpartition("/")[2] in _SMALL_NAMES
         most = MAX_SMALL_BYTES if small else MAX_TEXT_BYTES
         if size_bytes > most:
@@ -136,7 +136,7 @@ class _Text:
         if not self._data:
             _refuse_archive(self._path, data)
         if _CONTROL.search(data):
-            raise ContentRefused(self._path, "it is no text: it holds control characters")
+            raise ContentRefused(self._path, "it is not text: it contains control characters")
         self._data += data
         if len(self._data) > MAX_TEXT_BYTES:
             raise ContentRefused(self._path, f"a text file has at most {MAX_TEXT_BYTES} bytes")
@@ -147,17 +147,17 @@ class _Text:
         try:
             data.decode()
         except UnicodeDecodeError as exc:
-            raise ContentRefused(self._path, "it is no text: it is not in UTF-8") from exc
-        if names.suffix_of(self._path) == ".json":
+            raise ContentRefused(self._path, "it is not text: it is not UTF-8") from exc
+        if version_files.suffix_of(self._path) == ".json":
             self._check_json(data)
         elif is_pickle(data):
-            raise ContentRefused(self._path, "it holds pickled objects")
+            raise ContentRefused(self._path, "it contains pickled objects")
 
     def _check_json(self, data: bytes) -> None:
         try:
             msgspec.json.decode(data, type=msgspec.Raw)
         except (msgspec.DecodeError, RecursionError) as exc:
-            raise ContentRefused(self._path, "it is no JSON") from exc
+            raise ContentRefused(self._path, "it is not JSON") from exc
         try:
             if self._path == LIMITS_NAME:
                 check_limits(data)
@@ -203,9 +203,9 @@ class _Tokenizer:
 def _refuse_archive(path: str, head: bytes) -> None:
     for magic, what in _ARCHIVES.items():
         if head.startswith(magic):
-            raise ContentRefused(path, f"it is {what}: it may carry pickled objects or code")
+            raise ContentRefused(path, f"it is {what}: it may contain pickled objects or code")
     if head[:1] == b"\x80" and head[1:2] and 2 <= head[1] <= 5:
-        raise ContentRefused(path, "it holds pickled objects")
+        raise ContentRefused(path, "it contains pickled objects")
 
 
 def is_pickle(data: bytes) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from fairway.formats.names import TENSOR_SUFFIX, TEXT_NAMES, suffix_of
+from fairway.formats.version_files import TENSOR_SUFFIX, TEXT_NAMES, suffix_of
 
 FOLDER: Final = "draft"
 CONFIG: Final = "config.json"
@@ -17,14 +17,14 @@ WEIGHTS: Final = ("model.safetensors", "model.safetensors.index.json")
 _DOCUMENTS: Final = frozenset((".md", ".txt"))
 
 
-def draft_problem_of(paths: Iterable[str]) -> str:
+def draft_problem(paths: Iterable[str]) -> str:
     """Return why the files of a version contain no valid draft, or an empty text. A draft is optional."""
     names = [path.removeprefix(FOLDER + "/") for path in paths if path.startswith(FOLDER + "/")]
     for name in names:
         if not _belongs(name):
             return (
-                f"{FOLDER}/{name} is none of a draft, which is {CONFIG} and safetensors files: "
-                "it has the tokenizer and the limits of its version"
+                f"{FOLDER}/{name} does not belong in a draft, which has {CONFIG} and safetensors files: "
+                "it uses the tokenizer and the limits of its version"
             )
     if names and CONFIG not in names:
         return f"{FOLDER}/{CONFIG} is missing: a draft needs it"

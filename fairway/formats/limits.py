@@ -23,7 +23,7 @@ def check_limits(data: bytes) -> EngineLimits:
     try:
         return msgspec.json.decode(data, type=EngineLimits)
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise ValueError(f"these are no engine limits: {exc}") from exc
+        raise ValueError(f"invalid engine limits: {exc}") from exc
 
 
 def check_policy(data: bytes) -> None:

@@ -75,7 +75,7 @@ def check_header(header: bytes, file_bytes: int) -> None:
 
 def _place(name: str, entry: Any) -> tuple[int, int]:
     if not isinstance(entry, dict) or set(entry) != _FIELDS:
-        raise BadHeader(f"tensor {name[:80]!r} has not dtype, shape and data_offsets")
+        raise BadHeader(f"tensor {name[:80]!r} must have exactly dtype, shape and data_offsets")
     bits = BITS.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if bits is None:
         raise BadHeader(f"tensor {name[:80]!r} has an unknown dtype")
@@ -99,7 +99,7 @@ def _decoded(text: bytes | msgspec.Raw, kind: Any) -> Any:
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise BadHeader("its header is no JSON of tensors and metadata texts") from exc
+        raise BadHeader("its header is not JSON of tensors and metadata texts") from exc
 
 
 def _pairs(header: bytes) -> int:

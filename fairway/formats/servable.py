@@ -19,7 +19,7 @@ TOKENIZER: Final = "tokenizer.json"
 SINGLE, INDEX = drafts.WEIGHTS
 
 
-def problem_of(names: Collection[str], read: Callable[[str], bytes]) -> str:
+def checkpoint_problem(names: Collection[str], read: Callable[[str], bytes]) -> str:
     """Return why a checkpoint of these files cannot be served, or an empty text.
 
     ``read`` returns a file of at most a few megabytes; its errors are passed on.
@@ -30,7 +30,7 @@ def problem_of(names: Collection[str], read: Callable[[str], bytes]) -> str:
     if problem := _shape_problem(CONFIG, fields) or _shard_problem("", names, read):
         return problem
     if TOKENIZER not in names:
-        return f"{TOKENIZER} is missing: gateways read every text with it"
+        return f"{TOKENIZER} is missing: gateways need it to tokenize text"
     draft = f"{drafts.FOLDER}/"
     if draft + CONFIG not in names:
         return ""

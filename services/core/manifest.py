@@ -21,11 +21,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from fairway.formats.drafts import draft_problem_of
+from fairway.formats.drafts import draft_problem
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
-from fairway.formats.names import problem_of
-from fairway.formats.repetition import repetition_problem_of
-from fairway.formats.weights import weights_digest
+from fairway.formats.version_files import name_problem, repetition_problem, weights_digest
 from services.core.errors import IntegrityError, InvalidInput
 
 SCHEMA: Final = 2
@@ -168,7 +166,7 @@ def check_draft(manifest: Manifest) -> None:
     Not applied to stored versions: a version stored with a folder of this name before drafts existed stays
     readable.
     """
-    if problem := draft_problem_of(file.path for file in manifest.files):
+    if problem := draft_problem(file.path for file in manifest.files):
         raise InvalidInput(problem, field="manifest.files")
 
 
@@ -181,7 +179,7 @@ def check_repetition(manifest: Manifest) -> None:
     for file in manifest.files:
         for index, chunk in enumerate(file.chunks):
             sizes[chunk] = min(sizes.get(chunk, CHUNK_BYTES), file.chunk_bytes(index))
-    if problem := repetition_problem_of(manifest.size_bytes, sum(sizes.values())):
+    if problem := repetition_problem(manifest.size_bytes, sum(sizes.values())):
         raise InvalidInput(problem, field="manifest.files")
 
 
@@ -200,7 +198,7 @@ def check_path(path: str) -> None:
             field="path",
             path=shown,
         )
-    if problem := problem_of(path):
+    if problem := name_problem(path):
         raise InvalidInput(problem, field="path", path=shown)
 
 

@@ -17,8 +17,8 @@ from typing import Final
 import structlog
 
 from fairway.formats import drafts
-from fairway.formats.names import GATEWAY_FILES
-from fairway.formats.servable import INDEX, problem_of
+from fairway.formats.version_files import GATEWAY_FILES
+from fairway.formats.servable import INDEX, checkpoint_problem
 from services.adapters.threads import in_thread
 from services.core.errors import (
     Conflict,
@@ -394,7 +394,7 @@ async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, te
             if file.path in _READ:
                 await _copy(blobs, file, folder / file.path)
         names = [file.path for file in manifest.files]
-        problem = await in_thread(problem_of, names, lambda path: (folder / path).read_bytes())
+        problem = await in_thread(checkpoint_problem, names, lambda path: (folder / path).read_bytes())
         if not problem:
             try:
                 problem = await texts.fault(folder, digest)

@@ -16,7 +16,7 @@ from simulator.lab.report.measure import Slo
 from simulator.lab.report.report import Report
 from simulator.lab.runner import run
 from simulator.lab.scenario import Options, Scenario, ScenarioError
-from simulator.lab.scenarios import slow_worker, whale
+from simulator.lab.scenarios import long_prompts, slow_worker, whale
 
 WORKERS: Final = 8
 
@@ -46,6 +46,7 @@ TRACES: Final = {
 WHALE: Final = "whale"
 WHALE_CAPPED: Final = "whale, capped"
 GRAY: Final = "slow worker"
+LONG: Final = "long prompts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ def scenario_of(case: Case) -> Scenario:
         scenario = _of_trace(case, TRACES[case.workload])
     elif case.workload == GRAY:
         scenario = slow_worker.scenario(_options(case, 100.0))
+    elif case.workload == LONG:
+        scenario = long_prompts.scenario(_options(case, 120.0))
     else:
         scenario = _whale(case)
     policy = next(policy for policy in (*POLICIES, *ABLATIONS) if policy.name == case.policy)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Final
 
 from simulator.lab.baselines import ABLATIONS, FIRST_COME, OURS, POLICIES, ROUND_ROBIN
-from simulator.lab.cases import GRAY, TRACES, WHALE, WHALE_CAPPED, WORKERS, Case, Figures, run_case
+from simulator.lab.cases import GRAY, LONG, TRACES, WHALE, WHALE_CAPPED, WORKERS, Case, Figures, run_case
 from simulator.lab.command import traces_folder
 from simulator.lab.load.traces import TraceError
 from simulator.lab.report.table import aligned, seconds
@@ -110,18 +110,18 @@ def planned_ablations(seeds: int, size_ratio: float, traces: Path | None) -> lis
     return [
         Case(workload, policy.name, seed, size_ratio, traces)
         for seed in range(seeds)
-        for workload in (*TRACES, WHALE)
+        for workload in (*TRACES, LONG, WHALE)
         for policy in (OURS, *ABLATIONS)
     ]
 
 
 def ablated(results: Results) -> tuple[list[str], dict[str, float | None]]:
-    """Return a table of the medians, and by workload and rule the p99 of the time to first token without the
-    rule over that with it; of the whale's workload the p95 of the small tenants."""
+    """Return a table of the medians, and by workload and rule the p95 of the time to first token without the
+    rule over that with it; of the whale's workload that of the small tenants."""
     rows: list[tuple[str, ...]] = [("workload", "policy", *(title for title, _, _ in _PER_RULE))]
     ratios: dict[str, float | None] = {}
-    for workload in (*TRACES, WHALE):
-        figure = "minnow_ttft_p95_s" if workload == WHALE else "ttft_p99_s"
+    for workload in (*TRACES, LONG, WHALE):
+        figure = "minnow_ttft_p95_s" if workload == WHALE else "ttft_p95_s"
         for policy in (OURS, *ABLATIONS):
             medians = [show(_median(results, workload, policy.name, name)) for _, name, show in _PER_RULE]
             rows.append((workload, policy.name, *medians))

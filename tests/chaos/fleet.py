@@ -166,7 +166,7 @@ class Fleet:
         proxied = [name for name in names if not name.endswith(("_http", "_metrics"))]
         edges = [f"edge:{name}" for name in (*STORES, *proxied)]
         ports = choose_ports([*names, *edges], fixed={}, remembered={}, preferred={})
-        addresses = Addresses.wanted(options, ports)
+        addresses = Addresses.for_options(options, ports)
         entries = {_process(name): f"127.0.0.1:{ports[f'edge:{name}']}" for name in (*STORES, *proxied)}
         fleet = cls(state, addresses, entries, options)
         pairs: dict[str, tuple[int, int | str]] = {

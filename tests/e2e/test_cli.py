@@ -350,7 +350,7 @@ def test_a_request_is_explained(cli: CommandLine, stack: Stack) -> None:
 def test_an_unknown_request_is_not_explained(cli: CommandLine) -> None:
     failed = cli("explain", "req_unknown", code=4)
     assert "NOT_FOUND" in failed.err
-    assert "remembers" in failed.err
+    assert "no record" in failed.err
 
 
 def _completed(stack: Stack, n: int = 1) -> tuple[str, str]:
@@ -435,7 +435,13 @@ def test_chat_through_pipes(cli: CommandLine, stack: Stack) -> None:
     assert process.returncode == 0, said
     assert answers.strip()
     assert said.count("12 output tokens") == 2
-    for text in ("/reset", f"* {stack.model}", "no model nobody", "no /nothing", "begins anew"):
+    for text in (
+        "/reset",
+        f"* {stack.model}",
+        "no model nobody",
+        "no command /nothing",
+        "conversation is empty",
+    ):
         assert text in said
 
 

@@ -18,7 +18,6 @@ from typing import Any, Final
 import grpc
 import pytest
 
-from fairway.cli.embedded import free_port
 from fairway.cli.fleet.options import bundled_checkpoint
 from fairway.client import AdminClient, Client, Options, Priority
 from fairway.v1 import common_pb2, inference_pb2_grpc
@@ -27,6 +26,7 @@ from fairway.v1 import inference_pb2 as pb
 from services.core import errors
 from services.rpc.status import from_rpc_error
 from tests.support.command_line import CommandLine
+from tests.support.local_servers import free_port
 from tests.support.stack import fairway, metadata, processes
 
 PATIENCE_S: Final = 60.0

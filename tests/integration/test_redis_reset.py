@@ -8,12 +8,12 @@ from typing import Any
 
 import uvloop
 
-from fairway.cli.embedded import free_port
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import StoreUnavailable
 from services.ports.limiter import Limits
 from services.runtime.clock import SystemClock
 from tests.chaos.proxy import Proxy, Rule
+from tests.support.local_servers import free_port
 
 CALLERS = 16
 CUTS = 3

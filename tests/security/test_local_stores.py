@@ -26,6 +26,7 @@ from services.adapters.etcd.store import EtcdStore
 from services.ports.store import Put
 from services.runtime.clock import SystemClock
 from tests.conftest import STARTS
+from tests.support import local_servers
 from tests.support.stack import Stack
 
 KEY = "/fairway/v1/events/of-the-version-before"
@@ -81,18 +82,18 @@ def leave_an_older_installation(state: StateDir) -> None:
         folder.mkdir(parents=True)
     state.log("gateway").write_text("a line\n")
     (state.data("registry") / "blob").write_text("a blob")
-    peer = embedded.free_port()
+    peer = local_servers.free_port()
 
     def etcd(port: int) -> list[str]:
         return embedded.etcd_command(
             state.data("etcd"), *(f"http://127.0.0.1:{each}" for each in (port, peer))
         )
 
-    with server(etcd, embedded.wait_etcd) as etcd_port:
+    with server(etcd, local_servers.wait_etcd) as etcd_port:
         asyncio.run(put(f"127.0.0.1:{etcd_port}"))
     with (
         server(
-            lambda port: embedded.redis_command(state.data("redis"), port), embedded.wait_redis
+            lambda port: embedded.redis_command(state.data("redis"), port), local_servers.wait_redis
         ) as redis_port,
         redis.Redis(port=redis_port) as client,
     ):
@@ -117,16 +118,16 @@ def server(command: Callable[[int], list[str]], wait: Callable[..., None]) -> It
 def start(
     command: Callable[[int], list[str]], wait: Callable[..., None], *, tries: int = STARTS
 ) -> tuple[subprocess.Popen[bytes], int]:
-    port = embedded.free_port()
+    port = local_servers.free_port()
     process = subprocess.Popen(
         command(port),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        preexec_fn=embedded.die_with_parent,
+        preexec_fn=local_servers.die_with_parent,
     )
     try:
         wait(port, process=process)
-    except embedded.ServerFailed:
+    except local_servers.ServerFailed:
         process.kill()
         process.wait(timeout=30)
         if tries == 1:

@@ -16,8 +16,8 @@ import pytest
 
 from fairway.client.publish.folder import PublishRefused
 from fairway.client.publish.publish import publish
-from fairway.formats.repetition import FREE_BYTES, MAX_RATIO
 from fairway.formats.safetensors import MAX_TENSORS
+from fairway.formats.version_files import FREE_BYTES, MAX_RATIO
 from fairway.v1 import registry_pb2 as pb
 from services.adapters.memory.store import MemoryStore
 from services.core.errors import FailedPrecondition, InvalidInput, Unavailable

@@ -13,7 +13,6 @@ import pytest_asyncio
 import redis.asyncio
 from redis.asyncio import Redis
 
-from fairway.cli.embedded import free_port
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.adapters.quotas.settlement_spool import SettlementSpool
@@ -25,6 +24,7 @@ from services.ports.limiter import Limits
 from services.runtime.clock import SystemClock
 from tests.chaos.proxy import Proxy, Rule
 from tests.support.keyed_gateways import Fleet, gateways
+from tests.support.local_servers import free_port
 
 CLOCK = SystemClock()
 NONE = Limits()

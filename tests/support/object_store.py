@@ -20,6 +20,7 @@ from fairway.cli import embedded
 from services.adapters.blobs.s3_bucket import open_bucket
 from services.runtime.clock import SystemClock
 from services.runtime.config import load
+from tests.support import local_servers
 from tests.tidy.sources import ROOT
 
 PYTHON: Final = ROOT / ".venv-s3" / "bin" / "python"
@@ -42,11 +43,15 @@ class ObjectStore:
         """Return once it serves, with one bucket."""
         if not PYTHON.exists():
             pytest.skip("no S3 server is installed: make s3-env")
-        self.port = embedded.free_port()
+        self.port = local_servers.free_port()
         command = [str(PYTHON), "-m", "moto.server", "-H", embedded.LOOPBACK, "-p", str(self.port)]
         with (self._folder / "s3.log").open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=embedded.die_with_parent
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=local_servers.die_with_parent,
             )
         deadline_s = time.monotonic() + 60
         while not self._make_bucket():

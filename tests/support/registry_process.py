@@ -22,6 +22,7 @@ from services.ports.store import Put
 from services.rpc.channel import auth_metadata
 from services.runtime import secrets
 from services.runtime.clock import SystemClock
+from tests.support import local_servers
 from tests.tidy.sources import ROOT
 
 TOKEN: Final = "t" * 40
@@ -29,8 +30,8 @@ SILENT: Final = ("sh", "-c", 'exec "$@" >&- 2>&-', "sh")
 # Printed by the child: gRPC's threads make it unsafe to run anything between a fork and an exec.
 _PROGRAM: Final = """
 import runpy, sys
-from fairway.cli import embedded
-embedded.die_with_parent()
+from tests.support import local_servers
+local_servers.die_with_parent()
 sys.argv = ["services", "registry"]
 runpy.run_module("services", run_name="__main__")
 """
@@ -40,7 +41,7 @@ class RegistryProcess:
     """It can be killed and started again, on the same port and with the same state."""
 
     def __init__(self, folder: Path, etcd: str, environment: Mapping[str, str]) -> None:
-        self.port = embedded.free_port()
+        self.port = local_servers.free_port()
         self.blobs = folder / "blobs"
         self._folder = folder
         self._etcd = etcd
@@ -54,7 +55,7 @@ class RegistryProcess:
             **{name: value for name, value in os.environ.items() if not name.startswith("FAIRWAY_")},
             "FAIRWAY_ETCD_ENDPOINTS": etcd,
             "FAIRWAY_LISTEN": f"{embedded.LOOPBACK}:{self.port}",
-            "FAIRWAY_METRICS_LISTEN": f"{embedded.LOOPBACK}:{embedded.free_port()}",
+            "FAIRWAY_METRICS_LISTEN": f"{embedded.LOOPBACK}:{local_servers.free_port()}",
             "FAIRWAY_STATE_DIR": str(folder),
             "FAIRWAY_INTERNAL_TOKEN_FILE": str(folder / "token"),
             "FAIRWAY_TICKET_KEY_FILE": str(folder / "ticket"),

@@ -17,7 +17,6 @@ from typing import Any
 import grpc
 import psutil
 
-from fairway.cli import embedded
 from fairway.v1 import (
     controlplane_pb2,
     controlplane_pb2_grpc,
@@ -25,6 +24,7 @@ from fairway.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from tests.support import local_servers
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,9 +85,9 @@ class Stack:
             "--gateways",
             str(gateways),
             "--http-port",
-            str(embedded.free_port()),
+            str(local_servers.free_port()),
             "--grpc-port",
-            str(embedded.free_port()),
+            str(local_servers.free_port()),
             *options,
             settings=settings,
         )

@@ -15,8 +15,7 @@ import torch
 from bench.engines.load import Request
 from bench.gpus.attention import prefill_s, whole_prompts
 from bench.gpus.own import OwnEngine, own_engine
-from bench.gpus.random_model import random_weights
-from bench.gpus.shapes import SHAPES
+from bench.gpus.random_model import SHAPES, random_weights
 from services.worker.engine.core import Engine
 from services.worker.engine.cuda.attention import TritonAttention
 from services.worker.engine.cuda.exact import ExactOperators, TritonReductions

@@ -14,7 +14,7 @@ import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from bench.gpus.shapes import SHAPES
+from bench.gpus.random_model import SHAPES
 from fairway.formats.decoder_config import parse_config
 from services.worker.engine.cuda.backend import fused_operators
 from services.worker.engine.cuda.exact import TILES, ExactOperators, TritonReductions

@@ -18,7 +18,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 from typing import Final
 
-from bench.engines.peers.known import INSTALLED, SERVER, VERSIONS, is_installed, python_of
+from bench.engines.peers.catalog import INSTALLED, SERVER, VERSIONS, is_installed, python_of
 from scripts.setup_env import has_nvidia_gpu, install_torch, pinned, pip
 
 # What vLLM names and a run of random ids on a CPU does not need, or needs in another build.

@@ -57,7 +57,7 @@ def main(model: str, server: str, slots: str) -> None:
 
 def complete(address: str, prompt: list[int], tokens: int) -> list[int]:
     """Return the token ids of one greedy completion."""
-    asked = {
+    body = {
         "prompt": prompt,
         "n_predict": tokens,
         "ignore_eos": True,
@@ -68,7 +68,7 @@ def complete(address: str, prompt: list[int], tokens: int) -> list[int]:
         "return_tokens": True,
     }
     request = urllib.request.Request(
-        f"{address}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        f"{address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
         answer: dict[str, Any] = json.load(response)

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fairway.cli.endpoints import Endpoints
 from fairway.cli.errors import CliError
 from fairway.cli.fleet import progress as progress_module
 from fairway.cli.fleet.bootstrap import Bootstrap
 from fairway.cli.fleet.options import UpOptions
-from fairway.cli.fleet.remote import RemoteAddresses
-from fairway.cli.state import StateDir, read_secret
+from fairway.cli.state import Endpoints, StateDir, read_secret
 from fairway.cli.terminal.output import err, out, plain
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAddresses:
+    """``FleetAddresses`` from the command line. A gateway's name is its address."""
+
+    registry: str
+    controlplane: str
+    gateways: tuple[str, ...]
+
+    def of(self, name: str) -> str:
+        return {"registry": self.registry, "controlplane": self.controlplane}[name]
+
+    def grpc_of(self, name: str) -> str:
+        return name if name in self.gateways else self.gateways[0]
+
+    @property
+    def gateway_names(self) -> tuple[str, ...]:
+        return self.gateways
+
 
 AddressOption = Annotated[str, typer.Option(help="host:port")]
 
@@ -24,15 +43,20 @@ def bootstrap(
     registry: AddressOption,
     controlplane: AddressOption,
     gateway: Annotated[list[str], typer.Option(help="gRPC host:port of a gateway; once for each of them.")],
-    http: Annotated[str, typer.Option(help="URL of a gateway, for the file of endpoints.")] = "",
-    replicas: Annotated[int, typer.Option(min=1, max=10000, help="Of the deployed model.")] = 1,
+    http: Annotated[str, typer.Option(help="URL of a gateway, for endpoints.json.")] = "",
+    replicas: Annotated[int, typer.Option(min=1, max=10000, help="Replicas of the deployed model.")] = 1,
     model_dir: Annotated[
-        Path | None, typer.Option(help="A checkpoint folder; else the bundled model.")
+        Path | None, typer.Option(help="A checkpoint folder; default: the bundled model.")
     ] = None,
     no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
-    ready_s: Annotated[float, typer.Option(min=1, help="How long the model may take to load.")] = 600.0,
+    ready_s: Annotated[
+        float, typer.Option(min=1, help="Time limit for loading the model, in seconds.")
+    ] = 600.0,
     state_dir: Annotated[
-        Path, typer.Option(help="Holds secrets/admin_key; gets secrets/api_key and endpoints.json.")
+        Path,
+        typer.Option(
+            help="Folder with secrets/admin_key; secrets/api_key and endpoints.json are written there."
+        ),
     ] = Path(".fairway"),
 ) -> None:
     """Create the tenant `default` with a key, publish and deploy a model, and wait until it is served.
@@ -49,7 +73,7 @@ def bootstrap(
         raise CliError(
             "NO_KEY",
             f"there is no admin key in {state.secret('admin_key')}",
-            next_step="put the key there that the control plane has in FAIRWAY_ADMIN_KEY_FILE",
+            next_step="write the control plane's key (FAIRWAY_ADMIN_KEY_FILE) to this file",
         )
     options = UpOptions(
         state_dir=str(state.root),

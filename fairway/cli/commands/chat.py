@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Final
 
 import typer
 
 from fairway.cli import targets
 from fairway.cli.calls import client_error
-from fairway.cli.conversation import Conversation, context_of, fit
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.generation import (
     ANSWER_S,
@@ -34,22 +33,87 @@ from fairway.cli.generation import (
 )
 from fairway.cli.targets import DEFAULT_STATE_DIR, ApiKeyOption, GrpcOption, StateDirOption
 from fairway.cli.terminal.output import err, out, plain, show_error
-from fairway.client import Client, FairwayError, Options
+from fairway.client import Client, FairwayError, Message, Options
+
+
+@dataclass(slots=True)
+class Conversation:
+    """``turns`` alternate between the user and the model; the system message precedes them."""
+
+    model: str
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
+
+    def messages(self) -> list[Message]:
+        return [*([Message("system", self.system)] if self.system else []), *self.turns]
+
+    def add_question(self, text: str) -> None:
+        self.turns.append(Message("user", text))
+
+    def add_answer(self, text: str) -> None:
+        """Append the model's answer, complete or not; without an answer remove the question."""
+        if text:
+            self.turns.append(Message("assistant", text))
+        else:
+            self.remove_question()
+
+    def remove_question(self) -> None:
+        """Remove the last question."""
+        if self.turns and self.turns[-1].role == "user":
+            self.turns.pop()
+
+    def drop_oldest(self) -> bool:
+        """Remove the first question and its answer. Return False when only the last question is left."""
+        if len(self.turns) < 3:
+            return False
+        del self.turns[:2]
+        return True
+
+
+async def context_size(client: Client, model: str) -> int:
+    """Return the size of the model's context in tokens, 0 if the gateway omits it. Raises CliError."""
+    try:
+        models = await client.list_models()
+    except FairwayError as exc:
+        raise client_error(exc, what="cannot list the models") from exc
+    return next((found.max_context_tokens for found in models if found.name == model), 0)
+
+
+async def trim_to_context(
+    client: Client, conversation: Conversation, *, context: int, room_tokens: int
+) -> int:
+    """Remove the oldest turns until ``room_tokens`` are left for an answer; return how many were removed.
+
+    The last question always stays: the server rejects it if it alone is too long. Raises CliError.
+    """
+    dropped = 0
+    try:
+        while context:
+            count = await client.count_tokens(conversation.model, conversation.messages())
+            if count.prompt_tokens + room_tokens <= context or not conversation.drop_oldest():
+                break
+            dropped += 2
+    except FairwayError as exc:
+        raise client_error(exc, what="cannot count the tokens of the chat") from exc
+    return dropped
+
 
 HELP: Final = """\
 /help          this list
-/reset         forget the conversation; the system message stays
-/model [NAME]  talk to another model; without a name: which there are
+/reset         delete the conversation; the system message stays
+/model [NAME]  use another model; without a name: list the models
 /system [TEXT] set the system message; without a text: none
 /quit          end, as Ctrl-D does
-//TEXT         say a text that begins with a slash
+//TEXT         send a text that begins with a slash
 Ctrl-C stops an answer."""
 
 
 def chat(
     model: ModelOption = "",
     system: Annotated[str, typer.Option("--system", help="A system message.")] = "",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, max=1048576, help="Of one answer.")] = 256,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, max=1048576, help="Maximum of one answer.")
+    ] = 256,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     top_k: TopKOption = None,
@@ -110,7 +174,7 @@ class _Chat:
             except KeyboardInterrupt:
                 if not interactive or interrupted:
                     raise
-                plain(err(), "\nCtrl-D or /quit ends; so does Ctrl-C once more.")
+                plain(err(), "\nCtrl-D or /quit ends the chat; so does a second Ctrl-C.")
                 interrupted = True
                 continue
             interrupted = False
@@ -131,7 +195,7 @@ class _Chat:
             return True
         if text.startswith("/") and not text.startswith("//"):
             return self._command(*_split(text))
-        self._say(text.removeprefix("/") if text.startswith("//") else text)
+        self._send(text.removeprefix("/") if text.startswith("//") else text)
         return True
 
     def _command(self, name: str, value: str) -> bool:
@@ -142,33 +206,34 @@ class _Chat:
                 plain(err(), HELP)
             case "/reset":
                 self.conversation.turns.clear()
-                plain(err(), "The conversation begins anew.")
+                plain(err(), "The conversation is empty.")
             case "/model":
-                self._choose(value)
+                self._select_model(value)
             case "/system":
                 self.conversation.system = value
                 plain(err(), "The system message is set." if value else "There is no system message.")
             case _:
                 plain(
-                    err(), f"There is no {name}. /help lists what there is; //TEXT says a text with a slash."
+                    err(),
+                    f"There is no command {name}. /help lists the commands; //TEXT sends text with a slash.",
                 )
         return True
 
-    def _choose(self, name: str) -> None:
+    def _select_model(self, name: str) -> None:
         names = self.runner.run(_served(self.client))
         if name and name in names:
             self.conversation.model, self.context = name, None
-            plain(err(), f"Now {name} answers. The conversation goes on.")
+            plain(err(), f"The model is now {name}. The conversation continues.")
             return
         if name:
             plain(err(), f"There is no model {name} for this key.")
         for each in names:
             plain(err(), f"{'*' if each == self.conversation.model else ' '} {each}")
 
-    def _say(self, text: str) -> None:
+    def _send(self, text: str) -> None:
         """Send a message and print the answer. Ctrl-C stops it; the received part is retained."""
         answer = Answer()
-        self.conversation.ask(text)
+        self.conversation.add_question(text)
         try:
             self.runner.run(self._answer(answer))
             plain(out())
@@ -181,13 +246,15 @@ class _Chat:
                 plain(out())
             raise
         finally:
-            self.conversation.answered(answer.text)
+            self.conversation.add_answer(answer.text)
 
     async def _answer(self, answer: Answer) -> None:
         if self.context is None:
-            self.context = await context_of(self.client, self.conversation.model)
+            self.context = await context_size(self.client, self.conversation.model)
         room = self.options.max_output_tokens or 0
-        dropped = await fit(self.client, self.conversation, context=self.context, room_tokens=room)
+        dropped = await trim_to_context(
+            self.client, self.conversation, context=self.context, room_tokens=room
+        )
         if dropped:
             plain(err(), f"(the context is full: the oldest {dropped} messages are left out)")
         answer.began_s = time.monotonic()

@@ -55,7 +55,11 @@ def complete(
     stop: StopOption = None,
     priority: PriorityOption = None,
     streamed: Annotated[
-        bool | None, typer.Option("--stream/--no-stream", help="As it comes, or whole. Whole with --json.")
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream",
+            help="Print the text as it arrives, or at its end. With --json: at its end.",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="The answer with its usage and its stage clock.")
@@ -151,7 +155,7 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
             ) from exc  # fmt: skip
         return _decoded(raw)
     if prompt is None and file is None and sys.stdin.isatty():
-        raise typer.BadParameter("there is no text to continue: give it as an argument, or by --file")
+        raise typer.BadParameter("there is no text to continue: add it as an argument, or with --file")
     return _decoded(sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1))
 
 
@@ -170,5 +174,5 @@ def _decoded(raw: bytes) -> str:
             "NOT_TEXT", "the text is not UTF-8", next_step="convert it", exit_code=ExitCode.USAGE
         ) from exc
     if not text:
-        raise CliError("NO_PROMPT", "the text is empty", next_step="give some", exit_code=ExitCode.USAGE)
+        raise CliError("NO_PROMPT", "the text is empty", next_step="add some text", exit_code=ExitCode.USAGE)
     return text

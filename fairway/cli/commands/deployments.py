@@ -7,6 +7,7 @@ from typing import Annotated, Final
 import typer
 
 from fairway.cli import completion
+from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import (
     EtagOption,
@@ -16,28 +17,28 @@ from fairway.cli.flags import (
     OutputOption,
     PriorityName,
     WaitOption,
-    YesOption,
-    pairs,
+    key_values,
+    replace_labels,
 )
 from fairway.cli.terminal.bars import Bars
-from fairway.cli.terminal.changes import confirm, show_deleted
-from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
+from fairway.cli.terminal.cells import age, labels, priority, short_digest
+from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
 from fairway.cli.terminal.table import Column
-from fairway.cli.terminal.words import age, labels, priority, short_digest
 from fairway.cli.waiting import show_replicas, until_deployed
 from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="Deployments: which versions are kept running.", no_args_is_help=True)
 
 ReplicasOption = Annotated[
-    int | None, typer.Option("--replicas", min=0, max=10000, help="On how many workers.")
+    int | None, typer.Option("--replicas", min=0, max=10000, help="Number of workers.")
 ]
 SelectorOption = Annotated[
     list[str] | None,
-    typer.Option("--selector", metavar="KEY=VALUE", help="A label that its workers must carry. Repeatable."),
+    typer.Option("--selector", metavar="KEY=VALUE", help="A label that the workers must have. Repeatable."),
 ]
 PriorityOption = Annotated[
-    PriorityName | None, typer.Option("--priority", help="Who goes first where not all fit.")
+    PriorityName | None,
+    typer.Option("--priority", help="Which deployment gets workers first when not all fit."),
 ]
 
 
@@ -88,7 +89,9 @@ async def create(
     model: Annotated[
         str,
         typer.Option(
-            "--model", help="Name in the registry; else the deployment's.", autocompletion=completion.models
+            "--model",
+            help="Name in the registry; default: the name of the deployment.",
+            autocompletion=completion.models,
         ),
     ] = "",
     version: Annotated[
@@ -106,16 +109,16 @@ async def create(
 ) -> None:
     """Run a version on a number of workers. A tag is resolved once; later moves have no effect."""
     wanted = cp.Deployment(
-        metadata=cp.Metadata(name=name, labels=pairs(label, flag="--label")),
+        metadata=cp.Metadata(name=name, labels=key_values(label, flag="--label")),
         model=model or name,
         version=version,
         replicas=replicas or 0,
         executor=executor,
-        node_selector=pairs(selector, flag="--selector"),
+        node_selector=key_values(selector, flag="--selector"),
         priority=priority.proto if priority else 0,  # type: ignore[arg-type]
     )
     creation = connection.admin.deployments.create(wanted)
-    made = await connection.run(creation, what=f"cannot create the deployment {name}")
+    made = await checked(creation, what=f"cannot create the deployment {name}")
     await _show(connection, made, wait, output)
 
 
@@ -151,7 +154,7 @@ async def update(
     --selector and --label replace all present entries.
     """
     if model and not version:
-        raise typer.BadParameter("--model needs --version: a digest of the model before is none of this one")
+        raise typer.BadParameter("--model needs --version: the present version belongs to the old model")
 
     def change(deployment: cp.Deployment) -> None:
         if model:
@@ -162,15 +165,13 @@ async def update(
             deployment.replicas = replicas
         if selector is not None:
             deployment.node_selector.clear()
-            deployment.node_selector.update(pairs(selector, flag="--selector"))
+            deployment.node_selector.update(key_values(selector, flag="--selector"))
         if priority is not None:
             deployment.priority = priority.proto
-        if label is not None:
-            deployment.metadata.labels.clear()
-            deployment.metadata.labels.update(pairs(label, flag="--label"))
+        replace_labels(deployment.metadata, label)
 
     changed = connection.admin.deployments.change(name, change, etag=etag)
-    changed_to = await connection.run(changed, what=f"cannot change the deployment {name}")
+    changed_to = await checked(changed, what=f"cannot change the deployment {name}")
     await _show(connection, changed_to, wait, output)
 
 
@@ -183,7 +184,7 @@ async def update(
 async def scale(
     connection: Connection,
     name: NameArgument,
-    replicas: Annotated[int, typer.Argument(min=0, max=10000, help="On how many workers.")],
+    replicas: Annotated[int, typer.Argument(min=0, max=10000, help="Number of workers.")],
     etag: EtagOption = "",
     wait: WaitOption = False,
     output: OutputOption = Format.TABLE,
@@ -191,28 +192,17 @@ async def scale(
     """Run the same version on another number of workers."""
 
     scaling = connection.admin.deployments.scale(name, replicas, etag=etag)
-    scaled = await connection.run(scaling, what=f"cannot change the deployment {name}")
+    scaled = await checked(scaling, what=f"cannot change the deployment {name}")
     await _show(connection, scaled, wait, output)
 
 
-@command(
+add_delete(
     app,
-    "delete",
-    to=Server.CONTROLPLANE,
+    DEPLOYMENTS,
+    question="Delete the deployment {name}? Its model is no longer served then.",
+    about="Delete a deployment; its workers finish the running sequences and unload the model.",
     examples=("fairway deployments delete chat", "fairway deployments delete chat --yes"),
 )
-async def delete(
-    connection: Connection,
-    name: NameArgument,
-    etag: EtagOption = "",
-    yes: YesOption = False,
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """Delete a deployment; its workers finish the running sequences and unload the model."""
-    confirm(f"Delete the deployment {name}? Its model is served no more.", yes=yes)
-    deletion = connection.admin.deployments.delete(name, etag=etag)
-    await connection.run(deletion, what=f"cannot delete the deployment {name}")
-    show_deleted(name, output)
 
 
 async def _show(connection: Connection, deployment: cp.Deployment, wait: bool, output: Format) -> None:

@@ -10,25 +10,29 @@ from typing import Annotated, Final
 
 import typer
 
-from fairway.cli.calls import admin_error
+from fairway.cli.calls import admin_error, checked
 from fairway.cli.connection import Connection, Server, command
-from fairway.cli.flags import Format, OutputOption, WatchOption, past
-from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document, write_part
+from fairway.cli.flags import Format, OutputOption, WatchOption, parse_past
+from fairway.cli.terminal.cells import enum_name, moment, resource_kind
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_part
+from fairway.cli.terminal.listing import Resource
 from fairway.cli.terminal.output import err, out, plain
-from fairway.cli.terminal.table import Column, line_of, show_rows, visible
-from fairway.cli.terminal.words import kind, moment, word
-from fairway.cli.watch import lost
+from fairway.cli.terminal.table import Column, line_of, visible
+from fairway.cli.watch import report_lost
 from fairway.client import FairwayError, Missed
 from fairway.v1 import controlplane_pb2 as cp
 
 COLUMNS: Final[tuple[Column[cp.Event], ...]] = (
     Column("time", lambda event: moment(event.time)),
-    Column("severity", lambda event: word(cp.EventSeverity.Name, event.severity, "EVENT_SEVERITY_"), drop=1),
-    Column("resource", lambda event: f"{kind(event.kind)}/{event.resource}"),
+    Column(
+        "severity", lambda event: enum_name(cp.EventSeverity.Name, event.severity, "EVENT_SEVERITY_"), drop=1
+    ),
+    Column("resource", lambda event: f"{resource_kind(event.kind)}/{event.resource}"),
     Column("reason", lambda event: event.reason),
     Column("message", lambda event: event.message),
     Column("name", lambda event: event.name, wide=True),
 )
+EVENTS: Final = Resource("event", "events", Server.CONTROLPLANE, COLUMNS)
 _PAGE: Final = 1000
 _NEWEST: Final = 20
 
@@ -64,14 +68,21 @@ def add(app: typer.Typer) -> None:
         since: Annotated[
             datetime | None,
             typer.Option(
-                "--since", parser=past, metavar="WHEN", help="Not older: a span like 10m, or a time."
+                "--since",
+                parser=parse_past,
+                metavar="WHEN",
+                help="Only events since then: a time span such as 10m, or a time.",
             ),
         ] = None,
         kinds: Annotated[
-            list[KindName] | None, typer.Option("--kind", help="Only of these. Repeatable.")
+            list[KindName] | None, typer.Option("--kind", help="Only events of this kind. Repeatable.")
         ] = None,
-        resource: Annotated[str, typer.Option("--resource", help="Only of what has this name.")] = "",
-        limit: Annotated[int, typer.Option("--limit", min=1, max=10000, help="The newest so many.")] = 100,
+        resource: Annotated[
+            str, typer.Option("--resource", help="Only events of the resource with this name.")
+        ] = "",
+        limit: Annotated[
+            int, typer.Option("--limit", min=1, max=10000, help="Maximum number of events, the newest ones.")
+        ] = 100,
         output: OutputOption = Format.TABLE,
         watch: WatchOption = False,
     ) -> None:
@@ -81,10 +92,7 @@ def add(app: typer.Typer) -> None:
             await _follow(connection, wanted, resource, since, output)
             return
         found = await _newest(connection, wanted, resource, since, limit)
-        if output in DOCUMENTS:
-            write_document({"events": [document_of(event) for event in found]}, output)
-        else:
-            show_rows(COLUMNS, found, wide=output is Format.WIDE)
+        EVENTS.write_list(found, output)
 
 
 async def _newest(
@@ -96,7 +104,7 @@ async def _newest(
 ) -> list[cp.Event]:
     """Return at most ``limit`` events, the oldest of them first."""
     listing = connection.admin.events.list(kinds=kinds, resource=resource, limit=limit)
-    found = await connection.run(listing, what="cannot list the events")
+    found = await checked(listing, what="cannot list the events")
     return [event for event in reversed(found) if _is_since(event, since)]
 
 
@@ -111,13 +119,13 @@ async def _follow(
 
     A lost connection is reopened at its last position. Raises CliError when the first connection fails.
     """
-    show, what = _shower(output), "cannot watch the events"
+    show, what = _printer(output), "cannot watch the events"
     watch = connection.admin.events.watch(
-        kinds=kinds, resource=resource, newest=_PAGE if since else _NEWEST, on_lost=lost(what)
+        kinds=kinds, resource=resource, newest=_PAGE if since else _NEWEST, on_lost=report_lost(what)
     )
     try:
-        async with aclosing(watch) as told:
-            async for event in told:
+        async with aclosing(watch) as updates:
+            async for event in updates:
                 if isinstance(event, Missed):
                     plain(err(), "events may be missing here")
                 elif _is_since(event, since):
@@ -126,7 +134,7 @@ async def _follow(
         raise admin_error(exc, what=what) from exc
 
 
-def _shower(output: Format) -> Callable[[cp.Event], None]:
+def _printer(output: Format) -> Callable[[cp.Event], None]:
     if output in DOCUMENTS:
         return lambda event: write_part(document_of(event), output)
     columns = visible(COLUMNS, wide=output is Format.WIDE)

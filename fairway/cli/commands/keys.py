@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from fairway.cli import completion
+from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import (
     EtagOption,
@@ -16,16 +17,16 @@ from fairway.cli.flags import (
     NameArgument,
     OutputOption,
     YesOption,
-    future,
-    pairs,
+    key_values,
+    parse_future,
+    replace_labels,
     span_s,
 )
-from fairway.cli.terminal.changes import confirm, show_deleted
+from fairway.cli.terminal.cells import age, enum_name, labels, moment
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
-from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
-from fairway.cli.terminal.output import err, out, plain
+from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
+from fairway.cli.terminal.output import confirm, err, out, plain
 from fairway.cli.terminal.table import Column
-from fairway.cli.terminal.words import age, labels, moment, word
 from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="API keys of tenants and of operators.", no_args_is_help=True)
@@ -34,7 +35,7 @@ ModelsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--model",
-        help="A model that it may use. Repeatable; none: every one of its tenant.",
+        help="A model that the key may use. Repeatable; without it: all models of the tenant.",
         autocompletion=completion.deployments,
     ),
 ]
@@ -42,9 +43,9 @@ ExpiresOption = Annotated[
     datetime | None,
     typer.Option(
         "--expires",
-        parser=future,
+        parser=parse_future,
         metavar="WHEN",
-        help="In a span such as 90d, or at a time such as 2027-01-31.",
+        help="Expiry: a time span such as 90d, or a time such as 2027-01-31.",
     ),
 ]
 
@@ -60,7 +61,7 @@ KEYS: Final[Resource[cp.Key]] = resource(
     "key",
     (
         Column("name", lambda key: key.metadata.name),
-        Column("role", lambda key: word(cp.KeyRole.Name, key.role, "KEY_ROLE_")),
+        Column("role", lambda key: enum_name(cp.KeyRole.Name, key.role, "KEY_ROLE_")),
         Column("tenant", lambda key: key.tenant),
         Column("expires", _expiry),
         Column("models", lambda key: ",".join(key.models) or "all", wide=True),
@@ -89,9 +90,11 @@ async def create(
     connection: Connection,
     name: NameArgument,
     tenant: Annotated[
-        str, typer.Option("--tenant", help="Whose key it is.", autocompletion=completion.tenants)
+        str, typer.Option("--tenant", help="Tenant of the key.", autocompletion=completion.tenants)
     ] = "default",
-    admin: Annotated[bool, typer.Option("--admin", help="An operator's key, of no tenant.")] = False,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Create an operator's key, without a tenant.")
+    ] = False,
     model: ModelsOption = None,
     expires: ExpiresOption = None,
     label: LabelOption = None,
@@ -99,14 +102,14 @@ async def create(
 ) -> None:
     """Create a key and print its secret. The secret is shown only once."""
     wanted = cp.Key(
-        metadata=cp.Metadata(name=name, labels=pairs(label, flag="--label")),
+        metadata=cp.Metadata(name=name, labels=key_values(label, flag="--label")),
         role=cp.KEY_ROLE_ADMIN if admin else cp.KEY_ROLE_TENANT,
         tenant="" if admin else tenant,
         models=model or (),
     )
     if expires is not None:
         wanted.expire_time.FromDatetime(expires)
-    made = await connection.run(connection.admin.keys.create(wanted), what=f"cannot create the key {name}")
+    made = await checked(connection.admin.keys.create(wanted), what=f"cannot create the key {name}")
     _show_secret(made.key, made.secret, output)
 
 
@@ -125,7 +128,7 @@ async def rotate(
             "--grace",
             parser=span_s,
             metavar="SPAN",
-            help="How long the old secret stays good.",
+            help="How long the old secret stays valid.",
             show_default="0s",
         ),
     ] = 0.0,
@@ -136,10 +139,11 @@ async def rotate(
     """Give a key a new secret and print it. The old one stays valid for the grace period, 0 by default."""
     if not grace:
         confirm(
-            f"Rotate the key {name} without a grace? Whoever uses the old secret is refused at once.", yes=yes
+            f"Rotate the key {name} without a grace period? The old secret is rejected at once.",
+            yes=yes,
         )
     rotation = connection.admin.keys.rotate(name, grace_s=grace, etag=etag)
-    made = await connection.run(rotation, what=f"cannot rotate the key {name}")
+    made = await checked(rotation, what=f"cannot rotate the key {name}")
     _show_secret(made.key, made.secret, output)
 
 
@@ -158,9 +162,9 @@ async def update(
     connection: Connection,
     name: NameArgument,
     model: ModelsOption = None,
-    all_models: Annotated[bool, typer.Option("--all-models", help="Every model of its tenant.")] = False,
+    all_models: Annotated[bool, typer.Option("--all-models", help="Allow all models of the tenant.")] = False,
     expires: ExpiresOption = None,
-    no_expiry: Annotated[bool, typer.Option("--no-expiry", help="It never expires.")] = False,
+    no_expiry: Annotated[bool, typer.Option("--no-expiry", help="Remove the expiry.")] = False,
     label: LabelOption = None,
     etag: EtagOption = "",
     output: OutputOption = Format.TABLE,
@@ -180,32 +184,20 @@ async def update(
             key.expire_time.FromDatetime(expires)
         if no_expiry:
             key.ClearField("expire_time")
-        if label is not None:
-            key.metadata.labels.clear()
-            key.metadata.labels.update(pairs(label, flag="--label"))
+        replace_labels(key.metadata, label)
 
     changed = connection.admin.keys.change(name, change, etag=etag)
-    KEYS.write_one(await connection.run(changed, what=f"cannot change the key {name}"), output)
+    KEYS.write_one(await checked(changed, what=f"cannot change the key {name}"), output)
 
 
-@command(
+add_delete(
     app,
-    "revoke",
-    to=Server.CONTROLPLANE,
+    KEYS,
+    question="Revoke the key {name}? Requests with it are rejected from now on.",
+    about="Delete a key. Requests with it are rejected from then on.",
     examples=("fairway keys revoke ci", "fairway keys revoke leaked --yes"),
+    verb="revoke",
 )
-async def revoke(
-    connection: Connection,
-    name: NameArgument,
-    etag: EtagOption = "",
-    yes: YesOption = False,
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """Delete a key. Requests with it are rejected from then on."""
-    confirm(f"Revoke the key {name}? Whoever uses it is refused from now on.", yes=yes)
-    deletion = connection.admin.keys.delete(name, etag=etag)
-    await connection.run(deletion, what=f"cannot revoke the key {name}")
-    show_deleted(name, output)
 
 
 def _show_secret(key: cp.Key, secret: str, output: Format) -> None:

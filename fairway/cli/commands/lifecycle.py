@@ -11,27 +11,27 @@ from typing import Annotated, Final
 
 import typer
 
-from fairway.cli.endpoints import Endpoints
 from fairway.cli.fleet import progress as progress_module
 from fairway.cli.fleet.daemon import start_detached
 from fairway.cli.fleet.installation import (
     AlreadyRunning,
-    require_same,
+    check_start,
+    require_same_options,
     run_installation,
     running_endpoints,
     stop_installation,
 )
 from fairway.cli.fleet.options import UpOptions
-from fairway.cli.fleet.preflight import check
 from fairway.cli.fleet.progress import LineProgress
-from fairway.cli.state import StateDir
+from fairway.cli.state import Endpoints, StateDir
 from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.output import err, out, plain
 from fairway.log_stream import LogStream
 
-StateOption = Annotated[Path, typer.Option("--state-dir", help="Where state, logs and secrets are kept.")]
+StateOption = Annotated[Path, typer.Option("--state-dir", help="Folder of state, logs and secrets.")]
 PortOption = Annotated[
-    int, typer.Option(min=0, max=65535, help="0: as in the last run, else 8080 or 50051, else a free one.")
+    int,
+    typer.Option(min=0, max=65535, help="0: the port of the last run, else 8080 or 50051, else a free one."),
 ]
 
 _READER_S: Final = 0.25  # how long to wait for a slow terminal
@@ -43,10 +43,14 @@ def up(
     http_port: PortOption = 0,
     grpc_port: PortOption = 0,
     workers: Annotated[int, typer.Option(min=1, max=64)] = 1,
-    replicas: Annotated[int, typer.Option(min=1, max=64, help="Of the deployed model.")] = 1,
-    gateways: Annotated[int, typer.Option(min=1, max=16, help="All serve.")] = 1,
-    schedulers: Annotated[int, typer.Option(min=1, max=8, help="One leads, the others stand by.")] = 1,
-    controlplanes: Annotated[int, typer.Option(min=1, max=8, help="All answer, one leads.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, max=64, help="Replicas of the deployed model.")] = 1,
+    gateways: Annotated[int, typer.Option(min=1, max=16, help="Number of gateways; all serve.")] = 1,
+    schedulers: Annotated[
+        int, typer.Option(min=1, max=8, help="Number of schedulers; one leads, the others stand by.")
+    ] = 1,
+    controlplanes: Annotated[
+        int, typer.Option(min=1, max=8, help="Number of control planes; all answer, one leads.")
+    ] = 1,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -56,7 +60,7 @@ def up(
         ),
     ] = None,
     model_dir: Annotated[
-        Path | None, typer.Option(help="A checkpoint folder; else the bundled model.")
+        Path | None, typer.Option(help="A checkpoint folder; default: the bundled model.")
     ] = None,
     no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
     state_dir: StateOption = Path(".fairway"),
@@ -64,7 +68,7 @@ def up(
     """Start etcd, Redis, all roles and a model on this machine.
 
     If it runs already, its addresses are shown; the command fails if its options differ from the running
-    ones. Resources that operators changed or deleted since the first start stay so.
+    ones. Resources that operators changed or deleted since the first start stay unchanged.
     \b
     Examples:
       fairway up
@@ -99,10 +103,10 @@ def _given(context: typer.Context) -> set[str]:
 def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -> None:
     """Start the installation, or show that it runs."""
     if (running := running_endpoints(state)) is not None:
-        require_same(options, given, state)
+        require_same_options(options, given, state)
         _show_running(running, state)
         return
-    check(options)
+    check_start(options)
     if not detach:  # a terminal or pipe without a reader must not block a restart
         sys.stdout = LogStream.on(sys.stdout, patience_s=_READER_S)
         sys.stderr = LogStream.on(sys.stderr, patience_s=_READER_S)
@@ -114,7 +118,7 @@ def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -
             if fresh:
                 _show_ready(endpoints, state, detached=True)
             else:
-                require_same(options, given, state)
+                require_same_options(options, given, state)
                 _show_running(endpoints, state)
         else:
             run_installation(options, progress, lambda endpoints: _on_ready(endpoints, state, progress))
@@ -122,7 +126,7 @@ def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -
         if exc.endpoints is None:
             raise
         progress.close()
-        require_same(options, given, state)
+        require_same_options(options, given, state)
         _show_running(exc.endpoints, state)
     finally:
         progress.close()
@@ -145,7 +149,9 @@ def _setting(text: str) -> tuple[str, str, str]:
     target, colon, rest = text.partition(":")
     variable, equals, value = rest.partition("=")
     if not (target and colon and equals and variable.startswith("FAIRWAY_")):
-        raise typer.BadParameter(f"{text!r} is not like worker-1:FAIRWAY_DRAIN_S=5", param_hint="--set")
+        raise typer.BadParameter(
+            f"{text!r} is not of the form worker-1:FAIRWAY_DRAIN_S=5", param_hint="--set"
+        )
     return target, variable, value
 
 

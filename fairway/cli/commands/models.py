@@ -10,18 +10,17 @@ from typing import Annotated, Final
 import typer
 
 from fairway.cli import completion
+from fairway.cli.calls import PHASE_VERBS, checked, publish_folder
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption, YesOption, span_s
-from fairway.cli.fleet.publishing import VERB, publish_folder
 from fairway.cli.terminal.bars import Bars
-from fairway.cli.terminal.changes import confirm, show_deleted
+from fairway.cli.terminal.cells import moment, short_digest
 from fairway.cli.terminal.durations import show_bytes
-from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, show_deleted, write_document
 from fairway.cli.terminal.listing import Resource, add_list
-from fairway.cli.terminal.output import err, out, plain
+from fairway.cli.terminal.output import confirm, err, out, plain
 from fairway.cli.terminal.table import Column
-from fairway.cli.terminal.words import moment, short_digest
 from fairway.cli.watch import polled
 from fairway.client.publish.publish import Published, PublishProgress
 from fairway.v1 import registry_pb2 as rg
@@ -37,13 +36,13 @@ VersionArgument = Annotated[
     ),
 ]
 TagEtagOption = Annotated[
-    str, typer.Option("--etag", help="Only if it points at this digest now: nobody's move is lost.")
+    str, typer.Option("--etag", help="Apply only if the tag points at this digest now.")
 ]
 _MIN_PREFIX = 6
 
 
 async def _all(connection: Connection) -> Sequence[rg.RegisteredModel]:
-    return await connection.run(connection.admin.models.list(), what="cannot list the models")
+    return await checked(connection.admin.models.list(), what="cannot list the models")
 
 
 def _tags(model: rg.RegisteredModel) -> str:
@@ -72,11 +71,7 @@ VERSION_COLUMNS: Final[tuple[Column[rg.Version], ...]] = (
 )
 
 
-async def _unlisted(_: Connection) -> Sequence[rg.Version]:
-    raise AssertionError("versions are listed by model")
-
-
-VERSIONS: Final = Resource("version", "versions", Server.REGISTRY, VERSION_COLUMNS, _unlisted)
+VERSIONS: Final = Resource("version", "versions", Server.REGISTRY, VERSION_COLUMNS)
 add_list(app, MODELS, about="List the models of the registry with their tags.")
 
 
@@ -93,10 +88,12 @@ async def publish(
     connection: Connection,
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A checkpoint folder.")],
     name: Annotated[str, typer.Option("--name", help="Name of the model.")],
-    tag: Annotated[str, typer.Option("--tag", help="Points at it afterwards; '': none does.")] = "latest",
+    tag: Annotated[str, typer.Option("--tag", help="Tag to point at the version; '': none.")] = "latest",
     for_another_engine: Annotated[
         bool,
-        typer.Option("--for-another-engine", help="Also what Fairway's own engine or gateways cannot serve."),
+        typer.Option(
+            "--for-another-engine", help="Accept a model that Fairway's own engine or gateways cannot serve."
+        ),
     ] = False,
     output: OutputOption = Format.TABLE,
 ) -> None:
@@ -106,11 +103,11 @@ async def publish(
     """
     with Bars() as bars:
 
-        def tell(progress: PublishProgress) -> None:
-            bars.update(VERB[progress.phase], progress.done_ratio, str(folder))
+        def report(progress: PublishProgress) -> None:
+            bars.update(PHASE_VERBS[progress.phase], progress.done_ratio, str(folder))
 
         done = await publish_folder(
-            connection.admin, folder, name, tag, report=tell, for_another_engine=for_another_engine
+            connection.admin, folder, name, tag, report=report, for_another_engine=for_another_engine
         )
     _show_published(done, tag, output)
 
@@ -130,7 +127,7 @@ def _show_published(done: Published, tag: str, output: Format) -> None:
         return
     plain(out(), done.digest)
     sent = f"{show_bytes(done.uploaded_bytes)} of {show_bytes(done.size_bytes)} uploaded"
-    plain(err(), f"{'published' if done.created else 'was there already'}: {sent}")
+    plain(err(), f"{'published' if done.created else 'was published before'}: {sent}")
     if sys.stderr.isatty():
         plain(err(), f"serve it with `fairway deployments create {done.model} --wait`")
 
@@ -165,7 +162,7 @@ async def show(
     """Show a version with its manifest: every file with its size and digest."""
     digest = await _resolve(connection, model, version)
     what = f"cannot show {model} {version}"
-    VERSIONS.write_one(await connection.run(connection.admin.models.get(model, digest), what=what), output)
+    VERSIONS.write_one(await checked(connection.admin.models.get(model, digest), what=what), output)
 
 
 @command(
@@ -178,14 +175,14 @@ async def tag(
     connection: Connection,
     model: ModelArgument,
     version: VersionArgument,
-    tag: Annotated[str, typer.Argument(help="The tag that points at it afterwards.")],
+    tag: Annotated[str, typer.Argument(help="The tag to point at the version.")],
     etag: TagEtagOption = "",
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Point a tag at a version. Deployments keep their version until they are updated."""
     digest = await _resolve(connection, model, version)
     tagging = connection.admin.models.tag(model, tag, digest, etag=etag)
-    await connection.run(tagging, what=f"cannot tag {model} {version}")
+    await checked(tagging, what=f"cannot tag {model} {version}")
     if output in DOCUMENTS:
         write_document({"model": model, "tag": tag, "digest": digest}, output)
     else:
@@ -204,7 +201,7 @@ async def untag(
     """Remove a tag. Its version stays."""
     confirm(f"Remove the tag {tag} of {model}?", yes=yes)
     untagging = connection.admin.models.untag(model, tag, etag=etag)
-    await connection.run(untagging, what=f"cannot untag {model} {tag}")
+    await checked(untagging, what=f"cannot untag {model} {tag}")
     show_deleted(tag, output)
 
 
@@ -225,7 +222,7 @@ async def delete(
     digest = await _resolve(connection, model, version)
     confirm(f"Delete {model} {digest}?", yes=yes)
     what = f"cannot delete {model} {short_digest(digest)}"
-    await connection.run(connection.admin.models.delete(model, digest), what=what)
+    await checked(connection.admin.models.delete(model, digest), what=what)
     show_deleted(digest, output)
 
 
@@ -243,7 +240,10 @@ async def collect_garbage(
     older_than: Annotated[
         float,
         typer.Option(
-            "--older-than", parser=span_s, metavar="SPAN", help="Younger ones stay; at least an hour."
+            "--older-than",
+            parser=span_s,
+            metavar="SPAN",
+            help="Minimum age of a deleted blob; at least an hour.",
         ),
     ] = "24h",  # type: ignore[assignment]  # parsed like input from the command line
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and delete nothing.")] = False,
@@ -255,11 +255,11 @@ async def collect_garbage(
     The minimum age protects uploads whose version is not created yet.
     """
     if not dry_run:
-        confirm("Delete what no version needs?", yes=yes)
+        confirm("Delete all blobs that no version uses?", yes=yes)
     collection = connection.admin.models.collect_garbage(
         dry_run=dry_run, min_age_s=older_than, timeout_s=connection.wait_s
     )
-    found = await connection.run(collection, what="cannot collect garbage")
+    found = await checked(collection, what="cannot collect garbage")
     if output in DOCUMENTS:
         write_document(document_of(found), output)
         return
@@ -271,21 +271,21 @@ async def collect_garbage(
 
 async def _versions(connection: Connection, model: str) -> Sequence[rg.Version]:
     listing = connection.admin.models.versions(model)
-    return await connection.run(listing, what=f"cannot list the versions of {model}")
+    return await checked(listing, what=f"cannot list the versions of {model}")
 
 
 async def _resolve(connection: Connection, model: str, version: str) -> str:
     """Return the digest for a tag, a digest or a unique beginning of a digest. Raises CliError."""
     if version.startswith("sha256:") and len(version) == 71:
         return version
-    known = await _versions(connection, model)
-    tagged = [found.digest for found in known if version in found.tags]
-    begun = [
+    listed = await _versions(connection, model)
+    tagged = [found.digest for found in listed if version in found.tags]
+    by_prefix = [
         found.digest
-        for found in known
+        for found in listed
         if found.digest.removeprefix("sha256:").startswith(version.removeprefix("sha256:"))
     ]
-    matching = tagged or (begun if len(version.removeprefix("sha256:")) >= _MIN_PREFIX else [])
+    matching = tagged or (by_prefix if len(version.removeprefix("sha256:")) >= _MIN_PREFIX else [])
     if len(matching) == 1:
         return matching[0]
     why = (
@@ -295,9 +295,9 @@ async def _resolve(connection: Connection, model: str, version: str) -> str:
     )
     raise CliError(
         "NOT_FOUND",
-        f"{why}: neither a tag nor a digest that is unique",
+        f"{why}: not a tag, and not a unique digest",
         next_step=f"`fairway models versions {model}` lists them"
-        if known
+        if listed
         else "`fairway models list` lists what is there",
         exit_code=ExitCode.REFUSED,
     )

@@ -6,15 +6,16 @@ from typing import Final
 
 import typer
 
+from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
-from fairway.cli.flags import EtagOption, Format, NameArgument, OutputOption, WaitOption, YesOption
+from fairway.cli.flags import EtagOption, Format, NameArgument, OutputOption, WaitOption
 from fairway.cli.terminal.bars import Bars
-from fairway.cli.terminal.changes import confirm, show_deleted
+from fairway.cli.terminal.cells import labels
 from fairway.cli.terminal.durations import show_bytes
-from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
+from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
 from fairway.cli.terminal.table import Column
-from fairway.cli.terminal.words import labels, version_state
 from fairway.cli.waiting import until_drained
+from fairway.client.admin.wait import state_name
 from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="Workers: what they run, and taking them out of service.", no_args_is_help=True)
@@ -29,7 +30,7 @@ def _state(node: cp.Node) -> str:
 
 
 def _versions(node: cp.Node) -> str:
-    return " ".join(f"{loaded.deployment}:{version_state(loaded.state)}" for loaded in node.versions)
+    return " ".join(f"{loaded.deployment}:{state_name(loaded.state)}" for loaded in node.versions)
 
 
 NODES: Final[Resource[cp.Node]] = resource(
@@ -51,7 +52,7 @@ NODES: Final[Resource[cp.Node]] = resource(
     lambda admin: admin.nodes,
 )
 add_list(app, NODES, about="List the workers and what they have loaded.")
-add_show(app, NODES, about="Show a worker with its versions, its memory and how far a drain is.")
+add_show(app, NODES, about="Show a worker with its versions, its memory and the progress of a drain.")
 
 
 @command(app, "cordon", to=Server.CONTROLPLANE, examples=("fairway nodes cordon worker-1",))
@@ -60,7 +61,7 @@ async def cordon(
 ) -> None:
     """Assign no new work to a node; its present work stays."""
     cordoned = connection.admin.nodes.cordon(name, etag=etag)
-    NODES.write_one(await connection.run(cordoned, what=f"cannot cordon the node {name}"), output)
+    NODES.write_one(await checked(cordoned, what=f"cannot cordon the node {name}"), output)
 
 
 @command(app, "uncordon", to=Server.CONTROLPLANE, examples=("fairway nodes uncordon worker-1",))
@@ -69,7 +70,7 @@ async def uncordon(
 ) -> None:
     """Allow new work on a node again. This ends a running drain."""
     opened = connection.admin.nodes.uncordon(name, etag=etag)
-    NODES.write_one(await connection.run(opened, what=f"cannot uncordon the node {name}"), output)
+    NODES.write_one(await checked(opened, what=f"cannot uncordon the node {name}"), output)
 
 
 @command(
@@ -93,28 +94,17 @@ async def drain(
     A version is unloaded once its replacement is READY elsewhere. Without --wait it returns at once.
     """
     draining = connection.admin.nodes.drain(name, etag=etag)
-    node = await connection.run(draining, what=f"cannot drain the node {name}")
+    node = await checked(draining, what=f"cannot drain the node {name}")
     if wait:
         with Bars() as bars:
             node = await until_drained(connection.admin, name, bars.update, timeout_s=connection.wait_s)
     NODES.write_one(node, output)
 
 
-@command(
+add_delete(
     app,
-    "delete",
-    to=Server.CONTROLPLANE,
+    NODES,
+    question="Delete the node {name}?",
+    about="Delete a node that has disconnected, and its assignment. Rejected while the node is alive.",
     examples=("fairway nodes delete worker-9", "fairway nodes delete worker-9 -y"),
 )
-async def delete(
-    connection: Connection,
-    name: NameArgument,
-    etag: EtagOption = "",
-    yes: YesOption = False,
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """Delete a node that has disconnected, and its assignment. Rejected while the node is alive."""
-    confirm(f"Forget the node {name}?", yes=yes)
-    deletion = connection.admin.nodes.delete(name, etag=etag)
-    await connection.run(deletion, what=f"cannot delete the node {name}")
-    show_deleted(name, output)

@@ -8,20 +8,16 @@ from typing import Annotated, Final
 import typer
 from google.protobuf.duration_pb2 import Duration
 
+from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption, WatchOption
-from fairway.cli.terminal.durations import show_span
+from fairway.cli.terminal.cells import duration, moment, priority, short_digest
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.terminal.listing import Resource
 from fairway.cli.terminal.table import Column, show_rows
-from fairway.cli.terminal.words import moment, priority, short_digest
-from fairway.cli.watch import follow, polled
+from fairway.cli.watch import polled
 from fairway.v1 import scheduler_pb2 as pb
-
-
-def _span(value: Duration) -> str:
-    return show_span(value.seconds + value.nanos / 1e9)
 
 
 def _ms(value: Duration) -> str:
@@ -48,22 +44,22 @@ def _rejected(found: pb.PlacementDecision) -> str:
     )
 
 
-def _looks(found: pb.PlacementDecision) -> str:
+def _attempts(found: pb.PlacementDecision) -> str:
     why = []
     if found.looks_without_room:
         why.append(f"{found.looks_without_room} no room")
     if found.looks_giving_way:
-        why.append(f"{found.looks_giving_way} giving way")
+        why.append(f"{found.looks_giving_way} yielding")
     return str(found.looks) + (f" ({', '.join(why)})" if why else "")
 
 
 DECISIONS: Final[tuple[Column[pb.PlacementDecision], ...]] = (
     Column("choice", lambda found: str(found.choice)),
     Column("queued", lambda found: moment(found.queued_time), drop=2),
-    Column("wait", lambda found: _span(found.wait)),
+    Column("wait", lambda found: duration(found.wait)),
     Column("outcome", lambda found: found.outcome),
     Column("worker", lambda found: found.worker_id),
-    Column("looks", _looks, drop=3),
+    Column("looks", _attempts, drop=3),
     Column("bypassed", lambda found: str(found.bypassed), drop=4),
     Column("candidates", lambda found: " ".join(map(_candidate, found.ranked))),
     Column("rejected", _rejected, drop=1),
@@ -115,7 +111,7 @@ WORKERS: Final[tuple[Column[pb.Reporter], ...]] = (
     Column("zone", lambda found: found.zone, drop=5),
     Column("type", lambda found: found.device_type, drop=6),
     Column("cost", lambda found: f"{found.cost_per_hour:g}" if found.cost_per_hour else "", drop=7),
-    Column("last report", lambda found: _span(found.last_report), wide=True),
+    Column("last report", lambda found: duration(found.last_report), wide=True),
     Column("pools", _pools, wide=True),
     Column("slots", lambda found: " ".join(str(pool.slots) for pool in found.pools), wide=True),
     Column(
@@ -132,7 +128,7 @@ def workers_of() -> Resource[pb.Reporter]:
     """Return the workers that reported to the leader."""
 
     async def listed(connection: Connection) -> Sequence[pb.Reporter]:
-        return await connection.run(connection.admin.placements.workers(), what="cannot list the workers")
+        return await checked(connection.admin.placements.workers(), what="cannot list the workers")
 
     watch = polled("worker", "the workers", lambda found: found.worker_id, listed)
     return Resource("worker", "workers", Server.CONTROLPLANE, WORKERS, listed, watch=watch)
@@ -158,20 +154,20 @@ def _add_explain(app: typer.Typer) -> None:
     async def explain(
         connection: Connection,
         request_id: Annotated[
-            str, typer.Argument(metavar="REQUEST_ID", help="The answer's id, or its x-request-id.")
+            str, typer.Argument(metavar="REQUEST_ID", help="Id of the response, or its x-request-id.")
         ],
         output: OutputOption = Format.TABLE,
     ) -> None:
         """Show the placement of a request: candidate workers, their scores, and why it waited."""
-        found = await connection.run(
+        found = await checked(
             connection.admin.placements.explain(request_id), what="cannot explain the request"
         )
         if not found.decisions:
             raise CliError(
                 "NOT_FOUND",
-                f"the leading scheduler remembers nothing of {request_id}",
-                next_step=f"it remembers what began after {moment(found.since)}; what a gateway placed by "
-                "itself, on a worker that is gone, is in that gateway's log",
+                f"the leading scheduler has no record of {request_id}",
+                next_step=f"its records begin at {moment(found.since)}; a gateway's own placements "
+                "on a worker that has left are in the log of that gateway",
                 exit_code=ExitCode.REFUSED,
             )
         if output in DOCUMENTS:
@@ -195,9 +191,4 @@ def _add_workers(app: typer.Typer) -> None:
         connection: Connection, output: OutputOption = Format.TABLE, watch: WatchOption = False
     ) -> None:
         """Show the workers as placement uses them: free KV, measured and predicted step time, health."""
-        resource = workers_of()
-        if watch:
-            assert resource.watch is not None
-            await follow(connection, resource.watch, WORKERS, output)
-        else:
-            resource.write_list(await resource.all(connection), output)
+        await workers_of().show_all(connection, output, watch=watch)

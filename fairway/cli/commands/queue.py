@@ -6,21 +6,16 @@ from collections.abc import Sequence
 from typing import Annotated, Final
 
 import typer
-from google.protobuf.duration_pb2 import Duration
 
 from fairway.cli import completion
+from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import Format, OutputOption, WatchOption
-from fairway.cli.terminal.durations import show_span
+from fairway.cli.terminal.cells import duration, priority, short_digest
 from fairway.cli.terminal.listing import Resource
 from fairway.cli.terminal.table import Column
-from fairway.cli.terminal.words import priority, short_digest
-from fairway.cli.watch import follow, polled
+from fairway.cli.watch import polled
 from fairway.v1 import controlplane_pb2 as cp
-
-
-def _span(value: Duration) -> str:
-    return show_span(value.seconds + value.nanos / 1e9)
 
 
 def _shares(found: cp.Queue) -> str:
@@ -37,13 +32,15 @@ def _served(found: cp.Queue) -> str:
 
 
 def _predicted(found: cp.Queue) -> str:
-    return _span(found.pool.predicted_wait) if found.pool.HasField("predicted_wait") else "unknown"
+    return duration(found.pool.predicted_wait) if found.pool.HasField("predicted_wait") else "unknown"
 
 
 COLUMNS: Final[tuple[Column[cp.Queue], ...]] = (
     Column("pool", lambda found: ",".join(found.deployments) or short_digest(found.pool.version_digest)),
     Column("queued", lambda found: str(found.pool.queued)),
-    Column("oldest wait", lambda found: _span(found.pool.oldest_wait) if found.pool.queued else "", drop=2),
+    Column(
+        "oldest wait", lambda found: duration(found.pool.oldest_wait) if found.pool.queued else "", drop=2
+    ),
     Column("predicted wait", lambda found: _predicted(found) if found.pool.queued else ""),
     Column("pressure", lambda found: f"{found.pool.pressure_ratio:.2f}", drop=1),
     Column("running", lambda found: str(found.pool.running)),
@@ -62,9 +59,7 @@ def queues_of(tenant: str) -> Resource[cp.Queue]:
     """Return the pools, with the shares of one tenant or of all."""
 
     async def listed(connection: Connection) -> Sequence[cp.Queue]:
-        return await connection.run(
-            connection.admin.queues.list(tenant=tenant), what="cannot list the queues"
-        )
+        return await checked(connection.admin.queues.list(tenant=tenant), what="cannot list the queues")
 
     watch = polled("queue", "the queues", lambda found: found.pool.version_digest, listed)
     return Resource("queue", "queues", Server.CONTROLPLANE, COLUMNS, listed, watch=watch)
@@ -93,9 +88,4 @@ def add(app: typer.Typer) -> None:
         watch: WatchOption = False,
     ) -> None:
         """Show the queued and running requests by pool, one per model version."""
-        resource = queues_of(tenant)
-        if watch:
-            assert resource.watch is not None
-            await follow(connection, resource.watch, COLUMNS, output)
-        else:
-            resource.write_list(await resource.all(connection), output)
+        await queues_of(tenant).show_all(connection, output, watch=watch)

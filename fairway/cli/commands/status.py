@@ -47,7 +47,7 @@ COLUMNS: Final[tuple[Column[Part], ...]] = (
 
 def status(
     state_dir: Annotated[
-        Path, typer.Option("--state-dir", help="Where state, logs and secrets are kept.")
+        Path, typer.Option("--state-dir", help="Folder of state, logs and secrets.")
     ] = DEFAULT_STATE_DIR,
     output: OutputOption = Format.TABLE,
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
@@ -68,16 +68,16 @@ def status(
     if watch:
         _watch(state, output)
     record = _record(state)
-    parts = asyncio.run(_ask(record, state))
+    parts = asyncio.run(_probe_parts(record, state))
     if output in DOCUMENTS:
         write_document(_document(record, parts), output)
     else:
         show_rows(COLUMNS, parts, wide=output is Format.WIDE)
-    silent = [part.name for part in parts if part.status != "serving"]
-    if silent:
+    failing = [part.name for part in parts if part.status != "serving"]
+    if failing:
         raise CliError(
             "NOT_SERVING",
-            f"not serving: {', '.join(silent)}",
+            f"not serving: {', '.join(failing)}",
             next_step=f"see the logs under {state.logs}",
             exit_code=ExitCode.UNAVAILABLE,
         )
@@ -91,7 +91,7 @@ def _watch(state: StateDir, output: Format) -> None:
     with Live(console=out(), auto_refresh=False) if redrawn else nullcontext() as live:
         while True:
             record = _record(state)
-            parts = asyncio.run(_ask(record, state))
+            parts = asyncio.run(_probe_parts(record, state))
             changed = [part for part in parts if before.get(part.name) != part]
             before = {part.name: part for part in parts}
             if isinstance(live, Live):
@@ -123,7 +123,7 @@ def _document(record: FleetRecord, parts: list[Part]) -> dict[str, Any]:
     return {"phase": record.phase, "processes": processes}
 
 
-async def _ask(record: FleetRecord, state: StateDir) -> list[Part]:
+async def _probe_parts(record: FleetRecord, state: StateDir) -> list[Part]:
     names = list(record.addresses)
     reasons = await asyncio.gather(*(_probe(name, record.addresses[name])() for name in names))
     return [

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
+from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import (
     EtagOption,
@@ -17,17 +18,18 @@ from fairway.cli.flags import (
     OutputOption,
     PriorityName,
     YesOption,
-    pairs,
+    key_values,
+    replace_labels,
 )
-from fairway.cli.terminal.changes import confirm, show_deleted
-from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
+from fairway.cli.terminal.cells import age, labels, limit, priority
+from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
+from fairway.cli.terminal.output import confirm
 from fairway.cli.terminal.table import Column
-from fairway.cli.terminal.words import age, labels, limit, priority
 from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="Tenants: the unit of quotas and isolation.", no_args_is_help=True)
 
-DisplayNameOption = Annotated[str | None, typer.Option("--display-name", help="A name for people.")]
+DisplayNameOption = Annotated[str | None, typer.Option("--display-name", help="Name to show to users.")]
 RequestsOption = Annotated[
     int | None, typer.Option("--requests-per-minute", min=0, max=100_000_000, help="0: no limit.")
 ]
@@ -35,19 +37,21 @@ ConcurrencyOption = Annotated[
     int | None, typer.Option("--max-concurrency", min=0, max=1_000_000, help="0: no limit.")
 ]
 PriorityOption = Annotated[
-    PriorityName | None, typer.Option("--max-priority", help="The highest class it may ask for.")
+    PriorityName | None, typer.Option("--max-priority", help="Highest priority that its requests may have.")
 ]
 
 WeightOption = Annotated[
     float | None,
-    typer.Option("--weight", min=0.001, max=1_000_000, help="Share of a contended model, against others'."),
+    typer.Option(
+        "--weight", min=0.001, max=1_000_000, help="Share of a contended model, relative to other tenants."
+    ),
 ]
 CommittedOption = Annotated[
     int | None,
     typer.Option(
         "--committed-tokens-per-minute",
         min=0,
-        help="Tokens that are promised; what it uses above them is refused first. 0: no promise.",
+        help="Guaranteed tokens; usage above them is rejected first. 0: no guarantee.",
     ),
 ]
 DegradeTokensOption = Annotated[
@@ -56,38 +60,54 @@ DegradeTokensOption = Annotated[
         "--degrade-max-output-tokens",
         min=0,
         max=1_048_576,
-        help="Under pressure, end outputs after so many tokens. 0: do not.",
+        help="Under pressure, limit outputs to this many tokens. 0: no limit.",
     ),
 ]
 DegradeModelOption = Annotated[
     list[str] | None,
     typer.Option(
         "--degrade-model",
-        help="Under pressure, let another deployment answer: model=smaller. Repeatable; 'none' removes all.",
+        help="Under pressure, use another deployment: model=smaller. Repeatable; 'none' removes all.",
     ),
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Overload:
-    """The settings for contended models; None: unchanged."""
+_PLAIN_FIELDS: Final = (
+    "display_name",
+    "requests_per_minute",
+    "max_concurrency",
+    "weight",
+    "committed_tokens_per_minute",
+)
 
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """The options of `create` and `update`; None: unchanged."""
+
+    display_name: str | None
+    requests_per_minute: int | None
+    max_concurrency: int | None
+    max_priority: PriorityName | None
     weight: float | None
     committed_tokens_per_minute: int | None
     degrade_max_output_tokens: int | None
     degrade_models: list[str] | None
+    labels: list[str] | None
 
-    def set_on(self, tenant: cp.Tenant) -> None:
-        if self.weight is not None:
-            tenant.weight = self.weight
-        if self.committed_tokens_per_minute is not None:
-            tenant.committed_tokens_per_minute = self.committed_tokens_per_minute
+    def apply(self, tenant: cp.Tenant) -> None:
+        for name in _PLAIN_FIELDS:
+            if (value := getattr(self, name)) is not None:
+                setattr(tenant, name, value)
+        if self.max_priority is not None:
+            tenant.max_priority = self.max_priority.proto
         if self.degrade_max_output_tokens is not None:
             tenant.degrade.max_output_tokens = self.degrade_max_output_tokens
         if self.degrade_models is not None:
             tenant.degrade.smaller_models.clear()
             if self.degrade_models != ["none"]:
-                tenant.degrade.smaller_models.update(pairs(self.degrade_models, flag="--degrade-model"))
+                tenant.degrade.smaller_models.update(key_values(self.degrade_models, flag="--degrade-model"))
+        replace_labels(tenant.metadata, self.labels)
 
 
 def _degrade(tenant: cp.Tenant) -> str:
@@ -116,7 +136,7 @@ TENANTS: Final[Resource[cp.Tenant]] = resource(
     lambda admin: admin.tenants,
 )
 add_list(app, TENANTS, about="List the tenants with their limits.")
-add_show(app, TENANTS, about="Show a tenant with everything that is known of it.")
+add_show(app, TENANTS, about="Show a tenant with all its fields.")
 
 
 @command(
@@ -145,10 +165,20 @@ async def create(
 ) -> None:
     """Create a tenant with its limits."""
     wanted = cp.Tenant(metadata=cp.Metadata(name=name))
-    _set(wanted, display_name, requests_per_minute, max_concurrency, max_priority, label)
-    _Overload(weight, committed_tokens_per_minute, degrade_max_output_tokens, degrade_model).set_on(wanted)
+    changes = _Changes(
+        display_name,
+        requests_per_minute,
+        max_concurrency,
+        max_priority,
+        weight,
+        committed_tokens_per_minute,
+        degrade_max_output_tokens,
+        degrade_model,
+        label,
+    )
+    changes.apply(wanted)
     what = f"cannot create the tenant {name}"
-    TENANTS.write_one(await connection.run(connection.admin.tenants.create(wanted), what=what), output)
+    TENANTS.write_one(await checked(connection.admin.tenants.create(wanted), what=what), output)
 
 
 @command(
@@ -179,14 +209,18 @@ async def update(
 
     --label replaces all present labels.
     """
-
-    more = _Overload(weight, committed_tokens_per_minute, degrade_max_output_tokens, degrade_model)
-
-    def change(tenant: cp.Tenant) -> None:
-        _set(tenant, display_name, requests_per_minute, max_concurrency, max_priority, label)
-        more.set_on(tenant)
-
-    TENANTS.write_one(await _changed(connection, name, etag, change), output)
+    changes = _Changes(
+        display_name,
+        requests_per_minute,
+        max_concurrency,
+        max_priority,
+        weight,
+        committed_tokens_per_minute,
+        degrade_max_output_tokens,
+        degrade_model,
+        label,
+    )
+    TENANTS.write_one(await _changed(connection, name, etag, changes.apply), output)
 
 
 @command(app, "disable", to=Server.CONTROLPLANE, examples=("fairway tenants disable acme",))
@@ -198,7 +232,7 @@ async def disable(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Reject every request of a tenant; its keys and limits stay."""
-    confirm(f"Disable the tenant {name}? Its requests are refused from now on.", yes=yes)
+    confirm(f"Disable the tenant {name}? Its requests are rejected from now on.", yes=yes)
     TENANTS.write_one(await _changed(connection, name, etag, _disabled(True)), output)
 
 
@@ -210,31 +244,20 @@ async def enable(
     TENANTS.write_one(await _changed(connection, name, etag, _disabled(False)), output)
 
 
-@command(
+add_delete(
     app,
-    "delete",
-    to=Server.CONTROLPLANE,
+    TENANTS,
+    question="Delete the tenant {name}?",
+    about="Delete a tenant. Rejected while it has keys.",
     examples=("fairway tenants delete acme", "fairway tenants delete acme --yes"),
 )
-async def delete(
-    connection: Connection,
-    name: NameArgument,
-    etag: EtagOption = "",
-    yes: YesOption = False,
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """Delete a tenant. Rejected while it has keys."""
-    confirm(f"Delete the tenant {name}?", yes=yes)
-    deletion = connection.admin.tenants.delete(name, etag=etag)
-    await connection.run(deletion, what=f"cannot delete the tenant {name}")
-    show_deleted(name, output)
 
 
 async def _changed(
     connection: Connection, name: str, etag: str, change: Callable[[cp.Tenant], None]
 ) -> cp.Tenant:
     changed = connection.admin.tenants.change(name, change, etag=etag)
-    return await connection.run(changed, what=f"cannot change the tenant {name}")
+    return await checked(changed, what=f"cannot change the tenant {name}")
 
 
 def _disabled(disabled: bool) -> Callable[[cp.Tenant], None]:
@@ -242,25 +265,3 @@ def _disabled(disabled: bool) -> Callable[[cp.Tenant], None]:
         tenant.disabled = disabled
 
     return change
-
-
-def _set(
-    tenant: cp.Tenant,
-    display_name: str | None,
-    requests_per_minute: int | None,
-    max_concurrency: int | None,
-    max_priority: PriorityName | None,
-    label: list[str] | None,
-) -> None:
-    """Set the fields that are not None."""
-    if display_name is not None:
-        tenant.display_name = display_name
-    if requests_per_minute is not None:
-        tenant.requests_per_minute = requests_per_minute
-    if max_concurrency is not None:
-        tenant.max_concurrency = max_concurrency
-    if max_priority is not None:
-        tenant.max_priority = max_priority.proto
-    if label is not None:
-        tenant.metadata.labels.clear()
-        tenant.metadata.labels.update(pairs(label, flag="--label"))

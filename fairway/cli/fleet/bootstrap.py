@@ -10,14 +10,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
-from fairway.cli.calls import CALL_TIMEOUT_S, admin_client, admin_error, checked
+from fairway.cli.calls import CALL_TIMEOUT_S, PHASE_VERBS, admin_client, admin_error, checked, publish_folder
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.options import UpOptions
 from fairway.cli.fleet.progress import Progress
-from fairway.cli.fleet.publishing import VERB, publish_folder
-from fairway.cli.fleet.remote import FleetAddresses
 from fairway.cli.state import StateDir, read_json, read_secret, write_json, write_private
 from fairway.cli.waiting import until_deployed
 from fairway.client import (
@@ -35,6 +33,22 @@ from fairway.client.admin.wait import describe, ready_replicas, until_any_ready
 from fairway.client.publish.publish import PublishProgress
 from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp
+
+
+class FleetAddresses(Protocol):
+    """host:port of the services that a bootstrap calls."""
+
+    def of(self, name: str) -> str:
+        """Address of "registry" or "controlplane"."""
+        ...
+
+    def grpc_of(self, name: str) -> str:
+        """gRPC address of one of ``gateway_names``."""
+        ...
+
+    @property
+    def gateway_names(self) -> tuple[str, ...]: ...
+
 
 TENANT: Final = "default"
 KEY_NAME: Final = "local"
@@ -63,13 +77,13 @@ class Bootstrap:
             admin_key=read_secret(self.state, "admin_key"),
         )
         async with client as admin:
-            await self._until_admin_is_known(admin)
+            await self._until_admin_key_accepted(admin)
             await self._ensure_tenant(admin)
             api_key = await self._ensure_key(admin)
             serves = self.options.deploy and await self._ensure_served(admin)
             return await self._until_listed(api_key, admin, serves=serves)
 
-    async def _until_admin_is_known(self, admin: AdminClient) -> None:
+    async def _until_admin_key_accepted(self, admin: AdminClient) -> None:
         """Return once control plane and registry, which read it from the store, accept the admin key."""
         began = time.monotonic()
         deadline = began + _SETTLE_S
@@ -90,7 +104,7 @@ class Bootstrap:
         self.progress.event("model", "starting", f"publishing {folder}")
 
         def report(progress: PublishProgress) -> None:
-            detail = f"{VERB[progress.phase]} {folder}: {100 * progress.done_ratio:.0f} %"
+            detail = f"{PHASE_VERBS[progress.phase]} {folder}: {100 * progress.done_ratio:.0f} %"
             self.progress.event("model", "starting", detail)
 
         tag = "" if await self._is_published(admin, TAG) else TAG  # an existing tag is not moved
@@ -121,22 +135,22 @@ class Bootstrap:
         try:
             await admin.tenants.create(tenant)
         except FairwayError as exc:
-            if not _is_there(exc):
+            if not _already_exists(exc):
                 raise admin_error(exc, what=f"cannot create the tenant {TENANT}") from exc
 
     async def _ensure_key(self, admin: AdminClient) -> str:
         """Return the stored key if the control plane has a key of that name, else a new one."""
-        remembered = read_secret(self.state, "api_key")
-        known = True
+        stored = read_secret(self.state, "api_key")
+        exists = True
         try:
             await admin.keys.get(KEY_NAME)
         except NotFound:
-            known = False
+            exists = False
         except FairwayError as exc:
             raise admin_error(exc, what=f"cannot look up the key {KEY_NAME}") from exc
-        if known and remembered:
-            return remembered
-        return await self._new_key(admin, replace=known)
+        if exists and stored:
+            return stored
+        return await self._new_key(admin, replace=exists)
 
     async def _new_key(self, admin: AdminClient, *, replace: bool) -> str:
         """Return a new secret; an operator's settings of the key stay."""
@@ -170,13 +184,13 @@ class Bootstrap:
             try:
                 await admin.deployments.create(wanted)
             except FairwayError as exc:
-                if not _is_there(exc):
+                if not _already_exists(exc):
                     raise admin_error(exc, what=f"cannot create the deployment {name}") from exc
-        self._note_created(name)
+        self._record_created(name)
         if found is None:
             await self._until_deployed(admin)
             return True
-        self._report_kept(found, digest)
+        self._report_unchanged(found, digest)
         return bool(found.replicas) and await self._until_any_ready(admin)
 
     async def _deployment(self, admin: AdminClient) -> cp.Deployment | None:
@@ -192,20 +206,20 @@ class Bootstrap:
         """Return the deployments that a bootstrap from this state folder created."""
         return list((read_json(self.state.created) or {}).get("deployments", []))
 
-    def _note_created(self, name: str) -> None:
+    def _record_created(self, name: str) -> None:
         created = self._created()
         if name not in created:
             with self.state.writing():
                 write_json(self.state.created, {"deployments": [*created, name]})
 
-    def _report_kept(self, found: cp.Deployment, digest: str) -> None:
+    def _report_unchanged(self, found: cp.Deployment, digest: str) -> None:
         """Report how the existing deployment differs from the options."""
-        asked, is_other = self.options.replicas, found.version_digest != digest
-        if not is_other and found.replicas == asked:
+        requested, is_other = self.options.replicas, found.version_digest != digest
+        if not is_other and found.replicas == requested:
             return
         name = found.metadata.name
         change = (f" --version {digest}" if is_other else "") + (
-            f" --replicas {asked}" if found.replicas != asked else ""
+            f" --replicas {requested}" if found.replicas != requested else ""
         )
         self.progress.event(
             "deployment",
@@ -271,8 +285,10 @@ class Bootstrap:
         name = self.options.model_name
         reason = await self._served("gateway", api_key, "", patience_s=_STALE_KEY_S)
         if isinstance(reason, Unauthenticated):
-            if why := await self._why_closed(admin):
-                self.progress.event("key", "failed", f"the key {KEY_NAME} opens no gateway: {why}")
+            if why := await self._why_key_disabled(admin):
+                self.progress.event(
+                    "key", "failed", f"the key {KEY_NAME} is rejected by every gateway: {why}"
+                )
                 return api_key
             api_key = await self._new_key(admin, replace=True)
         key = await checked(admin.keys.get(KEY_NAME), what=f"cannot look up the key {KEY_NAME}")
@@ -289,14 +305,14 @@ class Bootstrap:
                 )
         return api_key
 
-    async def _why_closed(self, admin: AdminClient) -> str:
+    async def _why_key_disabled(self, admin: AdminClient) -> str:
         """Return why operators' settings disable the key at every gateway; empty if they do not."""
         key = await checked(admin.keys.get(KEY_NAME), what=f"cannot look up the key {KEY_NAME}")
         if key.HasField("expire_time") and key.expire_time.ToSeconds() <= time.time():
-            return f"it has expired; `fairway keys revoke {KEY_NAME}` has the next start make another"
+            return f"it has expired; `fairway keys revoke {KEY_NAME}` lets the next start create another"
         tenant = await checked(admin.tenants.get(TENANT), what=f"cannot look up the tenant {TENANT}")
         if tenant.disabled:
-            return f"the tenant {TENANT} is disabled; `fairway tenants enable {TENANT}` opens them again"
+            return f"the tenant {TENANT} is disabled; `fairway tenants enable {TENANT}` enables it"
         return ""
 
     async def _served(
@@ -311,7 +327,7 @@ class Bootstrap:
     async def _listed(self, client: Client, wanted: str, *, patience_s: float) -> str | FairwayError | None:
         began = time.monotonic()
         deadline = began + patience_s
-        last: str | FairwayError = "never asked"
+        last: str | FairwayError = "no call was made"
         while time.monotonic() < deadline:
             try:
                 ready = {model.name: model.ready_replicas for model in await client.list_models()}
@@ -326,5 +342,5 @@ class Bootstrap:
         return last
 
 
-def _is_there(error: FairwayError) -> bool:
+def _already_exists(error: FairwayError) -> bool:
     return isinstance(error, Conflict) and error.reason == "ALREADY_EXISTS"

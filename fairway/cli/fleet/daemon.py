@@ -15,13 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fairway.cli.endpoints import Endpoints
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet.installation import AlreadyRunning, run_installation
 from fairway.cli.fleet.logs import rotate_log, tail
 from fairway.cli.fleet.options import UpOptions, source_root
 from fairway.cli.fleet.progress import PipeProgress, Progress, read_messages
-from fairway.cli.state import PRIVATE_UMASK, StateDir
+from fairway.cli.state import PRIVATE_UMASK, Endpoints, StateDir
 from fairway.cli.terminal.output import err
 from fairway.log_stream import LogStream
 

@@ -1,26 +1,34 @@
-"""One run of an installation, from the choice of ports to the end of the last process (in the supervisor)."""
+"""One run of an installation, in the supervisor: from its checks and ports to the end of the last process."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
-from fairway.cli.endpoints import Endpoints
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.fleet import preflight
 from fairway.cli.fleet.bootstrap import Bootstrap
 from fairway.cli.fleet.options import UpOptions
 from fairway.cli.fleet.ports import choose_ports, load_ports, save_ports
 from fairway.cli.fleet.progress import Progress
 from fairway.cli.fleet.record import FleetRecord, lock_installation, sweep, wait_for_end
-from fairway.cli.fleet.roles import PREFERRED_PORTS, Addresses, port_names, role_specs, store_specs
+from fairway.cli.fleet.roles import (
+    PREFERRED_PORTS,
+    Addresses,
+    check_settings,
+    port_names,
+    role_specs,
+    store_specs,
+)
 from fairway.cli.fleet.supervisor import ProcessSupervisor
-from fairway.cli.state import PRIVATE_UMASK, StateDir, ensure_secrets, read_secret, write_private
+from fairway.cli.state import PRIVATE_UMASK, Endpoints, StateDir, ensure_secrets, read_secret, write_private
 
+MIN_FREE_BYTES: Final = 1024**3
 OnReady = Callable[[Endpoints], None]
 
 
@@ -45,7 +53,7 @@ def run_installation(
     cannot start, AlreadyRunning when it runs; no process is left then.
     """
     state = StateDir.at(Path(options.state_dir))
-    preflight.check(options)
+    check_start(options)
     os.umask(PRIVATE_UMASK)  # child processes inherit it
     state.create()
     with state.writing():
@@ -72,14 +80,16 @@ def run_installation(
             save_ports(state.ports, ports)
             write_private(state.options, options.to_json() + "\n")
         supervisor = ProcessSupervisor(progress, state.fleet, own_log=own_log)
-        asyncio.run(_run(options, state, Addresses.wanted(options, ports), supervisor, progress, on_ready))
+        asyncio.run(
+            _run(options, state, Addresses.for_options(options, ports), supervisor, progress, on_ready)
+        )
 
 
 def _flag(name: str) -> str:
     return "--set" if name == "settings" else "--" + name.replace("_", "-")
 
 
-def _shown(name: str, options: UpOptions) -> str:
+def _option_text(name: str, options: UpOptions) -> str:
     """Return the value of the named option as text."""
     value = not options.deploy if name == "no_model" else getattr(options, name)
     if isinstance(value, tuple):
@@ -95,7 +105,7 @@ def running_endpoints(state: StateDir) -> Endpoints | None:
     return Endpoints.load(state.endpoints)
 
 
-def require_same(asked: UpOptions, given: Collection[str], state: StateDir) -> None:
+def require_same_options(requested: UpOptions, given: Collection[str], state: StateDir) -> None:
     """Return if the running installation was started with the ``given`` options of the command line.
 
     Raises CliError with the differences.
@@ -107,13 +117,13 @@ def require_same(asked: UpOptions, given: Collection[str], state: StateDir) -> N
     ports = load_ports(state.ports)
     running = replace(
         running,
-        http_port=ports.get("gateway_http", 0) if asked.http_port else 0,
-        grpc_port=ports.get("gateway_grpc", 0) if asked.grpc_port else 0,
+        http_port=ports.get("gateway_http", 0) if requested.http_port else 0,
+        grpc_port=ports.get("gateway_grpc", 0) if requested.grpc_port else 0,
     )
     differing = [
-        f"{_flag(name)} is {_shown(name, running)}, not {_shown(name, asked)}"
+        f"{_flag(name)} is {_option_text(name, running)}, not {_option_text(name, requested)}"
         for name in sorted(given)
-        if _shown(name, running) != _shown(name, asked)
+        if _option_text(name, running) != _option_text(name, requested)
     ]
     if not differing:
         return
@@ -134,10 +144,10 @@ async def _run(
     progress: Progress,
     on_ready: OnReady,
 ) -> None:
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    stop, kill_now = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
+        (kill_now if stop.is_set() else stop).set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -163,7 +173,7 @@ async def _run(
         stopped.cancel()
         await asyncio.gather(starting, stopped, return_exceptions=True)
         state.endpoints.unlink(missing_ok=True)
-        await supervisor.stop(now=hurry)
+        await supervisor.stop(now=kill_now)
 
 
 async def _start(
@@ -216,3 +226,42 @@ def stop_installation(state: StateDir, progress: Progress, *, patience_s: float 
     state.fleet.unlink(missing_ok=True)
     state.endpoints.unlink(missing_ok=True)
     return found or bool(swept)
+
+
+def check_disk(folder: Path, *, needed: int = MIN_FREE_BYTES) -> None:
+    """Raise CliError when less than ``needed`` bytes are free at ``folder``, which may not exist yet."""
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise CliError(
+            "NO_DISK_SPACE",
+            f"{free / 1024**2:.0f} MiB are free at {existing}; {needed / 1024**2:.0f} MiB are needed",
+            next_step="free some space, or choose another place with --state-dir",
+        )
+
+
+def check_model(options: UpOptions) -> None:
+    """Raise CliError when the model folder to deploy is not a checkpoint."""
+    folder = options.model_folder
+    if not options.deploy or (folder / "config.json").is_file():
+        return
+    raise CliError(
+        "MODEL_MISSING",
+        f"{folder} contains no model: there is no config.json",
+        next_step="name a checkpoint folder with --model-dir, or start without one with --no-model",
+        exit_code=ExitCode.USAGE if options.model_dir else ExitCode.FAILED,
+    )
+
+
+def check_start(options: UpOptions) -> None:
+    """Raise CliError with the first reason that prevents the start."""
+    check_disk(Path(options.state_dir))
+    check_model(options)
+    check_settings(options)
+    if options.replicas > options.workers:
+        raise CliError(
+            "TOO_MANY_REPLICAS",
+            f"{options.replicas} replicas need as many workers; there are {options.workers}",
+            next_step=f"add --workers {options.replicas}",
+            exit_code=ExitCode.USAGE,
+        )

@@ -51,8 +51,8 @@ class UpOptions:
             return BUNDLED_MODEL
         folder = self.model_folder
         stem = folder.parent.name if folder.name == "checkpoint" else folder.name
-        kept = "".join(char if char.isalnum() and char.isascii() else "-" for char in stem.lower())
-        return kept[:64].strip("-") or "model"
+        name = "".join(char if char.isalnum() and char.isascii() else "-" for char in stem.lower())
+        return name[:64].strip("-") or "model"
 
 
 def source_root() -> Path:

@@ -67,7 +67,7 @@ def choose_ports(
                 raise CliError(
                     "NO_FREE_PORT",
                     f"no free loopback port for {name}",
-                    next_step="stop programs that hold many ports, then try again",
+                    next_step="stop programs that use many ports, then try again",
                 )
             held.callback(holder.close)
             chosen[name] = int(holder.getsockname()[1])
@@ -91,5 +91,5 @@ def _taken(name: str, port: int) -> CliError:
     return CliError(
         "PORT_TAKEN",
         f"port {port} on {HOST} is taken by another program",
-        next_step=f"{hint}; `ss -ltnp 'sport = :{port}'` shows who holds it",
+        next_step=f"{hint}; `ss -ltnp 'sport = :{port}'` shows which program uses it",
     )

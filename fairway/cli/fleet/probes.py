@@ -64,7 +64,7 @@ def grpc_serving(address: str) -> Probe:
             except grpc.aio.AioRpcError as exc:
                 if exc.code() in _SILENT:
                     return f"{NO_ANSWER} on {address} ({exc.code().name})"
-                return f"refuses to answer ({exc.code().name})"  # so the process is alive
+                return f"rejects the probe ({exc.code().name})"  # so the process is alive
         status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
         return "" if status == "SERVING" else f"answers {status}"
 

@@ -56,14 +56,14 @@ class LineProgress:
 
     console: Console
     began: float = field(default_factory=time.monotonic)
-    _told: dict[str, tuple[Event, float]] = field(default_factory=dict)
+    _printed: dict[str, tuple[Event, float]] = field(default_factory=dict)
 
     def event(self, name: str, phase: Phase, detail: str = "") -> None:
         event, elapsed = Event(name, phase, detail), time.monotonic() - self.began
-        last, told_at = self._told.get(name, (None, -_DETAIL_S))
-        if last == event or (last is not None and last.phase == phase and elapsed - told_at < _DETAIL_S):
+        last, printed_at = self._printed.get(name, (None, -_DETAIL_S))
+        if last == event or (last is not None and last.phase == phase and elapsed - printed_at < _DETAIL_S):
             return
-        self._told[name] = (event, elapsed)
+        self._printed[name] = (event, elapsed)
         plain(self.console, f"[{elapsed:6.1f} s] {name:<15} {phase:<11} {detail}".rstrip())
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class LiveProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Unfailing:
+class TolerantProgress:
     """Passes events on and drops one that cannot be written, so that no process blocks on its output."""
 
     inner: Progress

@@ -44,7 +44,7 @@ class Addresses:
     controlplanes: int = 1
 
     @classmethod
-    def wanted(cls, options: UpOptions, ports: Mapping[str, int]) -> Addresses:
+    def for_options(cls, options: UpOptions, ports: Mapping[str, int]) -> Addresses:
         return cls(ports, options.workers, options.gateways, options.schedulers, options.controlplanes)
 
     def of(self, name: str) -> str:
@@ -94,7 +94,7 @@ def _named(role: str, count: int) -> tuple[str, ...]:
 def port_names(options: UpOptions) -> tuple[str, ...]:
     """Return the name of every port that an installation needs. The stores use Unix sockets instead."""
     names = []
-    for name in Addresses.wanted(options, {}).role_names:
+    for name in Addresses.for_options(options, {}).role_names:
         names += [f"{name}_grpc", f"{name}_http"] if role_of(name) == "gateway" else [name]
         names.append(f"{name}_metrics")
     return tuple(names)
@@ -167,7 +167,7 @@ def role_environment(
     if role == "gateway":
         # Small blocks that glibc caches for each thread keep the pages of a burst from being returned.
         defaults["GLIBC_TUNABLES"] = "glibc.malloc.tcache_count=0"
-    decided = {
+    required = {
         "PYTHONPATH": os.pathsep.join(paths),
         "FAIRWAY_ETCD_ENDPOINTS": state.etcd_address,
         "FAIRWAY_REDIS_URL": state.redis_url,
@@ -179,18 +179,20 @@ def role_environment(
         "FAIRWAY_REGISTRY": addresses.of("registry"),
     }
     if role == "gateway":
-        decided["FAIRWAY_HTTP_LISTEN"] = addresses.of(f"{name}_http")
+        required["FAIRWAY_HTTP_LISTEN"] = addresses.of(f"{name}_http")
     if role == "controlplane":
-        decided["FAIRWAY_ADMIN_KEY_FILE"] = str(state.secret("admin_key"))
+        required["FAIRWAY_ADMIN_KEY_FILE"] = str(state.secret("admin_key"))
     if role == "worker":
-        decided["FAIRWAY_WORKER_ID"] = name
-    told = {variable: value for target in (role, name) for to, variable, value in settings if to == target}
-    return {**defaults, **inherited, **decided, **told}
+        required["FAIRWAY_WORKER_ID"] = name
+    overrides = {
+        variable: value for target in (role, name) for to, variable, value in settings if to == target
+    }
+    return {**defaults, **inherited, **required, **overrides}
 
 
 def check_settings(options: UpOptions) -> None:
     """Raise CliError when a setting is for a role or a process that the installation does not have."""
-    names = Addresses.wanted(options, {}).role_names
+    names = Addresses.for_options(options, {}).role_names
     known = {*names, *map(role_of, names)}
     for target, variable, _ in options.settings:
         if target not in known:

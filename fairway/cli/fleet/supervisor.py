@@ -13,7 +13,7 @@ from fairway.cli.errors import CliError
 from fairway.cli.fleet.logs import MAX_LOG_BYTES, bound_log, rotate_log, tail
 from fairway.cli.fleet.probes import NO_ANSWER
 from fairway.cli.fleet.process import Child, ProcessSpec, describe_exit
-from fairway.cli.fleet.progress import Progress, Unfailing
+from fairway.cli.fleet.progress import Progress, TolerantProgress
 from fairway.cli.fleet.record import FleetRecord, ProcessId
 from fairway.task_group import TaskGroup
 
@@ -38,18 +38,18 @@ class ProcessSupervisor:
         max_log_bytes: int = MAX_LOG_BYTES,
         report_s: float = _REPORT_S,
     ) -> None:
-        self._progress = Unfailing(progress)
+        self._progress = TolerantProgress(progress)
         self._record_path = record_path
         self._own_log = own_log
         self._max_log_bytes = max_log_bytes
         self._report_s = report_s
-        self._log_keeper: asyncio.Task[None] | None = None
+        self._log_task: asyncio.Task[None] | None = None
         self._children: dict[str, Child] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._phase = "starting"
-        myself = ProcessId.of(os.getpid())
-        assert myself is not None
-        self._myself = myself
+        own_id = ProcessId.of(os.getpid())
+        assert own_id is not None
+        self._own_id = own_id
 
     @property
     def pids(self) -> dict[str, int]:
@@ -65,8 +65,8 @@ class ProcessSupervisor:
 
         Raises CliError when one does not, OSError when a log or the record cannot be written.
         """
-        if self._log_keeper is None:
-            self._log_keeper = asyncio.create_task(self._keep_logs(), name="keep logs")
+        if self._log_task is None:
+            self._log_task = asyncio.create_task(self._bound_logs(), name="bound logs")
         for spec in specs:
             rotate_log(spec.log)
             child = self._children[spec.name] = Child(spec)
@@ -81,7 +81,9 @@ class ProcessSupervisor:
             raise _first(errors) from None
         for spec in specs:
             child = self._children[spec.name]
-            self._watchers[spec.name] = asyncio.create_task(self._keep(child), name=f"keep {spec.name}")
+            self._watchers[spec.name] = asyncio.create_task(
+                self._restart_on_exit(child), name=f"restart {spec.name}"
+            )
 
     def mark_ready(self) -> None:
         """Record that the installation serves."""
@@ -92,20 +94,20 @@ class ProcessSupervisor:
         """End every child, the last one first, each within its own time; kill all when ``now`` is set."""
         self._phase = "stopping"
         self._save()
-        keeper = () if self._log_keeper is None else (self._log_keeper,)
-        watchers = (*self._watchers.values(), *keeper)
+        log_tasks = () if self._log_task is None else (self._log_task,)
+        watchers = (*self._watchers.values(), *log_tasks)
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
         stopping = asyncio.create_task(self._stop_in_order())
-        hurry = asyncio.create_task((now or asyncio.Event()).wait())
+        kill_now = asyncio.create_task((now or asyncio.Event()).wait())
         try:
-            await asyncio.wait((stopping, hurry), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((stopping, kill_now), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            hurry.cancel()
+            kill_now.cancel()
             if not stopping.done():
                 stopping.cancel()
-            await asyncio.gather(stopping, hurry, return_exceptions=True)
+            await asyncio.gather(stopping, kill_now, return_exceptions=True)
             await asyncio.gather(*(child.kill() for child in self._children.values()))
             self._record_path.unlink(missing_ok=True)
 
@@ -132,7 +134,7 @@ class ProcessSupervisor:
                 "START_FAILED",
                 f"{spec.name} did not start: {reason}"
                 + (f"\n--- last lines of {spec.log}\n{last}" if last else ""),
-                next_step=f"mend what the log names and start again; the whole log is {spec.log}",
+                next_step=f"fix the cause that the log shows and start again; the complete log is {spec.log}",
             )
         self._progress.event(spec.name, "ready", f"on {spec.address}, {time.monotonic() - began:.1f} s")
 
@@ -144,7 +146,7 @@ class ProcessSupervisor:
 
     async def _until_ready(self, child: Child) -> str:
         """Return "" once the child serves, else why it does not: it ended or its time limit passed."""
-        reason = "never asked"
+        reason = "not probed yet"
         try:
             async with asyncio.timeout(child.spec.start_s):
                 while child.exit_code is None:
@@ -157,7 +159,7 @@ class ProcessSupervisor:
         assert child.exit_code is not None
         return f"it {describe_exit(child.exit_code)}"
 
-    async def _keep(self, child: Child) -> None:
+    async def _restart_on_exit(self, child: Child) -> None:
         """Restart the child whenever it ends, with a backoff that resets after a stable minute."""
         name, backoff_s = child.spec.name, _FIRST_BACKOFF_S
         while True:
@@ -182,7 +184,7 @@ class ProcessSupervisor:
             else:
                 self._progress.event(name, "ready", f"on {child.spec.address}, restarted")
 
-    async def _keep_logs(self) -> None:
+    async def _bound_logs(self) -> None:
         """Copy and empty every log above its bound, including the supervisor's own."""
         while True:
             await asyncio.sleep(_LOG_POLL_S)
@@ -212,7 +214,7 @@ class ProcessSupervisor:
                 silent_since = now_s
             elif now_s - silent_since >= child.spec.silence_s:
                 await child.kill()
-                return f"answered nothing for {child.spec.silence_s:g} s and was killed"
+                return f"did not answer for {child.spec.silence_s:g} s and was killed"
 
     def _save(self) -> None:
         """Write the record. A failed write blocks neither a restart nor the stop."""
@@ -224,7 +226,7 @@ class ProcessSupervisor:
 
     def _record(self) -> FleetRecord:
         return FleetRecord(
-            supervisor=self._myself,
+            supervisor=self._own_id,
             children={name: child.id for name, child in self._children.items() if child.id is not None},
             addresses={name: child.spec.address for name, child in self._children.items()},
             phase=self._phase,

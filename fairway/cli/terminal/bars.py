@@ -60,17 +60,17 @@ class _Lines:
     """Prints a line when the text of a name changes, and at most one per two seconds for new numbers."""
 
     console: Console
-    _told: dict[str, tuple[str, float | None, float]] = field(default_factory=dict)
+    _printed: dict[str, tuple[str, float | None, float]] = field(default_factory=dict)
 
     def update(self, name: str, ratio: float | None, detail: str) -> None:
         now_s = time.monotonic()
-        last_detail, last_ratio, told_s = self._told.get(name, ("", None, -_LINE_S))
+        last_detail, last_ratio, printed_s = self._printed.get(name, ("", None, -_LINE_S))
         is_end = ratio == 1.0 and last_ratio != 1.0
-        if name in self._told and not is_end:
+        if name in self._printed and not is_end:
             if (detail, ratio) == (last_detail, last_ratio):
                 return
-            if detail == last_detail and now_s - told_s < _LINE_S:
+            if detail == last_detail and now_s - printed_s < _LINE_S:
                 return
-        self._told[name] = (detail, ratio, now_s)
+        self._printed[name] = (detail, ratio, now_s)
         percent = "" if ratio is None else f"{100 * ratio:3.0f} %"
         plain(self.console, "  ".join(part for part in (name, percent, detail) if part))

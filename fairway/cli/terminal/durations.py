@@ -21,7 +21,7 @@ def parse_span(text: str) -> float:
     elif parts and "".join(number + unit for number, unit in parts) == stripped:
         seconds = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
     else:
-        raise ValueError(f"{text!r} is no span of time; write it like 30s, 15m, 1h30m or 7d")
+        raise ValueError(f"{text!r} is not a time span; write it like 30s, 15m, 1h30m or 7d")
     if seconds > _MAX_S:
         raise ValueError(f"{text!r} is longer than a hundred years")
     return seconds

@@ -44,3 +44,11 @@ def text_of(value: dict[str, Any], output: Format) -> str:
         return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=False)
     return text
+
+
+def show_deleted(name: str, output: Format) -> None:
+    """Print that ``name`` was deleted."""
+    if output in DOCUMENTS:
+        write_document({"name": name, "deleted": True}, output)
+    else:
+        plain(out(), name)

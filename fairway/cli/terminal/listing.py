@@ -1,4 +1,4 @@
-"""`list`, `show` and `--watch` for every resource; a Resource contains the differences."""
+"""`list`, `show`, `delete` and `--watch` for every resource; a Resource contains the differences."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any, Generic, TypeVar
 import typer
 from google.protobuf.message import Message
 
+from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
-from fairway.cli.flags import Format, NameArgument, OutputOption, WatchOption
-from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
+from fairway.cli.flags import EtagOption, Format, NameArgument, OutputOption, WatchOption, YesOption
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, show_deleted, write_document
+from fairway.cli.terminal.output import confirm
 from fairway.cli.terminal.table import Column, show_rows
 from fairway.cli.watch import Watch, follow
 from fairway.client import AdminClient
@@ -34,11 +36,20 @@ class Resource(Generic[T]):
     server: Server  # the server that lists it
     columns: tuple[Column[T], ...]  # of its tables
     # Returns all of them.
-    all: Callable[[Connection], Awaitable[Sequence[T]]]
+    all: Callable[[Connection], Awaitable[Sequence[T]]] | None = None
     # Returns one by name.
     get: Callable[[Connection, str], Awaitable[T]] | None = None
     # Follows their changes.
     watch: Watch[T] | None = None
+
+    async def show_all(self, connection: Connection, output: Format, *, watch: bool) -> None:
+        """Print all of them, or with ``watch`` also every change, until the task is cancelled."""
+        if watch:
+            assert self.watch is not None
+            await follow(connection, self.watch, self.columns, output)
+        else:
+            assert self.all is not None
+            self.write_list(await self.all(connection), output)
 
     def write_list(self, items: Sequence[T], output: Format) -> None:
         """Print a listing: a table, or one document with a list in it."""
@@ -62,11 +73,11 @@ def resource(
     plural = f"{singular}s"
 
     async def listed(connection: Connection) -> Sequence[K]:
-        return await connection.run(kind(connection.admin).list(), what=f"cannot list the {plural}")
+        return await checked(kind(connection.admin).list(), what=f"cannot list the {plural}")
 
     async def get(connection: Connection, name: str) -> K:
         what = f"cannot show the {singular} {name}"
-        return await connection.run(kind(connection.admin).get(name), what=what)
+        return await checked(kind(connection.admin).get(name), what=what)
 
     watch: Watch[K] = Watch(
         singular, f"the {plural}", lambda connection, lost: kind(connection.admin).watch(on_lost=lost)
@@ -81,11 +92,7 @@ def add_list(app: typer.Typer, resource: Resource[Any], *, about: str) -> None:
     async def listed(
         connection: Connection, output: OutputOption = Format.TABLE, watch: WatchOption = False
     ) -> None:
-        if watch:
-            assert resource.watch is not None
-            await follow(connection, resource.watch, resource.columns, output)
-        else:
-            resource.write_list(await resource.all(connection), output)
+        await resource.show_all(connection, output, watch=watch)
 
     listed.__doc__ = about
     examples = (
@@ -110,3 +117,30 @@ def add_show(app: typer.Typer, resource: Resource[Any], *, about: str) -> None:
     shown.__doc__ = about
     examples = (f"fairway {resource.plural} show NAME", f"fairway {resource.plural} show NAME -o json")
     command(app, "show", to=resource.server, examples=examples)(shown)
+
+
+def add_delete(
+    app: typer.Typer,
+    resource: Resource[Any],
+    *,
+    question: str,
+    about: str,
+    examples: Sequence[str],
+    verb: str = "delete",
+) -> None:
+    """Add the command ``verb`` to ``app``. ``question`` precedes the deletion; it may contain {name}."""
+
+    async def deleted(
+        connection: Connection,
+        name: NameArgument,
+        etag: EtagOption = "",
+        yes: YesOption = False,
+        output: OutputOption = Format.TABLE,
+    ) -> None:
+        confirm(question.format(name=name), yes=yes)
+        deletion = getattr(connection.admin, resource.plural).delete(name, etag=etag)
+        await checked(deletion, what=f"cannot {verb} the {resource.singular} {name}")
+        show_deleted(name, output)
+
+    deleted.__doc__ = about
+    command(app, verb, to=resource.server, examples=examples)(deleted)

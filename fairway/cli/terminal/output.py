@@ -6,9 +6,18 @@ import contextlib
 import os
 import sys
 
+import typer
 from rich.console import Console, RenderableType
 
 from fairway.cli.errors import CliError
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Return once the user agrees; without a terminal, at once. Raises CliError for a no."""
+    if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    if not typer.confirm(question, err=True):
+        raise CliError("NOT_CONFIRMED", "nothing was changed", next_step="add --yes to skip the confirmation")
 
 
 class OutputClosed(Exception):

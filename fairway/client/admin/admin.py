@@ -82,7 +82,7 @@ class AdminClient:
     async def __aenter__(self) -> Self:
         """Open the channels. Raises RuntimeError the second time: a client is used once."""
         if self._opened is not None:
-            raise RuntimeError("this client was opened before: make a new one")
+            raise RuntimeError("this client was opened before: create a new one")
         self._opened = _Opened(
             asyncio.get_running_loop(),
             self._service(
@@ -163,13 +163,13 @@ class AdminClient:
         if self._opened is None:
             raise RuntimeError("the client is not open: use `async with AdminClient(...) as admin`")
         if asyncio.get_running_loop() is not self._opened.loop:
-            raise RuntimeError("a client belongs to the event loop that it was opened in")
+            raise RuntimeError("a client can only be used in the event loop in which it was opened")
         return self._opened
 
     def _control(self) -> Service:
         control = self._open().control
         if control is None:
-            raise ValueError("this client knows no control plane: give it the address of one")
+            raise ValueError("this client has no control plane address: set control_planes=")
         return control
 
 

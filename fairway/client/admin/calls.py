@@ -91,14 +91,14 @@ class Service:
                 break
         if len(found) > most:
             raise FailedPrecondition(
-                f"there are more than {most} {field}: ask for the first of them with limit=",
+                f"there are more than {most} {field}: request the first ones with limit=",
                 reason="LIST_TOO_LONG",
                 metadata={"limit": str(most)},
             )
         return found
 
-    def timeout_s(self, asked_s: float | None) -> float:
-        return self.core.options.timeout_s if asked_s is None else checked_timeout_s(asked_s)
+    def timeout_s(self, requested_s: float | None) -> float:
+        return self.core.options.timeout_s if requested_s is None else checked_timeout_s(requested_s)
 
     def stub(self, endpoint: Endpoint) -> Stub:
         if endpoint.address not in self._stubs:
@@ -131,7 +131,7 @@ class Stream:
     def close(self) -> None:
         """Cancel the call and release the endpoint."""
         self._call.cancel()
-        self._service.core.pool.give_back(self.endpoint)
+        self._service.core.pool.release(self.endpoint)
 
     async def _read(self, within_s: float) -> Any:
         try:
@@ -143,5 +143,5 @@ class Stream:
             raise from_rpc(exc) from None
         if answer is grpc.aio.EOF:
             raise connection_lost("the server ended the stream")
-        self._service.core.pool.answered(self.endpoint)
+        self._service.core.pool.succeeded(self.endpoint)
         return answer

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from fairway.client.admin.calls import Service
-from fairway.client.admin.watch import News, OnLost, watch_resources
+from fairway.client.admin.watch import OnLost, WatchUpdate, watch_resources
 from fairway.client.attempts import Attempts
 from fairway.client.errors import from_rpc
 from fairway.client.publish.publish import Kind, Published, PublishProgress, publish
@@ -28,7 +28,7 @@ class Models:
     """``watch`` calls the control plane, every other method the registry."""
 
     def __init__(self, registry: Service | None, control: Service | None) -> None:
-        self._asked, self._control = registry, control
+        self._optional_registry, self._control = registry, control
 
     async def list(
         self, *, limit: int | None = None, timeout_s: float | None = None
@@ -123,9 +123,9 @@ class Models:
         except grpc.aio.AioRpcError as exc:
             raise from_rpc(exc) from None
         finally:
-            core.pool.give_back(endpoint)
+            core.pool.release(endpoint)
 
-    def watch(self, *, on_lost: OnLost | None = None) -> AsyncGenerator[News[Version], None]:
+    def watch(self, *, on_lost: OnLost | None = None) -> AsyncGenerator[WatchUpdate[Version], None]:
         """Yield the versions and tags of all models, then every change, like the watch of a resource.
 
         Versions are named ``model/digest``, tags ``model:tag``.
@@ -136,9 +136,9 @@ class Models:
 
     @property
     def _registry(self) -> Service:
-        if self._asked is None:
-            raise ValueError("this client knows no registry: give it registry=")
-        return self._asked
+        if self._optional_registry is None:
+            raise ValueError("this client has no registry address: set registry=")
+        return self._optional_registry
 
 
 def _named(change: cp.ResourceChange) -> tuple[str, Version] | None:

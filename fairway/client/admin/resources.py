@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from fairway.client.admin import wait as admin_wait
 from fairway.client.admin.calls import Service
-from fairway.client.admin.watch import News, OnLost, watch_resources
+from fairway.client.admin.watch import OnLost, WatchUpdate, watch_resources
 from fairway.client.errors import Conflict
 from fairway.client.values import checked_timeout_s
 from fairway.v1 import controlplane_pb2 as cp
@@ -69,7 +69,7 @@ class Reading(Generic[T]):
         """Return once it is deleted. With ``etag``, only if it is unchanged since; raises Conflict."""
         await self._service.change(f"Delete{self._noun}", name=name, etag=etag, timeout_s=timeout_s)
 
-    def watch(self, *, on_lost: OnLost | None = None) -> AsyncGenerator[News[T], None]:
+    def watch(self, *, on_lost: OnLost | None = None) -> AsyncGenerator[WatchUpdate[T], None]:
         """Yield a Snapshot of the present resources, then Changed and Deleted, until it is closed.
 
         It survives lost connections and continues after the last yielded revision; a change near the

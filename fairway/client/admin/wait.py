@@ -36,14 +36,14 @@ async def until_ready(
     def why(found: cp.Deployment) -> WaitFailed | None:
         """Tolerate DOES_NOT_FIT for a moment: memory of a removed replica is freed a little later."""
         nonlocal short_since_s
-        error = why_never_ready(found)
+        error = permanent_failure(found)
         if error is None or error.reason != DOES_NOT_FIT:
             short_since_s = None
             return error
         short_since_s = short_since_s or time.monotonic()
         return error if time.monotonic() - short_since_s >= SHORT_S else None
 
-    return await _until(read, report, is_deployed, why, late_deployment, timeout_s)
+    return await _until(read, report, is_deployed, why, deployment_timeout, timeout_s)
 
 
 async def until_any_ready(
@@ -55,10 +55,10 @@ async def until_any_ready(
     """Return the deployment once a replica of any version is READY. Raises as ``until_ready``."""
 
     def why(found: cp.Deployment) -> WaitFailed | None:
-        return None if ready_replicas(found) else why_never_ready(found)
+        return None if ready_replicas(found) else permanent_failure(found)
 
     return await _until(
-        read, report, lambda found: bool(ready_replicas(found)), why, late_deployment, timeout_s
+        read, report, lambda found: bool(ready_replicas(found)), why, deployment_timeout, timeout_s
     )
 
 
@@ -77,7 +77,7 @@ async def until_drained(
 
     Raises WaitFailed when an operator uncordons it, and DeadlineExceeded.
     """
-    return await _until(read, report, lambda node: node.drain.done, why_never_drained, late_drain, timeout_s)
+    return await _until(read, report, lambda node: node.drain.done, drain_failure, drain_timeout, timeout_s)
 
 
 async def _until(
@@ -110,7 +110,7 @@ def is_deployed(deployment: cp.Deployment) -> bool:
     return all(replica.state == worker_pb2.VERSION_STATE_READY for replica in wanted)
 
 
-def why_never_ready(deployment: cp.Deployment) -> WaitFailed | None:
+def permanent_failure(deployment: cp.Deployment) -> WaitFailed | None:
     """Return the permanent failure of a replica of the wanted version, or None.
 
     A replica without memory beside the older version gets it later if another worker serves meanwhile.
@@ -120,7 +120,7 @@ def why_never_ready(deployment: cp.Deployment) -> WaitFailed | None:
         is_failed = replica.state == worker_pb2.VERSION_STATE_FAILED
         if not is_failed or is_tried_again or not _is_wanted(deployment, replica):
             continue
-        if replica.reason == DOES_NOT_FIT and _has_turns(deployment, replica.worker_id):
+        if replica.reason == DOES_NOT_FIT and _is_updated_later(deployment, replica.worker_id):
             continue
         name, status = deployment.metadata.name, deployment.status
         why = replica.message or "no reason given"
@@ -134,7 +134,7 @@ def why_never_ready(deployment: cp.Deployment) -> WaitFailed | None:
     return None
 
 
-def _has_turns(deployment: cp.Deployment, worker_id: str) -> bool:
+def _is_updated_later(deployment: cp.Deployment, worker_id: str) -> bool:
     """Whether workers without memory for both versions are updated in turn, and this one later."""
     replicas = deployment.status.replicas
     before = {one.worker_id for one in replicas if not _is_wanted(deployment, one)}
@@ -147,7 +147,7 @@ def _has_turns(deployment: cp.Deployment, worker_id: str) -> bool:
     return len(before) > 1 or (bool(before) and loads)
 
 
-def late_deployment(deployment: cp.Deployment, timeout_s: float) -> DeadlineExceeded:
+def deployment_timeout(deployment: cp.Deployment, timeout_s: float) -> DeadlineExceeded:
     name, status = deployment.metadata.name, deployment.status
     why = status.message or describe(deployment)
     return DeadlineExceeded(
@@ -157,19 +157,19 @@ def late_deployment(deployment: cp.Deployment, timeout_s: float) -> DeadlineExce
     )
 
 
-def why_never_drained(node: cp.Node) -> WaitFailed | None:
+def drain_failure(node: cp.Node) -> WaitFailed | None:
     if node.draining:
         return None
     name = node.metadata.name
     return WaitFailed(
-        f"{name} is not draining any more: somebody uncordoned it",
+        f"{name} is no longer draining: it was uncordoned",
         reason="DRAIN_ENDED",
         metadata={"node": name},
     )
 
 
-def late_drain(node: cp.Node, timeout_s: float) -> DeadlineExceeded:
-    name, why = node.metadata.name, "; ".join(node.drain.waiting_for) or versions_left(node)
+def drain_timeout(node: cp.Node, timeout_s: float) -> DeadlineExceeded:
+    name, why = node.metadata.name, "; ".join(node.drain.waiting_for) or remaining_versions(node)
     return DeadlineExceeded(
         f"{name} is not drained after {timeout_s:g} s: {why}",
         reason="NOT_DRAINED_IN_TIME",
@@ -177,7 +177,7 @@ def late_drain(node: cp.Node, timeout_s: float) -> DeadlineExceeded:
     )
 
 
-def versions_left(node: cp.Node) -> str:
+def remaining_versions(node: cp.Node) -> str:
     """Return the progress of a drain, in words."""
     return f"versions left: {node.drain.assigned_versions + node.drain.ending_versions}"
 
@@ -186,8 +186,8 @@ def describe(deployment: cp.Deployment) -> str:
     """Return the state of a deployment's replicas, in words."""
     status = deployment.status
     parts = [
-        f"{replica.worker_id}{'' if _is_wanted(deployment, replica) else ' (before)'}: "
-        + (state_word(replica.state) or "assigned")
+        f"{replica.worker_id}{'' if _is_wanted(deployment, replica) else ' (old version)'}: "
+        + (state_name(replica.state) or "assigned")
         + (f" {100 * replica.progress_ratio:.0f} %" if 0 < replica.progress_ratio < 1 else "")
         + (f", {replica.message}" if replica.message else "")
         for replica in status.replicas
@@ -195,7 +195,7 @@ def describe(deployment: cp.Deployment) -> str:
     return "; ".join(parts) or status.message or "waiting for a worker"
 
 
-def state_word(number: worker_pb2.VersionState.ValueType) -> str:
+def state_name(number: worker_pb2.VersionState.ValueType) -> str:
     """Return a state as a word; "" for none, the number for a state of a newer server."""
     try:
         name = worker_pb2.VersionState.Name(number)

@@ -65,7 +65,7 @@ class Missed:
     """Events may be missing here: the server no longer has them. It continues with the newest ones."""
 
 
-News = Snapshot[T] | Changed[T] | Deleted[T]
+WatchUpdate = Snapshot[T] | Changed[T] | Deleted[T]
 
 
 @dataclass(slots=True)
@@ -77,12 +77,12 @@ class _Position:
 
 async def watch_resources(
     service: Service, kind: cp.ResourceKind.ValueType, named: Named[T], on_lost: OnLost | None
-) -> AsyncGenerator[News[T], None]:
+) -> AsyncGenerator[WatchUpdate[T], None]:
     """Yield the present resources, then every change at least once, until it is closed.
 
     Raises FairwayError when the first connection fails, or when the server rejects the watch.
     """
-    position, collected, told = _Position(), dict[str, T](), False
+    position, collected, has_begun = _Position(), dict[str, T](), False
     request = cp.WatchResourcesRequest(kinds=[kind])
     async with aclosing(_follow(service, "WatchResources", request, position, on_lost)) as answers:
         async for answer in answers:
@@ -98,8 +98,8 @@ async def watch_resources(
             collected |= dict(found for _, found in changes)
             if answer.snapshot_end:
                 position.revision = answer.revision
-                yield Snapshot(collected, started_over=told)
-                collected, told = {}, True
+                yield Snapshot(collected, started_over=has_begun)
+                collected, has_begun = {}, True
 
 
 async def watch_events(
@@ -110,18 +110,18 @@ async def watch_events(
     on_lost: OnLost | None,
 ) -> AsyncGenerator[cp.Event | Missed, None]:
     """Yield the ``newest`` events, oldest first, then every further one, until it is closed."""
-    position, told = _Position(), False
+    position, has_begun = _Position(), False
     request = cp.WatchEventsRequest(kinds=kinds, resource=resource, newest=newest)
     async with aclosing(_follow(service, "WatchEvents", request, position, on_lost)) as answers:
         async for answer in answers:
             if answer is None:
-                if told:
+                if has_begun:
                     yield Missed()
                 continue
             for event in answer.events:
                 yield event
             position.revision = answer.revision or position.revision
-            told = True
+            has_begun = True
 
 
 async def _follow(

@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
 from fairway.formats.contents import MAX_TEXT_BYTES, ContentRefused, checker_for
-from fairway.formats.drafts import draft_problem_of
+from fairway.formats.drafts import draft_problem
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
-from fairway.formats.names import TENSOR_SUFFIX, problem_of, suffix_of
-from fairway.formats.repetition import repetition_problem_of
 from fairway.formats.safetensors import LENGTH_BYTES
-from fairway.formats.servable import problem_of as problem_of_checkpoint
-from fairway.formats.weights import weights_digest
+from fairway.formats.servable import checkpoint_problem as problem_of_checkpoint
+from fairway.formats.version_files import (
+    TENSOR_SUFFIX,
+    name_problem,
+    repetition_problem,
+    suffix_of,
+    weights_digest,
+)
 from fairway.v1 import registry_pb2 as pb
 
 CHUNK_BYTES: Final = 4 * 1024 * 1024
@@ -64,7 +68,7 @@ def find_files(folder: Path) -> dict[str, Path]:
     Names that begin with a dot are left out. A link is followed only to a file inside the folder.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder")
+        raise FileNotFoundError(f"{folder} is not a folder")
     root = folder.resolve()
     found: dict[str, Path] = {}
     for here, folders, names in os.walk(folder, onerror=_fail):
@@ -74,7 +78,7 @@ def find_files(folder: Path) -> dict[str, Path]:
             if not name.startswith(".") and (name not in folders or path.is_symlink()):
                 found[path.relative_to(folder).as_posix()] = _inside(path, root)
     if not found:
-        raise FileNotFoundError(f"{folder} holds no files to publish")
+        raise FileNotFoundError(f"{folder} contains no files to publish")
     return dict(sorted(found.items()))
 
 
@@ -85,7 +89,7 @@ def _inside(path: Path, root: Path) -> Path:
     except (OSError, RuntimeError) as exc:  # a loop is a RuntimeError before Python 3.13
         if isinstance(exc, OSError) and exc.errno not in (errno.ENOENT, errno.ELOOP):
             raise
-        raise PublishRefused(f"{path} is a link that leads nowhere", next_step="remove it") from exc
+        raise PublishRefused(f"{path} is a broken link", next_step="remove it") from exc
     if not real.is_relative_to(root):
         raise PublishRefused(
             f"{path} is a link to a place outside the folder",
@@ -109,12 +113,12 @@ def require_servable(files: dict[str, Path]) -> None:
         )
 
 
-def hash_files(files: dict[str, Path], tell: Callable[[int], object]) -> Hashed:
-    """Return digests and chunks; ``tell`` receives the bytes read so far. Raises PublishRefused, OSError."""
+def hash_files(files: dict[str, Path], report: Callable[[int], object]) -> Hashed:
+    """Return digests and chunks; ``report`` receives the bytes read. Raises PublishRefused, OSError."""
     for name in files:
-        if problem := problem_of(name):
+        if problem := name_problem(name):
             raise PublishRefused(problem, next_step="remove the file from the folder, or convert it")
-    if problem := draft_problem_of(files):
+    if problem := draft_problem(files):
         raise PublishRefused(problem, next_step="make the folder `draft` a checkpoint, or remove it")
     for name, path in files.items():
         if suffix_of(name) == TENSOR_SUFFIX:
@@ -123,9 +127,9 @@ def hash_files(files: dict[str, Path], tell: Callable[[int], object]) -> Hashed:
     for name, path in files.items():
         for size_bytes in _hash_file(hashed, name, path):
             done_bytes += size_bytes
-            tell(done_bytes)
+            report(done_bytes)
     distinct_bytes = sum(chunk.size_bytes for chunk in hashed.chunks.values())
-    if problem := repetition_problem_of(done_bytes, distinct_bytes):
+    if problem := repetition_problem(done_bytes, distinct_bytes):
         raise PublishRefused(problem, next_step="remove the files that repeat others")
     return hashed
 

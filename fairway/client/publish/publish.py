@@ -108,14 +108,14 @@ async def publish(
     files = await asyncio.to_thread(find_files, folder)
     if kind == "causal-lm" and not for_another_engine:
         await asyncio.to_thread(require_servable, files)
-    teller = _Teller(progress, sum(path.stat().st_size for path in files.values()))
-    hashed = await asyncio.to_thread(hash_files, files, teller.hashed_from_thread)
-    teller.tell(hashed_bytes=teller.now.total_bytes, chunks=len(hashed.chunks))
+    reporter = _ProgressReporter(progress, sum(path.stat().st_size for path in files.values()))
+    hashed = await asyncio.to_thread(hash_files, files, reporter.hashed_from_thread)
+    reporter.update(hashed_bytes=reporter.now.total_bytes, chunks=len(hashed.chunks))
     manifest = manifest_of(files, hashed.files, kind, max_context_tokens)
     request = pb.CreateVersionRequest(model=model, manifest=manifest, for_another_engine=for_another_engine)
     stub = registry_pb2_grpc.RegistryServiceStub(channel)
-    transfer = Transfer(stub, metadata, sent=teller.sent, patience_s=patience_s)
-    publication = _Publication(stub, transfer, tuple(metadata), teller)
+    transfer = Transfer(stub, metadata, sent=reporter.sent, patience_s=patience_s)
+    publication = _Publication(stub, transfer, tuple(metadata), reporter)
     # Called before the upload: a folder that cannot be a version is rejected before gigabytes are sent.
     answer = await publication.create_if_stored(request)
     uploaded: set[str] = set()
@@ -124,14 +124,14 @@ async def publish(
             break
         missing = await transfer.missing(list(hashed.chunks))
         uploaded.update(missing)
-        teller.upload([hashed.chunks[digest].size_bytes for digest in missing], len(hashed.chunks))
+        reporter.upload([hashed.chunks[digest].size_bytes for digest in missing], len(hashed.chunks))
         await transfer.upload({digest: hashed.chunks[digest] for digest in missing})
-        teller.tell(phase="create")
+        reporter.update(phase="create")
         answer = await publication.create_if_stored(request, is_last=not last)
     assert answer is not None, "the last round raises"
     if tag:
         await publication.set_tag(model, tag, answer.version.digest)
-    teller.tell(phase="done")
+    reporter.update(phase="done")
     return Published(
         model,
         answer.version.digest,
@@ -147,7 +147,7 @@ class _Publication:
     stub: registry_pb2_grpc.RegistryServiceAsyncStub
     transfer: Transfer
     metadata: Metadata
-    teller: _Teller
+    reporter: _ProgressReporter
 
     async def create_if_stored(
         self, request: pb.CreateVersionRequest, *, is_last: bool = False
@@ -169,15 +169,15 @@ class _Publication:
         )
 
 
-class _Teller:
-    """Stores the progress and passes it to the listener, in the event loop."""
+class _ProgressReporter:
+    """Stores the progress and passes it to the receiver, in the event loop."""
 
-    def __init__(self, listener: Callable[[PublishProgress], None] | None, total_bytes: int) -> None:
+    def __init__(self, receiver: Callable[[PublishProgress], None] | None, total_bytes: int) -> None:
         self.now = PublishProgress("hash", total_bytes)
-        self._listener = listener
+        self._receiver = receiver
         self._loop = asyncio.get_running_loop()
 
-    def tell(
+    def update(
         self, *, phase: Phase | None = None, hashed_bytes: int | None = None, chunks: int | None = None
     ) -> None:
         self.now = replace(
@@ -186,7 +186,7 @@ class _Teller:
             hashed_bytes=self.now.hashed_bytes if hashed_bytes is None else hashed_bytes,
             chunks=self.now.chunks if chunks is None else chunks,
         )
-        self._pass_on()
+        self._report()
 
     def hashed_from_thread(self, hashed_bytes: int) -> None:
         self._loop.call_soon_threadsafe(self._note_hashed, hashed_bytes)
@@ -199,16 +199,16 @@ class _Teller:
             sent_bytes=0,
             skipped_chunks=chunks - len(sizes_bytes),
         )
-        self._pass_on()
+        self._report()
 
     def sent(self, size_bytes: int) -> None:
         self.now = replace(self.now, sent_bytes=self.now.sent_bytes + size_bytes)
-        self._pass_on()
+        self._report()
 
     def _note_hashed(self, hashed_bytes: int) -> None:
         if self.now.phase == "hash":
-            self.tell(hashed_bytes=max(hashed_bytes, self.now.hashed_bytes))
+            self.update(hashed_bytes=max(hashed_bytes, self.now.hashed_bytes))
 
-    def _pass_on(self) -> None:
-        if self._listener is not None:
-            self._listener(self.now)
+    def _report(self) -> None:
+        if self._receiver is not None:
+            self._receiver(self.now)

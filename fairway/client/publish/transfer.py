@@ -50,7 +50,7 @@ class Transfer:
         self._metadata = tuple(metadata)
         self._sent = sent
         self._patience_s = patience_s
-        self._heard_s = time.monotonic()
+        self._responded_s = time.monotonic()
 
     async def missing(self, digests: Sequence[str]) -> list[str]:
         """Return the digests that the registry lacks."""
@@ -79,19 +79,19 @@ class Transfer:
 
         The patience restarts with every response of the registry.
         """
-        told: grpc.aio.AioRpcError | None = None
+        last_error: grpc.aio.AioRpcError | None = None
         delay_s = _DELAY_FIRST_S
         while True:
             try:
                 answer = await call()
-                self._heard_s = time.monotonic()
+                self._responded_s = time.monotonic()
                 return answer
             except grpc.aio.AioRpcError as exc:
-                is_unheard = _is_status_lost(exc)
-                told = told if is_unheard else exc
-                is_over = time.monotonic() - self._heard_s > self._patience_s
-                if is_over or not (is_unheard or exc.code() in _RETRIED):
-                    raise (told or exc) from None
+                is_status_lost = _is_status_lost(exc)
+                last_error = last_error if is_status_lost else exc
+                is_over = time.monotonic() - self._responded_s > self._patience_s
+                if is_over or not (is_status_lost or exc.code() in _RETRIED):
+                    raise (last_error or exc) from None
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(_DELAY_MOST_S, delay_s * 2)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from fairway.formats.names import GATEWAY_FILES
+from fairway.formats.version_files import GATEWAY_FILES
 
 # At most about 4 s of a text process, which delays no other client: see ``text/child.py``.
 MIN_PROMPT_BYTES: Final = 1024 * 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -45,13 +46,16 @@ class Registration:
         *,
         ttl_s: int = 5,
         rng: random.Random | None = None,
+        created: Callable[[], None] = lambda: None,
     ) -> None:
+        """``created`` is called whenever the key was created: it has a new incarnation."""
         self._store = store
         self._key = key
         self._value = value
         self._clock = clock
         self._rng = rng if rng is not None else random.Random()
         self._lease = LeaseHolder(store, clock, ttl_s=ttl_s)
+        self._created = created
         self._check_s = 2.0 * ttl_s
         self._incarnation: int | None = None
         self._written: bytes | None = None
@@ -113,6 +117,7 @@ class Registration:
             raise StoreUnavailable(f"{self._key} was taken by another process")
         self._incarnation, self._written = outcome.revision, value
         log.info("registration.created", key=self._key, incarnation=outcome.revision)
+        self._created()
         self._tell()
 
     async def _remove(self, entry: Entry) -> None:

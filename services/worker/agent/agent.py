@@ -63,6 +63,7 @@ from services.worker.telemetry import EngineLevels, WorkerTelemetry
 log = structlog.get_logger()
 
 SWEEP_S: Final = 0.05
+IDLE_SWEEP_S: Final = 0.25  # without sequences
 PAUSE_S: Final = 1.0  # gap between two sweeps that shows that this process or its machine was suspended
 RECONCILE_S: Final = 0.5  # longest wait between two passes; a change wakes the loop at once
 PUBLISH_S: Final = 0.1  # changes within this time become one write
@@ -142,7 +143,8 @@ class WorkerAgent:
         self._slots: dict[str, VersionSlot] = {}
         self._assigned = Assignment(identity.worker_id)
         self._closing = False
-        self._woken = asyncio.Event()
+        self._woken = asyncio.Event()  # for the reconcile loop
+        self._changed = asyncio.Event()  # for the publish loop
         self._context = SlotContext(
             settings,
             host,
@@ -164,6 +166,7 @@ class WorkerAgent:
             dump(self._record()),
             clock,
             ttl_s=identity.lease_ttl_s,
+            created=self._wake,
         )
 
     async def run(self) -> None:
@@ -328,11 +331,15 @@ class WorkerAgent:
                 self._registration.update(dump(record))
                 published = record
             await self._clock.sleep(PUBLISH_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RECONCILE_S):
+                    await self._changed.wait()
+            self._changed.clear()
 
     async def _sweep_forever(self) -> None:
         swept_s = self._clock.monotonic_s()
         while True:
-            await self._clock.sleep(SWEEP_S)
+            await self._clock.sleep(SWEEP_S if self._host.running else IDLE_SWEEP_S)
             now_s = self._clock.monotonic_s()
             if now_s - swept_s > PAUSE_S:
                 self._host.forgive_silence()
@@ -343,6 +350,7 @@ class WorkerAgent:
 
     def _wake(self) -> None:
         self._woken.set()
+        self._changed.set()
 
     def _follow_incarnation(self) -> None:
         """Adopt a new registration's incarnation. While etcd is unreachable the last one stays valid, so an

@@ -69,9 +69,9 @@ async def test_an_answer_of_any_kind_readmits_and_a_deadline_is_none(rig: Rig) -
     rig.fail("CONNECTION_LOST")
     rig.now_s += 10
     rig.fail("DEADLINE_EXCEEDED")
-    assert rig.first.standing.failures == 1, "silence until the deadline proves nothing"
+    assert rig.first.failures.count == 1, "silence until the deadline proves nothing"
     rig.fail("NOT_FOUND")
-    assert rig.first.standing.failures == 0
+    assert rig.first.failures.count == 0
 
 
 async def test_the_other_gateway_counts_while_it_is_there_and_not_avoided(rig: Rig, gateways: Pair) -> None:
@@ -93,7 +93,7 @@ async def test_a_gateway_that_is_down_is_passed_over_however_idle_it_is(rig: Rig
     assert taken == [rig.second] * 20
     assert (rig.first.in_flight, rig.second.in_flight) == (0, 20)
     for endpoint in taken:
-        rig.pool.give_back(endpoint)
+        rig.pool.release(endpoint)
     assert rig.second.in_flight == 0
 
 
@@ -197,7 +197,7 @@ async def test_an_answer_readmits_the_gateway(gateways: Pair, carrier: str) -> N
     async with client(gateways[0], retry=QUICK) as opened:
         (endpoint,) = opened._core().pool._endpoints.values()
         await opened.list_models()
-        assert endpoint.standing.failures == 1
+        assert endpoint.failures.count == 1
         async with asyncio.timeout(30):
             while opened._core().pool.is_avoided(endpoint):
                 await asyncio.sleep(0.01)
@@ -205,4 +205,4 @@ async def test_an_answer_readmits_the_gateway(gateways: Pair, carrier: str) -> N
             await opened.complete("tiny", "hi")
         else:
             await source_of(opened, carrier).generate("tiny", "hi").collect()
-        assert endpoint.standing.failures == 0
+        assert endpoint.failures.count == 0

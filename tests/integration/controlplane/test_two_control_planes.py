@@ -22,7 +22,6 @@ from typing import Any
 import grpc
 import pytest
 
-from fairway.cli import embedded
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.etcd.store import EtcdStore
@@ -48,6 +47,7 @@ from services.ports.store import Delete, Put, Store
 from services.rpc.channel import auth_metadata, open_channel
 from services.runtime import secrets
 from services.runtime.clock import SystemClock
+from tests.support import local_servers
 
 CLOCK = SystemClock()
 DIGESTS = tuple(sha256_of(text) for text in (b"1", b"2"))
@@ -66,7 +66,7 @@ class Process:
     frozen: bool = False
 
     def start(self) -> None:
-        self.address = f"127.0.0.1:{embedded.free_port()}"
+        self.address = f"127.0.0.1:{local_servers.free_port()}"
         with self.log.open("ab") as log:
             self.running = subprocess.Popen(
                 [sys.executable, "-m", "services", "controlplane"],
@@ -74,7 +74,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=embedded.die_with_parent,
+                preexec_fn=local_servers.die_with_parent,
             )
 
     def kill(self) -> None:

@@ -73,7 +73,7 @@ async def test_an_engine_without_weights_fetches_none_of_the_draft(
         ("README.md", b"\x80\x04\x95\x05\x00", "pickled objects"),
         ("config.json", b"PK\x03\x04", "zip archive"),
         ("model.safetensors", safetensors(5000)[:-1], "truncated"),
-        ("tokenizer.json", b"{}", "none of a draft"),
+        ("tokenizer.json", b"{}", "does not belong in a draft"),
     ],
 )
 async def test_what_is_no_draft_is_refused_before_anything_is_sent(
@@ -90,7 +90,7 @@ async def test_what_is_no_draft_is_refused_before_anything_is_sent(
     [
         ("draft/pytorch_model.bin", b"\x80\x04K\x01.", "pickled objects"),
         ("draft/README.md", b"\x80\x04\x95\x05\x00", "pickled objects"),
-        ("draft/tokenizer.json", b"{}", "none of a draft"),
+        ("draft/tokenizer.json", b"{}", "does not belong in a draft"),
         ("draft/model.safetensors", b"no header", "safetensors"),
     ],
 )

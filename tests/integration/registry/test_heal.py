@@ -123,7 +123,7 @@ GOOD = safetensors(500)
         ("a.safetensors", b"PK\x03\x04" + bytes(40), "claims"),
         ("a.safetensors", GOOD[:-1], "truncated"),
         ("a.safetensors", GOOD + b"x", "follow its last tensor"),
-        ("tokenizer.json", b"{", "no JSON"),
+        ("tokenizer.json", b"{", "not JSON"),
         ("engine_limits.json", b'{"max_sequences": "many"}', "engine limits"),
     ],
 )

@@ -48,7 +48,7 @@ async def test_folder_that_may_not_be_a_version_is_refused_before_anything_is_up
     registry: Registry, folder: Path
 ) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(PublishRefused, match="may carry pickled objects"):
+    with pytest.raises(PublishRefused, match="may contain pickled objects"):
         await publish(registry.channel, folder, "tiny", metadata=ADMIN)
     assert [path for path in (registry.blobs_root / "sha256").rglob("*") if path.is_file()] == []
 

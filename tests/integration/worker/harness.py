@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from fairway.cli import embedded
 from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.adapters.grpc.worker import GrpcWorkers
 from services.adapters.memory.store import MemoryStore
@@ -51,6 +50,7 @@ from services.worker.slots.version_files import ModelSource
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.text.detokenizer import byte_of_char
+from tests.support import local_servers
 
 DIGEST = "sha256:" + "a" * 64
 VOCAB = 512
@@ -296,7 +296,7 @@ async def start_harness(
     supervisor = Supervisor(clock)
     host = SequenceHost(changed=lambda: None)
     store = MemoryStore(clock)
-    address = f"127.0.0.1:{embedded.free_port()}"
+    address = f"127.0.0.1:{local_servers.free_port()}"
     files = FolderSource(model_dir)
     agent = WorkerAgent(
         WorkerIdentity("w1", address, memory_bytes=memory_bytes),

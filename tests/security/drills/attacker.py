@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from fairway.cli.embedded import die_with_parent
 from tests.security.drills.attacks import ATTACKS
 from tests.security.drills.judge import Found
 from tests.security.drills.target import Attack, Gateway, Target
+from tests.support.local_servers import die_with_parent
 from tests.support.stack import ROOT
 
 

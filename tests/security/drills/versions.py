@@ -17,7 +17,7 @@ import grpc
 from fairway.cli.fleet.options import bundled_checkpoint
 from fairway.client import FairwayError
 from fairway.client.publish.publish import PublishRefused
-from fairway.formats.weights import weights_digest
+from fairway.formats.version_files import weights_digest
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import registry_pb2 as rg
 from fairway.v1 import registry_pb2_grpc

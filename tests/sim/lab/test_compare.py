@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from simulator.lab import compare
-from simulator.lab.baselines import POLICIES
-from simulator.lab.cases import GRAY, WHALE, WHALE_CAPPED, Case, Figures, run_case, scenario_of
+from simulator.lab.baselines import ABLATIONS, OURS, POLICIES
+from simulator.lab.cases import GRAY, LONG, WHALE, WHALE_CAPPED, Case, Figures, run_case, scenario_of
 from simulator.lab.cases import figures as figures_of
 from simulator.lab.runner import run
 from tests.sim.lab.test_traces import HEADER
@@ -75,6 +75,19 @@ def test_tables_have_every_policy_and_the_spread() -> None:
     ):
         assert expected in text
     assert max(len(line) for line in text.splitlines()) < 160
+
+
+def test_the_rules_are_left_out_one_at_a_time_and_compared_with_all() -> None:
+    cases = compare.planned_ablations(2, 1.0, None)
+    assert {case.policy for case in cases} == {OURS.name, *(policy.name for policy in ABLATIONS)}
+    every = Figures(*[1.0] * len(fields(Figures)))
+    slow = replace(every, ttft_p95_s=3.0, minnow_ttft_p95_s=2.0)
+    rule = ABLATIONS[0].name
+    lines, ratios = compare.ablated({case: slow if case.policy == rule else every for case in cases})
+    assert len(lines) == 1 + len(cases) / 2
+    assert ratios[f"{LONG}, {rule}"] == 3.0
+    assert ratios[f"{WHALE}, {rule}"] == 2.0
+    assert set(ratios.values()) == {1.0, 2.0, 3.0}
 
 
 def test_a_worker_that_is_never_found_counts_as_never() -> None:

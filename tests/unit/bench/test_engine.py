@@ -18,9 +18,9 @@ from bench.engines.checkpoints import CYCLE, MODELS, next_token
 from bench.engines.load import VOCABULARY, Request, output_tokens, prompt_tokens, workload
 from bench.engines.own import Stream
 from bench.engines.own_measures import batches, latencies, quantile
+from bench.engines.peers.catalog import INSTALLED, PEERS, VERSIONS, is_installed
 from bench.engines.peers.gguf_file import gguf_name, permuted
 from bench.engines.peers.install import requirements
-from bench.engines.peers.known import INSTALLED, PEERS, VERSIONS, is_installed
 from bench.engines.rounds import compare
 from bench.engines.runner import Answer, RunnerFailed
 from fairway.formats.decoder_config import parse_config

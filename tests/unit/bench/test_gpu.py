@@ -11,11 +11,9 @@ import torch
 
 from bench import gpu
 from bench.engines.load import Request
-from bench.gpus import continuous
 from bench.gpus.own import OwnEngine, decode_ratio, own_engine, prefill_ratio, tokens_per_s
-from bench.gpus.random_model import RandomTensors, transformers_model
+from bench.gpus.random_model import SHAPES, RandomTensors, transformers_model
 from bench.gpus.roofline import Rates, Work, measured_rates
-from bench.gpus.shapes import SHAPES
 from fairway.formats.decoder_config import parse_config
 from services.worker.engine_protocol import EngineConfig
 from tests.tidy.sources import ROOT
@@ -133,7 +131,7 @@ def test_the_workload_fits_the_engine_that_is_measured() -> None:
 
 def test_transformers_batches_the_same_requests() -> None:
     peer = transformers_model(SHAPES["tiny"], CPU, torch.float32)
-    rate = continuous.tokens_per_s(peer, [Request([5, 6, 7], 3)] * 2, blocks=8, step_tokens=64)
+    rate = gpu.transformers_tokens_per_s(peer, [Request([5, 6, 7], 3)] * 2, blocks=8, step_tokens=64)
     assert rate > 0
 
 

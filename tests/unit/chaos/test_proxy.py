@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from fairway.cli.embedded import free_port
 from tests.chaos.proxy import CLIENT, HOST, NAME_VARIABLE, Proxy, Rule, rule_for
+from tests.support.local_servers import free_port
 
 TIMEOUT_S = 20.0
 ECHO = (

@@ -14,10 +14,9 @@ import pytest
 
 from fairway.cli.calls import admin_client, checked
 from fairway.cli.commands.lifecycle import command_line, curl_lines
-from fairway.cli.endpoints import Endpoints
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.main import main
-from fairway.cli.state import StateDir
+from fairway.cli.state import Endpoints, StateDir
 from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.v1 import controlplane_pb2_grpc
 from services.core import errors

@@ -20,7 +20,7 @@ import typer
 
 from fairway.cli.errors import ExitCode
 from fairway.cli.main import app, main, run
-from fairway.cli.terminal.changes import confirm
+from fairway.cli.terminal.output import confirm
 
 ROOT = Path(__file__).resolve().parents[3]
 GROUPS = {
@@ -170,7 +170,7 @@ def test_interrupt_at_the_prompt_of_a_terminal_asks_for_another_one() -> None:
         _read_until(terminal, "> ")
         _until_it_reads(process.pid)
         os.killpg(process.pid, signal.SIGINT)
-        assert "Ctrl-D or /quit ends" in _read_until(terminal, "once more.")
+        assert "Ctrl-D or /quit ends" in _read_until(terminal, "second Ctrl-C.")
         os.write(terminal, b"/help\n")
         assert "/reset" in _read_until(terminal, "stops an answer.")
         os.write(terminal, b"/quit\n")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fairway.cli.errors import CliError
+from fairway.cli.fleet.installation import check_disk, check_model
 from fairway.cli.fleet.options import UpOptions
-from fairway.cli.fleet.preflight import check_disk, check_model
 from fairway.cli.fleet.roles import (
     Addresses,
     check_settings,
@@ -80,7 +80,7 @@ def test_several_of_each_role_have_names_ports_and_folders_of_their_own(state: S
     options = UpOptions(state_dir="", workers=2, gateways=3, schedulers=2, controlplanes=2)
     names = port_names(options)
     assert len(set(names)) == len(names)
-    addresses = Addresses.wanted(options, {name: 40000 + number for number, name in enumerate(names)})
+    addresses = Addresses.for_options(options, {name: 40000 + number for number, name in enumerate(names)})
     specs = role_specs(state, addresses, {})
     assert [spec.name for spec in specs] == [
         *("registry", "controlplane", "controlplane-1", "scheduler", "scheduler-1"),

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fairway.cli.endpoints import Endpoints
 from fairway.cli.errors import CliError
-from fairway.cli.state import StateDir, ensure_secrets, read_json, read_secret, write_private
+from fairway.cli.state import Endpoints, StateDir, ensure_secrets, read_json, read_secret, write_private
 from services.runtime.secrets import parse_key
 
 SECRETS = ("admin_key", "internal_token", "ticket_key")

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 import fairway
-from fairway.cli.endpoints import Endpoints
 from fairway.cli.fleet.record import FleetRecord, ProcessId, wait_for_end
-from fairway.cli.state import StateDir
+from fairway.cli.state import Endpoints, StateDir
 from fairway.v1 import controlplane_pb2
 
 STANDIN = Path(__file__).parent / "standin" / "__main__.py"

@@ -17,7 +17,6 @@ from fairway.cli.commands.tenants import TENANTS
 from fairway.cli.connection import Connection
 from fairway.cli.errors import CliError
 from fairway.cli.flags import Format
-from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.watch import follow
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import controlplane_pb2_grpc
@@ -63,7 +62,7 @@ def change(name: str, *, deleted: bool = False, **values: Any) -> cp.ResourceCha
 @asynccontextmanager
 async def connected(port: int) -> AsyncIterator[Connection]:
     async with admin_client(f"127.0.0.1:{port}", admin_key="k") as admin:
-        yield Connection(admin, None, DEFAULT_STATE_DIR)
+        yield Connection(admin, None)
 
 
 class Heard:

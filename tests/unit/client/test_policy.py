@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairway.client.policy import (
-    Blame,
     Candidate,
     Failure,
+    FailureRecord,
+    FaultScope,
     GiveUp,
     Retry,
     RetryBudget,
     RetryPolicy,
-    Standing,
     after_failure,
     backoff_s,
-    blame,
     choose,
+    fault_scope,
     is_retryable,
 )
 
@@ -96,7 +96,7 @@ def test_a_retry_has_a_reason_an_attempt_time_and_budget(
 ) -> None:
     policy = RetryPolicy(budget_floor=floor, budget_floor_per_s=0)
     budget = RetryBudget(policy, 100.0)
-    failure = Failure(reason, flags[0], flags[1], retry_after_s, repeatable=flags[2], free=flags[3])
+    failure = Failure(reason, flags[0], flags[1], retry_after_s, repeatable=flags[2], attaches=flags[3])
     decision = after_failure(
         policy, budget, failure, attempt=attempt, now_s=100.0, deadline_s=100.0 + left_s, jitter=jitter
     )
@@ -107,7 +107,7 @@ def test_a_retry_has_a_reason_an_attempt_time_and_budget(
     assert failure.repeatable
     assert attempt < policy.max_attempts
     assert (retry_after_s or 0.0) <= decision.delay_s < left_s
-    assert floor - budget.balance == (0.0 if failure.free else 1.0)
+    assert floor - budget.balance == (0.0 if failure.attaches else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -149,25 +149,25 @@ def test_give_up_says_why() -> None:
     assert "5 attempts" in why(lost, attempt=5)
     assert "deadline" in why(Failure("QUEUE_FULL", True, False, 90.0))
     assert "idempotency key" in why(Failure("CONNECTION_LOST", True, False, repeatable=False))
-    assert "cannot cure" in why(Failure("NOT_FOUND", False, False))
+    assert "not retryable" in why(Failure("NOT_FOUND", False, False))
 
 
 @given(jitters=st.lists(JITTER, min_size=1, max_size=20))
 def test_a_gateway_that_keeps_failing_is_left_alone_for_longer(jitters: list[float]) -> None:
-    standing, now_s = Standing(), 0.0
+    record, now_s = FailureRecord(), 0.0
     for failures, jitter in enumerate(jitters):
-        standing = standing.failed(now_s, jitter=jitter)
+        record = record.failed(now_s, jitter=jitter)
         whole_s = min(30.0, 0.5 * 2**failures)
-        assert whole_s / 2 - 1e-9 <= standing.avoided_until_s - now_s <= whole_s + 1e-9
-        assert standing.failed(now_s, jitter=jitter) == standing, "the same outage counts once"
-        assert standing.answered(now_s) == standing, "an answer of before does not readmit"
-        now_s = standing.avoided_until_s
-    assert not standing.avoided(now_s)
-    assert standing.answered(now_s) == Standing()
+        assert whole_s / 2 - 1e-9 <= record.avoided_until_s - now_s <= whole_s + 1e-9
+        assert record.failed(now_s, jitter=jitter) == record, "the same outage counts once"
+        assert record.succeeded(now_s) == record, "an answer of before does not readmit"
+        now_s = record.avoided_until_s
+    assert not record.avoided(now_s)
+    assert record.succeeded(now_s) == FailureRecord()
 
 
 def test_a_gateway_is_left_alone_for_as_long_as_it_says() -> None:
-    assert Standing().failed(0.0, jitter=0.0, retry_after_s=7.0).avoided_until_s == 7.0
+    assert FailureRecord().failed(0.0, jitter=0.0, retry_after_s=7.0).avoided_until_s == 7.0
 
 
 @given(
@@ -175,8 +175,8 @@ def test_a_gateway_is_left_alone_for_as_long_as_it_says() -> None:
         st.builds(
             Candidate,
             address=st.sampled_from("abcdefgh"),
-            standing=st.builds(
-                Standing, failures=st.just(1), avoided_until_s=st.sampled_from([0.0, 5.0, 9.0])
+            failures=st.builds(
+                FailureRecord, count=st.just(1), avoided_until_s=st.sampled_from([0.0, 5.0, 9.0])
             ),
             in_flight=st.integers(0, 3),
             down=st.booleans(),
@@ -185,13 +185,13 @@ def test_a_gateway_is_left_alone_for_as_long_as_it_says() -> None:
         unique_by=lambda one: one.address,
     ),
     jitter=JITTER,
-    not_this=st.sampled_from("abcdefgh"),
+    last_failed=st.sampled_from("abcdefgh"),
 )
-def test_choice_is_the_best_there_is(candidates: list[Candidate], jitter: float, not_this: str) -> None:
-    chosen = choose(tuple(candidates), now_s=2.0, jitter=jitter, not_this=not_this)
+def test_choice_is_the_best_there_is(candidates: list[Candidate], jitter: float, last_failed: str) -> None:
+    chosen = choose(tuple(candidates), now_s=2.0, jitter=jitter, last_failed=last_failed)
     one = next(candidate for candidate in candidates if candidate.address == chosen)
-    good = [each for each in candidates if not each.down and not each.standing.avoided(2.0)]
-    others = [each for each in good if each.address != not_this]
+    good = [each for each in candidates if not each.down and not each.failures.avoided(2.0)]
+    others = [each for each in good if each.address != last_failed]
     if others:
         assert one in others
         assert one.in_flight == min(each.in_flight for each in others)
@@ -202,14 +202,14 @@ def test_choice_is_the_best_there_is(candidates: list[Candidate], jitter: float,
 
 
 def test_ties_are_broken_by_the_jitter() -> None:
-    equal = tuple(Candidate(name, Standing(), 1, False) for name in "abcd")
+    equal = tuple(Candidate(name, FailureRecord(), 1, False) for name in "abcd")
     assert [choose(equal, now_s=0, jitter=at / 4) for at in range(4)] == ["a", "b", "c", "d"]
 
 
-def test_blame() -> None:
-    assert blame("DRAINING") is blame("CONNECTION_LOST") is Blame.GATEWAY
-    assert blame("QUEUE_FULL") is Blame.CALL
-    assert blame("NO_WORKER_AVAILABLE") is blame("OVER_QUOTA") is Blame.NOBODY
+def test_fault_scope() -> None:
+    assert fault_scope("DRAINING") is fault_scope("CONNECTION_LOST") is FaultScope.GATEWAY
+    assert fault_scope("QUEUE_FULL") is FaultScope.CALL
+    assert fault_scope("NO_WORKER_AVAILABLE") is fault_scope("OVER_QUOTA") is FaultScope.NONE
 
 
 @pytest.mark.parametrize(

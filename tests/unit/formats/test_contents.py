@@ -126,10 +126,10 @@ def test_what_is_what_its_name_says_passes(name: str, data: bytes, piece: int) -
 @pytest.mark.parametrize(
     ("name", "data", "problem"),
     [
-        ("config.json", b"{", "no JSON"),
-        ("config.json", b"", "no JSON"),
-        ("config.json", b"[" * 200_000, "no JSON"),
-        ("config.json", b'{"a": NaN}', "no JSON"),
+        ("config.json", b"{", "not JSON"),
+        ("config.json", b"", "not JSON"),
+        ("config.json", b"[" * 200_000, "not JSON"),
+        ("config.json", b'{"a": NaN}', "not JSON"),
         ("notes.txt", b"a\0b", "control characters"),
         ("notes.txt", b"\xff\xfe", "UTF-8"),
         ("README.md", b"half a character \xc3", "UTF-8"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fairway.formats.drafts import draft_problem_of
+from fairway.formats.drafts import draft_problem
 
 WHOLE = ("config.json", "draft/config.json", "draft/model.safetensors", "model.safetensors")
 
@@ -21,7 +21,7 @@ WHOLE = ("config.json", "draft/config.json", "draft/model.safetensors", "model.s
     ],
 )
 def test_a_version_has_a_whole_draft_or_none(paths: tuple[str, ...]) -> None:
-    assert draft_problem_of(paths) == ""
+    assert draft_problem(paths) == ""
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_version_has_a_whole_draft_or_none(paths: tuple[str, ...]) -> None:
         (("draft/config.json",), "a draft needs draft/model.safetensors"),
         (("draft/config.json", "draft/other.safetensors"), "a draft needs draft/model.safetensors"),
         *(
-            ((*WHOLE, f"draft/{name}"), f"draft/{name} is none of a draft")
+            ((*WHOLE, f"draft/{name}"), f"draft/{name} does not belong in a draft")
             for name in (
                 "tokenizer.json",
                 "tokenizer.model",
@@ -47,4 +47,4 @@ def test_a_version_has_a_whole_draft_or_none(paths: tuple[str, ...]) -> None:
     ],
 )
 def test_what_is_missing_or_would_decide_something_is_named(paths: tuple[str, ...], problem: str) -> None:
-    assert draft_problem_of(paths).startswith(problem)
+    assert draft_problem(paths).startswith(problem)

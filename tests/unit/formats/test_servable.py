@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fairway.formats.servable import problem_of
+from fairway.formats.servable import checkpoint_problem
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,7 +29,7 @@ SHARDED: dict[str, Any] = {name: PLAIN[name] for name in ("config.json", "tokeni
 
 def found(files: dict[str, Any]) -> str:
     held = {name: content for name, content in files.items() if content is not ...}
-    return problem_of(held, lambda name: json.dumps(held[name]).encode())
+    return checkpoint_problem(held, lambda name: json.dumps(held[name]).encode())
 
 
 def test_whole_checkpoints_and_null_models_are_served() -> None:

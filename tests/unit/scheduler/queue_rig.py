@@ -21,6 +21,7 @@ from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.policy.step_time import StepTimes
 from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from services.scheduler.telemetry import SchedulerTelemetry
 from tests.support.metrics import values
 from tests.unit.scheduler.model import BLOCK, DIGEST, ManualClock, place_spec
@@ -35,6 +36,7 @@ class Rig:
         limits: QueueLimits | None = None,
         order: OrderPolicy | None = None,
         slots: int = 64,
+        discipline: QueueDiscipline = PRODUCTION,
     ) -> None:
         self.now_s = 1000.0
         self.slots = slots
@@ -47,6 +49,7 @@ class Rig:
             order if order is not None else OrderPolicy(max_bypasses=3, lookahead=8),
             PlacementProfile(),
             Random(1),
+            discipline=discipline,
             observer=self.telemetry,
         )
         self.totals = list(totals)

@@ -61,7 +61,7 @@ async def test_deployment_is_ready_once_all_run_the_wanted_version() -> None:
     )
     found = await until_ready(read, lambda found: told.append(describe(found)), timeout_s=60)
     assert {each.version_digest for each in found.status.replicas} == {"new", "old"}
-    assert told[2] == "a: ready; b: loading 50 %; c (before): ready"
+    assert told[2] == "a: ready; b: loading 50 %; c (old version): ready"
     assert (describe(deployment()), describe(deployment(message="m"))) == ("waiting for a worker", "m")
 
 

@@ -70,9 +70,9 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_files_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds no files"):
+    with pytest.raises(FileNotFoundError, match="contains no files"):
         find_files(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no folder"):
+    with pytest.raises(FileNotFoundError, match="not a folder"):
         find_files(tmp_path / "absent")
 
 
@@ -94,12 +94,12 @@ def test_a_file_that_turns_into_a_link_meanwhile_is_not_followed(tmp_path: Path)
         ("notes.txt", pickle.dumps({"a": print}), "pickled objects"),
         ("modeling.py", b"x", "program code"),
         ("weights.h5", b"x", "pickled objects"),
-        ("data.csv", b"x", "no kind of file"),
+        ("data.csv", b"x", "not a kind of file"),
         ("other.safetensors", b"", "too few"),
         ("other.safetensors", (2**40).to_bytes(8, "little") + b"{}", "claims"),
         ("other.safetensors", safetensors(9000)[:-1], "truncated"),
         ("other.safetensors", safetensors(9000) + b"PK", "2 bytes follow"),
-        ("config.json", b"{", "no JSON"),
+        ("config.json", b"{", "not JSON"),
     ],
 )
 def test_what_may_not_travel_is_refused_by_its_name(

@@ -1,7 +1,12 @@
-"""File names that a version may contain. Only data: no pickled objects, no archives, no program code."""
+"""The files of a version: allowed names, the digest of its weights, and the limit on repetition.
+
+A version contains only data: no pickled objects, no archives, no program code.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from typing import Final
 
 # fmt: off
@@ -21,6 +26,11 @@ TEXT_NAMES: Final = frozenset(("license", "notice", "readme", "copying", "use_po
 TENSOR_SUFFIX: Final = ".safetensors"
 # SentencePiece or tiktoken: the only file without a format that can be checked.
 OPAQUE_NAME: Final = "tokenizer.model"
+# A version may have this many times its distinct bytes, and FREE_BYTES more. Valid versions have some
+# repetition: one file under several names, padding, zeros. But a worker stores every repetition, and the
+# registry reads it, so a few stored bytes must not expand to many.
+MAX_RATIO: Final = 4
+FREE_BYTES: Final = 64 * 1024 * 1024
 # The files of a version that a gateway reads.
 GATEWAY_FILES: Final = (
     "chat_template.jinja",
@@ -43,15 +53,34 @@ def suffix_of(name: str) -> str:
     return dot + last if dot else ""
 
 
-def problem_of(path: str) -> str:
+def name_problem(path: str) -> str:
     """Return why a version cannot contain a file of this name, or an empty text."""
     name = path.rpartition("/")[2].lower()
     suffixes = {"." + part for part in name.split(".")[1:]}
     if suffixes & PICKLE_SUFFIXES:
-        return f"{path} may carry pickled objects: weights come as safetensors"
+        return f"{path} may contain pickled objects: publish weights as safetensors"
     if suffixes & CODE_SUFFIXES:
-        return f"{path} is program code: a version holds data only"
+        return f"{path} is program code: a version contains only data"
     if name != OPAQUE_NAME and suffix_of(name) != TENSOR_SUFFIX and not is_text(path):
         allowed = ", ".join(sorted("*" + suffix for suffix in (*TEXT_SUFFIXES, TENSOR_SUFFIX)))
-        return f"{path} is no kind of file that a version holds ({allowed})"
+        return f"{path} is not a kind of file that a version may contain ({allowed})"
     return ""
+
+
+def weights_digest(files: Iterable[tuple[str, str]]) -> str:
+    """Return one digest of all tensor files, given as (path, digest): of the lines ``digest path``, sorted.
+
+    Empty without tensor files.
+    """
+    lines = sorted(f"{digest} {path}\n" for path, digest in files if suffix_of(path) == TENSOR_SUFFIX)
+    return "sha256:" + hashlib.sha256("".join(lines).encode()).hexdigest() if lines else ""
+
+
+def repetition_problem(size_bytes: int, distinct_bytes: int) -> str:
+    """Return why a version of this size and these distinct bytes is rejected, or an empty text."""
+    if size_bytes <= MAX_RATIO * distinct_bytes + FREE_BYTES:
+        return ""
+    return (
+        f"the version has {size_bytes} bytes, of which {distinct_bytes} differ: it may have at most "
+        f"{MAX_RATIO} times those and {FREE_BYTES} more"
+    )

@@ -26,7 +26,7 @@ class _Choice:
 
 
 @dataclass(slots=True)
-class Ledger:
+class DeliveryPositions:
     """Positions and a checksum per choice, but no tokens: its size does not grow with the output.
 
     Text is skipped by characters, not by chunks: a repeated text may be split differently.
@@ -40,12 +40,12 @@ class Ledger:
         return sum(choice.tokens for choice in self._choices.values())
 
     @property
-    def begun(self) -> bool:
+    def has_output(self) -> bool:
         """Whether some output was delivered."""
         return any(choice.tokens or choice.chars for choice in self._choices.values())
 
     @property
-    def furthest(self) -> int:
+    def max_delivered(self) -> int:
         """Delivered tokens of the choice with the most."""
         return max((choice.tokens for choice in self._choices.values()), default=0)
 
@@ -64,12 +64,12 @@ class Ledger:
             pass
         elif _run(before) == _run(accepted):
             accepted = replace(accepted, replayed=before.replayed)  # a replay to the same stream is not one
-        elif self.begun:
+        elif self.has_output:
             raise _diverged("it was accepted with another version or seed", accepted.request_id)
         self.accepted = accepted
-        return not self.begun and before != accepted
+        return not self.has_output and before != accepted
 
-    def news(self, event: Tokens) -> Tokens | None:
+    def undelivered(self, event: Tokens) -> Tokens | None:
         """Return the undelivered part of the event and count it as delivered; None: there is none.
 
         Raises StreamDiverged when tokens before it are missing, or when repeated tokens differ.
@@ -77,7 +77,7 @@ class Ledger:
         at = self._choices.setdefault(event.choice, _Choice())
         if event.offset != at.seen_tokens:
             raise _diverged(
-                f"choice {event.choice} goes on at token {event.offset} instead of {at.seen_tokens}",
+                f"choice {event.choice} continues at token {event.offset} instead of {at.seen_tokens}",
                 self._request_id,
             )
         old = min(max(0, at.tokens - at.seen_tokens), len(event.ids))

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from fairway.cli.terminal.durations import show_span
-from fairway.v1 import common_pb2, worker_pb2
+from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp
 
 
-def word(name_of: Callable[[Any], str], number: int, prefix: str) -> str:
+def enum_name(name_of: Callable[[Any], str], number: int, prefix: str) -> str:
     """Return the name of an enum's value without its prefix, in lower case; "" when it is unspecified."""
     try:
         name = name_of(number)
@@ -23,25 +24,23 @@ def word(name_of: Callable[[Any], str], number: int, prefix: str) -> str:
     return "" if found == "unspecified" else found
 
 
-def version_state(number: int) -> str:
-    return word(worker_pb2.VersionState.Name, number, "VERSION_STATE_")
-
-
 def priority(number: int) -> str:
-    return word(common_pb2.Priority.Name, number, "PRIORITY_")
+    return enum_name(common_pb2.Priority.Name, number, "PRIORITY_")
 
 
-def kind(number: int) -> str:
-    return word(cp.ResourceKind.Name, number, "RESOURCE_KIND_")
+def resource_kind(number: int) -> str:
+    return enum_name(cp.ResourceKind.Name, number, "RESOURCE_KIND_")
 
 
 def age(metadata: cp.Metadata) -> str:
     """Return the age of a resource, "" if its creation time is unknown."""
-    return ago(metadata.create_time) if metadata.HasField("create_time") else ""
+    if not metadata.HasField("create_time"):
+        return ""
+    return show_span(datetime.now(UTC).timestamp() - metadata.create_time.seconds)
 
 
-def ago(moment: Timestamp) -> str:
-    return show_span(datetime.now(UTC).timestamp() - moment.seconds)
+def duration(value: Duration) -> str:
+    return show_span(value.seconds + value.nanos / 1e9)
 
 
 def moment(value: Timestamp) -> str:
