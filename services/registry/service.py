@@ -17,8 +17,8 @@ from typing import Final
 import structlog
 
 from fairway.formats import drafts
-from fairway.formats.version_files import GATEWAY_FILES
 from fairway.formats.servable import INDEX, checkpoint_problem
+from fairway.formats.version_files import GATEWAY_FILES
 from services.adapters.threads import in_thread
 from services.core.errors import (
     Conflict,

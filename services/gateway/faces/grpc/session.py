@@ -88,7 +88,7 @@ class MuxedSession:
         self._weight = 0
         self._half_closed = False
         self._failure: Exception | None = None
-        self._wanted = asyncio.Event()
+        self._has_output = asyncio.Event()
         self._read = asyncio.Event()
 
     # --- requests of the client --------------------------------------------------------------------
@@ -179,10 +179,10 @@ class MuxedSession:
         self._ids.append(ids)
         self._texts.append(text)
         self._weight += len(ids) + LOGPROBS_WEIGHT * len(logprobs)
-        self._wanted.set()
+        self._has_output.set()
 
     def wake(self) -> None:
-        self._wanted.set()
+        self._has_output.set()
 
     @property
     def idle(self) -> bool:
@@ -200,21 +200,21 @@ class MuxedSession:
 
         Raises the error of a failed session.
         """
-        if not self._wanted.is_set():
+        if not self._has_output.is_set():
             try:
                 async with asyncio.timeout(heartbeat_s):
-                    await self._wanted.wait()
+                    await self._has_output.wait()
             except TimeoutError:
                 return inference_pb2.SessionResponse(heartbeat=inference_pb2.Heartbeat())
         if self._failure is not None:
             raise self._failure
-        self._wanted.clear()
+        self._has_output.clear()
         message = inference_pb2.SessionResponse(accepted=self.accepted)
         self.accepted = []
         if self._handles:
             self._take_tokens(message.tokens)
         if self._handles:  # the remaining tokens go into the next message, and the ends follow them
-            self._wanted.set()
+            self._has_output.set()
         else:
             message.finished.extend(self.finished)
             self.finished = []

@@ -28,10 +28,10 @@ from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.events import Event, Received
 from services.gateway.faces.openai.answers import whole_answer
-from services.gateway.faces.openai.bodies import BodyReader
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
 from services.gateway.faces.openai.event_stream import REPLAYED, EventStream, degraded_header, original
 from services.gateway.faces.openai.exchange import (
+    BodyReader,
     ClientDisconnected,
     Headers,
     HttpLimits,
@@ -44,7 +44,7 @@ from services.gateway.faces.openai.exchange import (
     read_body,
     unless_disconnected,
 )
-from services.gateway.faces.openai.requests import Wanted, chat_request, completion_request
+from services.gateway.faces.openai.requests import ApiRequest, chat_request, completion_request
 from services.gateway.requests.streaming import Completion
 from services.gateway.service import ServedModel
 from services.ports.clock import Clock
@@ -228,25 +228,25 @@ class OpenAiFace:
         reason = self._not_ready()
         await exchange.reply.json(503 if reason else 200, _encode({"status": reason or "ready"}))
 
-    async def _generate(self, exchange: Exchange, parse: Callable[[bytes], Wanted]) -> None:
+    async def _generate(self, exchange: Exchange, parse: Callable[[bytes], ApiRequest]) -> None:
         timeout_s, session_key = exchange.headers.timeout_s(), exchange.headers.session_key()
         key = exchange.headers.idempotency_key()
         stage_clock = exchange.headers.wants_stage_clock()
         with self._bodies.account(exchange.caller.tenant_id) as hold:
             body = await read_body(exchange.headers, exchange.receive, self.limits, hold)
-            wanted = replace(await self._bodies.parse(parse, body), stage_clock=stage_clock)
+            request = replace(await self._bodies.parse(parse, body), stage_clock=stage_clock)
             del body
-        for generation in wanted.generations:
+        for generation in request.generations:
             generation.idempotency_key = key
             if session_key is not None:
                 generation.session_key = session_key
-        if wanted.stream:
+        if request.stream:
             exchange.headers.check_stream()
-            work = self._stream(exchange, wanted, timeout_s)
+            work = self._stream(exchange, request, timeout_s)
             await unless_disconnected(exchange.receive, exchange.reply, work)
             return
         completions = await unless_disconnected(
-            exchange.receive, exchange.reply, self._complete(exchange, wanted, timeout_s)
+            exchange.receive, exchange.reply, self._complete(exchange, request, timeout_s)
         )
         request_id, created_unix_s = exchange.received.request_id, int(self._clock.unix_s())
         first = completions[0].accepted
@@ -257,23 +257,23 @@ class OpenAiFace:
         degraded = [found for one in completions for found in one.accepted.degradations]
         if degraded:
             exchange.reply.add_header(*degraded_header(degraded))
-        await exchange.reply.json(200, whole_answer(wanted, completions, created_unix_s, request_id))
+        await exchange.reply.json(200, whole_answer(request, completions, created_unix_s, request_id))
 
-    async def _stream(self, exchange: Exchange, wanted: Wanted, timeout_s: float | None) -> None:
+    async def _stream(self, exchange: Exchange, request: ApiRequest, timeout_s: float | None) -> None:
         stream = EventStream(
-            wanted,
+            request,
             exchange.reply,
             request_id=exchange.received.request_id,
             created_unix_s=int(self._clock.unix_s()),
         )
         sources = [
             self._service.stream(exchange.caller, generation, received=received, timeout_s=timeout_s)
-            for generation, received in zip(wanted.generations, _numbered(exchange, wanted), strict=True)
+            for generation, received in zip(request.generations, _numbered(exchange, request), strict=True)
         ]
         await stream.run(sources)
 
     async def _complete(
-        self, exchange: Exchange, wanted: Wanted, timeout_s: float | None
+        self, exchange: Exchange, request: ApiRequest, timeout_s: float | None
     ) -> list[Completion]:
         """Return one answer per generation; the first failure ends the others."""
         try:
@@ -285,7 +285,7 @@ class OpenAiFace:
                         )
                     )
                     for generation, received in zip(
-                        wanted.generations, _numbered(exchange, wanted), strict=True
+                        request.generations, _numbered(exchange, request), strict=True
                     )
                 ]
         except BaseExceptionGroup as failures:
@@ -293,18 +293,18 @@ class OpenAiFace:
         return [task.result() for task in tasks]
 
 
-def _numbered(exchange: Exchange, wanted: Wanted) -> Sequence[Received]:
+def _numbered(exchange: Exchange, request: ApiRequest) -> Sequence[Received]:
     """Every generation is a separate request with an id of its own."""
     received = exchange.received
-    if len(wanted.generations) == 1:
+    if len(request.generations) == 1:
         return [received]
     # With an idempotency key each generation has a record; the hash of the whole is part of its fingerprint.
     whole = hashlib.sha256()
-    for generation in wanted.generations:
+    for generation in request.generations:
         whole.update(hashlib.sha256(generation.SerializeToString(deterministic=True)).digest())
     return [
         replace(received, request_id=f"{received.request_id}-{number}", part=number, whole=whole.hexdigest())
-        for number in range(len(wanted.generations))
+        for number in range(len(request.generations))
     ]
 
 
