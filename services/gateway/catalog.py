@@ -138,7 +138,7 @@ class ModelCatalog:
         )
         if found is None:
             raise VersionGone(
-                "the version that began this output is served no more; send the request with a new "
+                "the version that began this output is no longer served; send the request with a new "
                 "idempotency key",
                 model=model,
                 version_digest=pinned.version_digest,
@@ -166,7 +166,7 @@ class ModelCatalog:
         left_s = failure.retry_unix_s - self._clock.unix_s() if failure.retry_unix_s else MAX_RETRY_S
         raise NoWorkerAvailable(
             f"{route.model} could not be loaded on any of its workers ({failure.reason}); "
-            "its deployment's status says why",
+            "see the status of its deployment",
             retry_after_s=min(MAX_RETRY_S, max(MIN_RETRY_S, left_s)),
             model=route.model,
             cause=failure.reason,

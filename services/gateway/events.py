@@ -56,9 +56,12 @@ class Accepted:
     degradations: tuple[Degradation, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tokens:
-    """Output of one choice. ``offset`` is the output offset of ``ids[0]``; logprobs: none or one per id."""
+    """Output of one choice. ``offset`` is the output offset of ``ids[0]``; logprobs: none or one per id.
+
+    It grows until its reader takes it. One object per frame: its creation must be cheap.
+    """
 
     choice: int
     offset: int

@@ -68,8 +68,8 @@ class GatewayFallback:
     def __init__(self, rng: Random, settings: FallbackSettings | None = None) -> None:
         self._rng = rng
         self._settings = settings if settings is not None else FallbackSettings()
-        self._heard_s = -math.inf
-        self._learned_s = -math.inf
+        self._leader_answered_s = -math.inf
+        self._snapshot_s = -math.inf
         self._epoch = 0
         self._members: dict[str, dict[str, PoolMember]] = {}  # by version, by worker; with the latest room
         self._guesses: dict[str, _Guesses] = {}  # by version
@@ -81,13 +81,13 @@ class GatewayFallback:
         self._denied_s = -math.inf
         self._paused_until_s = -math.inf
 
-    def heard(self, now_s: float) -> None:
-        """See ``ports.placement.FallbackPlacer.heard``."""
-        self._heard_s = now_s
+    def leader_answered(self, now_s: float) -> None:
+        """See ``ports.placement.FallbackPlacer.leader_answered``."""
+        self._leader_answered_s = now_s
 
-    def learn(self, epoch: int, members: Sequence[PoolMember], now_s: float) -> None:
-        """See ``ports.placement.FallbackPlacer.learn``. The snapshot includes earlier placements."""
-        self._epoch, self._learned_s = epoch, now_s
+    def replace_snapshot(self, epoch: int, members: Sequence[PoolMember], now_s: float) -> None:
+        """See ``FallbackPlacer.replace_snapshot``. The snapshot includes earlier placements."""
+        self._epoch, self._snapshot_s = epoch, now_s
         self._members = {}
         for member in members:
             self._members.setdefault(member.digest, {})[member.worker_id] = member
@@ -100,8 +100,8 @@ class GatewayFallback:
 
     def wait_s(self, now_s: float) -> float:
         """See ``ports.placement.FallbackPlacer.wait_s``; infinite without a recent enough snapshot."""
-        due_s = max(now_s, self._heard_s + self._settings.after_s, self._paused_until_s)
-        if not self._members or due_s - self._learned_s > self._settings.max_age_s:
+        due_s = max(now_s, self._leader_answered_s + self._settings.after_s, self._paused_until_s)
+        if not self._members or due_s - self._snapshot_s > self._settings.max_age_s:
             return math.inf
         return due_s - now_s
 
@@ -121,8 +121,8 @@ class GatewayFallback:
         chosen = self._choose(need, digest, now_s) or self._guess(need, digest, now_s)
         return None if chosen is None else self._grant(chosen, blocks_of(need, chosen))
 
-    def over(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
-        """See ``ports.placement.FallbackPlacer.over``."""
+    def ended(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
+        """See ``ports.placement.FallbackPlacer.ended``."""
         if refusal is None:
             self._allow()  # it ran, and released its blocks
         else:
@@ -132,11 +132,11 @@ class GatewayFallback:
         if self._grants[grant] > 0:
             self._grants[grant] -= 1
             self._count(grant, -1)
-            self._note_room(grant, refusal, now_s)
+            self._update_room(grant, refusal, now_s)
         if not self._grants[grant]:
             del self._grants[grant]
 
-    def _note_room(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
+    def _update_room(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
         """An ended sequence released its blocks; a worker that refuses has less room than requested."""
         digest, worker_id = grant.version_digest, grant.worker_id
         member = self._members[digest][worker_id]

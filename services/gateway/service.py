@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -11,19 +14,31 @@ from fairway.v1 import inference_pb2
 from services.core.errors import Draining, FairwayError, RequestRateExceeded, StoreUnavailable
 from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, Route
-from services.gateway.events import Handle, Received, RequestSink
-from services.gateway.requests.admission import RequestAdmission, RunTerms
-from services.gateway.requests.capacity import RequestCapacity, subtract
+from services.gateway.events import Event, Handle, Received, RequestSink
+from services.gateway.requests.admission import RequestAdmission
 from services.gateway.requests.request import Request
+from services.gateway.requests.streaming import BufferedStream, Completion, complete
+from services.gateway.requests.terms import RunTerms
 from services.gateway.requests.validate import Validator
-from services.gateway.service_interface import GatewayInterface, ServedModel
-from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.service_types import GatewayLimits, Ports, RequestCapacity, subtract
+from services.ports.clock import Clock
 from services.runtime.identity import KeyDirectory
 
 log = structlog.get_logger()
 
 
-class GatewayService(GatewayInterface):
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that the caller may use."""
+
+    name: str
+    version_digest: str
+    max_context_tokens: int
+    ready_replicas: int
+    created_unix_s: int
+
+
+class GatewayService:
     """The entry point of every face: no face can skip the quotas or the validation."""
 
     def __init__(
@@ -47,18 +62,22 @@ class GatewayService(GatewayInterface):
 
     @property
     def running(self) -> int:
+        """Requests between receipt and terminal event."""
         return len(self._requests)
 
     @property
     def buffered_tokens(self) -> int:
+        """Output tokens that arrived and that no transport has taken."""
         return sum(request.buffered_tokens for request in self._requests)
 
     @property
     def draining(self) -> bool:
+        """Whether new requests are rejected."""
         return self._draining
 
     @property
     def busy(self) -> bool:
+        """Whether a drain has requests or clients to wait for."""
         return bool(self._requests)
 
     def submit(
@@ -71,19 +90,56 @@ class GatewayService(GatewayInterface):
         timeout_s: float | None = None,
         client_window: int | None = None,
     ) -> Handle:
+        """Start a request; its sink receives accepted, tokens and one terminal event.
+
+        ``client_window``: how many tokens of each choice the client takes before it allows more; None: no
+        client window. Raises Draining, ShareExceeded and QueueFull at once.
+        """
         self.check_open(principal.tenant_id, received)
         terms = RunTerms(received, self.limits.timeout_of(generation, timeout_s), client_window)
         request, _ = self.start(principal, generation, sink, terms)
         return request
 
+    def stream(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of a request, ending with Finished; raise the error that ended it.
+
+        Closing the generator cancels the request and frees all its resources.
+        """
+        buffer = BufferedStream(self.limits.heartbeat_s)
+        return buffer.events(
+            lambda: self.submit(principal, generation, buffer, received=received, timeout_s=timeout_s)
+        )
+
+    async def complete(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """Return the whole answer. Cancelling the call cancels the request."""
+        return await complete(self.stream(principal, generation, received=received, timeout_s=timeout_s))
+
     async def count_tokens(
         self, principal: Principal, request: inference_pb2.CountTokensRequest
     ) -> tuple[Route, int]:
+        """Return the route and the number of tokens of the prompt for its model.
+
+        Raises RequestRateExceeded: counting has its own rate, equal to the tenant's requests per minute.
+        """
         route, generation = self._validator.check_count(principal, request)
         tenant_id, most = principal.tenant_id, self.limits.max_tenant_counts
         if self._counting[tenant_id] >= most:
             raise RequestRateExceeded(
-                f"{most} calls of this tenant count tokens here, the most that may",
+                f"{most} calls of this tenant count tokens at this gateway, the maximum",
                 retry_after_s=1.0,
                 limit=most,
             )
@@ -95,6 +151,7 @@ class GatewayService(GatewayInterface):
             subtract(self._counting, tenant_id)
 
     async def list_models(self, principal: Principal) -> list[ServedModel]:
+        """Return the models that the caller may use, by name."""
         found = []
         for route in self._catalog.routes():
             if principal.models and route.model not in principal.models:
@@ -120,7 +177,7 @@ class GatewayService(GatewayInterface):
             await self.flush()
 
     async def flush(self) -> None:
-        """Renew the reservations once; the limiter also retries deferred settlements."""
+        """Renew the reservations once; the limiter also retries settlements that a store outage deferred."""
         held = [request.reservation for request in self._requests if request.reservation is not None]
         for start in range(0, max(1, len(held)), self.limits.renew_batch):
             try:
@@ -130,9 +187,11 @@ class GatewayService(GatewayInterface):
                 break
 
     def reject_new(self) -> None:
+        """Reject new requests from now on."""
         self._draining = True
 
     def cancel_all(self, error: FairwayError) -> int:
+        """Cancel everything that runs. Returns how many requests were cut."""
         left = list(self._requests)
         for request in left:
             request.cancel(error)
@@ -152,18 +211,9 @@ class GatewayService(GatewayInterface):
     ) -> tuple[Request, asyncio.Task[None]]:
         """Start a request that is accepted: its handle, and the task that ends after its terminal event."""
         ports, tenant_id = self._ports, principal.tenant_id
-        request = Request(
-            terms.received,
-            sink,
-            settle=terms.settle or ports.limiter.settle,
-            clock=ports.clock,
-            supervisor=ports.supervisor,
-            new_incident=ports.new_incident,
-            telemetry=ports.telemetry,
-        )
-        task = ports.supervisor.spawn(
-            f"request {terms.received.request_id}", self._run(request, principal, generation, terms)
-        )
+        request = Request(terms, sink, ports)
+        admit = partial(self._admission.admit, principal, generation, request.timer, terms, request.telemetry)
+        task = ports.supervisor.spawn(f"request {request.request_id}", request.run(admit))
         request.bind(task)
         self._requests[request] = None
         self.capacity.enter(tenant_id)
@@ -175,12 +225,15 @@ class GatewayService(GatewayInterface):
         task.add_done_callback(ended)
         return request, task
 
-    async def _run(
-        self, request: Request, principal: Principal, generation: inference_pb2.Generation, terms: RunTerms
-    ) -> None:
-        async with request.until_end(terms.timeout_s):
-            request.check_cancelled()
-            admitted = await self._admission.admit(
-                principal, generation, request.timer, terms, request.telemetry
-            )
-            await request.run(admitted)
+
+async def drain(service: GatewayService, clock: Clock, timeout_s: float) -> int:
+    """Reject new requests, wait for the running ones, cancel the rest. Returns how many were cut."""
+    service.reject_new()
+    deadline_s = clock.monotonic_s() + timeout_s
+    while service.busy and clock.monotonic_s() < deadline_s:
+        await clock.sleep(0.05)
+    cut = service.cancel_all(Draining("this gateway is shutting down; send it again", retry_after_s=1.0))
+    while service.busy and clock.monotonic_s() < deadline_s + 5.0:
+        await clock.sleep(0.01)
+    await service.flush()
+    return cut

@@ -14,10 +14,10 @@ import structlog
 from services.core import faults
 from services.core.errors import FairwayError
 from services.core.faults import fault_of
-from services.core.generation import StageClock
+from services.core.generation import StageClock, Usage
 from services.gateway.events import Finished, Received
 from services.gateway.policy.degrade import Degradation
-from services.gateway.requests.stage_timer import Stage, StageTimer, StageTrace
+from services.gateway.requests.stage_timer import STAGE_NAMES, StageTimer, StageTrace
 from services.ports.clock import Clock
 from services.runtime.clock import SystemClock
 from services.runtime.connections import ConnectionTable
@@ -29,7 +29,6 @@ log = structlog.get_logger()
 
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
-_STAGES: Final = tuple(stage.value for stage in Stage)
 
 
 class GatewayTelemetry:
@@ -113,7 +112,7 @@ class GatewayTelemetry:
             "Time of a request in one stage of its clock; stages sum to its latency",
             ("stage",),
         )
-        self._stages = {name: stages.cell(name.removesuffix("_us")) for name in _STAGES}
+        self._stages = {f"{name}_us": stages.cell(name) for name in STAGE_NAMES}
 
     def begin(self, received: Received) -> RequestTelemetry:
         return RequestTelemetry(self, received)
@@ -147,10 +146,9 @@ class GatewayTelemetry:
         if request.tenant:
             names = request.tenant_label, request.model_label
             self._by_tenant.add(*names, outcome)
-            prompt, cached, output = request.tokens
-            self._tokens.add(*names, "prompt", amount=prompt)
-            self._tokens.add(*names, "cached", amount=cached)
-            self._tokens.add(*names, "output", amount=output)
+            self._tokens.add(*names, "prompt", amount=request.usage.prompt_tokens)
+            self._tokens.add(*names, "cached", amount=request.usage.cached_tokens)
+            self._tokens.add(*names, "output", amount=request.usage.output_tokens)
         if self._lines is not None and self._lines.take():
             _write_line(request, outcome, reason, clock, total_us)
 
@@ -169,7 +167,7 @@ class RequestTelemetry:
 
     __slots__ = (
         "_owner", "_trace", "changes", "fallback", "model", "model_label",
-        "received", "tenant", "tenant_label", "tokens",
+        "received", "tenant", "tenant_label", "usage",
     )  # fmt: skip
 
     def __init__(self, owner: GatewayTelemetry, received: Received) -> None:
@@ -177,7 +175,7 @@ class RequestTelemetry:
         self._trace = StageTrace.open(owner.tracing, received)
         self.received = received
         self.tenant = self.tenant_label = self.model = self.model_label = ""
-        self.tokens = (0, 0, 0)
+        self.usage = Usage(0, 0)
         self.fallback = False
         self.changes = ""  # how the served request differs from the client's
 
@@ -210,13 +208,12 @@ class RequestTelemetry:
         self._owner.placed_by_fallback()
 
     def finished(self, finished: Finished) -> None:
-        usage = finished.usage
-        self.tokens = usage.prompt_tokens, usage.cached_tokens, usage.output_tokens
+        self.usage = finished.usage
         self._end(FINISHED, faults.FINISHED, finished.clock, finished.resumes)
 
-    def failed(self, error: FairwayError, clock: StageClock, tokens: tuple[int, int, int]) -> None:
-        """``tokens``: prompt, cached, output so far."""
-        self.tokens = tokens
+    def failed(self, error: FairwayError, clock: StageClock, usage: Usage) -> None:
+        """``usage``: so far."""
+        self.usage = usage
         self._end(FAILED, error.reason, clock, 0)
 
     def _end(self, outcome: str, reason: str, clock: StageClock, resumes: int) -> None:
@@ -231,7 +228,7 @@ class RequestTelemetry:
                     "fairway.reason": reason,
                     "fairway.fallback": self.fallback,
                     "fairway.degraded": self.changes,
-                    "fairway.output_tokens": self.tokens[2],
+                    "fairway.output_tokens": self.usage.output_tokens,
                     "fairway.resumes": resumes,
                 },
                 error="" if outcome == FINISHED else reason,
@@ -324,7 +321,6 @@ def export_upstream(
 def _write_line(
     request: RequestTelemetry, outcome: str, reason: str, clock: StageClock, total_us: int
 ) -> None:
-    prompt, cached, output = request.tokens
     log.info(
         f"request.{outcome}",
         request_id=request.received.request_id,
@@ -332,9 +328,9 @@ def _write_line(
         tenant=request.tenant,
         model=request.model,
         reason=reason,
-        prompt_tokens=prompt,
-        cached_tokens=cached,
-        output_tokens=output,
+        prompt_tokens=request.usage.prompt_tokens,
+        cached_tokens=request.usage.cached_tokens,
+        output_tokens=request.usage.output_tokens,
         total_ms=round(total_us / 1e3, 3),
-        **{name.removesuffix("_us") + "_ms": round(getattr(clock, name) / 1e3, 3) for name in _STAGES},
+        **{f"{name}_ms": round(getattr(clock, f"{name}_us") / 1e3, 3) for name in STAGE_NAMES},
     )

@@ -30,10 +30,10 @@ class FallbackPlacer(Protocol):
     """Places sequences for one gateway while there is no leader. Times are monotonic seconds of the caller's
     clock."""
 
-    def heard(self, now_s: float) -> None:
+    def leader_answered(self, now_s: float) -> None:
         """Record a message from a leader."""
 
-    def learn(self, epoch: int, members: Sequence[PoolMember], now_s: float) -> None:
+    def replace_snapshot(self, epoch: int, members: Sequence[PoolMember], now_s: float) -> None:
         """Replace the worker list by the one that the leader of ``epoch`` sent."""
 
     def wait_s(self, now_s: float) -> float:
@@ -43,5 +43,5 @@ class FallbackPlacer(Protocol):
     def place(self, spec: PlaceSpec, now_s: float) -> FallbackGrant | None:
         """Return a grant, or None when no worker has room now."""
 
-    def over(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
+    def ended(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
         """See ``PlacementClient.over``."""

@@ -70,7 +70,8 @@ class BoundedWrites:
         """Return once the transport accepted the message."""
         self._begun += 1
         self._writing = True
-        await self.open()
+        if not self._opened:
+            await self.open()
         await self._context.write(message)
         self._writing = False
 

@@ -117,7 +117,7 @@ async def test_what_waits_is_placed_by_class_and_arrival_as_far_as_there_is_room
     }
     await until(lambda: len(rig.term.queue) == 4)
     # By the snapshot of before the grant, the pool is empty: what counts is the worker's word.
-    rig.fallback.learn(1, members, rig.clock.monotonic_s())
+    rig.fallback.replace_snapshot(1, members, rig.clock.monotonic_s())
     rig.lead(None)
     await until(lambda: sum(task.done() for task in waiting.values()) == 2)
     done = {name for name, task in waiting.items() if task.done()}

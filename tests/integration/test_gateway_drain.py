@@ -11,8 +11,7 @@ from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
-from services.gateway.service import GatewayService
-from services.gateway.service_interface import drain
+from services.gateway.service import GatewayService, drain
 from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.limiter import Limits
 from services.rpc.status import by_reason

@@ -10,7 +10,7 @@ import redis.asyncio
 
 from services.core import errors
 from services.core.generation import Usage
-from services.gateway.service_interface import drain
+from services.gateway.service import drain
 from services.ports.idempotency import RecordLimits
 from tests.support.keyed_gateways import CLOCK, Answer, Fleet, Gateway, gateways, keyed_limits, token
 from tests.support.waiting import until

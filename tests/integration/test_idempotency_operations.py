@@ -11,7 +11,7 @@ import pytest
 
 from services.core import errors
 from services.core.generation import Usage
-from services.gateway.service_interface import drain
+from services.gateway.service import drain
 from services.ports.idempotency import (
     Addition,
     Claim,

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from services.core.errors import FairwayError, InvalidInput
-from services.gateway.faces.openai.bodies import FREE_BYTES, BodyReader
 from services.gateway.faces.openai.errors import HttpProblem
+from services.gateway.faces.openai.exchange import FREE_BYTES, BodyReader
 from services.gateway.faces.openai.requests import chat_request, completion_request
 from services.gateway.faces.openai.types import check_json_cost, is_cheap
 from tests.integration.openai.face import CHAT, KEY

@@ -275,7 +275,7 @@ async def test_what_waits_is_bounded_by_tenant(bench: Bench, monkeypatch: pytest
     found = await asyncio.gather(*prompts, return_exceptions=True)
     assert [isinstance(one, ShareExceeded) for one in found] == [False] * 4 + [True] * 2
     assert "4 texts of this tenant wait" in str(found[5])
-    assert "at most 4 may; wait until some are read" in str(found[5])
+    assert "the maximum is 4; wait until some are tokenised" in str(found[5])
 
 
 async def test_cancelled_texts_are_given_up(bench: Bench) -> None:

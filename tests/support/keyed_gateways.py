@@ -38,7 +38,6 @@ from services.gateway.idempotency.runs import KeyedRuns
 from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
-from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.idempotency import IdempotencyStore, RecordLimits
@@ -391,13 +390,6 @@ async def _gateway(
     )
     limits = GatewayLimits(max_requests=options.max_requests, window_tokens=options.window_tokens)
     identity: Any = Identity(fleet)
-    plain = GatewayService(
-        validator=Validator(fleet),  # type: ignore[arg-type]
-        identity=identity,
-        catalog=None,  # type: ignore[arg-type]
-        ports=ports,
-        limits=limits,
-    )
     keyed = KeyedPorts(
         store=wrap(store),
         limiter=ports.limiter,
@@ -408,7 +400,14 @@ async def _gateway(
         window_tokens=options.window_tokens,
         limits=options.keyed,
     )
-    service = IdempotentService(plain, keyed, identity=identity, limits=limits, supervisor=supervisor)
+    service = IdempotentService(
+        keyed,
+        validator=Validator(fleet),  # type: ignore[arg-type]
+        identity=identity,
+        catalog=None,  # type: ignore[arg-type]
+        ports=ports,
+        limits=limits,
+    )
     supervisor.spawn(f"flush {name}", service.flush_forever())
     try:
         yield Gateway(name, fleet, service, workers, supervisor, store, limiter, metrics)

@@ -205,7 +205,7 @@ class MuxedPlacement:
     def over(self, grant: AnyGrant, refusal: NotAdmittedReason | None = None) -> None:
         """See ``ports.placement.PlacementClient.over``. Grants of a leader are reported by their worker."""
         if isinstance(grant, FallbackGrant) and self._fallback is not None:
-            self._fallback.over(grant, refusal, self._clock.monotonic_s())
+            self._fallback.ended(grant, refusal, self._clock.monotonic_s())
 
     # --- without a leader -------------------------------------------------------------------------
 
@@ -243,9 +243,9 @@ class MuxedPlacement:
         if self._fallback is None:
             return
         now_s = self._clock.monotonic_s()
-        self._fallback.heard(now_s)
+        self._fallback.leader_answered(now_s)
         if frame is not None and frame.members is not None:
-            self._fallback.learn(frame.epoch, frame.members, now_s)
+            self._fallback.replace_snapshot(frame.epoch, frame.members, now_s)
         if self._alone:
             self._alone = False
             log.info("placement.led_again", epoch=self._last_epoch, placed_alone=self._placed_alone)

@@ -45,12 +45,11 @@ from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
-from services.gateway.service_interface import GatewayInterface
-from services.gateway.service_interface import drain as drain_service
+from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
 from services.gateway.text.pool import TextProcesses
-from services.gateway.text.prefix_names import PrefixNames
+from services.gateway.text.tokenise import PrefixNames
 from services.ports.idempotency import RecordLimits
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
@@ -76,8 +75,7 @@ def gateway(environment: Environment) -> Role:
     files = open_model_files(environment)
     quotas = _Quotas(environment)
     gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
-    plain = _gateway_service(environment, identity, files, quotas, gateway_id)
-    service = _idempotent_service(environment, plain, identity, quotas, gateway_id)
+    service = _gateway_service(environment, identity, files, quotas, gateway_id)
 
     def received() -> Received:
         arrived, now_s = arrival(), clock.monotonic_s()
@@ -111,7 +109,7 @@ def gateway(environment: Environment) -> Role:
     async def start_serving() -> None:
         await quotas.register()
         await http.start()
-        supervisor.spawn("renew", plain.renew_forever())
+        supervisor.spawn("renew", service.renew_forever())
         supervisor.spawn("flush records", service.flush_forever())
 
     async def drain(timeout_s: float) -> None:
@@ -122,7 +120,7 @@ def gateway(environment: Environment) -> Role:
     return Role(server, start=start, open=start_serving, drain=drain, checks=(draining,))
 
 
-def _http_server(environment: Environment, service: GatewayInterface, identity: KeyDirectory) -> HttpServer:
+def _http_server(environment: Environment, service: GatewayService, identity: KeyDirectory) -> HttpServer:
     settings = environment.settings
     app = build_app(
         service,
@@ -209,7 +207,7 @@ class _Quotas:
 
 def _gateway_service(
     environment: Environment, identity: KeyDirectory, files: ModelFiles, quotas: _Quotas, gateway_id: str
-) -> GatewayService:
+) -> IdempotentService:
     settings, clock = environment.settings, environment.clock
     threads = ThreadPoolExecutor(_NAMING_THREADS, "prefixes")
     environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
@@ -223,7 +221,9 @@ def _gateway_service(
         texts=texts,
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
-    return GatewayService(
+    limits = _limits(settings)
+    return IdempotentService(
+        _keyed_ports(environment, quotas, gateway_id, limits),
         validator=Validator(
             catalog,
             identity,
@@ -233,15 +233,15 @@ def _gateway_service(
         identity=identity,
         catalog=catalog,
         ports=_gateway_ports(environment, quotas, gateway_id),
-        limits=_limits(settings),
+        limits=limits,
     )
 
 
-def _idempotent_service(
-    environment: Environment, plain: GatewayService, identity: KeyDirectory, quotas: _Quotas, gateway_id: str
-) -> IdempotentService:
-    settings, limits = environment.settings, _limits(environment.settings)
-    keyed = KeyedPorts(
+def _keyed_ports(
+    environment: Environment, quotas: _Quotas, gateway_id: str, limits: GatewayLimits
+) -> KeyedPorts:
+    settings = environment.settings
+    return KeyedPorts(
         store=quotas.records,
         limiter=quotas.limiter,
         clock=environment.clock,
@@ -250,9 +250,6 @@ def _idempotent_service(
         owner=gateway_id,
         window_tokens=limits.window_tokens,
         limits=KeyedLimits(detach_grace_s=settings.detach_grace_s, renew_s=settings.idempotency_lease_s / 3),
-    )
-    return IdempotentService(
-        plain, keyed, identity=identity, limits=limits, supervisor=environment.supervisor
     )
 
 

@@ -10,7 +10,7 @@ from typing import Final
 from services.core.errors import FairwayError, StoreUnavailable
 from services.core.generation import GenerationSpec, TokenLogprobs, Usage
 from services.gateway.events import Accepted, Finished
-from services.gateway.idempotency.broadcast import FollowerBroadcast, too_large
+from services.gateway.idempotency.followers import FollowerBroadcast, too_large
 from services.gateway.idempotency.record_codec import (
     AcceptedTerms,
     Resumed,

@@ -82,7 +82,7 @@ class ChoiceLog:
     def put(self, piece: Piece) -> bool:
         """Add a piece; return whether it has new output. Repeated output must be equal. Raises Diverged."""
         if piece.at.tokens > self.end.tokens:
-            raise IntegrityError(f"token {piece.at.tokens} came where {self.end.tokens} was due")
+            raise IntegrityError(f"received token {piece.at.tokens}, expected token {self.end.tokens}")
         if piece.at.tokens < self.end.tokens:
             self._compare(piece)
             if piece.end.tokens <= self.end.tokens:

@@ -7,7 +7,7 @@ from typing import Final
 
 from services.core.errors import FairwayError, IntegrityError, StoreUnavailable
 from services.gateway.events import Finished
-from services.gateway.idempotency.broadcast import FollowerBroadcast, too_large
+from services.gateway.idempotency.followers import FollowerBroadcast, too_large
 from services.gateway.idempotency.record_codec import (
     AcceptedTerms,
     End,
@@ -20,7 +20,7 @@ from services.gateway.idempotency.record_codec import (
 )
 from services.gateway.idempotency.record_log import START, Piece, Place
 from services.gateway.idempotency.types import EarlierRun, KeyedPorts
-from services.gateway.requests.choice import Produced
+from services.gateway.requests.terms import Produced
 from services.ports.idempotency import IdempotencyStore, RecordKey, RecordState
 from services.rpc.status import by_reason
 

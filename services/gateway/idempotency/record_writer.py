@@ -38,13 +38,11 @@ class RecordFlusher:
         self._places = asyncio.Semaphore(TENANTS_AT_ONCE)
         self._writing: set[str] = set()
 
-    async def flush_forever(self) -> None:
-        async with TaskGroup() as group:
-            while True:
-                await self._ports.clock.sleep(self._ports.limits.flush_s)
-                for tenant_id, ownerships in self._due().items():
-                    self._writing.add(tenant_id)
-                    group.create_task(self._flush(tenant_id, ownerships))
+    def start_writes(self, group: TaskGroup) -> None:
+        """Write in the group what is due, without waiting for it."""
+        for tenant_id, ownerships in self._due().items():
+            self._writing.add(tenant_id)
+            group.create_task(self._flush(tenant_id, ownerships))
 
     def _due(self) -> dict[str, list[RecordOwnership]]:
         """Return the pending writes by tenant, without those in progress."""
@@ -96,13 +94,15 @@ class PendingRecordEnds:
         self._released = released
         self._runs: OrderedDict[KeyedRun, None] = OrderedDict()
         self._of_tenant: Counter[str] = Counter()
+        self._has_ends = asyncio.Event()  # at least one end is retained
 
     def __len__(self) -> int:
         return len(self._runs)
 
-    def keep(self, run: KeyedRun) -> None:
+    def retain(self, run: KeyedRun) -> None:
         tenant_id = run.key.tenant_id
         self._runs[run] = None
+        self._has_ends.set()
         self._of_tenant[tenant_id] += 1
         crowded = self._of_tenant[tenant_id] > share_of(MAX_PENDING_ENDS)
         if crowded or len(self._runs) > MAX_PENDING_ENDS:
@@ -113,7 +113,9 @@ class PendingRecordEnds:
             self._released(dropped)
 
     async def write_forever(self) -> None:
+        """Try the ends at each interval, while there are any."""
         while True:
+            await self._has_ends.wait()
             await self._ports.clock.sleep(self._ports.limits.flush_s)
             await self.write()
 
@@ -144,6 +146,8 @@ class PendingRecordEnds:
 
     def _remove(self, run: KeyedRun) -> None:
         del self._runs[run]
+        if not self._runs:
+            self._has_ends.clear()
         self._of_tenant[run.key.tenant_id] -= 1
         if not self._of_tenant[run.key.tenant_id]:
             del self._of_tenant[run.key.tenant_id]

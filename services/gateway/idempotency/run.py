@@ -28,8 +28,7 @@ from services.core.errors import (
 )
 from services.core.generation import GenerationSpec
 from services.gateway.events import Finished, RequestSink
-from services.gateway.idempotency.broadcast import FollowerBroadcast, too_large
-from services.gateway.idempotency.follower import RecordFollower
+from services.gateway.idempotency.followers import FollowerBroadcast, RecordFollower, too_large
 from services.gateway.idempotency.ownership import RecordOwnership, write_ending
 from services.gateway.idempotency.record_reader import RecordReader
 from services.gateway.idempotency.telemetry import Arrivals, EndingOutcome, KeyOutcome, outcome_of
@@ -162,7 +161,7 @@ class KeyedRun:
             )
         if isinstance(claim, Expired):
             raise ResultExpired(
-                "the request of this idempotency key was run and its output is not kept any more; it will "
+                "the request of this idempotency key was run and its output is no longer stored; it will "
                 "not run again: use another key",
                 field="idempotency_key",
             )
@@ -294,4 +293,4 @@ class KeyedRun:
         if self.phase is RunPhase.CLAIMING or self._ports.clock.monotonic_s() < watched_until_s:
             self._start_grace(1.0)
         elif ownership is not None and ownership.request is not None:
-            ownership.request.cancel(RequestCancelled("the client left and did not come back"))
+            ownership.request.cancel(RequestCancelled("the client disconnected and did not return"))

@@ -13,14 +13,13 @@ from fairway.task_group import TaskGroup
 from services.core.errors import ConcurrencyExceeded, FairwayError
 from services.core.shares import share_of
 from services.gateway.events import RequestSink
-from services.gateway.idempotency.broadcast import copy_of
-from services.gateway.idempotency.follower import RecordFollower
+from services.gateway.idempotency.followers import RecordFollower, copy_of
 from services.gateway.idempotency.ownership import RecordOwnership
 from services.gateway.idempotency.record_writer import PendingRecordEnds, RecordFlusher
 from services.gateway.idempotency.run import KeyedRun
 from services.gateway.idempotency.telemetry import KeyOutcome
 from services.gateway.idempotency.types import KeyedPorts, Launch
-from services.gateway.requests.capacity import RequestCapacity, subtract
+from services.gateway.service_types import RequestCapacity, subtract
 from services.ports.idempotency import RecordKey
 from services.runtime.supervisor import Supervisor
 
@@ -35,6 +34,7 @@ class KeyedRuns:
         self._supervisor = supervisor
         self._capacity = capacity
         self._runs: dict[tuple[RecordKey, str], KeyedRun] = {}
+        self._has_runs = asyncio.Event()  # at least one run exists
         self._followers: dict[RecordFollower, str] = {}
         self._per_tenant: Counter[str] = Counter()
         self._flusher = RecordFlusher(ports, self.owned)
@@ -72,7 +72,7 @@ class KeyedRuns:
         if self._per_tenant[key.tenant_id] >= most:
             self._ports.telemetry.clients(key.tenant_id, KeyOutcome.REFUSED)
             raise ConcurrencyExceeded(
-                f"this gateway serves {most} clients of this tenant's idempotency keys, its most",
+                f"this gateway serves {most} clients of this tenant's idempotency keys, the maximum",
                 retry_after_s=1.0,
                 limit=most,
             )
@@ -81,6 +81,7 @@ class KeyedRuns:
         first = run is None or not run.joinable
         if run is None or first:
             run = self._runs[name] = KeyedRun(key, fingerprint, self._ports, launch, self._departed)
+            self._has_runs.set()
         follower = run.join(sink, client_window, first=first)
         self._followers[follower] = key.tenant_id
         self._per_tenant[key.tenant_id] += 1
@@ -93,13 +94,17 @@ class KeyedRuns:
         return follower
 
     async def flush_forever(self) -> None:
-        """Write the output behind the runs, and renew their leases; a task of the process."""
+        """Write the output behind the runs, and renew their leases; a task of the process.
+
+        It runs at each interval while there are runs, and sleeps otherwise.
+        """
         async with TaskGroup() as group:
-            group.create_task(self._flusher.flush_forever())
             group.create_task(self._pending_ends.write_forever())
             while True:
+                await self._has_runs.wait()
                 await self._ports.clock.sleep(self._ports.limits.flush_s)
                 self._bound_memory()
+                self._flusher.start_writes(group)
 
     async def write_endings(self) -> None:
         """Retry once the ends that the store did not accept."""
@@ -145,9 +150,11 @@ class KeyedRuns:
         if run.pending_end is None:
             self._forget(run)
         else:
-            self._pending_ends.keep(run)
+            self._pending_ends.retain(run)
 
     def _forget(self, run: KeyedRun) -> None:
         name = (run.key, run.fingerprint)
         if self._runs.get(name) is run:
             del self._runs[name]
+            if not self._runs:
+                self._has_runs.clear()

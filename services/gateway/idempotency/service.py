@@ -1,4 +1,4 @@
-"""Idempotency keys: a decorator of the gateway's service. Requests without a key pass through."""
+"""The gateway's service with idempotency keys. Requests without a key run as in the plain service."""
 
 from __future__ import annotations
 
@@ -11,44 +11,39 @@ from typing import Final
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.generation import Principal
-from services.gateway.catalog import PinnedVersion, Route
+from services.gateway.catalog import ModelCatalog, PinnedVersion
 from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.idempotency.record_codec import degraded_out
 from services.gateway.idempotency.runs import KeyedRuns
 from services.gateway.idempotency.types import EarlierRun, KeyedPorts
-from services.gateway.requests.admission import Record, Resume, RunTerms
-from services.gateway.requests.request import Request, Settle
+from services.gateway.requests.request import Request
+from services.gateway.requests.terms import Record, Resume, RunTerms, Settle
+from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
-from services.gateway.service_interface import GatewayInterface, ServedModel
-from services.gateway.service_types import GatewayLimits
+from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.idempotency import RecordKey
 from services.rpc import bounds
 from services.runtime.identity import KeyDirectory
-from services.runtime.supervisor import Supervisor
 
 _DIGEST_CHARS: Final = 32
 
 
-class IdempotentService(GatewayInterface):
-    """Runs the request of a key once: its duplicates on any gateway receive the same output.
-
-    The plain service runs every request.
-    """
+class IdempotentService(GatewayService):
+    """Runs the request of a key once: its duplicates on any gateway receive the same output."""
 
     def __init__(
         self,
-        service: GatewayService,
         keyed: KeyedPorts,
         *,
+        validator: Validator,
         identity: KeyDirectory,
+        catalog: ModelCatalog,
+        ports: Ports,
         limits: GatewayLimits,
-        supervisor: Supervisor,
     ) -> None:
-        self._service = service
+        super().__init__(validator=validator, identity=identity, catalog=catalog, ports=ports, limits=limits)
         self._identity = identity
-        self.limits = limits
-        self._clock = keyed.clock
-        self.runs = KeyedRuns(keyed, supervisor, service.capacity)
+        self.runs = KeyedRuns(keyed, ports.supervisor, self.capacity)
 
     def submit(
         self,
@@ -65,7 +60,7 @@ class IdempotentService(GatewayInterface):
         A caller without permission to run it receives nothing of it.
         """
         if not generation.idempotency_key:
-            return self._service.submit(
+            return super().submit(
                 principal,
                 generation,
                 sink,
@@ -73,7 +68,7 @@ class IdempotentService(GatewayInterface):
                 timeout_s=timeout_s,
                 client_window=client_window,
             )
-        self._service.check_open(principal.tenant_id, received)
+        self.check_open(principal.tenant_id, received)
         timeout_s = self.limits.timeout_of(generation, timeout_s)
         bounds.check(generation)
         self._identity.authorise_model(principal, generation.model)
@@ -87,46 +82,23 @@ class IdempotentService(GatewayInterface):
             client_window=client_window,
         )
 
-    async def count_tokens(
-        self, principal: Principal, request: inference_pb2.CountTokensRequest
-    ) -> tuple[Route, int]:
-        return await self._service.count_tokens(principal, request)
-
-    async def list_models(self, principal: Principal) -> list[ServedModel]:
-        return await self._service.list_models(principal)
-
     async def flush_forever(self) -> None:
         """Write the records of requests with keys behind their runs; a task of the process."""
         await self.runs.flush_forever()
 
     @property
-    def running(self) -> int:
-        return self._service.running
-
-    @property
-    def buffered_tokens(self) -> int:
-        return self._service.buffered_tokens
-
-    @property
-    def draining(self) -> bool:
-        return self._service.draining
-
-    @property
     def busy(self) -> bool:
-        return self._service.busy or self.runs.busy > 0
-
-    def reject_new(self) -> None:
-        self._service.reject_new()
+        return super().busy or self.runs.busy > 0
 
     def cancel_all(self, error: FairwayError) -> int:
         """Requests with a key are released: another gateway continues them on the client's retry."""
-        cut = self._service.cancel_all(error)
+        cut = super().cancel_all(error)
         self.runs.stop(error)
         return cut
 
     async def flush(self) -> None:
         await self.runs.write_endings()
-        await self._service.flush()
+        await super().flush()
 
     def _launch(
         self,
@@ -147,7 +119,7 @@ class IdempotentService(GatewayInterface):
             accepted, own = earlier.terms, generation
             received = replace(
                 received,
-                monotonic_s=self._clock.monotonic_s(),
+                monotonic_s=self._ports.clock.monotonic_s(),
                 unix_us=accepted.received_unix_us,
                 request_id=accepted.request_id,
             )
@@ -159,7 +131,7 @@ class IdempotentService(GatewayInterface):
             version = PinnedVersion(accepted.version_digest, accepted.route_revision)
             resume = Resume(version, earlier.produced, degraded_out(accepted.degraded))
         terms = RunTerms(received, self.limits.max_timeout_s, None, resume, record, settle)
-        return self._service.start(principal, generation, sink, terms)
+        return self.start(principal, generation, sink, terms)
 
 
 def record_key(tenant_id: str, idempotency_key: str, part: int) -> RecordKey:

@@ -11,9 +11,8 @@ from services.core.generation import Usage
 from services.gateway.events import RequestSink
 from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.idempotency.telemetry import KeyedTelemetry
-from services.gateway.requests.admission import Record
-from services.gateway.requests.choice import Produced
-from services.gateway.requests.request import Request, Settle
+from services.gateway.requests.request import Request
+from services.gateway.requests.terms import Produced, Record, Settle
 from services.ports.clock import Clock
 from services.ports.idempotency import Hold, IdempotencyStore
 from services.ports.limiter import Limiter, Reservation

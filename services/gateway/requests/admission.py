@@ -7,9 +7,7 @@ rejected after that releases its slot, but still counts against the rate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import structlog
 
@@ -17,12 +15,9 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.generation import GenerationSpec, Principal, Usage
 from services.core.records import Tenant
-from services.gateway.catalog import PinnedVersion
-from services.gateway.events import Received
 from services.gateway.policy.degrade import Degradation, DegradationKind, output_cap, smaller_model
-from services.gateway.requests.choice import Produced, RunContext
-from services.gateway.requests.request import Admitted, Settle
 from services.gateway.requests.stage_timer import Stage, StageTimer
+from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
@@ -30,37 +25,6 @@ from services.ports.limiter import Limits, Reservation
 from services.runtime.identity import KeyDirectory
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """The state from which a run continues an earlier one: its terms, and its output by choice."""
-
-    version: PinnedVersion
-    produced: tuple[Produced, ...]
-    degradations: tuple[Degradation, ...]
-
-
-class Record(Protocol):
-    """Writes the acceptance of a request, including its differences from the client's."""
-
-    def __call__(self, spec: GenerationSpec, degradations: Sequence[Degradation], /) -> Awaitable[None]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RunTerms:
-    """The terms of one request."""
-
-    received: Received
-    timeout_s: float
-    # Tokens that the client takes before it grants credit itself, None for any number.
-    client_window: int | None = None
-    # The result of an earlier run, which this run continues.
-    resume: Resume | None = None
-    # Awaited with the acceptance, before the request has any effect.
-    record: Record | None = None
-    # Settles the reservation in place of the limiter.
-    settle: Settle | None = None
 
 
 class RequestAdmission:
@@ -108,37 +72,23 @@ class RequestAdmission:
             await asyncio.shield(releasing)
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
-        produced = resume.produced if resume is not None else ()
-        return Admitted(spec, reservation, self._context(tenant, terms, telemetry), produced, degradations)
+        expire_unix_s = self._ports.clock.unix_s() + terms.timeout_s
+        return Admitted(
+            spec,
+            reservation,
+            tenant,
+            self._ports.sign_ticket(tenant.meta.name, request_id, expire_unix_s),
+            terms,
+            self._ports,
+            self._limits,
+            telemetry,
+            degradations,
+        )
 
     async def spend(self, principal: Principal) -> None:
         """Return if the tenant's rate of other calls has room. Raises RequestRateExceeded."""
         tenant = self._identity.still_valid(principal)
         await self._ports.limiter.spend(tenant.meta.name, Limits(tenant.requests_per_minute))
-
-    def _context(self, tenant: Tenant, terms: RunTerms, telemetry: RequestTelemetry) -> RunContext:
-        received, timeout_s = terms.received, terms.timeout_s
-        ports, limits, tenant_id = self._ports, self._limits, tenant.meta.name
-        return RunContext(
-            placement=ports.placement,
-            workers=ports.workers,
-            clock=ports.clock,
-            rng=ports.rng,
-            error_of=ports.error_of,
-            tenant_id=tenant_id,
-            ticket=ports.sign_ticket(tenant_id, received.request_id, ports.clock.unix_s() + timeout_s),
-            arrival_unix_us=received.unix_us,
-            queue_ttl_s=min(limits.queue_ttl_s, timeout_s),
-            deadline_s=received.monotonic_s + timeout_s,
-            window_tokens=limits.window_tokens,
-            telemetry=telemetry,
-            client_window=terms.client_window,
-            placed_prefix_blocks=limits.placed_prefix_blocks,
-            tenant_weight=tenant.weight,
-            committed_tokens_per_minute=tenant.committed_tokens_per_minute,
-            attempt=received.attempt,
-            retries=ports.retries,
-        )
 
     async def _degraded(
         self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, tenant: Tenant

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from random import Random
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -26,7 +24,6 @@ from services.core.generation import (
     AnyGrant,
     FallbackGrant,
     FinishReason,
-    GenerationSpec,
     NotAdmittedReason,
     PlaceSpec,
     SequenceEnd,
@@ -38,16 +35,13 @@ from services.gateway.policy.retry import (
     EXCLUDED_S,
     GiveUp,
     PlaceAgain,
-    RetryBudget,
     after_loss,
     after_refusal,
     after_unreached,
 )
 from services.gateway.requests.stage_timer import Stage, StageTimer
-from services.gateway.telemetry import RequestTelemetry
-from services.ports.clock import Clock
-from services.ports.placement import PlacementClient
-from services.ports.worker import RunningSequence, WorkerClient
+from services.gateway.requests.terms import Admitted
+from services.ports.worker import RunningSequence
 
 log = structlog.get_logger()
 
@@ -65,50 +59,6 @@ class Lost:
 Outcome = SequenceEnd | StartRefused | Lost
 
 
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """The context that all choices of a request share."""
-
-    placement: PlacementClient
-    workers: WorkerClient
-    clock: Clock
-    rng: Random
-    # Builds the domain error of (reason, message) from a worker.
-    error_of: Callable[[str, str], FairwayError]
-    tenant_id: str
-    # Signed: tenant, request id and expiry.
-    ticket: bytes
-    # When the request arrived, in microseconds of Unix time.
-    arrival_unix_us: int
-    # The longest time in the scheduler's queue.
-    queue_ttl_s: float
-    # The request's deadline in monotonic seconds, None without one.
-    deadline_s: float | None
-    # Tokens that may be under way to the client and untaken.
-    window_tokens: int
-    telemetry: RequestTelemetry
-    # Tokens that the client takes before it grants credit itself, None for any number.
-    client_window: int | None = None
-    # How many blocks of the prompt a placement names, so that it finds workers that cache them.
-    placed_prefix_blocks: int = 0
-    tenant_weight: float = 1.0
-    committed_tokens_per_minute: int = 0
-    # How often the client sent the request before.
-    attempt: int = 0
-    retries: RetryBudget = field(default_factory=RetryBudget)
-
-
-@dataclass(frozen=True, slots=True)
-class Produced:
-    """Output of an earlier run of a choice: its tokens, and the number of characters of their text."""
-
-    ids: tuple[int, ...] = ()
-    chars: int = 0
-
-
-_NOTHING: Final = Produced()
-
-
 class ChoiceRun:
     """The sink of its sequence on any worker that runs it; stores what a resume needs.
 
@@ -117,22 +67,22 @@ class ChoiceRun:
 
     def __init__(
         self,
-        spec: GenerationSpec,
+        request: Admitted,
         choice: int,
-        context: RunContext,
         sink: RequestSink,
         timer: StageTimer,
-        produced: Produced = _NOTHING,
     ) -> None:
-        """``produced``: the sequence continues it, and its sink receives only the later output."""
-        self.spec = spec
+        """The sequence continues what an earlier run produced; its sink receives only the later output."""
+        produced = request.produced(choice)
+        self.spec = request.spec
         self.choice = choice
         self.timer = timer
         self.losses = 0
         self.cached_tokens = 0
-        self._context = context
+        self._request = request
+        self._clock = request.ports.clock
         self._sink = sink
-        self._pace = context.telemetry.pace()
+        self._pace = request.telemetry.pace()
         self._refusals = 0
         self._first_run = True  # the worker computes the prompt for the first time
         self._accepted = False  # by the worker that was started last
@@ -145,7 +95,8 @@ class ChoiceRun:
         self._outcome: asyncio.Future[Outcome] | None = None
         # Output offsets: what the transport took, what the client permits, and the limit sent to the worker.
         self._taken = len(produced.ids)
-        self._allowed = context.client_window
+        self._window = request.limits.window_tokens
+        self._allowed = request.terms.client_window
         self._limit = 0
 
     @property
@@ -172,12 +123,12 @@ class ChoiceRun:
             again = self._decide(outcome, grant)
             excluded = (again.exclude_worker,) if again.exclude_worker else ()
             if again.delay_s > 0:
-                await self._context.clock.sleep(again.delay_s)
+                await self._clock.sleep(again.delay_s)
 
     def credit(self, tokens: int) -> None:
         """The transport took ``tokens``: the worker earns as much credit, sent in quarters of the window."""
         self._taken += tokens
-        window = self._context.window_tokens
+        window = self._window
         if (self._taken + window - self._limit) * 4 >= window:
             self._extend()
 
@@ -187,16 +138,16 @@ class ChoiceRun:
             self._allowed += tokens
             self._extend()
 
-    def _open_to(self) -> int:
+    def _credit_limit(self) -> int:
         """The output offset up to which tokens may arrive.
 
         Unread tokens of a wide client window are buffered here, so it never widens this process's own window.
         """
-        limit = self._taken + self._context.window_tokens
+        limit = self._taken + self._window
         return limit if self._allowed is None else min(limit, self._allowed)
 
     def _extend(self) -> None:
-        limit = self._open_to()
+        limit = self._credit_limit()
         if self._running is not None and limit > self._limit:
             self._running.credit(limit - self._limit)
             self._limit = limit
@@ -206,82 +157,78 @@ class ChoiceRun:
 
         A lost worker may be the only one, and return: after a while it is no longer excluded.
         """
-        context = self._context
-        self.timer.enter(Stage.QUEUE, context.clock.monotonic_s())
+        placement = self._request.ports.placement
+        self.timer.enter(Stage.QUEUE, self._clock.monotonic_s())
         spec = self._place_spec()
         try:
             if not excluded:
-                return await context.placement.place(spec)
+                return await placement.place(spec)
             patient_s = min(spec.queue_ttl_s, EXCLUDED_S)
-            return await context.placement.place(
-                replace(spec, excluded_workers=excluded, queue_ttl_s=patient_s)
-            )
+            return await placement.place(replace(spec, excluded_workers=excluded, queue_ttl_s=patient_s))
         except (QueueTimeout, NoWorkerAvailable, NoLeader):
             if not excluded:
                 raise
-            return await context.placement.place(spec)
+            return await placement.place(spec)
         finally:
-            self.timer.enter(Stage.DISPATCH, context.clock.monotonic_s())
+            self.timer.enter(Stage.DISPATCH, self._clock.monotonic_s())
 
     def _place_spec(self) -> PlaceSpec:
-        context, spec = self._context, self.spec
+        request, spec = self._request, self.spec
+        received, tenant = request.terms.received, request.tenant
         return PlaceSpec(
             request_id=spec.request_id,
             choice=self.choice,
-            tenant_id=context.tenant_id,
+            tenant_id=tenant.meta.name,
             priority=spec.priority,
             model=spec.model,
             version_digest=spec.version_digest,
             route_revision=spec.route_revision,
             prompt_tokens=len(spec.prompt.ids) + len(self._produced),
             max_output_tokens=spec.limits.max_tokens - len(self._produced),
-            arrival_unix_us=context.arrival_unix_us,
+            arrival_unix_us=received.unix_us,
             queue_ttl_s=self._patience_s(),
-            ticket=context.ticket,
+            ticket=request.ticket,
             traceparent=self.timer.traceparent,
-            prefix_hashes=spec.prompt.prefix_hashes[: context.placed_prefix_blocks],
-            deadline_left_s=None
-            if context.deadline_s is None
-            else max(0.001, context.deadline_s - context.clock.monotonic_s()),
-            tenant_weight=context.tenant_weight,
-            attempt=context.attempt,
-            committed_tokens_per_minute=context.committed_tokens_per_minute,
+            prefix_hashes=spec.prompt.prefix_hashes[: request.limits.placed_prefix_blocks],
+            deadline_left_s=self._time_left_s(),
+            tenant_weight=tenant.weight,
+            attempt=received.attempt,
+            committed_tokens_per_minute=tenant.committed_tokens_per_minute,
             begun=self._granted,
         )
 
     def _patience_s(self) -> float:
         """How long to queue. A stream that has begun waits until its deadline, to avoid a broken stream."""
-        context = self._context
-        if not self._produced or context.deadline_s is None:
-            return context.queue_ttl_s
-        return max(context.queue_ttl_s, context.deadline_s - context.clock.monotonic_s())
+        queue_ttl_s = self._request.queue_ttl_s
+        return max(queue_ttl_s, self._time_left_s()) if self._produced else queue_ttl_s
+
+    def _time_left_s(self) -> float:
+        """The time until the request's deadline; above zero."""
+        return max(0.001, self._request.deadline_s - self._clock.monotonic_s())
 
     async def _execute(self, grant: AnyGrant) -> Outcome:
         """Start under a grant and wait for the outcome. Leaving early frees the worker's KV."""
-        context = self._context
-        time_left_s = None
-        if context.deadline_s is not None:
-            time_left_s = max(context.deadline_s - context.clock.monotonic_s(), 0.001)
+        request, ports = self._request, self._request.ports
         # A start has at least one token of credit. A stream that resumes at the end of the client's window
         # exceeds it by that token.
-        self._limit = max(self._open_to(), len(self._produced) + 1)
+        self._limit = max(self._credit_limit(), len(self._produced) + 1)
         start = StartSpec(
             generation=self.spec,
             choice=self.choice,
-            tenant_id=context.tenant_id,
+            tenant_id=request.tenant.meta.name,
             grant=grant,
             initial_credit_tokens=self._limit - len(self._produced),
             produced_ids=tuple(self._produced),
             delivered_chars=self._chars,
-            time_left_s=time_left_s,
+            time_left_s=self._time_left_s(),
             traceparent=self.timer.traceparent,
         )
         if isinstance(grant, FallbackGrant):
-            context.telemetry.placed_by_fallback()
+            request.telemetry.placed_by_fallback()
         self._accepted = False
         self._first_run = not self._produced
         self._outcome = asyncio.get_running_loop().create_future()
-        self._running = context.workers.start(start, self)
+        self._running = ports.workers.start(start, self)
         try:
             return await self._outcome
         finally:
@@ -291,12 +238,12 @@ class ChoiceRun:
                 or isinstance(self._outcome.result(), Lost)
             ):
                 self._running.cancel()
-            context.placement.over(grant, _refusal_of(self._outcome))
+            ports.placement.over(grant, _refusal_of(self._outcome))
             self._running = self._outcome = None
 
     def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain:
         """Return the next placement. Raises the error that ends the choice."""
-        jitter = self._context.rng.random()
+        jitter = self._request.ports.rng.random()
         if isinstance(outcome, StartRefused):
             if outcome.reason is NotAdmittedReason.INVALID:
                 raise InternalError(f"{grant.worker_id} took the start for out of bounds")
@@ -306,7 +253,7 @@ class ChoiceRun:
                 raise NoWorkerAvailable(decision.why, retry_after_s=1.0)
         else:
             if isinstance(outcome, SequenceEnd):
-                self._note_cached(outcome)
+                self._record_cached(outcome)
                 if outcome.reason is FinishReason.PREEMPTED:
                     self._log_placed_again(grant, outcome)
                     return PlaceAgain()
@@ -316,7 +263,7 @@ class ChoiceRun:
             if isinstance(decision, GiveUp) and _is_not_finite(outcome):
                 raise VersionFailing(
                     f"version {self.spec.version_digest} of {self.spec.model} gave logits that are not "
-                    f"finite on {self.losses} tries: the version is at fault",
+                    f"finite on {self.losses} tries: the version is faulty",
                     retry_after_s=10.0,
                     version_digest=self.spec.version_digest,
                     model=self.spec.model,
@@ -324,7 +271,7 @@ class ChoiceRun:
                 )
             if isinstance(decision, GiveUp):
                 raise StreamBroken(f"{decision.why}; send it again", retry_after_s=1.0)
-            paced_s = self._context.retries.take(self._context.clock.monotonic_s())
+            paced_s = self._request.ports.retries.take(self._clock.monotonic_s())
             decision = replace(decision, delay_s=decision.delay_s + paced_s)
         self._log_placed_again(grant, outcome)
         return decision
@@ -334,17 +281,17 @@ class ChoiceRun:
         if self._accepted or not isinstance(outcome, Lost):
             self.losses += 1
             return after_loss(grant.worker_id, self.losses, jitter)
-        context, now_s = self._context, self._context.clock.monotonic_s()
+        now_s = self._clock.monotonic_s()
         if self._unreached == 0:
             self._unreached_since_s = now_s
         self._unreached += 1
         waited_s = now_s - self._unreached_since_s
-        return after_unreached(grant.worker_id, self._unreached, waited_s, context.queue_ttl_s, jitter)
+        return after_unreached(grant.worker_id, self._unreached, waited_s, self._request.queue_ttl_s, jitter)
 
     def _log_placed_again(self, grant: AnyGrant, outcome: Outcome) -> None:
         cause = "lost" if isinstance(outcome, Lost) else outcome.reason.value
         cause = "not_finite" if _is_not_finite(outcome) else cause
-        self._context.telemetry.placed_again(cause)
+        self._request.telemetry.placed_again(cause)
         log.info(
             "sequence.placed_again",
             request_id=self.spec.request_id,
@@ -354,7 +301,7 @@ class ChoiceRun:
             produced=len(self._produced),
         )
 
-    def _note_cached(self, end: SequenceEnd) -> None:
+    def _record_cached(self, end: SequenceEnd) -> None:
         """A resume may find cached blocks that this request itself computed: they do not count as cached."""
         if self._first_run:
             self.cached_tokens = end.cached_tokens
@@ -363,14 +310,14 @@ class ChoiceRun:
         if end.reason is FinishReason.DEADLINE:
             return DeadlineExceeded("the deadline passed while the output was being produced")
         if end.reason is FinishReason.SLOW_READER:
-            return SlowReader("the output was not read for too long; read faster or ask for less")
+            return SlowReader("the output was not read for too long; read faster or request less")
         if end.reason is FinishReason.ERROR:
-            return self._context.error_of(end.error_reason, end.error_message)
+            return self._request.ports.error_of(end.error_reason, end.error_message)
         return InternalError(f"the worker ended the sequence with {end.reason.value}")
 
     def _result(self, end: SequenceEnd) -> ChoiceResult:
-        self._note_cached(end)
-        now_s = self._context.clock.monotonic_s()
+        self._record_cached(end)
+        now_s = self._clock.monotonic_s()
         self._pace.finished(len(self._produced), now_s)
         self.timer.enter(Stage.SEND, now_s)
         self.timer.split_wait(end.engine_wait_us / 1e6)
@@ -381,7 +328,7 @@ class ChoiceRun:
     def on_accepted(self) -> None:
         self._accepted = True
         self._refusals = self._unreached = 0
-        self.timer.enter(Stage.ENGINE_WAIT, self._context.clock.monotonic_s())
+        self.timer.enter(Stage.ENGINE_WAIT, self._clock.monotonic_s())
 
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:
         self._resolve(StartRefused(reason))
@@ -389,15 +336,16 @@ class ChoiceRun:
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
-        now_s = self._context.clock.monotonic_s()
+        now_s = self._clock.monotonic_s()
         if self.timer.current is not Stage.DECODE:
             self.timer.enter(Stage.DECODE, now_s)
         if ids:
             self._pace.tokens(len(ids), now_s)
-        if offset != len(self._produced):
-            self._resolve(Lost(f"token {offset} came where {len(self._produced)} was due"))
+        produced = self._produced
+        if offset != len(produced):
+            self._resolve(Lost(f"received token {offset}, expected token {len(produced)}"))
             return
-        self._produced.extend(ids)
+        produced.extend(ids)
         self._chars += len(text)
         self._sink.on_tokens(self.choice, offset, ids, text, logprobs)
 

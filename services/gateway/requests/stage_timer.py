@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import IntEnum
 from typing import Final
 
 from opentelemetry.trace import Span, SpanKind
@@ -12,57 +12,50 @@ from services.gateway.events import Received
 from services.runtime.telemetry.tracing import Attributes, Tracing, parse_traceparent, traceparent_of
 
 
-class Stage(Enum):
-    VALIDATE = "validate_us"
-    ADMIT = "admit_us"
-    QUEUE = "queue_us"
-    DISPATCH = "dispatch_us"
-    ENGINE_WAIT = "engine_wait_us"
-    PREFILL = "prefill_us"
-    DECODE = "decode_us"
-    SEND = "send_us"
+class Stage(IntEnum):
+    """The stages in the order of the fields of ``StageClock``."""
+
+    VALIDATE = 0
+    ADMIT = 1
+    QUEUE = 2
+    DISPATCH = 3
+    ENGINE_WAIT = 4
+    PREFILL = 5
+    DECODE = 6
+    SEND = 7
 
 
-_ORDER: Final = tuple(Stage)
+STAGE_NAMES: Final = tuple(stage.name.lower() for stage in Stage)
 
 
 class StageTimer:
     """Measures the stages; entering a stage again (after a loss) adds to it."""
 
-    __slots__ = ("_current", "_entered_s", "_seconds", "_trace", "_unix_us")
+    __slots__ = ("_seconds", "_trace", "_unix_us", "current", "entered_s")
 
     def __init__(self, received_unix_us: int, now_s: float, trace: StageTrace | None = None) -> None:
         """``trace``: records a span per stage, None for a request that is not recorded."""
         self._trace = trace
         if trace is not None:
-            trace.entered(Stage.VALIDATE.name.lower(), now_s)
+            trace.entered(STAGE_NAMES[Stage.VALIDATE], now_s)
         self._unix_us = received_unix_us
-        self._current = Stage.VALIDATE
-        self._entered_s = now_s
-        self._seconds = dict.fromkeys(_ORDER, 0.0)
-
-    @property
-    def current(self) -> Stage:
-        return self._current
-
-    @property
-    def entered_s(self) -> float:
-        """When the current stage began, monotonic seconds."""
-        return self._entered_s
+        self.current = Stage.VALIDATE
+        self.entered_s = now_s  # when the current stage began, monotonic seconds
+        self._seconds = [0.0] * len(STAGE_NAMES)
 
     def enter(self, stage: Stage, now_s: float) -> None:
         """Charge the time since the last change to the stage that ends."""
-        self._seconds[self._current] += now_s - self._entered_s
-        if self._trace is not None and stage is not self._current:
-            self._trace.entered(stage.name.lower(), now_s)
-        self._current, self._entered_s = stage, now_s
+        self._seconds[self.current] += now_s - self.entered_s
+        if self._trace is not None and stage is not self.current:
+            self._trace.entered(STAGE_NAMES[stage], now_s)
+        self.current, self.entered_s = stage, now_s
 
     def fork(self) -> StageTimer:
         """Return a separate timer for one choice, with the stages measured so far."""
-        child = StageTimer(self._unix_us, self._entered_s)
+        child = StageTimer(self._unix_us, self.entered_s)
         child._trace = None if self._trace is None else self._trace.fork()
-        child._current = self._current
-        child._seconds = dict(self._seconds)
+        child.current = self.current
+        child._seconds = self._seconds.copy()
         return child
 
     def split_wait(self, engine_wait_s: float) -> None:
@@ -88,9 +81,8 @@ class StageTimer:
 
     def finish(self, now_s: float) -> StageClock:
         """Return the clock as of ``now_s``."""
-        self.enter(self._current, now_s)
-        micros = {stage.value: round(seconds * 1e6) for stage, seconds in self._seconds.items()}
-        return StageClock(received_unix_us=self._unix_us, **micros)
+        self.enter(self.current, now_s)
+        return StageClock(self._unix_us, *(round(seconds * 1e6) for seconds in self._seconds))
 
 
 class StageTrace:

@@ -41,12 +41,13 @@ class BufferedStream:
                 while self._events:
                     event = self._events.popleft()
                     if isinstance(event, Tokens):
-                        event = self._pending.pop(event.choice)
-                    yield event
-                    if isinstance(event, Tokens):
+                        del self._pending[event.choice]
+                        yield event
                         request.credit(event.choice, len(event.ids))
-                    elif isinstance(event, Finished):
-                        return
+                    else:
+                        yield event
+                        if isinstance(event, Finished):
+                            return
                 if self._failure is not None:
                     raise self._failure
                 self._waiter = loop.create_future()
@@ -67,13 +68,9 @@ class BufferedStream:
             self._pending[choice] = tokens = Tokens(choice, offset, ids, text, logprobs)
             self._push(tokens)
         else:
-            self._pending[choice] = Tokens(
-                choice,
-                waiting.offset,
-                [*waiting.ids, *ids],
-                waiting.text + text,
-                (*waiting.logprobs, *logprobs),
-            )
+            waiting.ids = [*waiting.ids, *ids]
+            waiting.text += text
+            waiting.logprobs = (*waiting.logprobs, *logprobs)
 
     def on_finished(self, finished: Finished) -> None:
         self._push(finished)

@@ -17,9 +17,8 @@ from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong
 from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
 from services.core.records import Priority
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
-from services.gateway.text.prefix_names import PrefixNames
 from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
-from services.gateway.text.tokenise import Tokeniser
+from services.gateway.text.tokenise import PrefixNames, Tokeniser
 from services.rpc import bounds
 from services.rpc.convert.inference import PRIORITY_OF
 from services.runtime.identity import KeyDirectory

@@ -23,8 +23,8 @@ from services.core.errors import (
     PromptTooLong,
     UnsupportedFeature,
 )
-from services.gateway.text.template.chat_template import ChatTemplate, ControlTokens
-from services.gateway.text.template.sandbox import MAX_TEMPLATE_BYTES, BudgetExceeded, TemplateRefused
+from services.gateway.text.chat_template import ChatTemplate, ControlTokens
+from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES, BudgetExceeded, TemplateRefused
 from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
 from services.ports.clock import Clock
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Final
 
 import structlog
@@ -58,7 +60,7 @@ MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
 TICK_S: Final = 0.05
 RETRY_S: Final = (1.0, 60.0)  # the delay before a failed start is retried: first, maximum
 MAX_FAILED: Final = 256
-_GIVEN_UP: Final = "the version's tokenizer was given up; send the request again"
+_UNLOADED: Final = "the version's tokenizer was unloaded; send the request again"
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +103,15 @@ class _Version:
     def queue(self, job: _Job) -> TenantRoundRobin[_Job]:
         return self.long if job.is_long else self.short
 
+    def next_check_s(self, idle_s: float) -> float:
+        """When its processes need a check, monotonic: 0.0 for now, inf for never."""
+        if self.pressed or self.short or self.long or not all(process.idle for process in self.processes):
+            return 0.0
+        ends_s = [process.idle_since_s + idle_s for process in self.processes if process.nice]
+        if len(ends_s) == len(self.processes):  # the first process is missing
+            ends_s.append(self.retry_at_s)
+        return min(ends_s, default=inf)
+
 
 @dataclass(slots=True)
 class _Failure:
@@ -123,6 +134,7 @@ class TextProcesses:
         self._loads = asyncio.Semaphore(MAX_LOADS)
         self._long: set[str] = set()  # the tenants whose long text is being read
         self._pending: dict[str, tuple[int, int]] = {}  # waiting texts and their bytes, by tenant
+        self._work = asyncio.Event()  # a text or process was added, or a process ended
         self._ended = metrics.counter(
             "fairway_gateway_text_processes_ended_total",
             "Tokenizer processes that ended, by cause",
@@ -146,8 +158,14 @@ class TextProcesses:
         )
 
     async def run(self) -> None:
-        """Start and end processes as needed until cancelled."""
+        """Start and end processes as needed until cancelled. It sleeps while no check is due."""
         while True:
+            self._work.clear()
+            idle_s = self._next_check_s(self._clock.monotonic_s())
+            if idle_s > 0.0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None if idle_s == inf else idle_s):
+                        await self._work.wait()
             await self._clock.sleep(TICK_S)
             now_s = self._clock.monotonic_s()
             for version in list(self._versions.values()):
@@ -167,7 +185,7 @@ class TextProcesses:
             async with self._loads:
                 model = await self._open(version, process)
         except FailedPrecondition as error:
-            self._note_failure(version_digest, error)
+            self._record_failure(version_digest, error)
             raise
         self._failed.pop(version_digest, None)
         self.unload(version_digest)
@@ -179,7 +197,7 @@ class TextProcesses:
         """See ``Texts``. Texts that wait or are being read end with Unavailable."""
         version = self._versions.pop(version_digest, None)
         if version is not None:
-            self._refuse_waiting(version, _GIVEN_UP)
+            self._refuse_waiting(version, _UNLOADED)
             for process in version.processes:
                 process.kill(Cause.STOPPED)
 
@@ -189,7 +207,7 @@ class TextProcesses:
         """See ``Texts``."""
         version = self._versions.get(model.version_digest)
         if version is None:
-            raise Unavailable(_GIVEN_UP, retry_after_s=0.5)
+            raise Unavailable(_UNLOADED, retry_after_s=0.5)
         began_s = self._clock.monotonic_s()
         self._check(version, tenant_id, size_bytes, began_s)
         job = _Job(tenant_id, text, size_bytes, asyncio.get_running_loop().create_future())
@@ -197,6 +215,7 @@ class TextProcesses:
         self._pending[tenant_id] = (texts + 1, size + size_bytes)
         job.future.add_done_callback(partial(self._forget, version, job))
         version.queue(job).add(tenant_id, job)
+        self._work.set()
         self._dispatch(version)
         if job.is_long:
             self._tend(version, began_s)
@@ -241,7 +260,7 @@ class TextProcesses:
         """Give each idle process the next text."""
         for process in version.processes:
             if process.idle and (job := self._next(version, process)) is not None:
-                self._ask(version, process, job)
+                self._send(version, process, job)
 
     def _next(self, version: _Version, process: TextProcess) -> _Job | None:
         while True:
@@ -257,7 +276,7 @@ class TextProcesses:
             if not job.future.done():
                 return job
 
-    def _ask(self, version: _Version, process: TextProcess, job: _Job) -> None:
+    def _send(self, version: _Version, process: TextProcess, job: _Job) -> None:
         (self._long if job.is_long else version.reading).add(job.tenant_id)
         cpu_s = self._limits.cpu_s(job.size_bytes)
         order: Order = (
@@ -309,6 +328,11 @@ class TextProcesses:
 
     # --- the set of processes --------------------------------------------------------------------
 
+    def _next_check_s(self, now_s: float) -> float:
+        """Return the time until a check is due: 0 while texts are read or processes start, inf for never."""
+        checks = (version.next_check_s(self._limits.idle_s) for version in self._versions.values())
+        return max(0.0, min(checks, default=inf) - now_s)
+
     def _tend(self, version: _Version, now_s: float) -> None:
         """Start missing processes of a version, end those that were idle for long."""
         if self._versions.get(version.digest) is not version:
@@ -339,6 +363,7 @@ class TextProcesses:
     def _start(self, version: _Version, *, nice: bool) -> None:
         process = TextProcess(self._clock, nice=nice)
         version.processes.append(process)
+        self._work.set()
         self._supervisor.spawn(f"text process of {version.digest[:19]}", self._grow(version, process))
 
     async def _grow(self, version: _Version, process: TextProcess) -> None:
@@ -388,9 +413,10 @@ class TextProcesses:
             )
         if process in version.processes:
             version.processes.remove(process)
+            self._work.set()
             self._tend(version, self._clock.monotonic_s())
 
-    def _note_failure(self, digest: str, error: FailedPrecondition) -> None:
+    def _record_failure(self, digest: str, error: FailedPrecondition) -> None:
         known = self._failed.pop(digest, None)
         count = 1 if known is None else min(known.count + 1, 10)
         first_s, most_s = RETRY_S
@@ -407,8 +433,8 @@ def _fail(job: _Job, error: FairwayError) -> None:
 
 def _share_full(what: str, most: int) -> ShareExceeded:
     return ShareExceeded(
-        f"{what} of this tenant wait to be tokenised at this gateway, and at most {most} may; wait until "
-        "some are read",
+        f"{what} of this tenant wait to be tokenised at this gateway; the maximum is {most}; wait until "
+        "some are tokenised",
         retry_after_s=1.0,
         limit=most,
     )
@@ -416,6 +442,6 @@ def _share_full(what: str, most: int) -> ShareExceeded:
 
 def _suspended(suspended_s: float) -> VersionFailing:
     return VersionFailing(
-        "texts ended the processes of this version's tokenizer again and again: for a while it reads none",
+        "texts crashed the processes of this version's tokenizer repeatedly; it is suspended for a while",
         retry_after_s=suspended_s,
     )

@@ -1,4 +1,4 @@
-"""Tokenises text in processes beside the event loop, with a cache.
+"""Tokenises text in processes beside the event loop, with a cache, and names the prompt's prefix blocks.
 
 The cache is per tenant: with a shared cache, a tenant could infer another's prompts from its time to the
 first token. Its keys are digests, its size is counted in tokens.
@@ -6,18 +6,24 @@ first token. Its keys are digests, its size is counted in tokens.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from typing import Final
 
 from services.core.errors import PromptTooLong
+from services.core.generation import Prompt
+from services.core.prefix import PREFIX_BLOCK_TOKENS, prefix_chain, prefix_root
 from services.gateway.text.text_model import ChatMessage, TextModel, Texts
 
 MAX_CACHED_TOKENS: Final = 500_000
 MAX_CACHED_ENTRIES: Final = 4096
 # Longer texts nearly always have more tokens than an entry may.
 MAX_CACHED_BYTES: Final = 1024 * 1024
+# Up to this size naming takes less time than a thread switch under load: 0.2 ms; 100,000 tokens take 4 ms.
+INLINE_TOKENS: Final = 64 * PREFIX_BLOCK_TOKENS
 
 Ids = tuple[int, ...]
 
@@ -88,6 +94,31 @@ class Tokeniser:
             _, evicted = self._cache.popitem(last=False)
             self._cached_tokens -= len(evicted)
         return ids
+
+
+class PrefixNames:
+    """Computes the names of a prompt's prefix blocks. Event loop only; long prompts run in the executor's
+    threads.
+
+    The root is keyed by a secret that all gateways share and by the tenant. So tenants share no cached
+    prefix, and no tenant can infer another's prompts from its time to first token.
+    """
+
+    def __init__(self, secret: bytes, executor: Executor) -> None:
+        self._secret = secret
+        self._executor = executor
+
+    async def prompt(self, ids: Sequence[int], tenant_id: str, version_digest: str) -> Prompt:
+        """Return the prompt with the names of its whole blocks."""
+        root = prefix_root(self._secret, tenant_id, version_digest)
+        if len(ids) < PREFIX_BLOCK_TOKENS:
+            names: tuple[int, ...] = ()
+        elif len(ids) <= INLINE_TOKENS:
+            names = prefix_chain(root, ids)
+        else:
+            loop = asyncio.get_running_loop()
+            names = await loop.run_in_executor(self._executor, prefix_chain, root, ids)
+        return Prompt(ids, names, root)
 
 
 def _check_bytes(model: TextModel, size: int, field: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Final
+from typing import Final, TypedDict
 
 from fairway.v1 import inference_pb2
 from services.adapters.links.muxed_placement import MuxedPlacement
@@ -33,11 +33,10 @@ from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.requests.validate import Validator
-from services.gateway.service import GatewayService
-from services.gateway.service_interface import GatewayInterface, drain
+from services.gateway.service import GatewayService, drain
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
-from services.gateway.text.prefix_names import PrefixNames
+from services.gateway.text.tokenise import PrefixNames
 from services.ports.placement import FallbackPlacer
 from services.ports.store import Entry
 from services.ports.worker import WorkerClient
@@ -61,6 +60,16 @@ _MODEL_FILES: Final = Path(__file__).parent / "model"
 def key_name(tenant: str) -> str:
     """Return the name of the tenant's one API key."""
     return f"key-{tenant}"
+
+
+class _Parts(TypedDict):
+    """The arguments of both kinds of service."""
+
+    validator: Validator
+    identity: KeyDirectory
+    catalog: ModelCatalog
+    ports: Ports
+    limits: GatewayLimits
 
 
 class GatewayNode:
@@ -97,7 +106,7 @@ class GatewayNode:
         self._directory = directory
         self.catalog = catalog
         limits, telemetry = self.make_limits(spec), GatewayTelemetry(clock=clock)
-        self._plain = GatewayService(
+        parts = _Parts(
             validator=Validator(
                 catalog,
                 identity,
@@ -109,13 +118,13 @@ class GatewayNode:
             ports=self._ports(telemetry),
             limits=limits,
         )
-        self.service: GatewayInterface = self._plain
         self._keyed: IdempotentService | None = None
+        self.service: GatewayService
         if spec.idempotency:
             keyed = self._keyed_ports(RemoteRecords(redis), gateway_id, telemetry.metrics, limits)
-            self.service = self._keyed = IdempotentService(
-                self._plain, keyed, identity=identity, limits=limits, supervisor=supervisor
-            )
+            self.service = self._keyed = IdempotentService(keyed, **parts)
+        else:
+            self.service = GatewayService(**parts)
 
     def _ports(self, telemetry: GatewayTelemetry) -> Ports:
         process = self._process
@@ -167,7 +176,7 @@ class GatewayNode:
         spawn = self._process.supervisor.spawn
         spawn("scheduler directory", self._directory.run())
         spawn("warm text models", self.catalog.warm_forever())
-        spawn("renew", self._plain.renew_forever())
+        spawn("renew", self.service.renew_forever())
         if self._keyed is not None:
             spawn("flush records", self._keyed.flush_forever())
         self.placement.start()

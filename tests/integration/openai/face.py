@@ -19,7 +19,7 @@ from services.gateway.faces.openai.routes import build_app
 from services.gateway.faces.openai.server import HttpServer
 from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.gateway.requests.streaming import Completion
-from services.gateway.service_interface import ServedModel
+from services.gateway.service import ServedModel
 from services.runtime import secrets
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Versioned

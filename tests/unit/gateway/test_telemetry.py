@@ -16,10 +16,12 @@ from structlog.testing import capture_logs
 
 from services.core import errors
 from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling, TokenLogprobs, Usage
+from services.core.records import Meta, Tenant
 from services.gateway.events import Accepted, Finished, Received
-from services.gateway.requests.choice import RunContext
-from services.gateway.requests.request import Admitted, Request
-from services.gateway.requests.stage_timer import Stage
+from services.gateway.requests.request import Request
+from services.gateway.requests.stage_timer import STAGE_NAMES, Stage
+from services.gateway.requests.terms import Admitted, RunTerms
+from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.limiter import Limits, Reservation
 from services.runtime.clock import SystemClock
@@ -89,15 +91,20 @@ class Rig:
     async def run(self) -> float:
         """Run one request; return how long it took."""
         began_s = CLOCK.monotonic_s()
-        request = Request(
-            Received(began_s, 1, "req_1", face="http"),
-            self.sink,
-            settle=self.limiter.settle,
+        ports = Ports(
+            limiter=self.limiter,
+            placement=self.placement,
+            workers=self.workers,
             clock=CLOCK,
             supervisor=self.supervisor,
+            rng=Random(0),
+            sign_ticket=lambda *_: b"t",
             new_incident=lambda: "inc_1",
+            error_of=lambda _, text: errors.InvalidInput(text),
             telemetry=self.telemetry,
         )
+        terms = RunTerms(Received(began_s, 1, "req_1", face="http"), 30.0)
+        request = Request(terms, self.sink, ports)
 
         async def admit() -> Admitted:
             if self.refuse is not None:
@@ -106,27 +113,11 @@ class Rig:
             spec = GenerationSpec(
                 "req_1", "m", "sha256:x", 3, Prompt([1, 2, 3]), Sampling(7), OutputLimits(64)
             )
-            context = RunContext(
-                placement=self.placement,
-                workers=self.workers,
-                clock=CLOCK,
-                rng=Random(0),
-                error_of=lambda _, text: errors.InvalidInput(text),
-                tenant_id="acme",
-                ticket=b"t",
-                arrival_unix_us=1,
-                queue_ttl_s=5.0,
-                deadline_s=None,
-                window_tokens=8,
-                telemetry=request.telemetry,
-            )
-            return Admitted(spec, await self.limiter.admit("acme", "req_1", Limits()), context)
+            reservation = await self.limiter.admit("acme", "req_1", Limits())
+            tenant, limits = Tenant(Meta("acme")), GatewayLimits(window_tokens=8)
+            return Admitted(spec, reservation, tenant, b"t", terms, ports, limits, request.telemetry)
 
-        async def serve() -> None:
-            async with request.until_end(30.0):
-                await request.run(await admit())
-
-        task = self.supervisor.spawn("request", serve())
+        task = self.supervisor.spawn("request", request.run(admit))
         request.bind(task)
         await task
         return CLOCK.monotonic_s() - began_s
@@ -140,7 +131,7 @@ async def test_the_clock_holds_all_that_the_client_waits_for() -> None:
     elapsed_s = await rig.run()
     assert rig.sink.finished is not None
     clock = rig.sink.finished.clock
-    total_s = sum(getattr(clock, stage.value) for stage in Stage) / 1e6
+    total_s = sum(getattr(clock, f"{name}_us") for name in STAGE_NAMES) / 1e6
     assert clock.send_us >= SETTLE_S * 1e6 * 0.9
     assert elapsed_s - 0.1 <= total_s <= elapsed_s
 
@@ -174,8 +165,7 @@ async def test_each_figure_is_of_its_own_interval() -> None:
     clock = rig.sink.finished.clock
     spent = rig.counted("fairway_gateway_stage_seconds_sum")
     assert spent == {
-        (("stage", stage.value.removesuffix("_us")),): pytest.approx(getattr(clock, stage.value) / 1e6)
-        for stage in Stage
+        (("stage", name),): pytest.approx(getattr(clock, f"{name}_us") / 1e6) for name in STAGE_NAMES
     }
     whole = rig.counted("fairway_gateway_request_seconds_sum")
     assert whole == {(("outcome", "finished"),): pytest.approx(sum(spent.values()))}

@@ -56,12 +56,15 @@ def finished_message(event: Finished) -> inference_pb2.Finished:
 
 def generate_response(event: Event) -> inference_pb2.GenerateResponse:
     if isinstance(event, Tokens):
-        chunk = inference_pb2.TokenChunk(
-            choice=event.choice, offset=event.offset, ids=event.ids, text=event.text
-        )
+        response = inference_pb2.GenerateResponse()
+        chunk = response.chunk  # filled in place: a separate chunk would be copied
+        chunk.choice = event.choice
+        chunk.offset = event.offset
+        chunk.ids.extend(event.ids)
+        chunk.text = event.text
         if event.logprobs:
             chunk.logprobs.extend(token_logprobs(event.logprobs))
-        return inference_pb2.GenerateResponse(chunk=chunk)
+        return response
     if isinstance(event, Accepted):
         return inference_pb2.GenerateResponse(accepted=accepted_message(event))
     if isinstance(event, Heartbeat):

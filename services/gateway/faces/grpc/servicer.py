@@ -14,7 +14,7 @@ from services.core.errors import Unimplemented, first_failure
 from services.gateway.events import Received
 from services.gateway.faces.grpc.messages import complete_response, generate_response
 from services.gateway.faces.grpc.session import MuxedSession
-from services.gateway.service_interface import GatewayInterface
+from services.gateway.service import GatewayService
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.interceptors.access import principal
 from services.rpc.interceptors.arrival import many_requests
@@ -27,7 +27,7 @@ WRITE_TIMEOUT_S: Final = 30.0
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
         self,
-        service: GatewayInterface,
+        service: GatewayService,
         received: Callable[[], Received],
         *,
         heartbeat_s: float,

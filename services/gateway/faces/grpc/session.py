@@ -13,7 +13,7 @@ from services.core.errors import ConcurrencyExceeded, FairwayError, InvalidInput
 from services.core.generation import Principal, TokenLogprobs
 from services.gateway.events import Accepted, Finished, Handle, Received
 from services.gateway.faces.grpc.messages import accepted_message, finished_message
-from services.gateway.service_interface import GatewayInterface
+from services.gateway.service import GatewayService
 from services.rpc import bounds
 from services.rpc.convert.inference import token_logprobs
 from services.rpc.status import to_proto
@@ -72,7 +72,7 @@ class MuxedSession:
     """
 
     def __init__(
-        self, service: GatewayInterface, principal: Principal, received: Callable[[], Received]
+        self, service: GatewayService, principal: Principal, received: Callable[[], Received]
     ) -> None:
         self._service = service
         self._principal = principal
@@ -88,7 +88,7 @@ class MuxedSession:
         self._weight = 0
         self._half_closed = False
         self._failure: Exception | None = None
-        self._wanted = asyncio.Event()
+        self._has_output = asyncio.Event()
         self._read = asyncio.Event()
 
     # --- requests of the client --------------------------------------------------------------------
@@ -179,10 +179,10 @@ class MuxedSession:
         self._ids.append(ids)
         self._texts.append(text)
         self._weight += len(ids) + LOGPROBS_WEIGHT * len(logprobs)
-        self._wanted.set()
+        self._has_output.set()
 
     def wake(self) -> None:
-        self._wanted.set()
+        self._has_output.set()
 
     @property
     def idle(self) -> bool:
@@ -200,21 +200,21 @@ class MuxedSession:
 
         Raises the error of a failed session.
         """
-        if not self._wanted.is_set():
+        if not self._has_output.is_set():
             try:
                 async with asyncio.timeout(heartbeat_s):
-                    await self._wanted.wait()
+                    await self._has_output.wait()
             except TimeoutError:
                 return inference_pb2.SessionResponse(heartbeat=inference_pb2.Heartbeat())
         if self._failure is not None:
             raise self._failure
-        self._wanted.clear()
+        self._has_output.clear()
         message = inference_pb2.SessionResponse(accepted=self.accepted)
         self.accepted = []
         if self._handles:
             self._take_tokens(message.tokens)
         if self._handles:  # the remaining tokens go into the next message, and the ends follow them
-            self._wanted.set()
+            self._has_output.set()
         else:
             message.finished.extend(self.finished)
             self.finished = []

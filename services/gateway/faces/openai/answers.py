@@ -12,7 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Finished, Tokens
-from services.gateway.faces.openai.requests import Dialect, Wanted
+from services.gateway.faces.openai.requests import ApiRequest, Dialect
 from services.gateway.policy.degrade import Degradation
 from services.gateway.requests.streaming import Completion
 from services.runtime.ids import ANSWER_PREFIXES
@@ -166,25 +166,25 @@ def finish_reasons(finished: Finished) -> dict[int, str]:
 
 
 def whole_answer(
-    wanted: Wanted, completions: Sequence[Completion], created_unix_s: int, request_id: str
+    request: ApiRequest, completions: Sequence[Completion], created_unix_s: int, request_id: str
 ) -> bytes:
     """Return the JSON of an answer that is not streamed."""
     first = completions[0].accepted
     answer = AnswerHead(request_id, created_unix_s, first.model, first.version_digest)
-    head = answer.head(wanted.dialect, chunk=False)
+    head = answer.head(request.dialect, chunk=False)
     chat: list[_ChatChoice] = []
     text: list[_TextChoice] = []
     for number, completion in enumerate(completions):
         reasons = finish_reasons(completion.finished)
         for choice, content in enumerate(completion.texts):
-            index = number * wanted.choices + choice
+            index = number * request.choices + choice
             reason = reasons.get(choice, "stop")
-            entries = completion.logprobs[choice] if wanted.logprobs else ()
-            if wanted.dialect == "chat":
-                found = chat_logprobs(entries) if wanted.logprobs else None
+            entries = completion.logprobs[choice] if request.logprobs else ()
+            if request.dialect == "chat":
+                found = chat_logprobs(entries) if request.logprobs else None
                 chat.append(_ChatChoice(index, _Message("assistant", content), found, reason))
             else:
-                listed = completion_logprobs(entries, 0) if wanted.logprobs else None
+                listed = completion_logprobs(entries, 0) if request.logprobs else None
                 text.append(_TextChoice(index, content, listed, reason))
     usage = usage_body([completion.finished.usage for completion in completions])
     whole = _Whole(
@@ -193,9 +193,9 @@ def whole_answer(
         created=head.created,
         model=head.model,
         system_fingerprint=head.system_fingerprint,
-        choices=chat if wanted.dialect == "chat" else text,
+        choices=chat if request.dialect == "chat" else text,
         usage=usage,
-        stage_clock=[one.finished.clock for one in completions] if wanted.stage_clock else UNSET,
+        stage_clock=[one.finished.clock for one in completions] if request.stage_clock else UNSET,
         degraded=_degraded([found for one in completions for found in one.accepted.degradations]),
     )
     return _encode(whole)
@@ -243,12 +243,12 @@ def _finite(logprob: float) -> float:
 class Frames:
     """Writes the frames of one streamed answer: one JSON head, built once, around each choice."""
 
-    def __init__(self, wanted: Wanted, answer: AnswerHead) -> None:
-        self._wanted = wanted
-        head = _encode(answer.head(wanted.dialect, chunk=True))
+    def __init__(self, request: ApiRequest, answer: AnswerHead) -> None:
+        self._request = request
+        head = _encode(answer.head(request.dialect, chunk=True))
         self._before = b"data: " + head[:-1] + b',"choices":['
         # When usage is requested, every frame but the last has a null usage.
-        self._after = b'],"usage":null}\n\n' if wanted.include_usage else b"]}\n\n"
+        self._after = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
         self._offsets: dict[int, int] = {}
 
     def role(self, index: int) -> bytes:
@@ -257,10 +257,10 @@ class Frames:
 
     def tokens(self, index: int, event: Tokens) -> bytes:
         """The frame of new output; empty while text is held back and no log probabilities were requested."""
-        wants = self._wanted.logprobs and bool(event.logprobs)
+        wants = self._request.logprobs and bool(event.logprobs)
         if not event.text and not wants:
             return b""
-        if self._wanted.dialect == "chat":
+        if self._request.dialect == "chat":
             found = chat_logprobs(event.logprobs) if wants else None
             return self._frame(_ChatChunkChoice(index, _Delta(content=event.text), found))
         listed = completion_logprobs(event.logprobs, self._offsets.get(index, 0)) if wants else None
@@ -271,19 +271,19 @@ class Frames:
 
     def finish(self, index: int, reason: str) -> bytes:
         """The last frame of a choice."""
-        if self._wanted.dialect == "chat":
+        if self._request.dialect == "chat":
             return self._frame(_ChatChunkChoice(index, _Delta(), finish_reason=reason))
         return self._frame(_TextChoice(index, "", finish_reason=reason))
 
     def usage(self, usages: Sequence[Usage]) -> bytes:
         """The frame of the whole answer's usage; empty unless requested."""
-        if not self._wanted.include_usage:
+        if not self._request.include_usage:
             return b""
         return self._before + b'],"usage":' + _encode(usage_body(usages)) + b"}\n\n"
 
     def stage_clock(self, clocks: Sequence[StageClock]) -> bytes:
         """The frame of the stage times, per generation; empty unless requested."""
-        if not self._wanted.stage_clock:
+        if not self._request.stage_clock:
             return b""
         return self._before + b'],"stage_clock":' + _encode(list(clocks)) + b"}\n\n"
 

@@ -19,8 +19,8 @@ from fairway.task_group import TaskGroup
 from services.core.generation import StageClock, Usage
 from services.gateway.events import Accepted, Event, Finished, Tokens
 from services.gateway.faces.openai.answers import AnswerHead, Frames, finish_reasons
-from services.gateway.faces.openai.exchange import Reply, foremost
-from services.gateway.faces.openai.requests import Wanted
+from services.gateway.faces.openai.exchange import Reply, primary_failure
+from services.gateway.faces.openai.requests import ApiRequest
 from services.gateway.policy.degrade import Degradation, header_value
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
@@ -38,8 +38,8 @@ def degraded_header(degradations: Sequence[Degradation]) -> tuple[bytes, bytes]:
 class EventStream:
     """Writes one answer. ``relay`` runs once per generation; they share the connection."""
 
-    def __init__(self, wanted: Wanted, reply: Reply, *, request_id: str, created_unix_s: int) -> None:
-        self._wanted = wanted
+    def __init__(self, request: ApiRequest, reply: Reply, *, request_id: str, created_unix_s: int) -> None:
+        self._request = request
         self._reply = reply
         self._request_id = request_id
         self._created_unix_s = created_unix_s
@@ -60,7 +60,7 @@ class EventStream:
                 for number, source in enumerate(sources):
                     group.create_task(self._relay(number, source))
         except BaseExceptionGroup as failures:
-            raise foremost(failures) from None
+            raise primary_failure(failures) from None
 
     async def _relay(self, number: int, source: AsyncGenerator[Event, None]) -> None:
         async with aclosing(source) as events:
@@ -76,7 +76,7 @@ class EventStream:
             return
         await self._open()
         if isinstance(event, Tokens):
-            data = self._frames.tokens(number * self._wanted.choices + event.choice, event)
+            data = self._frames.tokens(number * self._request.choices + event.choice, event)
             if data:
                 await self._reply.write(data)
         elif isinstance(event, Finished):
@@ -96,13 +96,13 @@ class EventStream:
             answer = AnswerHead(
                 request_id, created_unix_s, event.model, event.version_digest, event.degradations
             )
-            self._frames = Frames(self._wanted, answer)
-        if self._wanted.dialect == "chat":
-            first = number * self._wanted.choices
-            self._opening += [self._frames.role(first + choice) for choice in range(self._wanted.choices)]
+            self._frames = Frames(self._request, answer)
+        if self._request.dialect == "chat":
+            first = number * self._request.choices
+            self._opening += [self._frames.role(first + choice) for choice in range(self._request.choices)]
         self._accepted += 1
         # Until all are accepted, a rejection can still be a plain status.
-        if self._accepted == len(self._wanted.generations):
+        if self._accepted == len(self._request.generations):
             await self._open()
 
     async def _open(self) -> None:
@@ -116,9 +116,9 @@ class EventStream:
     async def _on_finished(self, number: int, event: Finished, frames: Frames) -> None:
         self._usages.append(event.usage)
         self._clocks.append(event.clock)
-        first = number * self._wanted.choices
+        first = number * self._request.choices
         parts = [frames.finish(first + choice, reason) for choice, reason in finish_reasons(event).items()]
-        last = len(self._usages) == len(self._wanted.generations)
+        last = len(self._usages) == len(self._request.generations)
         if last:
             parts += [frames.stage_clock(self._clocks), frames.usage(self._usages), DONE]
         await self._reply.write(b"".join(parts), last=last)

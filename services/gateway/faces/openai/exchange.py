@@ -1,10 +1,11 @@
-"""One HTTP exchange: body limits, write timeout, and detection of a disconnected client."""
+"""One HTTP exchange: bodies within memory bounds, write timeout, and detection of a disconnected client."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -12,6 +13,7 @@ from fairway.task_group import TaskGroup
 from services.core.errors import FairwayError, InvalidInput, SlowReader
 from services.gateway.events import MAX_ATTEMPT
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, error_headers, status_of
+from services.gateway.faces.openai.types import is_cheap
 
 T = TypeVar("T")
 Scope = Mapping[str, Any]
@@ -27,6 +29,12 @@ _VISIBLE: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _ATTEMPT: Final = re.compile(rb"\d{1,6}")
 _JSON_TYPE: Final = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-8\"?\s*)?", re.IGNORECASE)
+
+# A small body is not accounted: its connection bounds it.
+FREE_BYTES: Final = 64 * 1024
+_TENANT_BODIES: Final = 4
+_ALL_BODIES: Final = 16
+_RETRY_S: Final = 1.0
 
 # The meaning of each request header, for docs/reference/http.md.
 REQUEST_HEADERS: Final = {
@@ -134,6 +142,65 @@ class Headers:
                 field="x-request-timeout-s",
             )
         return seconds
+
+
+class BodyReader:
+    """Accounts for the bytes of bodies that are being read, and parses bodies.
+
+    One tenant's large bodies take at most four times the largest size, those of all tenants sixteen times.
+    """
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_tenant_bytes = _TENANT_BODIES * max_body_bytes
+        self._max_bytes = _ALL_BODIES * max_body_bytes
+        self._held: dict[str, int] = {}
+        self._parsing = asyncio.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self._held.values())
+
+    @contextmanager
+    def account(self, tenant_id: str) -> Iterator[Callable[[int], None]]:
+        """Yield the function to call with the present size of a body; the reservation lasts until the block
+        ends.
+
+        The call raises HttpProblem when the bound is reached.
+        """
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            if size <= FREE_BYTES:
+                return
+            more = size - held
+            tenant_bytes = self._held.get(tenant_id, 0) + more
+            if tenant_bytes > self._max_tenant_bytes:
+                raise HttpProblem(
+                    429, "too many large bodies of this tenant at once", close=True, retry_after_s=_RETRY_S
+                )
+            if self.held_bytes + more > self._max_bytes:
+                raise HttpProblem(503, "too many large bodies at once", close=True, retry_after_s=_RETRY_S)
+            self._held[tenant_id], held = tenant_bytes, size
+
+        try:
+            yield hold
+        finally:
+            if held:
+                self._held[tenant_id] -= held
+                if not self._held[tenant_id]:
+                    del self._held[tenant_id]
+
+    async def parse(self, parse: Callable[[bytes], T], body: bytes) -> T:
+        """Return the result of ``parse``, which runs in a thread unless the body is cheap.
+
+        One at a time: decoding holds the interpreter lock, so several threads would stop the loop for the sum
+        of their times.
+        """
+        if is_cheap(body):
+            return parse(body)
+        async with self._parsing:
+            return await asyncio.to_thread(parse, body)
 
 
 async def read_body(
@@ -288,7 +355,7 @@ async def unless_disconnected(receive: Receive, reply: Reply, work: Coroutine[An
             finally:
                 watcher.cancel()
     except BaseExceptionGroup as failures:
-        raise foremost(failures) from None
+        raise primary_failure(failures) from None
 
 
 async def _watch(receive: Receive, reply: Reply) -> None:
@@ -299,7 +366,7 @@ async def _watch(receive: Receive, reply: Reply) -> None:
         raise ClientDisconnected
 
 
-def foremost(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+def primary_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     """The ClientDisconnected among them, if any: the others are its consequences; otherwise the first."""
     leaves: list[BaseException] = []
     groups: list[BaseExceptionGroup[BaseException]] = [failures]

@@ -33,7 +33,7 @@ _PRIORITIES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ApiRequest:
     """One HTTP request: a generation per prompt, and the form of the answer.
 
     Choice c of generation g is number ``g * choices + c`` in the answer.
@@ -53,7 +53,7 @@ class Wanted:
     stage_clock: bool = False
 
 
-def chat_request(data: bytes) -> Wanted:
+def chat_request(data: bytes) -> ApiRequest:
     """Return the request of a /v1/chat/completions body. Raises InvalidInput, UnsupportedFeature."""
     body = parse_body(data, ChatBody)
     generation = _generation(body, _chat_max_tokens(body))
@@ -65,10 +65,10 @@ def chat_request(data: bytes) -> Wanted:
         raise InvalidInput("top_logprobs needs logprobs to be true", field="top_logprobs")
     if body.logprobs:
         generation.logprobs = body.top_logprobs or 0
-    return _wanted(body, "chat", (generation,), logprobs=bool(body.logprobs))
+    return _api_request(body, "chat", (generation,), logprobs=bool(body.logprobs))
 
 
-def completion_request(data: bytes) -> Wanted:
+def completion_request(data: bytes) -> ApiRequest:
     """Return the request of a /v1/completions body. Raises InvalidInput, UnsupportedFeature."""
     body = parse_body(data, CompletionBody)
     template = _generation(body, body.max_tokens)
@@ -83,12 +83,12 @@ def completion_request(data: bytes) -> Wanted:
         else:
             generation.token_ids.ids.extend(prompt)
         generations.append(generation)
-    return _wanted(body, "completions", tuple(generations), logprobs=body.logprobs is not None)
+    return _api_request(body, "completions", tuple(generations), logprobs=body.logprobs is not None)
 
 
-def _wanted(
+def _api_request(
     body: Options, dialect: Dialect, generations: tuple[inference_pb2.Generation, ...], *, logprobs: bool
-) -> Wanted:
+) -> ApiRequest:
     choices = 1 if body.n is None else body.n
     if choices * len(generations) > MAX_OUTPUTS:
         raise InvalidInput(
@@ -100,7 +100,7 @@ def _wanted(
         require_neutral(options, "stream_options.")
         if not body.stream:
             raise InvalidInput("stream_options needs stream to be true", field="stream_options")
-    return Wanted(
+    return ApiRequest(
         dialect=dialect,
         generations=generations,
         choices=choices,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import structlog
@@ -22,15 +22,16 @@ from starlette.routing import Route
 from structlog.contextvars import bound_contextvars
 
 from fairway.task_group import TaskGroup
+from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, InternalError, PermissionDenied
 from services.core.generation import Principal
 from services.core.records import KeyRole
-from services.gateway.events import Received
+from services.gateway.events import Event, Received
 from services.gateway.faces.openai.answers import whole_answer
-from services.gateway.faces.openai.bodies import BodyReader
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
 from services.gateway.faces.openai.event_stream import REPLAYED, EventStream, degraded_header, original
 from services.gateway.faces.openai.exchange import (
+    BodyReader,
     ClientDisconnected,
     Headers,
     HttpLimits,
@@ -38,14 +39,14 @@ from services.gateway.faces.openai.exchange import (
     Reply,
     Scope,
     Send,
-    foremost,
     mark_authenticated,
+    primary_failure,
     read_body,
     unless_disconnected,
 )
-from services.gateway.faces.openai.requests import Wanted, chat_request, completion_request
+from services.gateway.faces.openai.requests import ApiRequest, chat_request, completion_request
 from services.gateway.requests.streaming import Completion
-from services.gateway.service_interface import Authenticator, Generations, IdSource, ServedModel
+from services.gateway.service import ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
 
@@ -71,8 +72,49 @@ class Exchange:
 
     @property
     def caller(self) -> Principal:
-        assert self.principal is not None, "a public route asks who calls"
+        assert self.principal is not None, "a public route has no caller"
         return self.principal
+
+
+class Generations(Protocol):
+    """Whole requests: validates, admits, places and streams; raises the tree of ``core/errors.py``."""
+
+    def stream(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of a request, ending with Finished; raise the error that ended it.
+
+        Closing the generator cancels the request and frees all its resources.
+        """
+
+    async def complete(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """Return the whole answer. Cancelling the call cancels the request."""
+
+    async def list_models(self, principal: Principal) -> Sequence[ServedModel]:
+        """Return the models that the caller may use, by name."""
+
+
+class Authenticator(Protocol):
+    def authenticate(self, credentials: str | None) -> Principal:
+        """Return the principal of an authorization header's key. Raises Unauthenticated."""
+
+
+class IdSource(Protocol):
+    def request_id(self) -> str: ...
+
+    def incident_id(self) -> str: ...
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -186,25 +228,25 @@ class OpenAiFace:
         reason = self._not_ready()
         await exchange.reply.json(503 if reason else 200, _encode({"status": reason or "ready"}))
 
-    async def _generate(self, exchange: Exchange, parse: Callable[[bytes], Wanted]) -> None:
+    async def _generate(self, exchange: Exchange, parse: Callable[[bytes], ApiRequest]) -> None:
         timeout_s, session_key = exchange.headers.timeout_s(), exchange.headers.session_key()
         key = exchange.headers.idempotency_key()
         stage_clock = exchange.headers.wants_stage_clock()
         with self._bodies.account(exchange.caller.tenant_id) as hold:
             body = await read_body(exchange.headers, exchange.receive, self.limits, hold)
-            wanted = replace(await self._bodies.parse(parse, body), stage_clock=stage_clock)
+            request = replace(await self._bodies.parse(parse, body), stage_clock=stage_clock)
             del body
-        for generation in wanted.generations:
+        for generation in request.generations:
             generation.idempotency_key = key
             if session_key is not None:
                 generation.session_key = session_key
-        if wanted.stream:
+        if request.stream:
             exchange.headers.check_stream()
-            work = self._stream(exchange, wanted, timeout_s)
+            work = self._stream(exchange, request, timeout_s)
             await unless_disconnected(exchange.receive, exchange.reply, work)
             return
         completions = await unless_disconnected(
-            exchange.receive, exchange.reply, self._complete(exchange, wanted, timeout_s)
+            exchange.receive, exchange.reply, self._complete(exchange, request, timeout_s)
         )
         request_id, created_unix_s = exchange.received.request_id, int(self._clock.unix_s())
         first = completions[0].accepted
@@ -215,23 +257,23 @@ class OpenAiFace:
         degraded = [found for one in completions for found in one.accepted.degradations]
         if degraded:
             exchange.reply.add_header(*degraded_header(degraded))
-        await exchange.reply.json(200, whole_answer(wanted, completions, created_unix_s, request_id))
+        await exchange.reply.json(200, whole_answer(request, completions, created_unix_s, request_id))
 
-    async def _stream(self, exchange: Exchange, wanted: Wanted, timeout_s: float | None) -> None:
+    async def _stream(self, exchange: Exchange, request: ApiRequest, timeout_s: float | None) -> None:
         stream = EventStream(
-            wanted,
+            request,
             exchange.reply,
             request_id=exchange.received.request_id,
             created_unix_s=int(self._clock.unix_s()),
         )
         sources = [
             self._service.stream(exchange.caller, generation, received=received, timeout_s=timeout_s)
-            for generation, received in zip(wanted.generations, _numbered(exchange, wanted), strict=True)
+            for generation, received in zip(request.generations, _numbered(exchange, request), strict=True)
         ]
         await stream.run(sources)
 
     async def _complete(
-        self, exchange: Exchange, wanted: Wanted, timeout_s: float | None
+        self, exchange: Exchange, request: ApiRequest, timeout_s: float | None
     ) -> list[Completion]:
         """Return one answer per generation; the first failure ends the others."""
         try:
@@ -243,26 +285,26 @@ class OpenAiFace:
                         )
                     )
                     for generation, received in zip(
-                        wanted.generations, _numbered(exchange, wanted), strict=True
+                        request.generations, _numbered(exchange, request), strict=True
                     )
                 ]
         except BaseExceptionGroup as failures:
-            raise foremost(failures) from None
+            raise primary_failure(failures) from None
         return [task.result() for task in tasks]
 
 
-def _numbered(exchange: Exchange, wanted: Wanted) -> Sequence[Received]:
+def _numbered(exchange: Exchange, request: ApiRequest) -> Sequence[Received]:
     """Every generation is a separate request with an id of its own."""
     received = exchange.received
-    if len(wanted.generations) == 1:
+    if len(request.generations) == 1:
         return [received]
     # With an idempotency key each generation has a record; the hash of the whole is part of its fingerprint.
     whole = hashlib.sha256()
-    for generation in wanted.generations:
+    for generation in request.generations:
         whole.update(hashlib.sha256(generation.SerializeToString(deterministic=True)).digest())
     return [
         replace(received, request_id=f"{received.request_id}-{number}", part=number, whole=whole.hexdigest())
-        for number in range(len(wanted.generations))
+        for number in range(len(request.generations))
     ]
 
 

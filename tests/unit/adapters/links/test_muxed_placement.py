@@ -287,15 +287,15 @@ class Alone:
 
     def __init__(self) -> None:
         self.open = False
-        self.heard_times = 0
-        self.learned: list[tuple[int, int]] = []
-        self.ended: list[NotAdmittedReason | None] = []
+        self.answers = 0
+        self.snapshots: list[tuple[int, int]] = []
+        self.ends: list[NotAdmittedReason | None] = []
 
-    def heard(self, now_s: float) -> None:
-        self.heard_times += 1
+    def leader_answered(self, now_s: float) -> None:
+        self.answers += 1
 
-    def learn(self, epoch: int, members: Sequence[PoolMember], now_s: float) -> None:
-        self.learned.append((epoch, len(members)))
+    def replace_snapshot(self, epoch: int, members: Sequence[PoolMember], now_s: float) -> None:
+        self.snapshots.append((epoch, len(members)))
 
     def wait_s(self, now_s: float) -> float:
         return 0.0 if self.open else 60.0
@@ -303,8 +303,8 @@ class Alone:
     def place(self, spec: PlaceSpec, now_s: float) -> FallbackGrant | None:
         return FallbackGrant("w9", "h:9", 1, 4, 1, "d") if self.open else None
 
-    def over(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
-        self.ended.append(refusal)
+    def ended(self, grant: FallbackGrant, refusal: NotAdmittedReason | None, now_s: float) -> None:
+        self.ends.append(refusal)
 
 
 @pytest.fixture
@@ -324,12 +324,12 @@ async def alone() -> AsyncIterator[tuple[Rig, Alone]]:
 async def test_a_leader_is_heard_with_each_frame_and_members_are_learned(alone: tuple[Rig, Alone]) -> None:
     rig, placer = alone
     link = await rig.link(4)
-    await until(lambda: placer.heard_times == 1)
+    await until(lambda: placer.answers == 1)
     link.answer()
-    await until(lambda: placer.heard_times == 2)
+    await until(lambda: placer.answers == 2)
     member = PoolMember("w1", "h:1", 1, "d", 16, 16, 16, 1, 0)
     link._frames.put_nowait(PlacementFrame(4, members=(member,)))
-    await until(lambda: placer.learned == [(4, 1)])
+    await until(lambda: placer.snapshots == [(4, 1)])
 
 
 async def test_a_grant_that_crosses_a_placement_alone_is_given_back(alone: tuple[Rig, Alone]) -> None:
@@ -357,7 +357,7 @@ async def test_what_was_not_sent_is_never_sent_once_placed_alone(alone: tuple[Ri
     await asyncio.sleep(0.05)
     assert (link.places, link.cancelled) == ([], [])
     rig.placement.give_back(grant)
-    assert placer.ended == []
+    assert placer.ends == []
     rig.placement.over(grant, NotAdmittedReason.NO_FALLBACK)
     rig.placement.over(grant_of(5, 1))
-    assert placer.ended == [NotAdmittedReason.NO_FALLBACK]
+    assert placer.ends == [NotAdmittedReason.NO_FALLBACK]

@@ -9,7 +9,7 @@ from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import IntegrityError
 from services.core.generation import StageClock, Usage
 from services.gateway.events import Finished
-from services.gateway.idempotency.broadcast import FollowerBroadcast
+from services.gateway.idempotency.followers import FollowerBroadcast
 from services.gateway.idempotency.ownership import RecordOwnership
 from services.gateway.idempotency.record_codec import encode, end_in
 from services.gateway.idempotency.record_reader import RecordReader

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.core.errors import IntegrityError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished
-from services.gateway.idempotency.follower import RecordFollower
+from services.gateway.idempotency.followers import RecordFollower
 from services.gateway.idempotency.record_codec import (
     AcceptedTerms,
     Degraded,

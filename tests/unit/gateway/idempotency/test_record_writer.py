@@ -33,7 +33,7 @@ def test_a_tenant_with_more_than_its_share_loses_its_own_oldest(monkeypatch: pyt
     theirs = [ended("beta", number) for number in range(4)]
     mine = [ended("acme", number) for number in range(10)]
     for run in (*theirs, *mine):
-        endings.keep(run)
+        endings.retain(run)
         endings.check_integrity()
     assert dropped == mine[:6]
     assert len(endings) == 8

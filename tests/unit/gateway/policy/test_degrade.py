@@ -48,9 +48,8 @@ from services.gateway.policy.degrade import (
     output_cap,
     smaller_model,
 )
-from services.gateway.requests.admission import Resume, RunTerms
-from services.gateway.requests.request import Admitted
 from services.gateway.requests.streaming import Completion
+from services.gateway.requests.terms import Admitted, Resume, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports

@@ -86,8 +86,8 @@ class Rig:
         self.found = GatewayFallback(Random(3), SETTINGS)
 
     def told(self, *members: PoolMember, at_s: float = 100.0) -> None:
-        self.found.heard(at_s)
-        self.found.learn(9, members, at_s)
+        self.found.leader_answered(at_s)
+        self.found.replace_snapshot(9, members, at_s)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def rig() -> Rig:
 
 def test_nothing_is_placed_before_a_leader_told_of_the_fleet(rig: Rig) -> None:
     assert rig.found.wait_s(100.0) == math.inf
-    rig.found.heard(100.0)
+    rig.found.leader_answered(100.0)
     assert rig.found.wait_s(200.0) == math.inf
     assert rig.found.place(SPEC, 200.0) is None
 
@@ -106,7 +106,7 @@ def test_it_waits_until_the_leader_was_silent_for_a_while(rig: Rig) -> None:
     rig.told(member())
     assert rig.found.wait_s(100.5) == pytest.approx(1.0)
     assert rig.found.place(SPEC, 101.49) is None
-    rig.found.heard(101.0)
+    rig.found.leader_answered(101.0)
     assert rig.found.place(SPEC, 102.0) is None
     grant = rig.found.place(SPEC, 102.5)
     assert grant is not None
@@ -116,12 +116,12 @@ def test_it_waits_until_the_leader_was_silent_for_a_while(rig: Rig) -> None:
 
 def test_an_old_snapshot_is_not_placed_on(rig: Rig) -> None:
     rig.told(member())
-    rig.found.heard(140.0)
+    rig.found.leader_answered(140.0)
     assert rig.found.place(SPEC, 160.0) is not None
     assert rig.found.place(SPEC, 160.1) is None
     assert rig.found.wait_s(160.1) == math.inf
     assert rig.found.wait_s(150.0) == 0.0
-    rig.found.heard(159.0)
+    rig.found.leader_answered(159.0)
     assert rig.found.wait_s(159.5) == math.inf, "it will be too old when it is wanted"
 
 
@@ -135,7 +135,7 @@ def test_what_was_placed_takes_room_until_it_is_over(rig: Rig) -> None:
     grants = [rig.found.place(SPEC, 110.0) for _ in range(3)]
     assert grants[2] is None
     assert grants[0] is not None
-    rig.found.over(grants[0], None, 111.0)
+    rig.found.ended(grants[0], None, 111.0)
     assert rig.found.place(SPEC, 111.0) is not None
     assert rig.found.place(SPEC, 111.0) is None
 
@@ -144,11 +144,11 @@ def test_a_worker_that_refused_is_left_alone_for_a_moment(rig: Rig) -> None:
     rig.told(member("w1"), member("w2"))
     first = rig.found.place(SPEC, 110.0)
     assert first is not None
-    rig.found.over(first, NotAdmittedReason.NO_FALLBACK, 110.0)
+    rig.found.ended(first, NotAdmittedReason.NO_FALLBACK, 110.0)
     second = rig.found.place(SPEC, 110.0)
     assert second is not None
     assert second.worker_id != first.worker_id
-    rig.found.over(second, NotAdmittedReason.NO_FALLBACK, 110.0)
+    rig.found.ended(second, NotAdmittedReason.NO_FALLBACK, 110.0)
     assert rig.found.place(SPEC, 110.0 + CLOSED_S - 0.01) is None
     assert rig.found.place(SPEC, 110.0 + CLOSED_S) is not None
 
@@ -165,7 +165,7 @@ def test_workers_that_all_refuse_are_asked_less_and_less(rig: Rig, reason: NotAd
             now_s += 0.05
             continue
         asked.append(now_s)
-        rig.found.over(grant, reason, now_s)
+        rig.found.ended(grant, reason, now_s)
         now_s += 0.1
     assert MAX_DENIED < len(asked) < 32, "a request may be refused 64 times"
     rig.told(member("w1"), at_s=141.0)
@@ -181,9 +181,9 @@ def test_what_ends_sets_credit_free_and_ends_the_pause(rig: Rig) -> None:
         together = [rig.found.place(SPEC, now_s) for _ in range(3)]
         for denied in together:
             assert denied is not None
-            rig.found.over(denied, NotAdmittedReason.NO_FALLBACK, now_s)
+            rig.found.ended(denied, NotAdmittedReason.NO_FALLBACK, now_s)
     assert rig.found.place(SPEC, 112.0) is None
-    rig.found.over(running, None, 112.0)
+    rig.found.ended(running, None, 112.0)
     assert rig.found.place(SPEC, 112.0) is not None
 
 
@@ -194,7 +194,7 @@ def test_a_new_snapshot_counts_what_ran_before_it(rig: Rig) -> None:
     assert old is not None
     rig.told(member(room=80, total=80), at_s=112.0)
     assert rig.found.place(SPEC, 114.0) is not None
-    rig.found.over(old, None, 114.0)  # the snapshot has it, for as long as it is the newest
+    rig.found.ended(old, None, 114.0)  # the snapshot has it, for as long as it is the newest
     assert rig.found.place(small, 114.0) is None
 
 
@@ -211,7 +211,7 @@ def test_a_guess_that_ran_shows_room_for_what_comes(rig: Rig) -> None:
     rig.told(member(room=0))
     guessed = rig.found.place(SPEC, 110.0)
     assert guessed is not None
-    rig.found.over(guessed, None, 110.01)
+    rig.found.ended(guessed, None, 110.01)
     assert rig.found.place(SPEC, 110.01) is not None, "known by now, and no guess"
     assert rig.found.place(SPEC, 110.01) is None
 
@@ -226,7 +226,7 @@ def test_a_fleet_that_is_full_is_asked_less_and_less(rig: Rig) -> None:
             now_s += 0.05
             continue
         asked.append(now_s)
-        rig.found.over(grant, NotAdmittedReason.NO_ROOM, now_s)
+        rig.found.ended(grant, NotAdmittedReason.NO_ROOM, now_s)
     assert 4 <= len(asked) <= 10, "a request may be refused 64 times"
     assert asked[0] == 110.0
     rig.told(member("w1", room=0), at_s=141.0)
@@ -237,13 +237,13 @@ def test_who_has_less_room_than_was_told_is_known_to_be_full_for_that_much(rig: 
     rig.told(member(room=160))
     refused = rig.found.place(SPEC, 110.0)
     assert refused is not None
-    rig.found.over(refused, NotAdmittedReason.NO_ROOM, 110.0)
+    rig.found.ended(refused, NotAdmittedReason.NO_ROOM, 110.0)
     now_s = 110.0 + CLOSED_S
     assert rig.found.place(replace(SPEC, prompt_tokens=20), now_s) is not None, "four blocks are not five"
     rig.told(member("w1", room=160), at_s=120.0)
     refused = rig.found.place(SPEC, 122.0)
     assert refused is not None
-    rig.found.over(refused, NotAdmittedReason.NO_ROOM, 122.0)
+    rig.found.ended(refused, NotAdmittedReason.NO_ROOM, 122.0)
     assert rig.found.place(SPEC, 122.0 + CLOSED_S) is not None, "a guess"
     assert rig.found.place(SPEC, 122.0 + CLOSED_S) is None
 
@@ -261,13 +261,13 @@ def test_room_is_never_overdrawn_and_never_lost(turns: list[tuple[str, int]]) ->
                 held.append(grant)
         elif held:
             refusal = NotAdmittedReason.NO_FALLBACK if turn == "refused" else None
-            rig.found.over(held.pop(prompt % len(held)), refusal, now_s)
+            rig.found.ended(held.pop(prompt % len(held)), refusal, now_s)
             now_s += CLOSED_S if refusal is None else 10.0
         for name, room in rooms.items():
             used = [grant.kv_blocks for grant in held if grant.worker_id == name]
             assert 16 * sum(used) <= room, "nor by a guess"
     for grant in held:
-        rig.found.over(grant, None, now_s)
+        rig.found.ended(grant, None, now_s)
     now_s += 10.0
     whole = replace(SPEC, prompt_tokens=320 - 32)
     assert now_s > 160.0 or rig.found.place(whole, now_s) is not None

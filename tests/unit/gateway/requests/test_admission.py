@@ -23,7 +23,7 @@ from services.core.generation import Principal, Usage
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
-from services.gateway.requests.admission import Resume, RunTerms
+from services.gateway.requests.terms import Resume, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports

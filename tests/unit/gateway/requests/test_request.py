@@ -1,7 +1,7 @@
 """A request ends in exactly one terminal event, whatever its workers do, and frees what it held."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -23,9 +23,11 @@ from services.core.generation import (
     TokenLogprobs,
     Usage,
 )
+from services.core.records import Meta, Tenant
 from services.gateway.events import Accepted, Finished, Received
-from services.gateway.requests.choice import RunContext
-from services.gateway.requests.request import Admitted, Request
+from services.gateway.requests.request import Request
+from services.gateway.requests.terms import Admitted, RunTerms
+from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.limiter import Limits, Reservation
 from services.ports.worker import SequenceSink
 from services.runtime.clock import SystemClock
@@ -155,57 +157,48 @@ def ended(output_tokens: int, reason: FinishReason = FinishReason.STOP, *, cache
 
 
 class Harness:
-    def __init__(self, *scripts: Script, choices: int = 1) -> None:
+    def __init__(self, *scripts: Script, choices: int = 1, timeout_s: float = 5.0) -> None:
         self.client_window: int | None = None
-        self.placed_prefix_blocks = 0
-        self.queue_ttl_s = 5.0
+        self.limits = GatewayLimits(queue_ttl_s=5.0, window_tokens=8, placed_prefix_blocks=0)
         self.reason_of: Callable[[str, str], errors.FairwayError] = lambda _, text: errors.InvalidInput(text)
         self.sink, self.placement, self.workers = Sink(), Placement(), Workers(*scripts)
         self.limiter, self.supervisor = SlotLimiter(), Supervisor(CLOCK)
-        self.deadline_s: float | None = None
         self.spec = GenerationSpec(
             "req_1", "m", "sha256:x", 3, Prompt([1, 2, 3]), Sampling(7), OutputLimits(64), choices=choices
         )
-        self.request = Request(
-            Received(CLOCK.monotonic_s(), 1, "req_1"),
-            self.sink,
-            settle=self.limiter.settle,
-            clock=CLOCK,
-            supervisor=self.supervisor,
-            new_incident=lambda: "inc_7",
-        )
-
-    async def admit(self) -> Admitted:
-        context = RunContext(
+        self.ports = Ports(
+            limiter=self.limiter,
             placement=self.placement,
             workers=self.workers,
             clock=CLOCK,
+            supervisor=self.supervisor,
             rng=Random(0),
-            error_of=self.reason_of,
-            tenant_id="acme",
-            ticket=b"t",
-            arrival_unix_us=1,
-            queue_ttl_s=self.queue_ttl_s,
-            deadline_s=self.deadline_s,
-            window_tokens=8,
-            telemetry=self.request.telemetry,
-            client_window=self.client_window,
-            placed_prefix_blocks=self.placed_prefix_blocks,
+            sign_ticket=lambda *_: b"t",
+            new_incident=lambda: "inc_7",
+            error_of=lambda reason, text: self.reason_of(reason, text),
         )
-        return Admitted(self.spec, await self.limiter.admit("acme", "req_1", Limits()), context)
+        self.terms = RunTerms(Received(CLOCK.monotonic_s(), 1, "req_1"), timeout_s)
+        self.request = Request(self.terms, self.sink, self.ports)
 
-    async def serve(self, admit: Callable[[], Awaitable[Admitted]], timeout_s: float) -> None:
-        async with self.request.until_end(timeout_s):
-            self.request.check_cancelled()
-            await self.request.run(await admit())
+    async def admit(self) -> Admitted:
+        return Admitted(
+            self.spec,
+            await self.limiter.admit("acme", "req_1", Limits()),
+            Tenant(Meta("acme")),
+            b"t",
+            replace(self.terms, client_window=self.client_window),
+            self.ports,
+            self.limits,
+            self.request.telemetry,
+        )
 
-    def start(self, timeout_s: float = 5.0) -> asyncio.Task[None]:
-        task = self.supervisor.spawn("request", self.serve(self.admit, timeout_s))
+    def start(self) -> asyncio.Task[None]:
+        task = self.supervisor.spawn("request", self.request.run(self.admit))
         self.request.bind(task)
         return task
 
-    async def run(self, timeout_s: float = 5.0) -> Finished | errors.FairwayError:
-        await self.start(timeout_s)
+    async def run(self) -> Finished | errors.FairwayError:
+        await self.start()
         assert self.limiter.held == set(), "the slot was not given back"
         assert self.sink.end is not None
         return self.sink.end
@@ -225,7 +218,7 @@ async def test_a_request_that_ends_well() -> None:
 async def test_the_scheduler_hears_of_a_bounded_part_of_the_prefix_and_the_worker_of_all(placed: int) -> None:
     harness = Harness(emit(1, "gone"), emit(1, ended(2)))
     harness.spec = replace(harness.spec, prompt=Prompt([1, 2, 3], (7, 8, 9), 6))
-    harness.placed_prefix_blocks = placed
+    harness.limits = replace(harness.limits, placed_prefix_blocks=placed)
     assert isinstance(await harness.run(), Finished)
     assert [spec.prefix_hashes for spec in harness.placement.asked] == [(7, 8, 9)[:placed]] * 2
     assert [start.generation.prompt.prefix_hashes for start in harness.workers.started] == [(7, 8, 9)] * 2
@@ -266,7 +259,7 @@ async def test_a_version_without_finite_logits_is_named_after_bounded_tries() ->
     harness = Harness(*(emit(0, NOT_FINITE) for _ in range(4)))
     end = await harness.run()
     assert isinstance(end, errors.VersionFailing)
-    assert "not finite on 3 tries: the version is at fault" in end.message
+    assert "not finite on 3 tries: the version is faulty" in end.message
     assert len(harness.workers.started) == 3
 
 
@@ -301,8 +294,7 @@ async def test_the_only_worker_is_taken_again_when_no_other_is_there(
 
 
 async def test_a_stream_that_has_begun_waits_until_its_deadline() -> None:
-    harness = Harness(emit(1, ended(1, FinishReason.PREEMPTED)), emit(1, ended(2)))
-    harness.deadline_s = CLOCK.monotonic_s() + 600
+    harness = Harness(emit(1, ended(1, FinishReason.PREEMPTED)), emit(1, ended(2)), timeout_s=600.0)
     assert isinstance(await harness.run(), Finished)
     first, again = harness.placement.asked
     assert first.queue_ttl_s == 5.0
@@ -348,17 +340,17 @@ def unreached(spec: StartSpec, sink: SequenceSink) -> None:
 
 
 async def test_workers_that_cannot_be_reached_are_no_losses() -> None:
-    harness = Harness(emit(1, "gone"), *[unreached] * 5, emit(1, "gone"), emit(1, ended(3)))
-    end = await harness.run(timeout_s=30.0)
+    harness = Harness(emit(1, "gone"), *[unreached] * 5, emit(1, "gone"), emit(1, ended(3)), timeout_s=30.0)
+    end = await harness.run()
     assert isinstance(end, Finished)
     assert end.resumes == 2
     assert harness.sink.tokens == {0: [100, 101, 102]}
 
 
 async def test_workers_that_cannot_be_reached_for_long_end_the_request() -> None:
-    harness = Harness(*[unreached] * 100)
-    harness.queue_ttl_s = 0.2
-    end = await harness.run(timeout_s=30.0)
+    harness = Harness(*[unreached] * 100, timeout_s=30.0)
+    harness.limits = replace(harness.limits, queue_ttl_s=0.2)
+    end = await harness.run()
     assert isinstance(end, errors.StreamBroken)
     assert "reached" in end.message
 
@@ -402,8 +394,8 @@ async def test_cancelling_frees_everything(where: str) -> None:
 
 
 async def test_the_deadline_ends_a_running_request() -> None:
-    harness = Harness(emit(1, None))
-    assert isinstance(await harness.run(timeout_s=0.05), errors.DeadlineExceeded)
+    harness = Harness(emit(1, None), timeout_s=0.05)
+    assert isinstance(await harness.run(), errors.DeadlineExceeded)
     assert harness.workers.cancelled == 1
 
 
@@ -418,7 +410,7 @@ async def test_a_bug_becomes_an_incident_not_a_text(bug: BaseException) -> None:
     async def broken() -> Admitted:
         raise bug
 
-    await harness.serve(broken, 1.0)
+    await harness.request.run(broken)
     end = harness.sink.end
     assert isinstance(end, errors.InternalError)
     assert "secret" not in end.message

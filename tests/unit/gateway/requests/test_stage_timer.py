@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.requests.stage_timer import Stage, StageTimer
+from services.gateway.requests.stage_timer import STAGE_NAMES, Stage, StageTimer
 
-FIELDS = [stage.value for stage in Stage]
+FIELDS = [f"{name}_us" for name in STAGE_NAMES]
 
 
 @given(st.lists(st.tuples(st.sampled_from(Stage), st.floats(0, 10)), max_size=30), st.floats(0, 20))

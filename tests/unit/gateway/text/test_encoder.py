@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from services.core.errors import FailedPrecondition, InvalidInput, PromptTooLong, UnsupportedFeature
+from services.gateway.text.chat_template import ControlTokens
 from services.gateway.text.encoder import TextEncoder, load_encoder
-from services.gateway.text.template.chat_template import ControlTokens
-from services.gateway.text.template.traced_text import MESSAGE, TEMPLATE, OriginText
 from services.gateway.text.text_model import ChatMessage, is_text_file
+from services.gateway.text.traced_text import MESSAGE, TEMPLATE, OriginText
 from services.ports.clock import Clock
 from tests.support import chat_cases
 from tests.support.chat_cases import FAMILIES

@@ -16,7 +16,7 @@ from services.core.generation import Principal
 from services.core.prefix import MAX_PREFIX_BLOCKS, PREFIX_BLOCK_TOKENS, prefix_chain, prefix_root
 from services.core.records import KeyRole
 from services.gateway.requests.validate import Validator
-from services.gateway.text.prefix_names import INLINE_TOKENS, PrefixNames
+from services.gateway.text.tokenise import INLINE_TOKENS, PrefixNames
 from services.runtime.secrets import prefix_secret
 
 SECRET = prefix_secret(b"k" * 32)

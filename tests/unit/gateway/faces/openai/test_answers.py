@@ -19,17 +19,17 @@ from services.gateway.faces.openai.answers import (
     whole_answer,
 )
 from services.gateway.faces.openai.errors import HttpProblem, error_body, error_headers, status_of
-from services.gateway.faces.openai.requests import Wanted
+from services.gateway.faces.openai.requests import ApiRequest
 from services.gateway.requests.streaming import Completion
 
 ENTRY = TokenLogprobs(-0.5, (1, 2), (-0.25, -math.inf), ("a", "é"), "b")
 
 
-def wanted(dialect: Any = "chat", **changes: Any) -> Wanted:
+def wanted(dialect: Any = "chat", **changes: Any) -> ApiRequest:
     values: dict[str, Any] = {
         "generations": (None,), "choices": 1, "stream": True, "include_usage": False, "logprobs": False
     }  # fmt: skip
-    return Wanted(dialect, **{**values, **changes})
+    return ApiRequest(dialect, **{**values, **changes})
 
 
 IDENTITY = AnswerHead("req_1", 1_800_000_000, "m", "sha256:" + "ab" * 32)

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import FairwayError, InvalidInput, UnsupportedFeature
-from services.gateway.faces.openai.requests import MAX_PROMPTS, Wanted, chat_request, completion_request
+from services.gateway.faces.openai.requests import MAX_PROMPTS, ApiRequest, chat_request, completion_request
 
 TURNS = [{"role": "user", "content": "hi"}]
 
 
-def chat(**fields: Any) -> Wanted:
+def chat(**fields: Any) -> ApiRequest:
     return chat_request(json.dumps({"model": "m", "messages": TURNS, **fields}).encode())
 
 
-def completion(**fields: Any) -> Wanted:
+def completion(**fields: Any) -> ApiRequest:
     return completion_request(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
 
 
-def raw(text: str | bytes) -> Wanted:
+def raw(text: str | bytes) -> ApiRequest:
     return chat_request(text.encode() if isinstance(text, str) else text)
 
 

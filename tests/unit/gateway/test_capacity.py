@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.core.errors import QueueFull, ShareExceeded
-from services.gateway.requests.capacity import RequestCapacity
+from services.gateway.service_types import RequestCapacity
 
 
 def test_a_tenant_is_rejected_at_its_share_and_all_at_the_whole() -> None:

@@ -24,7 +24,7 @@ from typing import Final
 import jinja2
 
 from services.core.errors import FailedPrecondition, InvalidInput
-from services.gateway.text.template.sandbox import (
+from services.gateway.text.sandbox import (
     BUDGET,
     MAX_TEMPLATE_BYTES,
     Budget,
@@ -32,8 +32,8 @@ from services.gateway.text.template.sandbox import (
     BudgetExceeded,
     TemplateRefused,
 )
-from services.gateway.text.template.traced_text import MESSAGE, OriginText, concat, origin_of
 from services.gateway.text.text_model import ChatMessage
+from services.gateway.text.traced_text import MESSAGE, OriginText, concat, origin_of
 from services.ports.clock import Clock
 
 _STRFTIME: Final = re.compile(r"(%[-_0^#]?[A-Za-z%]|[^%])*")

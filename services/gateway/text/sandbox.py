@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Cycler, Joiner, Namespace
 from markupsafe import Markup
 
-from services.gateway.text.template.traced_text import OriginText, concat, join, replaced, settled
+from services.gateway.text.traced_text import OriginText, concat, join, replaced, settled
 
 MAX_TEMPLATE_BYTES: Final = 128 * 1024
 MAX_LIST_ITEMS: Final = 100_000

@@ -10,7 +10,7 @@ import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from services.gateway.text.template.sandbox import (
+from services.gateway.text.sandbox import (
     BUDGET,
     Budget,
     BudgetedEnvironment,

@@ -1,0 +1,92 @@
+"""The terms of a request, and the request once it is admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from services.core.generation import GenerationSpec, Usage
+from services.core.records import Tenant
+from services.gateway.catalog import PinnedVersion
+from services.gateway.events import Received
+from services.gateway.policy.degrade import Degradation
+from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.telemetry import RequestTelemetry
+from services.ports.limiter import Reservation
+
+Settle = Callable[[Reservation, Usage], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """Output of an earlier run of a choice: its tokens, and the number of characters of their text."""
+
+    ids: tuple[int, ...] = ()
+    chars: int = 0
+
+
+_NOTHING: Final = Produced()
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The state from which a run continues an earlier one: its terms, and its output by choice."""
+
+    version: PinnedVersion
+    produced: tuple[Produced, ...]
+    degradations: tuple[Degradation, ...]
+
+
+class Record(Protocol):
+    """Writes the acceptance of a request, including its differences from the client's."""
+
+    def __call__(self, spec: GenerationSpec, degradations: Sequence[Degradation], /) -> Awaitable[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunTerms:
+    """The terms of one request."""
+
+    received: Received
+    timeout_s: float
+    # Tokens that the client takes before it grants credit itself, None for any number.
+    client_window: int | None = None
+    # The result of an earlier run, which this run continues.
+    resume: Resume | None = None
+    # Awaited with the acceptance, before the request has any effect.
+    record: Record | None = None
+    # Settles the reservation in place of the limiter.
+    settle: Settle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that passed the validator and the quotas, with what its choices share."""
+
+    spec: GenerationSpec
+    reservation: Reservation
+    tenant: Tenant
+    # Signed: tenant, request id and expiry.
+    ticket: bytes
+    terms: RunTerms
+    ports: Ports
+    limits: GatewayLimits
+    telemetry: RequestTelemetry
+    # The differences from the client's request.
+    degradations: tuple[Degradation, ...] = ()
+
+    @property
+    def deadline_s(self) -> float:
+        """The request's deadline in monotonic seconds."""
+        return self.terms.received.monotonic_s + self.terms.timeout_s
+
+    @property
+    def queue_ttl_s(self) -> float:
+        """The longest time in the scheduler's queue."""
+        return min(self.limits.queue_ttl_s, self.terms.timeout_s)
+
+    def produced(self, choice: int) -> Produced:
+        """Return what an earlier run produced for a choice."""
+        produced = self.terms.resume.produced if self.terms.resume is not None else ()
+        return produced[choice] if choice < len(produced) else _NOTHING
