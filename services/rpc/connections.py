@@ -28,7 +28,7 @@ log = structlog.get_logger()
 # Per port; the process may have fewer descriptors. grpc keeps some memory of its peak of connections.
 MAX_CONNECTIONS: Final = 4096
 MAX_OF_SOURCE: Final = 128
-MAX_STRANGERS: Final = 1024
+MAX_STRANGERS: Final = 768
 MAX_WITH_NEW: Final = MAX_STRANGERS + MAX_STRANGERS // 2  # including those that are new since the last check
 MAX_IDLE_OF_CALLER: Final = 256  # idle connections of one caller; more count as unauthenticated
 KNOWN_FOR_S: Final = 60.0
