@@ -36,6 +36,7 @@ PERIOD_S: Final = 0.2
 _FLOODED_PERIOD_S: Final = 0.05  # while unauthenticated peers open more than their bound
 _PAUSE_S: Final = 0.02
 _FEW: Final = 64
+_FEW_DESCRIPTORS: Final = 256
 _DESCRIPTORS: Final = "/dev/fd"
 
 
@@ -69,6 +70,7 @@ class Connections:
         self._wanted = asyncio.Event()
         self._since_s: dict[str, float] = {}
         self._calm = _FEW
+        self._listed = 0  # descriptors at the last check
         self._period_s = PERIOD_S
 
     def begin(self, peer: str) -> None:
@@ -110,7 +112,10 @@ class Connections:
         for peer in [peer for peer, idle in self._idle.items() if idle.since_s <= now_s - KNOWN_FOR_S]:
             del self._idle[peer]
         self._period_s = PERIOD_S
-        descriptors = await asyncio.to_thread(os.listdir, _DESCRIPTORS)
+        # With few descriptors the list costs less than a thread's turn.
+        few = self._listed < _FEW_DESCRIPTORS
+        descriptors = os.listdir(_DESCRIPTORS) if few else await asyncio.to_thread(os.listdir, _DESCRIPTORS)
+        self._listed = len(descriptors)
         # Connections that the last check did not see may have ended: they explain no descriptor.
         others = len(descriptors) - len(self._seen & (self._running.keys() | self._idle.keys()))
         if others <= self._calm and len(descriptors) <= self._share and not self._condemned:

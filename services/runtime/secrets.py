@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import re
 import secrets
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -121,7 +122,12 @@ def verify_ticket(key: bytes, signed: bytes) -> bytes:
 
 
 def _ticket_mac(key: bytes, payload: bytes) -> bytes:
+    return hmac.digest(_ticket_key(key), payload, "sha256")
+
+
+@lru_cache(maxsize=8)
+def _ticket_key(key: bytes) -> bytes:
+    """Return the key for tickets, derived from the installation's secret."""
     if len(key) < 16:
         raise ValueError("a ticket key has at least 16 bytes")
-    derived = hmac.digest(key, _TICKET_PURPOSE, "sha256")
-    return hmac.digest(derived, payload, "sha256")
+    return hmac.digest(key, _TICKET_PURPOSE, "sha256")
