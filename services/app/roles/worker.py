@@ -21,7 +21,9 @@ from services.runtime.process.health import Check
 from services.runtime.process.machine import default_engine_threads, device_type
 from services.worker.agent.agent import WorkerAgent, WorkerIdentity
 from services.worker.servicer import WorkerServicer
+from services.worker.slots.engine_process import process_launcher
 from services.worker.slots.engine_settings import RETIRE_MARGIN_S, EngineSettings
+from services.worker.slots.version_files import VersionFiles
 from services.worker.streams.fallback import FallbackAdmission, FallbackRules
 from services.worker.streams.host import SequenceHost
 from services.worker.telemetry import WorkerTelemetry, export_levels
@@ -40,16 +42,18 @@ def worker(environment: Environment) -> Role:
         fallback=_fallback(settings, clock, telemetry),
     )
     files = open_model_files(environment, telemetry.found_damaged)
+    texts = TextProcessCheck(clock, environment.supervisor)
+    engines = engine_settings(settings)
     agent = WorkerAgent(
         worker_identity(settings),
-        settings=engine_settings(settings),
+        settings=engines,
         host=host,
         store=environment.store,
-        files=files,
+        files=lambda version: VersionFiles(version, files, texts, clock),
+        launch=process_launcher(clock, environment.supervisor, engines.timeouts),
         clock=clock,
         supervisor=environment.supervisor,
         telemetry=telemetry,
-        texts=TextProcessCheck(clock, environment.supervisor),
     )
     _export(environment, agent, files)
     reporter = Reporter(
