@@ -59,7 +59,7 @@ def test_a_scenario_is_run_and_its_report_written(tmp_path: Path) -> None:
 
 
 def test_wrong_uses_of_the_command_end_with_2() -> None:
-    assert "--list shows those" in fairway(code=2).stderr
+    assert "--list shows the scenarios" in fairway(code=2).stderr
     reason, next_step = fairway("steadi", code=2).stderr.splitlines()
     assert reason.startswith("error SIMULATION: there is no scenario 'steadi'; there are ")
     assert next_step.startswith("next: `fairway simulate --list`")
@@ -71,7 +71,7 @@ def test_wrong_uses_of_the_command_end_with_2() -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ((), "name a scenario; --list shows those"),
+        ((), "name a scenario; --list shows the scenarios"),
         (("steady", "--preset", "abacus"), "abacus is neither a preset"),
         (("steady", "--workers", "0"), "workers is 0, and must be above 0"),
         (("steady", "--duration", "-3"), "duration_s is -3.0"),
