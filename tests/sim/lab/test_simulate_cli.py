@@ -71,7 +71,7 @@ def test_wrong_uses_of_the_command_end_with_2() -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ((), "name a scenario; --list shows the scenarios"),
+        ((), "name a scenario; --list shows those"),
         (("steady", "--preset", "abacus"), "abacus is neither a preset"),
         (("steady", "--workers", "0"), "workers is 0, and must be above 0"),
         (("steady", "--duration", "-3"), "duration_s is -3.0"),
