@@ -42,19 +42,7 @@ def worker(environment: Environment) -> Role:
         fallback=_fallback(settings, clock, telemetry),
     )
     files = open_model_files(environment, telemetry.found_damaged)
-    texts = TextProcessCheck(clock, environment.supervisor)
-    engines = engine_settings(settings)
-    agent = WorkerAgent(
-        worker_identity(settings),
-        settings=engines,
-        host=host,
-        store=environment.store,
-        files=lambda version: VersionFiles(version, files, texts, clock),
-        launch=process_launcher(clock, environment.supervisor, engines.timeouts),
-        clock=clock,
-        supervisor=environment.supervisor,
-        telemetry=telemetry,
-    )
+    agent = _agent(environment, host, files, telemetry)
     _export(environment, agent, files)
     reporter = Reporter(
         GrpcReportLinks(schedulers, environment.internal_token),
@@ -89,6 +77,24 @@ def worker(environment: Environment) -> Role:
         drain=agent.drain,
         checks=(Check("engines", agent.problem),),
         named=lambda: {f"version/{digest}": moves for digest, moves in agent.moving().items()},
+    )
+
+
+def _agent(
+    environment: Environment, host: SequenceHost, files: ModelFiles, telemetry: WorkerTelemetry
+) -> WorkerAgent:
+    clock, supervisor = environment.clock, environment.supervisor
+    texts, engines = TextProcessCheck(clock, supervisor), engine_settings(environment.settings)
+    return WorkerAgent(
+        worker_identity(environment.settings),
+        settings=engines,
+        host=host,
+        store=environment.store,
+        files=lambda version: VersionFiles(version, files, texts, clock),
+        launch=process_launcher(clock, supervisor, engines.timeouts),
+        clock=clock,
+        supervisor=supervisor,
+        telemetry=telemetry,
     )
 
 
