@@ -49,7 +49,7 @@ RESULT: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
     "spec_loss": max,
 }  # and which of two models' figures is the worse one
 BATCH_1: Final = (Request(random_ids(Random(3), 128), 128),)
-PLOT: Final = Path("docs", "architecture", "prefill-chunking.svg")
+PLOT: Final = Path("docs", "architecture", "prefill-chunking.json")  # of scripts/plot_simulation.py
 Figures = dict[str, float | None]
 
 
@@ -161,7 +161,7 @@ def _mechanisms(there: Path, options: argparse.Namespace) -> Figures:
 
 
 def _arrivals(there: Path, options: argparse.Namespace) -> None:
-    """Print what a long prompt does to streams, by how its prefill is cut; plot the last round."""
+    """Print what a long prompt does to streams, by how its prefill is cut; the last round is for a plot."""
     found: dict[str, list[arrival.Arrival]] = {}
     for _ in range(options.rounds):
         whole = arrival.measure(there, arrival.WHOLE)
@@ -180,7 +180,8 @@ def _arrivals(there: Path, options: argparse.Namespace) -> None:
             f"their own TTFT {median(each.ttft_s for each in rounds):.2f} s"
         )
     if there.name == options.models[0]:
-        PLOT.write_text(arrival.plot({name: rounds[-1] for name, rounds in found.items()}))
+        panel = arrival.panel({name: rounds[-1] for name, rounds in found.items()})
+        PLOT.write_text(json.dumps({"panels": [panel]}))
 
 
 def worse(name: str, found: Sequence[Mapping[str, float | None]]) -> float | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -15,8 +15,6 @@ from bench.engines.load import Request, random_ids
 from bench.engines.own import THROUGHPUT, OwnEngine
 from bench.engines.own_measures import quantile
 from services.worker.engine_protocol import EngineConfig
-from simulator.lab.report.scale import Axis
-from simulator.lab.report.svg import Line, line_plot
 
 STREAMS: Final = 16
 STREAM_PROMPT: Final = 64
@@ -27,11 +25,6 @@ SHOWN_S: Final = (-0.5, 6.0)
 TWICE: Final = 2.0  # the streams' ITL before the prompt came, as a target while it is prefilled
 DEFAULT_TARGET_S: Final = EngineConfig("", "").itl_target_s
 WHOLE: Final = msgspec.structs.replace(THROUGHPUT, token_budget=4096)  # one step takes in the whole prompt
-STYLE: Final = (
-    "svg{background:#fff;--s0:#0072b2;--s1:#009e73;--s2:#d55e00}text{font:11px sans-serif;fill:#5b6875}"
-    ".grid{stroke:#e3e8ed;fill:none}.axis{stroke:#5b6875;fill:none}"
-    ".line{fill:none;stroke-width:1.6}.c0{stroke:#0072b2}.c1{stroke:#009e73}.c2{stroke:#d55e00}"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +74,15 @@ def measure(checkpoint: Path, config: EngineConfig) -> Arrival:
     return Arrival(one, median(quiet), quantile(quiet, 0.99), quantile(during, 0.99), long.ttft_s)
 
 
-def plot(found: Mapping[str, Arrival]) -> str:
-    """Return an SVG file: ITL of the streams over the time since the long prompt arrived, a line per name."""
-    lines = [
-        Line(name, [(at, gap * 1e3) for at, gap in one.gaps if SHOWN_S[0] <= at <= SHOWN_S[1]], colour)
-        for colour, (name, one) in enumerate(found.items())
-    ]
-    body = line_plot(
-        lines,
-        Axis("seconds since the long prompt arrived", least=SHOWN_S[0], most=SHOWN_S[1]),
-        Axis("ITL of 16 streams, ms", log=True),
-        label=f"ITL of {STREAMS} streams while a prompt of {LONG_PROMPT} tokens is prefilled",
-    )
-    opening, _, rest = body.partition(">")
-    head = f'{opening} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>'
-    return head + rest.removesuffix("</svg>") + _legend([line.name for line in lines]) + "</svg>\n"
-
-
-def _legend(names: Sequence[str]) -> str:
-    return "".join(
-        f'<path class="line c{row}" d="M440 {28 + 16 * row}h18"/>'
-        f'<text x="464" y="{32 + 16 * row}">{name}</text>'
-        for row, name in enumerate(names)
-    )
+def panel(found: Mapping[str, Arrival]) -> dict[str, Any]:
+    """Return a panel for ``scripts/plot_simulation.py``: ITL over the time since the arrival."""
+    return {
+        "title": f"ITL of {STREAMS} streams while a prompt of {LONG_PROMPT} tokens is prefilled",
+        "x": "seconds since the long prompt arrived",
+        "y": f"ITL of {STREAMS} streams, ms",
+        "log_y": True,
+        "lines": {
+            name: [(at, gap * 1e3) for at, gap in one.gaps if SHOWN_S[0] <= at <= SHOWN_S[1]]
+            for name, one in found.items()
+        },
+    }

@@ -13,7 +13,6 @@ from typing import Final
 from simulator.lab import scenario as scenarios
 from simulator.lab.load import replay
 from simulator.lab.load.traces import TraceError
-from simulator.lab.report.page import page
 from simulator.lab.report.report import Report
 from simulator.lab.report.table import aligned, text
 from simulator.lab.runner import run
@@ -57,11 +56,11 @@ def traces_folder(given: Path | None) -> Path | None:
 
 
 def write(report: Report, folder: Path) -> None:
-    """Write report.json and report.html into ``folder``, which is made if it is not there."""
+    """Write report.json into ``folder``, which is created if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-    (folder / "report.html").write_text(page(report), encoding="utf-8")
-    print(f"{folder / 'report.html'}, {folder / 'report.json'}")
+    target = folder / "report.json"
+    target.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    print(target)
 
 
 def _options(parsed: argparse.Namespace) -> Options:
@@ -94,5 +93,5 @@ def _parser() -> argparse.ArgumentParser:
         "--preset", default="a10", help="a cost model by name, or a file of fairway calibrate"
     )
     parser.add_argument("--traces", type=Path, help=f"a folder in which traces are looked for; else {TRACES}")
-    parser.add_argument("--out", type=Path, help="a folder for report.json and report.html")
+    parser.add_argument("--out", type=Path, help="a folder for report.json")
     return parser

@@ -87,9 +87,7 @@ def simulate(
         Path | None,
         typer.Option("--traces", help="Folder in which traces are searched; default: FAIRWAY_TRACES."),
     ] = None,
-    folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder to write report.json and report.html to.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder to write report.json to.")] = None,
 ) -> None:
     """Run a scenario on a simulated fleet and report latencies, goodput and fairness.
 

@@ -1,4 +1,4 @@
-"""What a simulation shows, as values: the source of the table, of report.json and of report.html.
+"""What a simulation shows, as values: the source of the table and of report.json.
 
 Nothing in it depends on the machine or on the time of day, so that equal runs give equal reports:
 ``digest`` is over all the rest.

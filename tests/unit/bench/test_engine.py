@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from bench.engine import RESULT, worse
 from bench.engines import mechanisms
-from bench.engines.arrival import Arrival, plot
+from bench.engines.arrival import Arrival, panel
 from bench.engines.checkpoints import CYCLE, MODELS, next_token
 from bench.engines.load import VOCABULARY, Request, output_tokens, prompt_tokens, workload
 from bench.engines.own import Stream
@@ -24,6 +23,7 @@ from bench.engines.peers.install import requirements
 from bench.engines.rounds import compare
 from bench.engines.runner import Answer, RunnerFailed
 from fairway.formats.decoder_config import parse_config
+from scripts.plot_simulation import panels_of
 from services.worker.engine.load.weights import expected_shapes
 
 LOAD = (Request([1, 2], 4), Request([3], 6))
@@ -124,12 +124,12 @@ def test_latencies_are_taken_from_the_submission() -> None:
     assert [len(batch) for batch in batches(LOAD * 5, 4)] == [4, 4, 2]
 
 
-def test_the_plot_is_a_file_of_its_own() -> None:
-    arrival = Arrival([(-0.2, 0.02), (0.1, 0.05), (1.0, 0.02)], 0.015, 0.02, 0.05, 1.0)
+def test_the_last_round_is_written_for_a_plot() -> None:
+    arrival = Arrival([(-0.9, 0.02), (-0.2, 0.02), (0.1, 0.05), (1.0, 0.02)], 0.015, 0.02, 0.05, 1.0)
     assert arrival.ratio == pytest.approx(2.5)
-    root = ET.fromstring(plot({"in chunks": arrival, "in one step": arrival}))
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    assert {"in chunks", "in one step"} <= {element.text for element in root.iter()}
+    found = panel({"in chunks": arrival, "in one step": arrival})
+    assert found["lines"]["in one step"] == [(-0.2, 20.0), (0.1, 50.0), (1.0, 20.0)]
+    assert panels_of({"panels": [found]}) == [found]
 
 
 def test_a_gguf_file_names_every_tensor() -> None:
