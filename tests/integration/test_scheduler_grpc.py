@@ -257,16 +257,16 @@ async def test_the_reporter_tells_when_it_heard_the_leader(
     directory = directory_of(node)
     worker = FakeWorker("w1")
     reporter = worker.reporter(directory, supervisor)
-    assert (reporter.last_epoch, reporter.leader_heard_s) == (0, float("-inf"))
+    assert (reporter.last_epoch, reporter.leader_seen_s) == (0, float("-inf"))
     await until(lambda: reporter.last_epoch == 1)
-    heard_s = reporter.leader_heard_s
+    heard_s = reporter.leader_seen_s
     assert 0 <= clock.monotonic_s() - heard_s < 5
-    await until(lambda: reporter.leader_heard_s > heard_s, 2.0)
+    await until(lambda: reporter.leader_seen_s > heard_s, 2.0)
     await node.server.stop(0.0)
     await asyncio.sleep(0.2)
-    last_s = reporter.leader_heard_s
+    last_s = reporter.leader_seen_s
     await asyncio.sleep(0.5)
-    assert reporter.leader_heard_s == last_s, "a dead leader is not heard"
+    assert reporter.leader_seen_s == last_s, "a dead leader is not heard"
     await reporter.close()
 
 

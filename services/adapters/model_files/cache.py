@@ -26,9 +26,8 @@ from typing import Final, TypeVar
 import structlog
 
 from services.adapters.model_files import folders as model_folders
-from services.adapters.model_files.check import chunks_are_good
 from services.adapters.model_files.chunks import ChunkFetcher
-from services.adapters.model_files.folders import ModelFolders
+from services.adapters.model_files.folders import ModelFolders, chunks_are_good
 from services.adapters.threads import in_thread
 from services.core.errors import FailedPrecondition, IntegrityError, NotFound, StoreUnavailable
 from services.core.manifest import Manifest, ManifestFile, canonical_json, is_digest, parse, sha256_of
