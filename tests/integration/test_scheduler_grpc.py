@@ -14,7 +14,7 @@ import pytest
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.placement import GrpcPlacement, GrpcPlacementLinks
-from services.adapters.links.scheduler_directory import KnownLeader, SchedulerDirectory
+from services.adapters.links.scheduler_directory import LeaderAddress, SchedulerDirectory
 from services.core.errors import FairwayError, InvalidInput, NoLeader
 from services.core.records import Leader, dump, leader_key
 from services.rpc.channel import auth_metadata, open_channel
@@ -66,7 +66,7 @@ async def node(supervisor: Supervisor) -> AsyncIterator[SchedulerNode]:
 
 def directory_of(node: SchedulerNode) -> StaticDirectory:
     directory = StaticDirectory()
-    directory.turn(KnownLeader("s1", node.address, 1))
+    directory.turn(LeaderAddress("s1", node.address, 1))
     return directory
 
 
@@ -78,7 +78,7 @@ async def test_a_restarted_scheduler_is_found_and_grants_what_was_waiting(superv
     await second.start()
     first.election.turn(11)
     directory = StaticDirectory()
-    directory.turn(KnownLeader("s1", first.address, 11))
+    directory.turn(LeaderAddress("s1", first.address, 11))
     worker = FakeWorker("w1", kv_blocks=16)
     reporter = worker.reporter(directory, supervisor)
     placement = GrpcPlacement(directory, TOKEN, "g1", clock, supervisor, Random(1))
@@ -96,7 +96,7 @@ async def test_a_restarted_scheduler_is_found_and_grants_what_was_waiting(superv
     await asyncio.sleep(0.3)
     assert not any(task.done() for task in waiting), "a lost leader fails nobody"
     second.election.turn(12)
-    directory.turn(KnownLeader("s2", second.address, 12))
+    directory.turn(LeaderAddress("s2", second.address, 12))
     await until(lambda: worker.epoch == 12)
     assert reporter.last_epoch == 12
     after = second.service.term

@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import Message
 
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
-from services.adapters.links.scheduler_directory import KnownLeader, LeaderDirectory
+from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDirectory
 from services.core.errors import FairwayError, NoLeader, Unavailable
 from services.ports.clock import Clock
 from services.rpc.channel import auth_metadata, open_channel
@@ -63,7 +63,7 @@ class GrpcQueues:
             leader = await self._directory.wait_changed(leader, left_s)
         raise NoLeader(f"no scheduler leads that can be reached: {_why(error)}", retry_after_s=1.0)
 
-    async def _call(self, leader: KnownLeader, method: Method, request: Message, timeout_s: float) -> Any:
+    async def _call(self, leader: LeaderAddress, method: Method, request: Message, timeout_s: float) -> Any:
         async with open_channel(leader.address) as channel:
             call = method(scheduler_pb2_grpc.SchedulerServiceStub(channel))
             try:
@@ -72,7 +72,7 @@ class GrpcQueues:
                 raise _unreachable(failure, leader) from failure
 
 
-def _unreachable(failure: grpc.aio.AioRpcError, leader: KnownLeader) -> FairwayError:
+def _unreachable(failure: grpc.aio.AioRpcError, leader: LeaderAddress) -> FairwayError:
     if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return NoLeader(f"the scheduler at {leader.address} does not answer")
     return from_rpc_error(failure)

@@ -99,7 +99,7 @@ class WorkerLink(SequenceLink):
                 self._woken.clear()
                 while self._outgoing:
                     request = _take_request(self._outgoing)
-                    self._sinks.asked((start.handle for start in request.starts), self._clock.monotonic_s())
+                    self._sinks.sent((start.handle for start in request.starts), self._clock.monotonic_s())
                     await call.write(request)
 
     async def _watch(self) -> None:

@@ -36,7 +36,7 @@ class SinkTable:
         self._sent_s.pop(handle, None)
         return self._sinks.pop(handle, None) is not None
 
-    def asked(self, handles: Iterable[int], now_s: float) -> None:
+    def sent(self, handles: Iterable[int], now_s: float) -> None:
         """Record that these starts were sent. A worker responds to each at once, whatever its load."""
         for handle in handles:
             if handle in self._sinks:

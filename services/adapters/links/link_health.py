@@ -20,7 +20,7 @@ class LinkHealth:
         self._idle_s = idle_s
         self._received_s = self._busy_s = now_s
 
-    def heard(self, now_s: float) -> None:
+    def received(self, now_s: float) -> None:
         """Record that a message of the worker was received, which may be a heartbeat."""
         self._received_s = now_s
 

@@ -107,7 +107,7 @@ class SequenceLink(ABC):
 
     def _on_message(self, frame: StepFrame | None) -> None:
         """Pass a received frame to its sinks; None is a heartbeat."""
-        self._health.heard(self._clock.monotonic_s())
+        self._health.received(self._clock.monotonic_s())
         if frame is not None:
             self._sinks.dispatch(frame)
         if self._after_frame is not None:

@@ -129,7 +129,7 @@ class ModelFiles:
             manifest = await self._in_turn("manifest " + digest, partial(self._manifest, model, digest))
             files = tuple(file for file in manifest.files if only is None or only(file.path))
             if not files:
-                raise NotFound(f"no file of {digest} is asked for", digest=digest)
+                raise NotFound(f"no file of {digest} is selected", digest=digest)
             name = _folder_name(digest, files, whole=len(files) == len(manifest.files))
             return await self._in_turn(name, partial(self._have, name, files, progress or _silent, recheck))
         except OSError as exc:

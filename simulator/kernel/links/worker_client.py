@@ -170,7 +170,7 @@ class _Link(SequenceLink):
             return
         outgoing, self._outgoing = self._outgoing, Outgoing()
         starts, credits_ = outgoing.starts, outgoing.credits
-        self._sinks.asked(starts, self._clock.monotonic_s())
+        self._sinks.sent(starts, self._clock.monotonic_s())
         connection.post(
             Execute(outgoing.cancels, tuple(starts.items()), tuple(credits_), tuple(credits_.values()))
         )

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from fairway.cli.fleet.probes import NO_ANSWER, grpc_serving
+from services.rpc.probe import health_problem
 
 
 class Refusing(grpc.GenericRpcHandler):

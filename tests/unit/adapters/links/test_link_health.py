@@ -28,7 +28,7 @@ class Stream:
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             if beats:
-                self.health.heard(self.now_s)
+                self.health.received(self.now_s)
             if (why := self.look()) is not None:
                 return why
         return None
@@ -51,14 +51,14 @@ def test_a_worker_that_beats_stays_for_as_long_as_there_are_sequences() -> None:
 def test_a_worker_that_beats_and_leaves_a_start_unanswered_does_not_hear() -> None:
     stream = Stream(sequences=2)
     assert stream.passes(3.0, beats=True) is None
-    stream.sinks.asked(stream.handles[:1], stream.now_s)
+    stream.sinks.sent(stream.handles[:1], stream.now_s)
     assert stream.passes(ANSWER_S, beats=True) is None
     assert stream.passes(1.0, beats=True) == "the worker sends heartbeats but answered no start for 6 s"
 
 
 def test_an_owner_that_stood_still_blames_nobody() -> None:
     stream = Stream(sequences=1)
-    stream.sinks.asked(stream.handles, stream.now_s)
+    stream.sinks.sent(stream.handles, stream.now_s)
     assert stream.look(after_s=60.0) is None, "what was said meanwhile waits unread"
     assert stream.passes(ANSWER_S, beats=False) is None, "the answer's time begins anew"
     stream.sinks.drop(stream.handles[0])
