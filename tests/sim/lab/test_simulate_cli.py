@@ -59,7 +59,7 @@ def test_a_scenario_is_run_and_its_report_written(tmp_path: Path) -> None:
 
 
 def test_wrong_uses_of_the_command_end_with_2() -> None:
-    assert "--list shows those" in fairway(code=2).stderr
+    assert "--list shows the scenarios" in fairway(code=2).stderr
     reason, next_step = fairway("steadi", code=2).stderr.splitlines()
     assert reason.startswith("error SIMULATION: there is no scenario 'steadi'; there are ")
     assert next_step.startswith("next: `fairway simulate --list`")

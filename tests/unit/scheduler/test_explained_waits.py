@@ -156,7 +156,7 @@ def test_one_that_gives_way_says_so() -> None:
     told = rig.told(waiting[0])
     assert (told.outcome, told.looks, told.looks_giving_way) == (QUEUED, 1, 1)
     assert rejected(told) == {"has_prefill_room": 8}
-    assert cell(told, "looks") == "1 (1 giving way)"
+    assert cell(told, "looks") == "1 (1 yielding)"
     told = rig.told(other)
     assert (told.outcome, told.looks_giving_way) == ("GRANTED", 0)
 
