@@ -46,7 +46,7 @@ class EtcdStore:
         clock: Clock,
         *,
         timeout_s: float = 3.0,
-        progress_s: float = 2.0,
+        progress_s: float = 3.0,
         silence_s: float = 8.0,
     ) -> None:
         """Connects at the first call. ``endpoints`` are ``host:port``, all of one cluster.
