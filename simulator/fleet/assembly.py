@@ -12,10 +12,13 @@ from services.adapters.memory.idempotency import MemoryIdempotency
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.store import MemoryStore
 from services.core.records import (
+    ASSIGNMENTS,
     DEPLOYMENTS,
     KEYS,
     TENANTS,
     ApiKey,
+    AssignedVersion,
+    Assignment,
     Degrade,
     Deployment,
     KeyRole,
@@ -224,6 +227,10 @@ class SimFleet:
             )
         deployment = Deployment(Meta(MODEL), MODEL, "1", VERSION_DIGEST, self.spec.workers)
         await self.store.commit([Put(DEPLOYMENTS + MODEL, dump(deployment))])
+        assigned = (AssignedVersion(MODEL, MODEL, VERSION_DIGEST, executor="null"),)
+        for name in self._names:
+            if name.startswith("worker"):
+                await self.store.commit([Put(ASSIGNMENTS + name, dump(Assignment(name, assigned)))])
 
     def slots_held(self, tenant: str) -> int:
         """Return how many requests of a tenant hold a slot in Redis now, or once it runs again."""

@@ -21,7 +21,9 @@ from services.runtime.process.health import Check
 from services.runtime.process.machine import default_engine_threads, device_type
 from services.worker.agent.agent import WorkerAgent, WorkerIdentity
 from services.worker.servicer import WorkerServicer
+from services.worker.slots.engine_process import process_launcher
 from services.worker.slots.engine_settings import RETIRE_MARGIN_S, EngineSettings
+from services.worker.slots.version_files import VersionFiles
 from services.worker.streams.fallback import FallbackAdmission, FallbackRules
 from services.worker.streams.host import SequenceHost
 from services.worker.telemetry import WorkerTelemetry, export_levels
@@ -40,17 +42,7 @@ def worker(environment: Environment) -> Role:
         fallback=_fallback(settings, clock, telemetry),
     )
     files = open_model_files(environment, telemetry.found_damaged)
-    agent = WorkerAgent(
-        worker_identity(settings),
-        settings=engine_settings(settings),
-        host=host,
-        store=environment.store,
-        files=files,
-        clock=clock,
-        supervisor=environment.supervisor,
-        telemetry=telemetry,
-        texts=TextProcessCheck(clock, environment.supervisor),
-    )
+    agent = _agent(environment, host, files, telemetry)
     _export(environment, agent, files)
     reporter = Reporter(
         GrpcReportLinks(schedulers, environment.internal_token),
@@ -85,6 +77,24 @@ def worker(environment: Environment) -> Role:
         drain=agent.drain,
         checks=(Check("engines", agent.problem),),
         named=lambda: {f"version/{digest}": moves for digest, moves in agent.moving().items()},
+    )
+
+
+def _agent(
+    environment: Environment, host: SequenceHost, files: ModelFiles, telemetry: WorkerTelemetry
+) -> WorkerAgent:
+    clock, supervisor = environment.clock, environment.supervisor
+    texts, engines = TextProcessCheck(clock, supervisor), engine_settings(environment.settings)
+    return WorkerAgent(
+        worker_identity(environment.settings),
+        settings=engines,
+        host=host,
+        store=environment.store,
+        files=lambda version: VersionFiles(version, files, texts, clock),
+        launch=process_launcher(clock, supervisor, engines.timeouts),
+        clock=clock,
+        supervisor=supervisor,
+        telemetry=telemetry,
     )
 
 

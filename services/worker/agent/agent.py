@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,7 +30,6 @@ from services.core.records import (
 )
 from services.ports.clock import Clock
 from services.ports.store import Entry, Store
-from services.ports.text_check import TextCheck
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.fleet_state.registration import Registration
@@ -52,9 +52,10 @@ from services.worker.policy.lifecycle import (
     wanted,
 )
 from services.worker.policy.memory_shares import MemoryShare, kv_targets
+from services.worker.slots.engine_process import EngineLauncher
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_engine import RESIZABLE, SlotContext
-from services.worker.slots.version_files import ModelSource
+from services.worker.slots.version_files import LocalFiles
 from services.worker.slots.version_report import record_of
 from services.worker.slots.version_slot import VersionSlot
 from services.worker.streams.host import SequenceHost
@@ -122,12 +123,15 @@ class WorkerAgent:
         settings: EngineSettings,
         host: SequenceHost,
         store: Store,
-        files: ModelSource,
+        files: Callable[[AssignedVersion], LocalFiles],
+        launch: EngineLauncher,
         clock: Clock,
         supervisor: Supervisor,
         telemetry: WorkerTelemetry | None = None,
-        texts: TextCheck | None = None,
+        rng: random.Random | None = None,
+        sweep_s: float = SWEEP_S,
     ) -> None:
+        """``sweep_s``: between two checks of deadlines while sequences run."""
         self._identity = identity
         self._reported = ReportIdentity(
             worker_id=identity.worker_id,
@@ -150,15 +154,16 @@ class WorkerAgent:
             host,
             self._ledger,
             files,
+            launch,
             clock,
             supervisor,
             self._wake,
             telemetry if telemetry is not None else WorkerTelemetry(clock=clock),
-            texts,
         )
+        self._sweep_s = sweep_s
         self._key = ASSIGNMENTS + identity.worker_id
         self._assignments: Informer[Assignment] = Informer(
-            store, self._key, _assignment, clock, on_change=lambda _key, _record: self._wake()
+            store, self._key, _assignment, clock, on_change=lambda _key, _record: self._wake(), rng=rng
         )
         self._registration = Registration(
             store,
@@ -166,6 +171,7 @@ class WorkerAgent:
             dump(self._record()),
             clock,
             ttl_s=identity.lease_ttl_s,
+            rng=rng,
             created=self._wake,
         )
 
@@ -339,7 +345,7 @@ class WorkerAgent:
     async def _sweep_forever(self) -> None:
         swept_s = self._clock.monotonic_s()
         while True:
-            await self._clock.sleep(SWEEP_S if self._host.running else IDLE_SWEEP_S)
+            await self._clock.sleep(self._sweep_s if self._host.running else IDLE_SWEEP_S)
             now_s = self._clock.monotonic_s()
             if now_s - swept_s > PAUSE_S:
                 self._host.reset_silence()

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import structlog
@@ -102,8 +102,44 @@ class EngineEvents:
     on_exit: Callable[[EngineExit], None]
 
 
+class RunningEngine(Protocol):
+    """One run of an engine, from ``start`` until ``on_exit``."""
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 before the start."""
+
+    @property
+    def silent_s(self) -> float:
+        """Time since the last message of the step loop, once it is ready; 0 before."""
+
+    async def start(self) -> None:
+        """Raises FailedPrecondition when it cannot be started."""
+
+    def send(self, command: Command) -> bool:
+        """Queue a command; False when the engine takes none."""
+
+    async def stop(self) -> None:
+        """Return once it has ended. Idempotent."""
+
+
+class EngineLauncher(Protocol):
+    """Makes an engine's run; it is not started yet."""
+
+    def __call__(self, config: EngineConfig, events: EngineEvents) -> RunningEngine: ...
+
+
+def process_launcher(clock: Clock, supervisor: Supervisor, timeouts: EngineTimeouts) -> EngineLauncher:
+    """Return the launcher of engine processes."""
+
+    def launch(config: EngineConfig, events: EngineEvents) -> RunningEngine:
+        return EngineProcess(config, events=events, clock=clock, supervisor=supervisor, timeouts=timeouts)
+
+    return launch
+
+
 class EngineProcess:
-    """Runs from ``start`` until ``on_exit``. One instance is one process; a restart needs a new instance."""
+    """Implements ``RunningEngine`` with a process; a restart needs a new instance."""
 
     def __init__(
         self,

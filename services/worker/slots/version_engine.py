@@ -9,7 +9,6 @@ from typing import Final, Protocol
 from services.core.errors import DoesNotFit
 from services.core.records import AssignedVersion
 from services.ports.clock import Clock
-from services.ports.text_check import TextCheck
 from services.runtime.supervisor import Supervisor
 from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.engine_protocol import (
@@ -23,9 +22,15 @@ from services.worker.engine_protocol import (
 )
 from services.worker.kv.pool import PoolLimits
 from services.worker.policy.lifecycle import VersionPhase
-from services.worker.slots.engine_process import EngineEvents, EngineExit, EngineProcess, Stopped
+from services.worker.slots.engine_process import (
+    EngineEvents,
+    EngineExit,
+    EngineLauncher,
+    RunningEngine,
+    Stopped,
+)
 from services.worker.slots.engine_settings import EngineSettings
-from services.worker.slots.version_files import ModelSource
+from services.worker.slots.version_files import LocalFiles
 from services.worker.slots.version_memory import VersionMemory
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
@@ -43,14 +48,13 @@ class SlotContext:
     settings: EngineSettings  # of all engines
     host: SequenceHost  # admission and sequence tables
     ledger: MemoryLedger  # of the device's memory
-    files: ModelSource  # source of model files
+    files: Callable[[AssignedVersion], LocalFiles]  # the files of a version
+    launch: EngineLauncher  # makes the runs of engines
     clock: Clock  # time source
     supervisor: Supervisor  # owner of the slots' tasks
     # Called when a slot changed.
     woke: Callable[[], None]
     telemetry: WorkerTelemetry  # metrics of the worker
-    # Checks the files that gateways read of a version, before it is READY.
-    texts: TextCheck | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class VersionEngine:
         self._owner = owner
         self._context = context
         self._memory = memory
-        self._process: EngineProcess | None = None
+        self._process: RunningEngine | None = None
         self._vocabulary: Vocabulary | None = None  # of the engine that loads
         self._max_sequences = 0
         self._ready_s = 0.0
@@ -101,20 +105,15 @@ class VersionEngine:
         """Start a process; the owner is notified of the outcome. Raises FailedPrecondition."""
         self._vocabulary = vocabulary
         self._max_sequences = config.max_sequences
-        self._process = EngineProcess(
-            config,
-            events=EngineEvents(
-                on_progress=self._owner.engine_progress,
-                on_ready=self._on_ready,
-                on_stepped=self._on_stepped,
-                on_heartbeat=self._on_heartbeat,
-                on_resized=self._on_resized,
-                on_exit=self._on_exit,
-            ),
-            clock=self._context.clock,
-            supervisor=self._context.supervisor,
-            timeouts=self._context.settings.timeouts,
+        events = EngineEvents(
+            on_progress=self._owner.engine_progress,
+            on_ready=self._on_ready,
+            on_stepped=self._on_stepped,
+            on_heartbeat=self._on_heartbeat,
+            on_resized=self._on_resized,
+            on_exit=self._on_exit,
         )
+        self._process = self._context.launch(config, events)
         await self._process.start()
 
     def resize(self, kv_blocks: int) -> None:
@@ -161,7 +160,7 @@ class VersionEngine:
         self._ready_s = context.clock.monotonic_s()
         self._owner.engine_ready()
 
-    def _has_memory(self, event: Ready, process: EngineProcess) -> bool:
+    def _has_memory(self, event: Ready, process: RunningEngine) -> bool:
         """Record the memory that the engine took; stop an engine that took more than is free."""
         version = self._owner.version
         if version.executor == "null":

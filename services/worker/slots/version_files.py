@@ -47,8 +47,36 @@ class ModelSource(Protocol):
     def unpin(self, folder: Path) -> None: ...
 
 
+class LocalFiles(Protocol):
+    """What a slot needs of its version's files."""
+
+    folder: Path | None  # None: not fetched, or lost
+    template_fault: str  # why gateways cannot serve chat with it
+
+    async def fetch(self, progress: Callable[[float], None]) -> None:
+        """Fetch the files, or check those that are there. The next start needs no further check."""
+
+    async def checked(self, progress: Callable[[float], None]) -> None:
+        """Return once the files of a start are checked, which they are after ``fetch`` for a short time."""
+
+    def lost(self) -> bool:
+        """Return whether the files were deleted from the cache; they are unpinned then."""
+
+    def unpin(self) -> None:
+        """Release the files to the cache. Idempotent."""
+
+    async def vocabulary(self, folder: Path) -> Vocabulary:
+        """Return the vocabulary, after the check that a gateway can load the version.
+
+        Raises FailedPrecondition, Unavailable.
+        """
+
+    async def limited(self, config: EngineConfig, folder: Path) -> EngineConfig:
+        """Return the configuration within the limits of the version. Raises FailedPrecondition."""
+
+
 class VersionFiles:
-    """The pinned folder of a version, and its vocabulary."""
+    """Implements ``LocalFiles``: the pinned folder of a version, and its vocabulary."""
 
     def __init__(
         self, version: AssignedVersion, source: ModelSource, texts: TextCheck | None, clock: Clock
@@ -64,12 +92,10 @@ class VersionFiles:
         self.template_fault = ""  # why gateways cannot serve chat with it
 
     async def fetch(self, progress: Callable[[float], None]) -> None:
-        """Fetch the files, or check those that are there. The next start needs no further check."""
         await self._checked(progress)
         self._checked_until_s = self._clock.monotonic_s() + CHECK_COUNTS_S
 
     async def checked(self, progress: Callable[[float], None]) -> None:
-        """Return once the files of a start are checked, which they are after ``fetch`` for a short time."""
         fresh = self._clock.monotonic_s() <= self._checked_until_s
         self._checked_until_s = -math.inf
         if not fresh:
@@ -89,23 +115,17 @@ class VersionFiles:
         self.folder = folder
 
     def lost(self) -> bool:
-        """Return whether the files were deleted from the cache; they are unpinned then."""
         if self.folder is None or self.folder.is_dir():
             return False
         self.unpin()
         return True
 
     def unpin(self) -> None:
-        """Release the files to the cache. Idempotent."""
         folder, self.folder = self.folder, None
         if folder is not None:
             self._source.unpin(folder)
 
     async def vocabulary(self, folder: Path) -> Vocabulary:
-        """Return the vocabulary, after the check that a gateway can load the version.
-
-        Raises FailedPrecondition, Unavailable.
-        """
         if self._vocabulary is None:
             if self._texts is not None:
                 self.template_fault = await self._texts.fault(folder, self._version.version_digest)
@@ -113,7 +133,6 @@ class VersionFiles:
         return self._vocabulary
 
     async def limited(self, config: EngineConfig, folder: Path) -> EngineConfig:
-        """Return the configuration within the limits of the version. Raises FailedPrecondition."""
         limits = await asyncio.to_thread(read_limits, folder)
         context = await self._source.max_context_tokens(self._version.model, self._version.version_digest)
         return limited(config, limits, max_context_tokens=context)

@@ -22,7 +22,7 @@ from services.worker.slots.version_engine import (
     TookTooMuch,
     VersionEngine,
 )
-from services.worker.slots.version_files import VersionFiles, draft_of, weight_bytes
+from services.worker.slots.version_files import draft_of, weight_bytes
 from services.worker.slots.version_memory import VersionMemory
 from services.worker.streams.sequences import SequenceTable
 
@@ -93,7 +93,7 @@ class VersionSlot:
         self._kv_target: int | None = None  # bytes, from the last division of the device's memory
         self.memory_comes = False
         self.failures = Failures(context.settings, context.clock)
-        self.files = VersionFiles(version, context.files, context.texts, context.clock)
+        self.files = context.files(version)
         self._drain_until_s = 0.0
         self._idle_since_s = 0.0
         self._phase_s = context.clock.monotonic_s()

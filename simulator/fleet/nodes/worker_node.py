@@ -62,16 +62,18 @@ class WorkerNode:
     def slow(self, factor: float) -> None:
         """Every step takes ``factor`` times as long; 1.0 heals it. Without effect on a dead process."""
         if self.process.alive:
-            self.process.call_soon(self.worker.slow, factor)
+            self.process.call_soon(self.worker.engines.slow, factor)
 
     def crash_engine(self) -> None:
-        self.worker.crash_engine()
+        self.worker.engines.crash()
 
     def hang_engine(self) -> None:
-        self.worker.hang_engine()
+        for engine in self.worker.engines.running():
+            engine.hang()
 
     def unhang_engine(self) -> None:
-        self.worker.unhang_engine()
+        for engine in self.worker.engines.running():
+            engine.unhang()
 
     @property
     def serving(self) -> bool:
@@ -98,9 +100,8 @@ class WorkerNode:
         for table in self.host.tables():
             found["reserved blocks"] = table.kv.blocks
             found["queued prefill tokens"] = table.prefills.queued_tokens
-        for slot in self.worker.slots.values():
-            if slot.engine is not None:
-                found["blocks in use"] = slot.engine.pool.blocks_used
+        for engine in self.worker.engines.running():
+            found["blocks in use"] = engine.pool.blocks_used
         return found
 
     def check_integrity(self) -> None:

@@ -44,9 +44,9 @@ from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker.agent.agent import WorkerAgent, WorkerIdentity
 from services.worker.servicer import WorkerServicer
-from services.worker.slots.engine_process import EngineTimeouts
+from services.worker.slots.engine_process import EngineTimeouts, process_launcher
 from services.worker.slots.engine_settings import EngineSettings
-from services.worker.slots.version_files import ModelSource
+from services.worker.slots.version_files import ModelSource, VersionFiles
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.text.detokenizer import byte_of_char
@@ -298,16 +298,20 @@ async def start_harness(
     store = MemoryStore(clock)
     address = f"127.0.0.1:{local_servers.free_port()}"
     files = FolderSource(model_dir)
+    used: ModelSource = files if source is None else source
+    texts = TextProcessCheck(clock, supervisor) if checks_texts else None
+    engines = settings or EngineSettings(
+        null_step_s=0.002, timeouts=EngineTimeouts(silence_s=3.0, shutdown_s=5.0)
+    )
     agent = WorkerAgent(
         WorkerIdentity("w1", address, memory_bytes=memory_bytes),
-        settings=settings
-        or EngineSettings(null_step_s=0.002, timeouts=EngineTimeouts(silence_s=3.0, shutdown_s=5.0)),
+        settings=engines,
         host=host,
         store=store,
-        files=files if source is None else source,
+        files=lambda version: VersionFiles(version, used, texts, clock),
+        launch=process_launcher(clock, supervisor, engines.timeouts),
         clock=clock,
         supervisor=supervisor,
-        texts=TextProcessCheck(clock, supervisor) if checks_texts else None,
     )
     service = Service(
         worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],

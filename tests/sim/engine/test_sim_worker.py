@@ -19,7 +19,8 @@ from services.core.generation import (
     SequenceEnd,
     StartSpec,
 )
-from services.core.records import WORKERS, VersionState, Worker, load
+from services.core.records import ASSIGNMENTS, WORKERS, VersionState, Worker, dump, load
+from services.ports.store import Put
 from simulator.engine.cost_model import PRESETS
 from simulator.engine.sim_engine import SimEngineSpec
 from simulator.engine.sim_worker import SimVersion, SimWorker, SimWorkerSpec
@@ -94,6 +95,7 @@ def play(story: Callable[[SimWorker, Client, MemoryStore, Process], Coroutine[An
         process = Process("worker-0", loop, Random("worker"))
         version = SimVersion("d", "m", DIGEST, ENGINE, restart_s=2.0)
         spec = SimWorkerSpec("worker-0", "worker-0", (version,), device_type="h100")
+        await store.commit([Put(ASSIGNMENTS + "worker-0", dump(spec.assignment))])
         worker = process.run(lambda: SimWorker(spec, process, network, vocabulary=_PlainText()))
         process.run(worker.start)
         client = process.run(Client, worker)
@@ -103,6 +105,16 @@ def play(story: Callable[[SimWorker, Client, MemoryStore, Process], Coroutine[An
         worker.check_integrity()
 
     run(main())
+
+
+def hang(worker: SimWorker) -> None:
+    for engine in worker.engines.running():
+        engine.hang()
+
+
+def unhang(worker: SimWorker) -> None:
+    for engine in worker.engines.running():
+        engine.unhang()
 
 
 async def published(store: MemoryStore) -> Worker:
@@ -131,7 +143,7 @@ def test_a_crashed_engine_loses_its_sequences_and_comes_back() -> None:
     async def story(worker: SimWorker, client: Client, store: MemoryStore, process: Process) -> None:
         process.run(client.start, 1, prompt=100, output=4000)
         await asyncio.sleep(1.0)
-        worker.crash_engine()
+        process.run(worker.engines.crash)
         await asyncio.sleep(0.2)
         assert client.ends[1].reason is FinishReason.ENGINE_LOST
         assert client.tokens[1] == output_tokens(1, 0, len(client.tokens[1]), vocab_size=32_000, eos_id=2)
@@ -152,14 +164,14 @@ def test_an_engine_that_hangs_gives_its_sequences_back_and_is_killed() -> None:
     async def story(worker: SimWorker, client: Client, store: MemoryStore, process: Process) -> None:
         process.run(client.start, 1, prompt=100, output=4000)
         await asyncio.sleep(1.0)
-        process.run(worker.hang_engine)
+        process.run(hang, worker)
         await asyncio.sleep(4.0)
         assert not worker.host.takes(DIGEST)
         assert not client.ends
         await asyncio.sleep(3.0)
         assert client.ends[1].reason is FinishReason.ENGINE_LOST
         await asyncio.sleep(18.0)
-        assert worker.slots[DIGEST].restarts == 1
+        assert [version.engine_restarts for version in (await published(store)).versions] == [1]
         assert worker.host.takes(DIGEST)
 
     play(story)
@@ -169,13 +181,13 @@ def test_an_engine_that_wakes_in_time_goes_on() -> None:
     async def story(worker: SimWorker, client: Client, store: MemoryStore, process: Process) -> None:
         process.run(client.start, 1, prompt=100, output=600)
         await asyncio.sleep(1.0)
-        process.run(worker.hang_engine)
+        process.run(hang, worker)
         await asyncio.sleep(4.0)
-        process.run(worker.unhang_engine)
+        process.run(unhang, worker)
         await asyncio.sleep(10.0)
         assert client.ends[1].reason is FinishReason.LENGTH
         assert client.tokens[1] == output_tokens(1, 0, 600, vocab_size=32_000, eos_id=2)
-        assert worker.slots[DIGEST].restarts == 0
+        assert [version.engine_restarts for version in (await published(store)).versions] == [0]
 
     play(story)
 

@@ -24,6 +24,7 @@ def test_each_step_is_reported_once() -> None:
         EngineSettings(),
         nothing,
         MemoryLedger(2**30),
+        lambda _version: nothing,
         nothing,
         clock,
         nothing,
