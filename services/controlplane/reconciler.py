@@ -123,7 +123,7 @@ class Reconciler:
             worker_id, why = action.assignment.worker_id, action.reasons
             operation: Put | Delete = Put(ASSIGNMENTS + worker_id, dump(action.assignment))
         else:
-            worker_id, why = action.worker_id, ("served elsewhere or not wanted, and the worker is gone",)
+            worker_id, why = action.worker_id, ("served elsewhere or not wanted, and the worker has ended",)
             operation = Delete(ASSIGNMENTS + worker_id)
         done = await self._store.commit(
             [operation],

@@ -174,9 +174,9 @@ def composed_views(snapshot: Snapshot, kinds: Collection[ResourceKind]) -> dict[
 
 def _differences(old: Mapping[Name, View], new: Mapping[Name, View]) -> tuple[ResourceChange, ...]:
     changed = [name for name in new if old.get(name) != new[name]]
-    gone = [name for name in old if name not in new]
+    removed = [name for name in old if name not in new]
     return tuple(
-        ResourceChange(kind, name, new.get((kind, name))) for kind, name in sorted([*changed, *gone])
+        ResourceChange(kind, name, new.get((kind, name))) for kind, name in sorted([*changed, *removed])
     )
 
 

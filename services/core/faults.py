@@ -58,7 +58,7 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "QUEUE_FULL": (Fault.OURS, "Wait for the time in retry-after, or use another gateway"),
     "QUEUE_TIMEOUT": (Fault.OURS, "Wait for the time in retry-after"),
     "OVERLOADED": (Fault.OURS, "Wait for the time in retry-after"),
-    "DEADLINE_UNMEETABLE": (Fault.OURS, "Allow more time, or wait as long as retry-after says"),
+    "DEADLINE_UNMEETABLE": (Fault.OURS, "Allow more time, or wait for the time in retry-after"),
     "DEADLINE_EXCEEDED": (Fault.OURS, "Allow more time, or request fewer tokens"),
     "DRAINING": (Fault.OURS, "Send it to another gateway"),
     "STORE_UNAVAILABLE": (Fault.OURS, "Send it again later"),

@@ -143,7 +143,7 @@ def parse(data: bytes, digest: str) -> Manifest:
 def check_manifest(manifest: Manifest) -> None:
     """Return if a version may be created from the manifest. Raises InvalidInput that names what to change."""
     if manifest.schema not in _SCHEMAS:
-        raise InvalidInput(f"manifest schema {manifest.schema} is not known", field="manifest.schema")
+        raise InvalidInput(f"manifest schema {manifest.schema} is not supported", field="manifest.schema")
     if manifest.kind not in KINDS:
         raise InvalidInput(f"kind must be one of {', '.join(KINDS)}", field="manifest.kind")
     if not 1 <= len(manifest.files) <= MAX_FILES:

@@ -28,8 +28,7 @@ from services.core.records import (
 )
 from services.gateway.text.text_model import TextModel, Texts, is_text_file
 from services.ports.clock import Clock
-from services.runtime.fleet_state.informer import Versioned
-from services.runtime.fleet_state.views import RecordView
+from services.runtime.fleet_state.informer import RecordView, Versioned
 from services.runtime.identity import model_not_found
 
 log = structlog.get_logger()

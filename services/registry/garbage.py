@@ -83,16 +83,16 @@ class Collector:
             needs = _Needs(self._store, self._manifest)
             await needs.update()
             found = await self._find(needs.digests, before_unix_s)
-            gone = found.doomed if dry_run else await self._delete(needs, found.doomed)
+            deleted = found.doomed if dry_run else await self._delete(needs, found.doomed)
             collected = Collected(
-                deleted_blobs=len(gone),
-                deleted_bytes=sum(blob.size_bytes for blob in gone),
+                deleted_blobs=len(deleted),
+                deleted_bytes=sum(blob.size_bytes for blob in deleted),
                 kept_blobs=found.kept[0],
                 kept_bytes=found.kept[1],
                 young_blobs=found.young,
                 deleted_leftovers=await self._blobs.sweep(before_unix_s, dry_run=dry_run),
             )
-        log.info("garbage.collected", dry_run=dry_run, blobs=len(gone), size_bytes=collected.deleted_bytes)
+        log.info("garbage.collected", dry_run=dry_run, blobs=len(deleted), size_bytes=collected.deleted_bytes)
         return collected
 
     async def _find(self, needed: Iterable[str], before_unix_s: float) -> _Found:
@@ -111,13 +111,13 @@ class Collector:
         return _Found(tuple(doomed), (kept_blobs, kept_bytes), young)
 
     async def _delete(self, needs: _Needs, doomed: Sequence[StoredBlob]) -> Sequence[StoredBlob]:
-        gone: list[StoredBlob] = []
+        deleted: list[StoredBlob] = []
         for start in range(0, len(doomed), _BATCH):
             async with self._fence.sweeping() as deadline:
                 await needs.update()
                 batch = [blob for blob in doomed[start : start + _BATCH] if blob.digest not in needs.digests]
-                gone += await self._delete_batch(batch, deadline)
-        return gone
+                deleted += await self._delete_batch(batch, deadline)
+        return deleted
 
     async def _delete_batch(self, batch: Sequence[StoredBlob], deadline: Deadline) -> list[StoredBlob]:
         """Delete blobs until the deadline; the next collection deletes the rest.
@@ -125,14 +125,14 @@ class Collector:
         Blobs are deleted one at a time: the fence may then outlast the deadline by at most one deletion in a
         slow store.
         """
-        gone: list[StoredBlob] = []
+        deleted: list[StoredBlob] = []
         for position, blob in enumerate(batch):
             if deadline.has_passed:
                 log.warning("garbage.batch_cut_short", left=len(batch) - position)
                 break
             if await self._blobs.delete([blob]):
-                gone.append(blob)
-        return gone
+                deleted.append(blob)
+        return deleted
 
 
 class _Needs:

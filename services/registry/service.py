@@ -66,7 +66,7 @@ from services.ports.text_check import TextCheck
 from services.registry.garbage import Collected, Collector
 from services.registry.sweep_fence import SweepFence
 from services.registry.verification import VerificationLimiter, verify
-from services.runtime.requests import Answer, RequestLog, Together, WriteRequest, fingerprint_of
+from services.runtime.idempotent_writes import Answer, RequestLog, WriteRequest, WriteSet, fingerprint_of
 
 log = structlog.get_logger()
 
@@ -165,7 +165,7 @@ class RegistryService:
                 ModRevisionIs(version.key, version.mod_revision),
                 ModRevisionIs(model_users_key(model), users.mod_revision if users is not None else 0),
             )
-            write = Together(conditions, (Delete(version.key),))
+            write = WriteSet(conditions, (Delete(version.key),))
             if isinstance(await self._requests.commit(write, request, Answer()), Committed):
                 log.info("version.deleted", model=model, digest=digest)
                 return
@@ -242,7 +242,7 @@ class RegistryService:
             conditions = [ModRevisionIs(version.key, version.mod_revision)]
             if etag:
                 conditions.append(_unmoved(key, await self._store.get(key), etag))
-            write = Together(conditions, (Put(key, dump(record)), Put(model_users_key(model), b"")))
+            write = WriteSet(conditions, (Put(key, dump(record)), Put(model_users_key(model), b"")))
             done = await self._requests.commit(write, request, Answer())
             if isinstance(done, Committed):
                 log.info("tag.set", model=model, tag=tag, digest=digest)
@@ -259,7 +259,7 @@ class RegistryService:
             entry = await self._store.get(key)
             if entry is None:
                 raise NotFound(f"{model} has no tag {tag}", model=model, tag=tag)
-            write = Together((_unmoved(key, entry, etag),), (Delete(key),))
+            write = WriteSet((_unmoved(key, entry, etag),), (Delete(key),))
             if isinstance(await self._requests.commit(write, request, Answer()), Committed):
                 log.info("tag.deleted", model=model, tag=tag)
                 return

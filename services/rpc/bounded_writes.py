@@ -43,7 +43,7 @@ class BoundedWrites:
 
     def __enter__(self) -> BoundedWrites:
         self._task = asyncio.current_task()
-        self._look(0)
+        self._check(0)
         return self
 
     def __exit__(
@@ -75,11 +75,11 @@ class BoundedWrites:
         await self._context.write(message)
         self._writing = False
 
-    def _look(self, seen: int) -> None:
+    def _check(self, seen: int) -> None:
         if seen and self._writing and self._begun == seen and self._task is not None:
             log.info("stream.reader_lost", timeout_s=self._timeout_s)
             self._cut = True
             self._task.cancel()
             return
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._timeout_s, self._look, self._begun)
+        self._timer = loop.call_later(self._timeout_s, self._check, self._begun)

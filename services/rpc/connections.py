@@ -28,14 +28,16 @@ log = structlog.get_logger()
 # Per port; the process may have fewer descriptors. grpc keeps some memory of its peak of connections.
 MAX_CONNECTIONS: Final = 4096
 MAX_OF_SOURCE: Final = 128
-MAX_STRANGERS: Final = 768
-MAX_WITH_NEW: Final = MAX_STRANGERS + MAX_STRANGERS // 2  # including those that are new since the last check
+MAX_UNAUTHENTICATED: Final = 768
+MAX_WITH_NEW: Final = (
+    MAX_UNAUTHENTICATED + MAX_UNAUTHENTICATED // 2
+)  # including those that are new since the last check
 MAX_IDLE_OF_CALLER: Final = 256  # idle connections of one caller; more count as unauthenticated
-KNOWN_FOR_S: Final = 60.0
+AUTHENTICATED_FOR_S: Final = 60.0
 PERIOD_S: Final = 0.2
 _FLOODED_PERIOD_S: Final = 0.05  # while unauthenticated peers open more than their bound
 _PAUSE_S: Final = 0.02
-_FEW: Final = 64
+_FEW_OTHERS: Final = 64
 _FEW_DESCRIPTORS: Final = 256
 _DESCRIPTORS: Final = "/dev/fd"
 
@@ -66,10 +68,10 @@ class Connections:
         self._running: dict[str, int] = {}
         self._idle: dict[str, Idle] = {}
         self._seen: set[str] = set()  # at the last check
-        self._condemned: set[str] = set()
+        self._to_close: set[str] = set()
         self._wanted = asyncio.Event()
         self._since_s: dict[str, float] = {}
-        self._calm = _FEW
+        self._check_above = _FEW_OTHERS
         self._listed = 0  # descriptors at the last check
         self._period_s = PERIOD_S
 
@@ -86,30 +88,33 @@ class Connections:
             del self._running[peer]
             self._idle[peer] = Idle(_now_s(), caller)
 
-    def condemn(self, peer: str) -> None:
+    def close_soon(self, peer: str) -> None:
         """Close this connection soon, unless an authenticated caller uses it too."""
-        self._condemned.add(peer)
+        self._to_close.add(peer)
         self._wanted.set()
 
     async def guard(self, clock: Clock, port: Callable[[], int]) -> None:
         """Enforce the bounds until cancelled. ``port`` returns the server's port, 0 before it starts."""
         while True:
-            await clock.sleep(_PAUSE_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._period_s):
                     await self._wanted.wait()
-            self._wanted.clear()
+            if self._wanted.is_set():
+                await clock.sleep(_PAUSE_S)  # one check for all connections to close within this time
+                self._wanted.clear()
             if not port():
                 continue
             try:
-                await self._look(port())
+                await self._check(port())
             except OSError as error:  # no descriptor is left for the check, or the folder does not exist
                 log.warning("connections.not_inspected", error=error.strerror)
                 await clock.sleep(10 * PERIOD_S)
 
-    async def _look(self, port: int) -> None:
+    async def _check(self, port: int) -> None:
         now_s = _now_s()
-        for peer in [peer for peer, idle in self._idle.items() if idle.since_s <= now_s - KNOWN_FOR_S]:
+        for peer in [
+            peer for peer, idle in self._idle.items() if idle.since_s <= now_s - AUTHENTICATED_FOR_S
+        ]:
             del self._idle[peer]
         self._period_s = PERIOD_S
         # With few descriptors the list costs less than a thread's turn.
@@ -118,47 +123,53 @@ class Connections:
         self._listed = len(descriptors)
         # Connections that the last check did not see may have ended: they explain no descriptor.
         others = len(descriptors) - len(self._seen & (self._running.keys() | self._idle.keys()))
-        if others <= self._calm and len(descriptors) <= self._share and not self._condemned:
+        if others <= self._check_above and len(descriptors) <= self._share and not self._to_close:
             return
         found = await asyncio.to_thread(connected, port, descriptors)
         self._seen = set(found)
         self._idle = {peer: idle for peer, idle in self._idle.items() if peer in found}
-        for peer in crowd_of(self._idle, MAX_IDLE_OF_CALLER):
+        for peer in idle_above(self._idle, MAX_IDLE_OF_CALLER):
             del self._idle[peer]
-        known = self._running.keys() | self._idle.keys()
-        condemned, self._condemned = self._condemned & found.keys() - known, set()
+        authenticated = self._running.keys() | self._idle.keys()
+        unread, self._to_close = self._to_close & found.keys() - authenticated, set()
         seen_s, self._since_s = self._since_s, {}
         for peer in found:
             self._since_s[peer] = seen_s.get(peer, now_s)
-        strangers = {peer: since_s for peer, since_s in self._since_s.items() if peer not in known}
-        surplus = surplus_of_strangers(strangers, now_s) - condemned
-        staying = {peer: self._since_s[peer] for peer in found.keys() - surplus - condemned}
+        unauthenticated = {
+            peer: since_s for peer, since_s in self._since_s.items() if peer not in authenticated
+        }
+        surplus = unauthenticated_surplus(unauthenticated, now_s) - unread
+        staying = {peer: self._since_s[peer] for peer in found.keys() - surplus - unread}
         over = above_share(staying, self._running.keys(), self._share)
-        self._calm = _FEW if surplus or condemned else len(descriptors) - len(self._seen & known) + _FEW // 2
+        self._check_above = (
+            _FEW_OTHERS
+            if surplus or unread
+            else len(descriptors) - len(self._seen & authenticated) + _FEW_OTHERS // 2
+        )
         self._period_s = _FLOODED_PERIOD_S if surplus else PERIOD_S
-        ended = surplus | condemned | over
+        ended = surplus | unread | over
         if ended:
             await asyncio.to_thread(shut, {peer: found[peer] for peer in ended})
-            for peers, reason in ((surplus, "surplus"), (condemned, "unread"), (over, "share")):
+            for peers, reason in ((surplus, "surplus"), (unread, "unread"), (over, "share")):
                 for _ in peers:
                     self._count(reason)
             log.warning(
                 "connections.shut",
                 surplus=len(surplus),
-                unread=len(condemned),
+                unread=len(unread),
                 share=len(over),
                 left=len(found) - len(ended),
             )
 
 
-def surplus_of_strangers(since_s: Mapping[str, float], now_s: float) -> set[str]:
+def unauthenticated_surplus(since_s: Mapping[str, float], now_s: float) -> set[str]:
     """Return the connections to close of those without a call of an authenticated caller.
 
     One that is new since ``now_s`` may still authenticate, so it stays unless very many are new: only a part
     of their memory is ever returned.
     """
     settled = {peer: first_s for peer, first_s in since_s.items() if first_s < now_s}
-    surplus = surplus_of(settled, of_source=MAX_OF_SOURCE, in_all=MAX_STRANGERS)
+    surplus = surplus_of(settled, of_source=MAX_OF_SOURCE, in_all=MAX_UNAUTHENTICATED)
     left = {peer: first_s for peer, first_s in since_s.items() if peer not in surplus}
     return surplus | surplus_of(left, of_source=MAX_WITH_NEW, in_all=MAX_WITH_NEW)
 
@@ -178,7 +189,7 @@ def surplus_of(since_s: Mapping[str, float], *, of_source: int, in_all: int) -> 
     return {peer for peers in by_source.values() for peer in peers[share:]}
 
 
-def crowd_of(idle: Mapping[str, Idle], most: int) -> list[str]:
+def idle_above(idle: Mapping[str, Idle], most: int) -> list[str]:
     """Return the connections of each caller beyond its ``most``, those idle for longest."""
     by_caller: defaultdict[str, list[str]] = defaultdict(list)
     for peer in sorted(idle, key=lambda peer: (-idle[peer].since_s, peer)):

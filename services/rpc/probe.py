@@ -18,7 +18,7 @@ TIMEOUT_S: Final = 3.0
 REFUSED: Final = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 
 
-def ask(address: str, *, timeout_s: float = TIMEOUT_S) -> str:
+def health_problem(address: str, *, timeout_s: float = TIMEOUT_S) -> str:
     """Return "" when the health service at host:port answers SERVING or is flooded, else the reason."""
     with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
         check = channel.unary_unary(
@@ -39,7 +39,7 @@ def ask(address: str, *, timeout_s: float = TIMEOUT_S) -> str:
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit("usage: python -m services.rpc.probe HOST:PORT")
-    sys.exit(ask(sys.argv[1]) or 0)
+    sys.exit(health_problem(sys.argv[1]) or 0)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,11 @@ from services.rpc.interceptors.access import PUBLIC_SERVICES, AccessControl, Aut
 from services.rpc.interceptors.arrival import NoteArrival
 from services.rpc.interceptors.base import AroundInterceptor
 from services.rpc.interceptors.errors import ErrorStatus
-from services.rpc.interceptors.log_context import LogContext
 from services.rpc.interceptors.messages import ReadMessages
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
-from services.rpc.interceptors.traces import TraceRpcs
+from services.rpc.interceptors.traces import LogContext, TraceRpcs
 from services.rpc.message_size import limits_of
-from services.rpc.strangers import Strangers
+from services.rpc.unauthenticated import UnauthenticatedCalls
 from services.runtime.process.descriptors import descriptor_limit
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.tracing import Tracing
@@ -121,18 +120,18 @@ class RpcServer:
         shut = () if telemetry is None else (telemetry.instruments.connections_shut.add,)
         most = min(MAX_CONNECTIONS, descriptor_limit() // 2)
         self._connections = Connections(*shut, max_connections=most)
-        strangers = Strangers(self._connections.condemn)
+        unauthenticated = UnauthenticatedCalls(self._connections.close_soon)
         # Without grpc's own bound of RPCs: it counts an unauthenticated call before any interceptor runs.
         self._server = make_server(
             interceptors=(
                 *outermost,
                 LogContext(),
                 ErrorStatus(new_incident, None if telemetry is None else telemetry.lines),
-                AccessControl(table, authenticate, internal_token, self._connections, strangers),
+                AccessControl(table, authenticate, internal_token, self._connections, unauthenticated),
                 ReadMessages(limits),
             ),
             options=(*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)),
-            refused=strangers.refused,
+            refused=unauthenticated.refused,
         )
         self.port = 0
 

@@ -49,36 +49,36 @@ class _Pool:
     """Open connections; those that may be closed are in the order in which they are closed."""
 
     open: int = 0
-    unknown: dict[Transport, None] = field(default_factory=dict)
-    known: dict[Transport, None] = field(default_factory=dict)
+    unauthenticated: dict[Transport, None] = field(default_factory=dict)
+    authenticated: dict[Transport, None] = field(default_factory=dict)
 
-    def place(self, transport: Transport, *, busy: bool, known: bool) -> None:
+    def place(self, transport: Transport, *, busy: bool, authenticated: bool) -> None:
         """Put a connection last in its order. A busy one is in no order."""
-        self.unknown.pop(transport, None)
-        self.known.pop(transport, None)
+        self.unauthenticated.pop(transport, None)
+        self.authenticated.pop(transport, None)
         if not busy:
-            (self.known if known else self.unknown)[transport] = None
+            (self.authenticated if authenticated else self.unauthenticated)[transport] = None
 
     def first(self) -> Transport | None:
-        return next(iter(self.unknown or self.known), None)
+        return next(iter(self.unauthenticated or self.authenticated), None)
 
 
 class ConnectionTable:
     """Decides which connections stay open. Its methods take a connection's transport.
 
     At most ``max_connections`` are open, and at most ``max_per_source`` of one source. At most
-    ``max_strangers`` have never presented a credential (default: all); one source has its share of these.
+    ``max_unauthenticated`` never presented a credential (default: all); one source has its share of these.
     """
 
     def __init__(
-        self, max_connections: int, max_per_source: int, *, max_strangers: int | None = None
+        self, max_connections: int, max_per_source: int, *, max_unauthenticated: int | None = None
     ) -> None:
         self.refused = 0  # new connections that were closed because all others were busy
         self.displaced = 0  # idle connections that were closed for a new one
         self._max_connections = max_connections
         self._max_per_source = max_per_source
-        self._max_strangers = max_connections if max_strangers is None else max_strangers
-        self._max_strangers_per_source = share_of(self._max_strangers)
+        self._max_unauthenticated = max_connections if max_unauthenticated is None else max_unauthenticated
+        self._max_unauthenticated_per_source = share_of(self._max_unauthenticated)
         self._all = _Pool()
         self._sources: dict[str, _Pool] = {}
         self._source_of: dict[Transport, str] = {}
@@ -91,10 +91,14 @@ class ConnectionTable:
         source = source_of(transport.get_extra_info("peername"))
         pool = self._sources.get(source)
         if pool is not None and (
-            pool.open >= self._max_per_source or len(pool.unknown) >= self._max_strangers_per_source
+            pool.open >= self._max_per_source
+            or len(pool.unauthenticated) >= self._max_unauthenticated_per_source
         ):
             full = pool
-        elif self._all.open >= self._max_connections or len(self._all.unknown) >= self._max_strangers:
+        elif (
+            self._all.open >= self._max_connections
+            or len(self._all.unauthenticated) >= self._max_unauthenticated
+        ):
             full = self._all
         else:
             full = None
@@ -110,15 +114,15 @@ class ConnectionTable:
         self._source_of[transport] = source
         for entered in (self._all, self._sources.setdefault(source, _Pool())):
             entered.open += 1
-            entered.place(transport, busy=False, known=False)
+            entered.place(transport, busy=False, authenticated=False)
         return True
 
-    def update(self, transport: Transport, *, busy: bool, known: bool) -> None:
-        """``busy``: the client waits for this process, so it stays. ``known``: it presented a credential."""
+    def update(self, transport: Transport, *, busy: bool, authenticated: bool) -> None:
+        """``busy``: the client waits for this process, so the connection stays."""
         source = self._source_of.get(transport)
         if source is not None:
-            self._all.place(transport, busy=busy, known=known)
-            self._sources[source].place(transport, busy=busy, known=known)
+            self._all.place(transport, busy=busy, authenticated=authenticated)
+            self._sources[source].place(transport, busy=busy, authenticated=authenticated)
 
     def remove(self, transport: Transport) -> None:
         """Remove a connection that has ended. Idempotent."""
@@ -127,13 +131,17 @@ class ConnectionTable:
             return
         for left in (self._all, self._sources[source]):
             left.open -= 1
-            left.place(transport, busy=True, known=False)
+            left.place(transport, busy=True, authenticated=False)
         if not self._sources[source].open:
             del self._sources[source]
 
     def check_integrity(self) -> None:
         """Assert that the counts match the connections."""
         assert self._all.open == len(self._source_of) == sum(pool.open for pool in self._sources.values())
-        waiting = [transport for pool in self._sources.values() for transport in (*pool.unknown, *pool.known)]
-        assert len(waiting) == len(self._all.unknown) + len(self._all.known)
+        waiting = [
+            transport
+            for pool in self._sources.values()
+            for transport in (*pool.unauthenticated, *pool.authenticated)
+        ]
+        assert len(waiting) == len(self._all.unauthenticated) + len(self._all.authenticated)
         assert all(transport in self._source_of for transport in waiting)

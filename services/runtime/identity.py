@@ -15,7 +15,7 @@ from services.core.generation import Principal
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Tenant
 from services.ports.clock import Clock
 from services.runtime import secrets
-from services.runtime.fleet_state.views import RecordView
+from services.runtime.fleet_state.informer import RecordView
 
 MAX_HEADER_CHARS: Final = 512
 # The hash for names that do not exist; no secret has it.

@@ -82,8 +82,8 @@ class Fencing(GrantListener):
         self.alone += 1
         node = self._fleet.workers[worker_id]
         books, rules = node.host.grants, self._rules
-        heard_s = max(node.born_s, node.worker.reporter.leader_heard_s)
-        silent_s = node.process.clock.monotonic_s() - heard_s
+        seen_s = max(node.born_s, node.worker.reporter.leader_seen_s)
+        silent_s = node.process.clock.monotonic_s() - seen_s
         wrong: list[str] = []
         if grant.incarnation != books.incarnation:
             wrong.append("in another life")

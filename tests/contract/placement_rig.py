@@ -10,7 +10,7 @@ from random import Random
 from services.adapters.grpc.placement import GrpcPlacement
 from services.adapters.links.muxed_placement import MuxedPlacement, PlacementSettings
 from services.adapters.links.reporter import Reporter
-from services.adapters.links.scheduler_directory import KnownLeader
+from services.adapters.links.scheduler_directory import LeaderAddress
 from services.gateway.fallback import GatewayFallback
 from services.ports.clock import Clock
 from services.runtime.clock import SystemClock
@@ -38,7 +38,7 @@ class PlacementRig:
 
     def lead(self, epoch: int | None) -> None:
         self.node.election.turn(epoch)
-        self.directory.turn(None if epoch is None else KnownLeader("s1", self.node.address, epoch))
+        self.directory.turn(None if epoch is None else LeaderAddress("s1", self.node.address, epoch))
 
     async def close(self, reporter: Reporter) -> None:
         """Stop everything: the books are right and nothing is pending."""

@@ -13,7 +13,7 @@ import pytest
 
 from services.adapters.grpc.reporter import GrpcReportLinks
 from services.adapters.links.reporter import ReportLink, ReportLinks
-from services.adapters.links.scheduler_directory import KnownLeader
+from services.adapters.links.scheduler_directory import LeaderAddress
 from services.core.errors import Conflict, FairwayError, NoLeader
 from services.core.fleet import PoolSnapshot, ReportSnapshot, SequenceUsage, TenantCounter, TenantTokens
 from services.core.generation import Grant
@@ -60,7 +60,7 @@ class Rig:
 
     async def lead(self, epoch: int | None) -> None:
         self.node.election.turn(epoch)
-        self.directory.turn(None if epoch is None else KnownLeader("s1", self.node.address, epoch))
+        self.directory.turn(None if epoch is None else LeaderAddress("s1", self.node.address, epoch))
         await until(lambda: (self.node.service.term and self.node.service.term.epoch) == epoch)
 
     async def open(self) -> ReportLink:

@@ -9,7 +9,7 @@ from random import Random
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.adapters.grpc.reporter import GrpcReportLinks
 from services.adapters.links.reporter import Reporter, ReportLinks
-from services.adapters.links.scheduler_directory import KnownLeader, LeaderDirectory
+from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDirectory
 from services.core.fleet import PoolSnapshot, ReportedSequence, ReportSnapshot, TenantTokens
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
@@ -93,15 +93,15 @@ class StaticDirectory:
     """Implements ``LeaderDirectory`` with what a test says."""
 
     def __init__(self) -> None:
-        self.leader: KnownLeader | None = None
+        self.leader: LeaderAddress | None = None
         self._turned = asyncio.Event()
 
-    def turn(self, leader: KnownLeader | None) -> None:
+    def turn(self, leader: LeaderAddress | None) -> None:
         self.leader = leader
         turned, self._turned = self._turned, asyncio.Event()
         turned.set()
 
-    async def wait_changed(self, seen: KnownLeader | None, timeout_s: float) -> KnownLeader | None:
+    async def wait_changed(self, seen: LeaderAddress | None, timeout_s: float) -> LeaderAddress | None:
         try:
             async with asyncio.timeout(timeout_s):
                 while self.leader == seen:

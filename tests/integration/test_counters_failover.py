@@ -12,7 +12,7 @@ import pytest
 from services.adapters.grpc.placement import GrpcPlacement
 from services.adapters.grpc.reporter import GrpcReportLinks
 from services.adapters.links.reporter import Reporter
-from services.adapters.links.scheduler_directory import KnownLeader
+from services.adapters.links.scheduler_directory import LeaderAddress
 from services.core.fleet import TenantCounter
 from services.core.generation import PlaceSpec
 from services.core.records import Priority
@@ -93,7 +93,7 @@ class Fleet:
     async def lead(self, index: int, epoch: int) -> Term:
         await self.nodes[index].start()
         self.nodes[index].election.turn(epoch)
-        self.directory.turn(KnownLeader(f"s{index}", self.nodes[index].address, epoch))
+        self.directory.turn(LeaderAddress(f"s{index}", self.nodes[index].address, epoch))
         await until(lambda: self.bench.host.grants.epoch == epoch)
         return term_of(self.nodes[index])
 

@@ -14,7 +14,7 @@ import pytest
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.placement import GrpcPlacement, GrpcPlacementLinks
-from services.adapters.links.scheduler_directory import KnownLeader, SchedulerDirectory
+from services.adapters.links.scheduler_directory import LeaderAddress, SchedulerDirectory
 from services.core.errors import FairwayError, InvalidInput, NoLeader
 from services.core.records import Leader, dump, leader_key
 from services.rpc.channel import auth_metadata, open_channel
@@ -66,7 +66,7 @@ async def node(supervisor: Supervisor) -> AsyncIterator[SchedulerNode]:
 
 def directory_of(node: SchedulerNode) -> StaticDirectory:
     directory = StaticDirectory()
-    directory.turn(KnownLeader("s1", node.address, 1))
+    directory.turn(LeaderAddress("s1", node.address, 1))
     return directory
 
 
@@ -78,7 +78,7 @@ async def test_a_restarted_scheduler_is_found_and_grants_what_was_waiting(superv
     await second.start()
     first.election.turn(11)
     directory = StaticDirectory()
-    directory.turn(KnownLeader("s1", first.address, 11))
+    directory.turn(LeaderAddress("s1", first.address, 11))
     worker = FakeWorker("w1", kv_blocks=16)
     reporter = worker.reporter(directory, supervisor)
     placement = GrpcPlacement(directory, TOKEN, "g1", clock, supervisor, Random(1))
@@ -96,7 +96,7 @@ async def test_a_restarted_scheduler_is_found_and_grants_what_was_waiting(superv
     await asyncio.sleep(0.3)
     assert not any(task.done() for task in waiting), "a lost leader fails nobody"
     second.election.turn(12)
-    directory.turn(KnownLeader("s2", second.address, 12))
+    directory.turn(LeaderAddress("s2", second.address, 12))
     await until(lambda: worker.epoch == 12)
     assert reporter.last_epoch == 12
     after = second.service.term
@@ -257,16 +257,16 @@ async def test_the_reporter_tells_when_it_heard_the_leader(
     directory = directory_of(node)
     worker = FakeWorker("w1")
     reporter = worker.reporter(directory, supervisor)
-    assert (reporter.last_epoch, reporter.leader_heard_s) == (0, float("-inf"))
+    assert (reporter.last_epoch, reporter.leader_seen_s) == (0, float("-inf"))
     await until(lambda: reporter.last_epoch == 1)
-    heard_s = reporter.leader_heard_s
+    heard_s = reporter.leader_seen_s
     assert 0 <= clock.monotonic_s() - heard_s < 5
-    await until(lambda: reporter.leader_heard_s > heard_s, 2.0)
+    await until(lambda: reporter.leader_seen_s > heard_s, 2.0)
     await node.server.stop(0.0)
     await asyncio.sleep(0.2)
-    last_s = reporter.leader_heard_s
+    last_s = reporter.leader_seen_s
     await asyncio.sleep(0.5)
-    assert reporter.leader_heard_s == last_s, "a dead leader is not heard"
+    assert reporter.leader_seen_s == last_s, "a dead leader is not heard"
     await reporter.close()
 
 

@@ -17,9 +17,9 @@ import grpc
 import pytest
 
 from fairway.v1 import inference_pb2, inference_pb2_grpc
-from services.rpc.connections import MAX_IDLE_OF_CALLER, MAX_OF_SOURCE, MAX_STRANGERS, PERIOD_S
-from services.rpc.interceptors.messages import MAX_WAITING_STRANGERS
-from services.rpc.strangers import MAX_REFUSALS_PER_S
+from services.rpc.connections import MAX_IDLE_OF_CALLER, MAX_OF_SOURCE, MAX_UNAUTHENTICATED, PERIOD_S
+from services.rpc.interceptors.messages import MAX_WAITING_UNAUTHENTICATED
+from services.rpc.unauthenticated import MAX_REFUSALS_PER_S
 from tests.support.http2 import (
     CHECK,
     DATA,
@@ -150,7 +150,7 @@ async def test_large_messages_for_the_health_service(server: RpcProcess) -> None
         for task in sending:
             task.cancel()
         await asyncio.gather(*sending, return_exceptions=True)
-    assert server.peak_mib() - before_mib < (MAX_WAITING_STRANGERS + 4) * 16
+    assert server.peak_mib() - before_mib < (MAX_WAITING_UNAUTHENTICATED + 4) * 16
 
 
 async def test_a_tenants_message_of_empty_submessages_is_counted_before_it_is_decoded(
@@ -206,7 +206,7 @@ async def test_idle_connections_of_one_source_and_of_many(server: RpcProcess) ->
             idle.append(writer)
             assert number % 500 or server.process.num_fds() < 5500
         async with asyncio.timeout(20):
-            while server.process.num_fds() > MAX_STRANGERS + MAX_OF_SOURCE:
+            while server.process.num_fds() > MAX_UNAUTHENTICATED + MAX_OF_SOURCE:
                 await asyncio.sleep(PERIOD_S)
         canary.judge(WORST_S)
     for writer in idle:
@@ -222,7 +222,7 @@ async def test_a_tenant_that_calls_once_on_each_of_many_connections(server: RpcP
             attackers.append(attacker)
             await attacker.send(call(1, LIST, *KEY) + message(1, b""))
         async with asyncio.timeout(80):
-            while server.process.num_fds() > MAX_STRANGERS + MAX_IDLE_OF_CALLER + MAX_OF_SOURCE:
+            while server.process.num_fds() > MAX_UNAUTHENTICATED + MAX_IDLE_OF_CALLER + MAX_OF_SOURCE:
                 await asyncio.sleep(PERIOD_S)
     finally:
         close_all(attackers)

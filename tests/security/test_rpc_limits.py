@@ -17,7 +17,7 @@ from services.core.records import KeyRole
 from services.rpc.channel import MAX_MESSAGE_BYTES
 from services.rpc.server import RpcServer, Service
 from services.rpc.status import from_rpc_error
-from services.rpc.strangers import MAX_STREAMS_OF_SOURCE
+from services.rpc.unauthenticated import MAX_STREAMS_OF_SOURCE
 
 AUTH = (("authorization", "Bearer key"),)
 

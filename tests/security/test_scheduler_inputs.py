@@ -14,7 +14,7 @@ import pytest
 from fairway.v1 import scheduler_pb2 as pb
 from fairway.v1 import scheduler_pb2_grpc
 from services.adapters.grpc.placement import GrpcPlacementLinks
-from services.adapters.links.scheduler_directory import KnownLeader
+from services.adapters.links.scheduler_directory import LeaderAddress
 from services.core.decisions import FleetWorker, WorkerPool
 from services.core.errors import InvalidInput
 from services.core.fleet import Granted, PlacementRefused
@@ -207,7 +207,7 @@ async def _keep_reporting(stub: Any, message: pb.ReportRequest) -> None:
 async def _place(node: SchedulerNode, **fields: Any) -> Granted | PlacementRefused:
     """Return what becomes of one placement."""
     directory = StaticDirectory()
-    directory.turn(KnownLeader("s1", node.address, 1))
+    directory.turn(LeaderAddress("s1", node.address, 1))
     links = GrpcPlacementLinks(directory, TOKEN, f"g{Random().random()}")
     link = await links.open()
     try:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 QUICK_S: Final = 10.0  # one HEAD, one deletion or one page of a listing
 BULK_S: Final = 60.0  # the bytes of a blob, retries included
-_PARALLEL_LOOKS: Final = 64
+_PARALLEL_CHECKS: Final = 64
 _PARALLEL_PUTS: Final = 16
 _PAGE: Final = 1000
 _BLOBS: Final = "sha256/"
@@ -62,7 +62,7 @@ class S3Blobs:
                 received += piece
             verifier.finish()
             try:
-                await self._ask(
+                await self._within(
                     obstore.put_async(
                         self._store, _key(digest), bytes(received), mode="create", use_multipart=False
                     ),
@@ -84,15 +84,15 @@ class S3Blobs:
     async def missing(self, digests: Sequence[str]) -> tuple[str, ...]:
         keys = {digest: _key(digest) for digest in digests}
         waiting = iter(keys.items())
-        gone: set[str] = set()
+        absent: set[str] = set()
 
-        async def look() -> None:
+        async def check() -> None:
             for digest, key in waiting:  # the workers share one iterator
                 if await self._size_of(key) is None:
-                    gone.add(digest)
+                    absent.add(digest)
 
-        await _together([look() for _ in range(min(_PARALLEL_LOOKS, len(keys)))])
-        return tuple(digest for digest in digests if digest in gone)
+        await _together([check() for _ in range(min(_PARALLEL_CHECKS, len(keys)))])
+        return tuple(digest for digest in digests if digest in absent)
 
     async def stored(self) -> AsyncGenerator[tuple[StoredBlob, ...], None]:
         async for page in self._listed(_BLOBS):
@@ -103,16 +103,16 @@ class S3Blobs:
             )
 
     async def delete(self, blobs: Sequence[StoredBlob]) -> tuple[str, ...]:
-        gone = []
+        deleted = []
         for blob in blobs:
             try:
-                meta = await self._ask(obstore.head_async(self._store, _key(blob.digest)), self._quick_s)
+                meta = await self._within(obstore.head_async(self._store, _key(blob.digest)), self._quick_s)
                 if abs(_written(meta) - blob.written_unix_s) < _TICK_S:
-                    await self._ask(obstore.delete_async(self._store, _key(blob.digest)), self._quick_s)
-                    gone.append(blob.digest)
+                    await self._within(obstore.delete_async(self._store, _key(blob.digest)), self._quick_s)
+                    deleted.append(blob.digest)
             except FileNotFoundError:
                 continue
-        return tuple(gone)
+        return tuple(deleted)
 
     async def sweep(self, before_unix_s: float, *, dry_run: bool = False) -> int:
         swept = 0
@@ -121,7 +121,7 @@ class S3Blobs:
             swept += len(old)
             for path in old if not dry_run else ():
                 with suppress(FileNotFoundError):
-                    await self._ask(obstore.delete_async(self._store, path), self._quick_s)
+                    await self._within(obstore.delete_async(self._store, path), self._quick_s)
         return swept
 
     async def _is_stored(self, digest: str, size_bytes: int) -> bool:
@@ -145,7 +145,7 @@ class S3Blobs:
         """Return the blob, or None when it is damaged. Reads it twice, to exclude transfer errors."""
         for _ in range(2):
             try:
-                blob = await self._ask(self._bytes_of(_key(digest)), self._bulk_s)
+                blob = await self._within(self._bytes_of(_key(digest)), self._bulk_s)
             except FileNotFoundError:
                 raise NotFound(f"{digest} is not stored", digest=digest) from None
             if blob is not None and await in_thread(is_blob, blob, digest):
@@ -160,13 +160,13 @@ class S3Blobs:
 
     async def _size_of(self, key: str) -> int | None:
         try:
-            return (await self._ask(obstore.head_async(self._store, key), self._quick_s))["size"]
+            return (await self._within(obstore.head_async(self._store, key), self._quick_s))["size"]
         except FileNotFoundError:
             return None
 
     async def _set_aside(self, digest: str) -> None:
         with suppress(FileNotFoundError):
-            await self._ask(
+            await self._within(
                 obstore.rename_async(self._store, _key(digest), _DAMAGED + hex_of(digest)), self._bulk_s
             )
             log.warning("blob.found_damaged", digest=digest)
@@ -175,9 +175,9 @@ class S3Blobs:
         pages = aiter(obstore.list(self._store, prefix, chunk_size=_PAGE))
         with suppress(StopAsyncIteration):
             while True:
-                yield await self._ask(anext(pages), self._quick_s)
+                yield await self._within(anext(pages), self._quick_s)
 
-    async def _ask(self, request: Awaitable[T], timeout_s: float) -> T:
+    async def _within(self, request: Awaitable[T], timeout_s: float) -> T:
         """Return the response. Raises StoreUnavailable, or that an object is missing or already exists."""
         async with _store_errors(timeout_s):
             return await request
@@ -191,16 +191,16 @@ def _written(meta: obstore.ObjectMeta) -> float:
     return meta["last_modified"].timestamp()
 
 
-async def _together(looks: Sequence[Awaitable[None]]) -> None:
+async def _together(checks: Sequence[Awaitable[None]]) -> None:
     """Run all; return when all succeeded. The first failure cancels the others."""
 
-    async def one(look: Awaitable[None]) -> None:
-        await look
+    async def one(check: Awaitable[None]) -> None:
+        await check
 
     try:
         async with TaskGroup() as group:
-            for look in looks:
-                group.create_task(one(look))
+            for check in checks:
+                group.create_task(one(check))
     except BaseExceptionGroup as failures:
         raise first_failure(failures) from None
 

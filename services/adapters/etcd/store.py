@@ -46,7 +46,7 @@ class EtcdStore:
         clock: Clock,
         *,
         timeout_s: float = 3.0,
-        progress_s: float = 2.0,
+        progress_s: float = 3.0,
         silence_s: float = 8.0,
     ) -> None:
         """Connects at the first call. ``endpoints`` are ``host:port``, all of one cluster.
@@ -101,7 +101,7 @@ class EtcdStore:
             if answer is grpc.aio.EOF:
                 raise StoreUnavailable("etcd ended the keep-alive", retry_after_s=1.0)
         if answer.TTL <= 0:
-            raise LeaseLost(f"lease {lease_id:x} is gone")
+            raise LeaseLost(f"lease {lease_id:x} has ended")
 
     async def revoke_lease(self, lease_id: int) -> None:
         request = rpc.LeaseRevokeRequest(ID=lease_id)

@@ -148,7 +148,7 @@ def _raise_if_canceled(message: Any) -> None:
     if not message.canceled:
         return
     if message.compact_revision:
-        raise Compacted(f"the history before revision {message.compact_revision} is gone")
+        raise Compacted(f"the history before revision {message.compact_revision} is deleted")
     raise StoreUnavailable(f"etcd cancelled the watch: {message.cancel_reason}")
 
 

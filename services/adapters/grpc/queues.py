@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import Message
 
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
-from services.adapters.links.scheduler_directory import KnownLeader, LeaderDirectory
+from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDirectory
 from services.core.errors import FairwayError, NoLeader, Unavailable
 from services.ports.clock import Clock
 from services.rpc.channel import auth_metadata, open_channel
@@ -34,36 +34,36 @@ class GrpcQueues:
     async def page(self, *, size: int, token: str, tenant: str) -> scheduler_pb2.ListPoolsResponse:
         """Return a page of pools with the shares of one tenant, or of all when ``tenant`` is empty."""
         request = scheduler_pb2.ListPoolsRequest(page_size=size, page_token=token, tenant=tenant)
-        found: scheduler_pb2.ListPoolsResponse = await self._ask_leader(lambda stub: stub.ListPools, request)
+        found: scheduler_pb2.ListPoolsResponse = await self._call_leader(lambda stub: stub.ListPools, request)
         return found
 
     async def explain(self, request_id: str) -> scheduler_pb2.ExplainResponse:
         """Return how the placements of a request were decided, as far as the leader retains them."""
         request = scheduler_pb2.ExplainRequest(request_id=request_id)
-        found: scheduler_pb2.ExplainResponse = await self._ask_leader(lambda stub: stub.Explain, request)
+        found: scheduler_pb2.ExplainResponse = await self._call_leader(lambda stub: stub.Explain, request)
         return found
 
     async def workers(self, *, size: int, token: str) -> scheduler_pb2.ListReportersResponse:
         """Return a page of the workers that reported to the leader."""
         request = scheduler_pb2.ListReportersRequest(page_size=size, page_token=token)
         found: scheduler_pb2.ListReportersResponse
-        found = await self._ask_leader(lambda stub: stub.ListReporters, request)
+        found = await self._call_leader(lambda stub: stub.ListReporters, request)
         return found
 
-    async def _ask_leader(self, method: Method, request: Message) -> Any:
+    async def _call_leader(self, method: Method, request: Message) -> Any:
         """Return the response. If the leader is unreachable or no longer leads, queries its successor."""
         deadline_s = self._clock.monotonic_s() + self._timeout_s
-        known, error = self._directory.leader, None
+        leader, error = self._directory.leader, None
         while (left_s := deadline_s - self._clock.monotonic_s()) > 0:
-            if known is not None:
+            if leader is not None:
                 try:
-                    return await self._ask(known, method, request, left_s)
+                    return await self._call(leader, method, request, left_s)
                 except Unavailable as failure:
                     error = failure
-            known = await self._directory.wait_changed(known, left_s)
+            leader = await self._directory.wait_changed(leader, left_s)
         raise NoLeader(f"no scheduler leads that can be reached: {_why(error)}", retry_after_s=1.0)
 
-    async def _ask(self, leader: KnownLeader, method: Method, request: Message, timeout_s: float) -> Any:
+    async def _call(self, leader: LeaderAddress, method: Method, request: Message, timeout_s: float) -> Any:
         async with open_channel(leader.address) as channel:
             call = method(scheduler_pb2_grpc.SchedulerServiceStub(channel))
             try:
@@ -72,11 +72,11 @@ class GrpcQueues:
                 raise _unreachable(failure, leader) from failure
 
 
-def _unreachable(failure: grpc.aio.AioRpcError, leader: KnownLeader) -> FairwayError:
+def _unreachable(failure: grpc.aio.AioRpcError, leader: LeaderAddress) -> FairwayError:
     if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return NoLeader(f"the scheduler at {leader.address} does not answer")
     return from_rpc_error(failure)
 
 
 def _why(error: FairwayError | None) -> str:
-    return "none is known; start a scheduler" if error is None else error.message
+    return "no leader exists; start a scheduler" if error is None else error.message

@@ -9,7 +9,7 @@ import grpc
 
 from fairway.v1 import scheduler_pb2_grpc
 from services.adapters.links.leader_links import OPEN_S, SILENCE_S
-from services.adapters.links.scheduler_directory import KnownLeader, LeaderDirectory
+from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDirectory
 from services.core.errors import FairwayError, NoLeader
 from services.rpc.channel import auth_metadata, open_channel
 from services.rpc.status import from_rpc_error
@@ -26,7 +26,7 @@ class GrpcLinks:
         self._directory = directory
         self._metadata = auth_metadata(token)
         self._silence_s = silence_s
-        self._leader: KnownLeader | None = None
+        self._leader: LeaderAddress | None = None
         self._address = ""
         self._channel: grpc.aio.Channel | None = None
 
@@ -88,7 +88,7 @@ async def first_epoch(call: Call, hello: Any = None) -> int:
             await _write_within(call, hello, OPEN_S)
         first = await read_within(call, OPEN_S)
         if not first.HasField("leadership"):
-            raise NoLeader("the scheduler did not say that it leads")
+            raise NoLeader("the scheduler did not confirm that it leads")
     except BaseException:
         call.cancel()
         raise

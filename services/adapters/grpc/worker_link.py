@@ -87,7 +87,7 @@ class WorkerLink(SequenceLink):
             frame = frame_from_proto(response)
         except InvalidInput as exc:
             raise _Ended(exc.message) from exc
-        self._hear(frame)
+        self._on_message(frame)
 
     async def _write(self, call: Call) -> None:
         """The only writer. Everything requested since its last message goes into the next one."""
@@ -99,19 +99,19 @@ class WorkerLink(SequenceLink):
                 self._woken.clear()
                 while self._outgoing:
                     request = _take_request(self._outgoing)
-                    self._sinks.asked((start.handle for start in request.starts), self._clock.monotonic_s())
+                    self._sinks.sent((start.handle for start in request.starts), self._clock.monotonic_s())
                     await call.write(request)
 
     async def _watch(self) -> None:
         """End a stream that its ``LinkHealth`` reports as over."""
-        looked_s = self._clock.monotonic_s()
+        checked_s = self._clock.monotonic_s()
         while True:
             await self._clock.sleep(CHECK_S)
             now_s = self._clock.monotonic_s()
-            if (why := self._health.why_over(now_s, looked_s=looked_s)) is not None:
+            if (why := self._health.reason_to_end(now_s, checked_s=checked_s)) is not None:
                 self.closed = True
                 raise _Ended(why)
-            looked_s = now_s
+            checked_s = now_s
 
 
 def _take_request(outgoing: Outgoing) -> worker_pb2.ExecuteRequest:

@@ -16,7 +16,7 @@ class SinkTable:
 
     def __init__(self) -> None:
         self._sinks: dict[int, SequenceSink] = {}
-        self._asked_s: dict[int, float] = {}  # starts without a response, in the order sent
+        self._sent_s: dict[int, float] = {}  # starts without a response, in the order sent
         self._last = 0
 
     def __len__(self) -> int:
@@ -33,32 +33,32 @@ class SinkTable:
 
     def drop(self, handle: int) -> bool:
         """Remove the sink; it is not called again. Return whether it was there."""
-        self._asked_s.pop(handle, None)
+        self._sent_s.pop(handle, None)
         return self._sinks.pop(handle, None) is not None
 
-    def asked(self, handles: Iterable[int], now_s: float) -> None:
+    def sent(self, handles: Iterable[int], now_s: float) -> None:
         """Record that these starts were sent. A worker responds to each at once, whatever its load."""
         for handle in handles:
             if handle in self._sinks:
-                self._asked_s[handle] = now_s
+                self._sent_s[handle] = now_s
 
     def unanswered_s(self, now_s: float) -> float:
         """Return for how long the earliest start has been without a response; 0 if there is none."""
-        return max(0.0, now_s - next(iter(self._asked_s.values()), now_s))
+        return max(0.0, now_s - next(iter(self._sent_s.values()), now_s))
 
     def excuse(self, now_s: float) -> None:
         """Count unanswered starts from now, because nothing was read before."""
-        self._asked_s = dict.fromkeys(self._asked_s, now_s)
+        self._sent_s = dict.fromkeys(self._sent_s, now_s)
 
     def dispatch(self, frame: StepFrame) -> None:
         """Call every sink that the frame names, in the frame's order."""
         sinks = self._sinks
         for handle in frame.accepted:
-            self._asked_s.pop(handle, None)
+            self._sent_s.pop(handle, None)
             if (sink := sinks.get(handle)) is not None:
                 sink.on_accepted()
         for handle, reason in frame.not_admitted:
-            self._asked_s.pop(handle, None)
+            self._sent_s.pop(handle, None)
             if (sink := sinks.pop(handle, None)) is not None:
                 sink.on_not_admitted(reason)
         if frame.handles:
@@ -70,7 +70,7 @@ class SinkTable:
     def lose_all(self, message: str) -> None:
         """Notify every sink, once, that its worker was lost."""
         sinks, self._sinks = self._sinks, {}
-        self._asked_s.clear()
+        self._sent_s.clear()
         for sink in sinks.values():
             sink.on_lost(message)
 

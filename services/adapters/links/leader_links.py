@@ -13,18 +13,18 @@ from services.ports.clock import Clock
 OPEN_S: Final = 2.0  # for each step of opening a link over a network
 SILENCE_S: Final = 3.5  # several of the leader's heartbeats
 
-Heard_co = TypeVar("Heard_co", covariant=True)
+Message_co = TypeVar("Message_co", covariant=True)
 Link_co = TypeVar("Link_co", covariant=True)
 Link = TypeVar("Link")
 
 
-class LeaderLink(Protocol[Heard_co]):
+class LeaderLink(Protocol[Message_co]):
     """An open stream to a leader. Its opener closes it. One task sends and one task receives."""
 
     @property
     def epoch(self) -> int: ...
 
-    async def receive(self) -> Heard_co:
+    async def receive(self) -> Message_co:
         """Return the leader's next message, which may be a heartbeat. Raises FairwayError when the link broke
         or the leader was silent for too long."""
 

@@ -18,28 +18,28 @@ class LinkHealth:
         self._sinks = sinks
         self._silence_s = silence_s
         self._idle_s = idle_s
-        self._heard_s = self._busy_s = now_s
+        self._received_s = self._busy_s = now_s
 
-    def heard(self, now_s: float) -> None:
+    def received(self, now_s: float) -> None:
         """Record that a message of the worker was received, which may be a heartbeat."""
-        self._heard_s = now_s
+        self._received_s = now_s
 
-    def why_over(self, now_s: float, *, looked_s: float) -> str | None:
+    def reason_to_end(self, now_s: float, *, checked_s: float) -> str | None:
         """Return the reason to end the stream: it is silent, starts are unanswered, or it is idle. None if
-        healthy. ``looked_s`` is the time of the owner's last check.
+        healthy. ``checked_s`` is the time of the owner's last check.
 
         A late check means that this process stalled, so that received messages are still unread: every wait
         for the worker starts again.
         """
-        if now_s - looked_s > 2 * CHECK_S:
-            self._heard_s = now_s
+        if now_s - checked_s > 2 * CHECK_S:
+            self._received_s = now_s
             self._sinks.excuse(now_s)
         if len(self._sinks):
             self._busy_s = now_s
-        if now_s - self._heard_s > self._silence_s:
-            return f"the worker said nothing for {self._silence_s:g} s"
+        if now_s - self._received_s > self._silence_s:
+            return f"the worker sent nothing for {self._silence_s:g} s"
         if (unanswered_s := self._sinks.unanswered_s(now_s)) > ANSWER_S:
-            return f"the worker beats, and did not answer a start for {unanswered_s:.0f} s"
+            return f"the worker sends heartbeats but answered no start for {unanswered_s:.0f} s"
         if now_s - self._busy_s > self._idle_s:
             return "the stream was idle"
         return None

@@ -88,9 +88,9 @@ class MuxedPlacement:
     ) -> None:
         self._links = links
         self._fallback = fallback
-        self._alone_task: asyncio.Task[None] | None = None
+        self._fallback_task: asyncio.Task[None] | None = None
         self._placed_alone = 0
-        self._alone = False  # fallback placement was used, and no leader has responded since
+        self._in_fallback = False  # fallback placement was used, and no leader has responded since
         self._clock = clock
         self._supervisor = supervisor
         self._rng = rng
@@ -137,14 +137,14 @@ class MuxedPlacement:
         if self._task is None:
             self._task = self._context.run(self._supervisor.spawn, "placement.link", self._run())
             if self._fallback is not None:
-                self._alone_task = self._context.run(
-                    self._supervisor.spawn, "placement.alone", self._place_alone_forever(self._fallback)
+                self._fallback_task = self._context.run(
+                    self._supervisor.spawn, "placement.alone", self._run_fallback(self._fallback)
                 )
 
     async def close(self) -> None:
         """Stop; pending placements end with NoLeader."""
-        tasks = [task for task in (self._task, self._alone_task) if task is not None]
-        self._task = self._alone_task = None
+        tasks = [task for task in (self._task, self._fallback_task) if task is not None]
+        self._task = self._fallback_task = None
         for task in tasks:
             task.cancel()
         if tasks:
@@ -209,7 +209,7 @@ class MuxedPlacement:
 
     # --- without a leader -------------------------------------------------------------------------
 
-    async def _place_alone_forever(self, fallback: FallbackPlacer) -> None:
+    async def _run_fallback(self, fallback: FallbackPlacer) -> None:
         while True:
             now_s = self._clock.monotonic_s()
             wait_s = fallback.wait_s(now_s)
@@ -233,12 +233,12 @@ class MuxedPlacement:
         grant = None if self._fallback is None else self._fallback.place(spec, now_s)
         if grant is not None:
             self._placed_alone += 1
-            if not self._alone:
-                self._alone = True
+            if not self._in_fallback:
+                self._in_fallback = True
                 log.warning("placement.alone", last_epoch=grant.last_epoch, waiting=len(self._pending))
         return grant
 
-    def _heard(self, frame: PlacementFrame | None = None) -> None:
+    def _on_leader_message(self, frame: PlacementFrame | None = None) -> None:
         """Record that the leader responded."""
         if self._fallback is None:
             return
@@ -246,8 +246,8 @@ class MuxedPlacement:
         self._fallback.leader_answered(now_s)
         if frame is not None and frame.members is not None:
             self._fallback.replace_snapshot(frame.epoch, frame.members, now_s)
-        if self._alone:
-            self._alone = False
+        if self._in_fallback:
+            self._in_fallback = False
             log.info("placement.led_again", epoch=self._last_epoch, placed_alone=self._placed_alone)
 
     # --- inside -----------------------------------------------------------------------------------
@@ -307,14 +307,14 @@ class MuxedPlacement:
     async def _use_until_lost(self, link: PlacementLink) -> FairwayError:
         if link.epoch < self._last_epoch:
             await link.close()
-            return NoLeader(f"epoch {link.epoch} is over; {self._last_epoch} was heard already")
+            return NoLeader(f"epoch {link.epoch} has ended; the newest is {self._last_epoch}")
         self._resubmit(link)
-        self._heard()
+        self._on_leader_message()
         writer = self._supervisor.spawn("placement.writer", self._write(link))
         try:
             while True:
                 frame = await link.receive()
-                self._heard(frame)
+                self._on_leader_message(frame)
                 self._settle(frame)
         except FairwayError as error:
             return error

@@ -50,7 +50,7 @@ from services.runtime.supervisor import Supervisor
 log = structlog.get_logger()
 
 _BACKOFF: Final = Backoff(first_s=0.05, max_s=1.0)
-_UNHEARD_BEATS: Final = 3
+_UNANSWERED_BEATS: Final = 3
 
 
 class ReportLink(LeaderLink[ReportAnswer], Protocol):
@@ -102,19 +102,19 @@ class Reporter:
         self._clock = clock
         self._supervisor = supervisor
         self._snapshot = snapshot
-        self._hear_leader = on_leader
-        self._hear_counters = on_counters
+        self._on_leader = on_leader
+        self._on_counters = on_counters
         self._settings = settings if settings is not None else ReporterSettings()
         self._rng = rng if rng is not None else random.Random()
         self._deltas = deltas if deltas is not None else DeltaKeeper()
         self._changed = asyncio.Event()
         self._answered = asyncio.Event()
         self._tight = False
-        self._unheard_since_s = math.inf  # since when reports wait without any answer
-        self._unheard_beats = 0
+        self._unanswered_since_s = math.inf  # since when reports wait without any answer
+        self._unanswered_beats = 0
         self._task: asyncio.Task[None] | None = None
         self._last_epoch = 0
-        self._leader_heard_s = -math.inf
+        self._leader_seen_s = -math.inf
 
     @property
     def last_epoch(self) -> int:
@@ -122,9 +122,9 @@ class Reporter:
         return self._last_epoch
 
     @property
-    def leader_heard_s(self) -> float:
+    def leader_seen_s(self) -> float:
         """Time of the leader's last message, in the clock's monotonic seconds; ``-inf`` before the first."""
-        return self._leader_heard_s
+        return self._leader_seen_s
 
     def start(self) -> None:
         """Start to connect to the leader. Idempotent."""
@@ -170,10 +170,10 @@ class Reporter:
         try:
             self._deltas.stream_opened()
             self._await_answer()
-            self._heard(ReportAnswer(link.epoch))
+            self._on_answer(ReportAnswer(link.epoch))
             writer = self._supervisor.spawn("reporter.writer", self._write(link))
             while True:
-                self._heard(await link.receive())
+                self._on_answer(await link.receive())
         except FairwayError as error:
             return error
         finally:
@@ -182,16 +182,16 @@ class Reporter:
                 await asyncio.wait((writer,), timeout=5.0)
             await link.close()
 
-    def _heard(self, answer: ReportAnswer) -> None:
+    def _on_answer(self, answer: ReportAnswer) -> None:
         """Record the leader's epoch and the answered reports. Raises NoLeader for a former leader."""
         if answer.epoch < self._last_epoch:
-            raise NoLeader(f"epoch {answer.epoch} is over; {self._last_epoch} was heard already")
+            raise NoLeader(f"epoch {answer.epoch} has ended; the newest is {self._last_epoch}")
         self._last_epoch = answer.epoch
-        self._leader_heard_s = self._clock.monotonic_s()
-        if self._hear_leader is not None:
-            self._hear_leader(answer.epoch)
-        if self._hear_counters is not None and answer.counters:
-            self._hear_counters(answer.counters)
+        self._leader_seen_s = self._clock.monotonic_s()
+        if self._on_leader is not None:
+            self._on_leader(answer.epoch)
+        if self._on_counters is not None and answer.counters:
+            self._on_counters(answer.counters)
         if self._deltas.confirm(answer.report):
             self._answered.set()
             self._await_answer()
@@ -200,8 +200,8 @@ class Reporter:
 
     def _await_answer(self) -> None:
         """Restart the wait for an answer, or stop it when no report is unconfirmed."""
-        self._unheard_since_s = self._clock.monotonic_s() if self._deltas.unconfirmed else math.inf
-        self._unheard_beats = 0
+        self._unanswered_since_s = self._clock.monotonic_s() if self._deltas.unconfirmed else math.inf
+        self._unanswered_beats = 0
 
     def _not_answered(self) -> None:
         """Count a heartbeat that answers nothing. Raises NoLeader when the leader does not seem to receive
@@ -209,11 +209,11 @@ class Reporter:
 
         Requires several heartbeats: after a pause of this process the first ones were sent during the pause.
         """
-        self._unheard_beats += 1
-        waited_s = self._clock.monotonic_s() - self._unheard_since_s
-        if self._unheard_beats >= _UNHEARD_BEATS and waited_s >= self._settings.answer_s:
+        self._unanswered_beats += 1
+        waited_s = self._clock.monotonic_s() - self._unanswered_since_s
+        if self._unanswered_beats >= _UNANSWERED_BEATS and waited_s >= self._settings.answer_s:
             raise NoLeader(
-                f"the leader beats, and answered no report for {waited_s:.1f} s", retry_after_s=1.0
+                f"the leader sends heartbeats but answered no report for {waited_s:.1f} s", retry_after_s=1.0
             )
 
     async def _write(self, link: ReportLink) -> None:

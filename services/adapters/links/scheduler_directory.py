@@ -15,7 +15,7 @@ from services.runtime.fleet_state.informer import Informer
 
 
 @dataclass(frozen=True, slots=True)
-class KnownLeader:
+class LeaderAddress:
     """``epoch`` is the key's create_revision. A hint: only the epoch that the leader itself sends counts."""
 
     leader_id: str
@@ -27,9 +27,9 @@ class LeaderDirectory(Protocol):
     """The current leader as last observed; may be out of date."""
 
     @property
-    def leader(self) -> KnownLeader | None: ...
+    def leader(self) -> LeaderAddress | None: ...
 
-    async def wait_changed(self, seen: KnownLeader | None, timeout_s: float) -> KnownLeader | None:
+    async def wait_changed(self, seen: LeaderAddress | None, timeout_s: float) -> LeaderAddress | None:
         """Return the leader once it differs from ``seen``, or the current one after the timeout."""
 
 
@@ -57,13 +57,13 @@ class SchedulerDirectory:
         return self._informer
 
     @property
-    def leader(self) -> KnownLeader | None:
+    def leader(self) -> LeaderAddress | None:
         found = self._informer.view.get(self._key)
         if found is None:
             return None
-        return KnownLeader(found.record.leader_id, found.record.address, found.create_revision)
+        return LeaderAddress(found.record.leader_id, found.record.address, found.create_revision)
 
-    async def wait_changed(self, seen: KnownLeader | None, timeout_s: float) -> KnownLeader | None:
+    async def wait_changed(self, seen: LeaderAddress | None, timeout_s: float) -> LeaderAddress | None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while True:

@@ -105,9 +105,9 @@ class SequenceLink(ABC):
                     self._give_back(spec)
             self._sinks.lose_all(message)
 
-    def _hear(self, frame: StepFrame | None) -> None:
+    def _on_message(self, frame: StepFrame | None) -> None:
         """Pass a received frame to its sinks; None is a heartbeat."""
-        self._health.heard(self._clock.monotonic_s())
+        self._health.received(self._clock.monotonic_s())
         if frame is not None:
             self._sinks.dispatch(frame)
         if self._after_frame is not None:

@@ -86,7 +86,7 @@ class MemoryStore:
             return ConditionFailed(self._revision)
         for operation in operations:
             if isinstance(operation, Put) and operation.lease_id and operation.lease_id not in self._leases:
-                raise LeaseLost(f"lease {operation.lease_id:x} is gone")
+                raise LeaseLost(f"lease {operation.lease_id:x} has ended")
         self._apply(operations)
         return Committed(self._revision)
 
@@ -103,7 +103,7 @@ class MemoryStore:
         self._end_leases()
         lease = self._leases.get(lease_id)
         if lease is None:
-            raise LeaseLost(f"lease {lease_id:x} is gone")
+            raise LeaseLost(f"lease {lease_id:x} has ended")
         lease.deadline_s = self._clock.monotonic_s() + lease.ttl_s
 
     async def revoke_lease(self, lease_id: int) -> None:
@@ -116,7 +116,7 @@ class MemoryStore:
         while True:
             self._end_leases()
             if seen < self._compacted:
-                raise Compacted(f"the history before revision {self._compacted} is gone")
+                raise Compacted(f"the history before revision {self._compacted} is deleted")
             now_s = self._clock.monotonic_s()
             events = self._events(prefix, seen)
             due = now_s >= bookmark_due_s

@@ -26,9 +26,8 @@ from typing import Final, TypeVar
 import structlog
 
 from services.adapters.model_files import folders as model_folders
-from services.adapters.model_files.check import chunks_are_good
 from services.adapters.model_files.chunks import ChunkFetcher
-from services.adapters.model_files.folders import ModelFolders
+from services.adapters.model_files.folders import ModelFolders, chunks_are_good
 from services.adapters.threads import in_thread
 from services.core.errors import FailedPrecondition, IntegrityError, NotFound, StoreUnavailable
 from services.core.manifest import Manifest, ManifestFile, canonical_json, is_digest, parse, sha256_of
@@ -130,7 +129,7 @@ class ModelFiles:
             manifest = await self._in_turn("manifest " + digest, partial(self._manifest, model, digest))
             files = tuple(file for file in manifest.files if only is None or only(file.path))
             if not files:
-                raise NotFound(f"no file of {digest} is asked for", digest=digest)
+                raise NotFound(f"no file of {digest} is selected", digest=digest)
             name = _folder_name(digest, files, whole=len(files) == len(manifest.files))
             return await self._in_turn(name, partial(self._have, name, files, progress or _silent, recheck))
         except OSError as exc:

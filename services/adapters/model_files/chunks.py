@@ -48,13 +48,13 @@ class ChunkFetcher:
         received for ``_PATIENCE_S``.
         """
         size, received, delay_s = file.chunk_bytes(index), bytearray(), _BACKOFF_FIRST_S
-        heard_s = self._clock.monotonic_s()
+        received_s = self._clock.monotonic_s()
         while True:
             try:
                 async with aclosing(self._registry.download(file.chunks[index], len(received))) as pieces:
                     async for piece in pieces:
                         received += piece[: size + 1 - len(received)]
-                        heard_s, delay_s = self._clock.monotonic_s(), _BACKOFF_FIRST_S
+                        received_s, delay_s = self._clock.monotonic_s(), _BACKOFF_FIRST_S
                         if len(received) > size:
                             break
                 return bytes(received)
@@ -66,7 +66,7 @@ class ChunkFetcher:
                     digest=file.chunks[index],
                 ) from exc
             except (Unavailable, SlowReader) as exc:  # SlowReader: this process stalled
-                if self._clock.monotonic_s() - heard_s > _PATIENCE_S:
+                if self._clock.monotonic_s() - received_s > _PATIENCE_S:
                     raise
                 log.info("model_chunk.download_broken", path=file.path, chunk=index, error=exc.message)
                 await self._clock.sleep(delay_s)

@@ -11,14 +11,21 @@ Every function may raise OSError; the caller turns it into a domain error.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
+from services.adapters.threads import in_thread
 from services.core.manifest import CHUNK_BYTES, ManifestFile, sha256_of
+
+_MAX_CHECK_THREADS: Final = 4
+
+_Chunk = tuple[Path, ManifestFile, int]
 
 
 class Hash(Protocol):
@@ -133,10 +140,10 @@ class ModelFolders:
         """Remove a complete folder. A kill in between leaves no partial folder that looks complete."""
         if not self.ready(folder).exists():
             return
-        gone = self.partial(folder + ".gone")
-        shutil.rmtree(gone, ignore_errors=True)
-        self.ready(folder).rename(gone)
-        shutil.rmtree(gone)
+        removed = self.partial(folder + ".gone")
+        shutil.rmtree(removed, ignore_errors=True)
+        self.ready(folder).rename(removed)
+        shutil.rmtree(removed)
 
     def drop_partial(self, folder: str) -> None:
         shutil.rmtree(self.partial(folder), ignore_errors=True)
@@ -194,3 +201,37 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+async def chunks_are_good(root: Path, files: Sequence[ManifestFile]) -> bool:
+    """Return whether every chunk below ``root`` has its digest. Raises OSError for an unreadable file.
+
+    The bytes pass through the page cache, so an engine that maps the files next reads the same bytes. The
+    exception: the pages are evicted, and the disk returns other bytes. A later write is not detected.
+    Hashing releases the interpreter lock, so threads share the work. A cancelled caller waits for one chunk.
+    """
+    chunks = [(root / file.path, file, index) for file in files for index in range(len(file.chunks))]
+    count = max(1, min(_MAX_CHECK_THREADS, os.cpu_count() or 1, len(chunks)))
+    stop = threading.Event()
+    parts = (in_thread(_all_good, chunks[part::count], stop) for part in range(count))
+    checks = asyncio.gather(*parts, return_exceptions=True)
+    try:
+        found = await asyncio.shield(checks)
+    finally:
+        stop.set()
+        await asyncio.wait({checks})
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return all(found)
+
+
+def _all_good(chunks: Sequence[_Chunk], stop: threading.Event) -> bool:
+    """Return whether all are good; False early if another thread found a bad one, or on cancellation."""
+    is_good = False
+    try:
+        is_good = not any(stop.is_set() or not chunk_is_good(*chunk) for chunk in chunks)
+    finally:
+        if not is_good:
+            stop.set()
+    return is_good

@@ -88,14 +88,14 @@ class FallbackLimiter:
         try:
             return await self._admit_shared(tenant_id, request_id, limits)
         except StoreUnavailable as error:
-            self._tell("admit", error)
+            self._on_store_failure("admit", error)
             return await self._local.admit(tenant_id, request_id, self._share(limits))
 
     async def spend(self, tenant_id: str, limits: Limits) -> None:
         try:
             await self._primary.spend(tenant_id, limits)
         except StoreUnavailable as error:
-            self._tell("spend", error)
+            self._on_store_failure("spend", error)
             await self._local.spend(tenant_id, self._share(limits))
 
     async def renew(self, reservations: Sequence[Reservation]) -> None:
@@ -105,7 +105,7 @@ class FallbackLimiter:
             async with self._settling:
                 await self._settle_kept()
         except StoreUnavailable as error:
-            self._tell("renew", error)
+            self._on_store_failure("renew", error)
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         if reservation.local:
@@ -113,7 +113,7 @@ class FallbackLimiter:
         try:
             await self._primary.settle(reservation, usage, spooled=spooled)
         except StoreUnavailable as error:
-            self._tell("settle", error)
+            self._on_store_failure("settle", error)
             self._keep(reservation, usage)
         except asyncio.CancelledError:
             self._keep(reservation, usage)
@@ -132,7 +132,7 @@ class FallbackLimiter:
         try:
             return local + await self._primary.concurrency(tenant_id)
         except StoreUnavailable as error:
-            self._tell("concurrency", error)
+            self._on_store_failure("concurrency", error)
             return local
 
     @property
@@ -175,7 +175,7 @@ class FallbackLimiter:
                     if outcome is not None and not isinstance(outcome, StoreUnavailable):
                         raise outcome
                 if failed:
-                    self._tell("settle", failed[0])
+                    self._on_store_failure("settle", failed[0])
                 if len(failed) == len(batch):
                     return
         finally:
@@ -219,7 +219,7 @@ class FallbackLimiter:
             max(1, concurrency // gateways) if concurrency > 0 else 0,
         )
 
-    def _tell(self, operation: str, error: StoreUnavailable) -> None:
+    def _on_store_failure(self, operation: str, error: StoreUnavailable) -> None:
         """Log at most once in ten seconds: an outage is one event, not one per request."""
         now_s = self._clock.monotonic_s()
         if now_s >= self._log_next_s:

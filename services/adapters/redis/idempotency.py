@@ -73,7 +73,7 @@ class RedisIdempotency:
         answer = await self._scripts.run(
             key.tenant_id,
             self._claim,
-            (*_record(key), *_books(key.tenant_id)),
+            (*_record(key), *_usage_keys(key.tenant_id)),
             (
                 key.digest,
                 fingerprint,
@@ -123,7 +123,7 @@ class RedisIdempotency:
 
     async def _append_to(self, tenant_id: str, additions: Sequence[Addition]) -> list[Written]:
         limits = self._limits
-        _, bodies, sizes = _books(tenant_id)
+        _, bodies, sizes = _usage_keys(tenant_id)
         keys = [name for addition in additions for name in _record(addition.hold.key)]
         arguments: list[str | int | bytes] = [
             _prefix(tenant_id),
@@ -147,7 +147,7 @@ class RedisIdempotency:
         word = await self._scripts.run(
             tenant_id,
             self._end,
-            (*_record(hold.key), *_books(tenant_id), *quotas),
+            (*_record(hold.key), *_usage_keys(tenant_id), *quotas),
             (
                 _prefix(tenant_id),
                 hold.key.digest,
@@ -183,7 +183,7 @@ def _record(key: RecordKey) -> tuple[str, str]:
     return head, head + ":log"
 
 
-def _books(tenant_id: str) -> tuple[str, str, str]:
+def _usage_keys(tenant_id: str) -> tuple[str, str, str]:
     base = f"fw:{{{tenant_id}}}:idem."
     return base + "index", base + "bodies", base + "sizes"
 

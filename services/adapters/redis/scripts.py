@@ -169,7 +169,7 @@ class RedisScripts:
                 return
             try:
                 async with LoopTimeout(self._timeout_s):
-                    answers = await lane.ask([call.command for call in batch])
+                    answers = await lane.send([call.command for call in batch])
             except _AWAY as error:
                 await lane.drop()
                 if last:  # Redis accepts connections but does not respond
@@ -212,7 +212,7 @@ class RedisScripts:
         """Drop the lane's connection unless it still responds."""
         try:
             async with LoopTimeout(self._timeout_s):
-                await lane.ask([("PING",)])
+                await lane.send([("PING",)])
         except _AWAY:
             await lane.drop()
 
@@ -249,7 +249,7 @@ class _Lane:
         except _AWAY:
             return
 
-    async def ask(self, commands: Sequence[Sequence[str | int | bytes]]) -> list[Any]:
+    async def send(self, commands: Sequence[Sequence[str | int | bytes]]) -> list[Any]:
         """Return a response or a ResponseError for each command. Raises when the connection breaks."""
         answers = await self._pipeline(commands)
         missing = [

@@ -199,13 +199,15 @@ def _worker(name: str, before: Worker | None, after: Worker | None) -> Iterator[
         if before.draining:
             yield FleetEvent(kind, name, "NODE_LEFT", "it drained and gave its lease back")
         else:
-            yield FleetEvent(kind, name, "NODE_LOST", f"its lease at {before.address} is gone", warning=True)
+            yield FleetEvent(
+                kind, name, "NODE_LOST", f"its lease at {before.address} has ended", warning=True
+            )
         return
     if before is None:
         message = f"at {after.address}, {after.device}, {after.memory_bytes // 2**20} MiB for models"
         yield FleetEvent(kind, name, "NODE_JOINED", message)
     elif after.draining and not before.draining:
-        yield FleetEvent(kind, name, "NODE_STOPPING", "it was told to stop and drains")
+        yield FleetEvent(kind, name, "NODE_STOPPING", "it received a stop and drains")
     old = {(v.deployment, v.version_digest): v for v in before.versions} if before is not None else {}
     for version in after.versions:
         yield from _version(name, old.get((version.deployment, version.version_digest)), version)

@@ -120,9 +120,9 @@ def _is_short(deployment: Deployment, version: AssignedVersion, host: Host, miss
     if not short or host.leaving:
         return False
     held = [one for one in host.assigned if one.deployment != name] + [version]
-    alone = replace(host.memory, held=tuple(held))
+    replacing = replace(host.memory, held=tuple(held))
     beside = replace(host.memory, held=(*held, *host.before[name]))
-    return bool(no_memory(beside, version)) and not no_memory(alone, version)
+    return bool(no_memory(beside, version)) and not no_memory(replacing, version)
 
 
 def _served_elsewhere(name: str, host: Host, hosts: Sequence[Host]) -> bool:

@@ -22,7 +22,7 @@ from services.core.records import DEPLOYMENTS, KEYS, ROOT, TENANTS, ApiKey, KeyR
 from services.ports.clock import Clock
 from services.ports.store import Delete, ModRevisionIs, Put, Store
 from services.runtime import secrets
-from services.runtime.requests import Together, WriteRequest
+from services.runtime.idempotent_writes import WriteRequest, WriteSet
 
 log = structlog.get_logger()
 
@@ -98,7 +98,7 @@ class Accounts:
             )
         # A key created after that read moved the guard; the commit then fails.
         unmoved = ModRevisionIs(_KEYS_OF_TENANT + name, guard.mod_revision if guard else 0)
-        together = Together((unmoved,), (Delete(_KEYS_OF_TENANT + name),))
+        together = WriteSet((unmoved,), (Delete(_KEYS_OF_TENANT + name),))
         await self._tenants.delete(name, request, etag=etag, together=together)
         log.info("tenant.deleted", tenant=name)
 
@@ -214,18 +214,18 @@ class Accounts:
             raise IntegrityError("the sealed secret is not the one that was given: rotate the key again")
         return stored, text
 
-    async def _owner_of(self, key: ApiKey) -> Together:
+    async def _owner_of(self, key: ApiKey) -> WriteSet:
         """The condition that ties a key to its tenant: it exists, and its deletion detects the key."""
         if key.role is KeyRole.ADMIN:
             if key.tenant or key.models:
                 raise InvalidInput("an admin key has no tenant and no models", field="key.tenant")
-            return Together()
+            return WriteSet()
         if not key.tenant:
             raise InvalidInput("a tenant key needs its tenant", field="key.tenant")
         entry = await self._store.get(TENANTS + key.tenant)
         if entry is None:
             raise FailedPrecondition(f"there is no tenant {key.tenant}", tenant=key.tenant)
-        return Together(
+        return WriteSet(
             conditions=(ModRevisionIs(entry.key, entry.mod_revision),),
             operations=(Put(_KEYS_OF_TENANT + key.tenant, key.meta.name.encode()),),
         )

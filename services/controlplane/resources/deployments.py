@@ -23,7 +23,7 @@ from services.core.records import (
 )
 from services.ports.clock import Clock
 from services.ports.store import ModRevisionIs, Put, Store
-from services.runtime.requests import Together
+from services.runtime.idempotent_writes import WriteSet
 
 log = structlog.get_logger()
 
@@ -94,7 +94,7 @@ class Deployments:
         snapshot = await read_snapshot(self._store)
         return deployment_view(stored, snapshot, unplaced_in(snapshot.fleet))
 
-    async def _pinned(self, deployment: Deployment) -> tuple[Deployment, Together]:
+    async def _pinned(self, deployment: Deployment) -> tuple[Deployment, WriteSet]:
         """Return the deployment with its digest, and the condition that the version still exists."""
         digest = deployment.version
         if not is_digest(digest):
@@ -111,7 +111,7 @@ class Deployments:
             raise NotFound(
                 f"model {deployment.model} has no version {digest}", model=deployment.model, digest=digest
             )
-        together = Together(
+        together = WriteSet(
             conditions=(ModRevisionIs(version.key, version.mod_revision),),
             operations=(Put(model_users_key(deployment.model), b""),),
         )

@@ -24,7 +24,14 @@ from services.ports.store import (
     Put,
     Store,
 )
-from services.runtime.requests import Answer, Answered, RequestLog, Together, WriteRequest, fingerprint_of
+from services.runtime.idempotent_writes import (
+    Answer,
+    Answered,
+    RequestLog,
+    WriteRequest,
+    WriteSet,
+    fingerprint_of,
+)
 
 log = structlog.get_logger()
 
@@ -93,13 +100,13 @@ class Nodes:
             raise FailedPrecondition(
                 f"node {name} lives at {view.worker.address}: drain it, stop it, then delete it", name=name
             )
-        gone: list[Operation] = [Delete(NODES + name), Delete(ASSIGNMENTS + name)]
+        deletions: list[Operation] = [Delete(NODES + name), Delete(ASSIGNMENTS + name)]
         # If the worker registers at this moment, it keeps its assignment.
         conditions: list[Condition] = [
             CreateRevisionIs(WORKERS + name, 0),
             ModRevisionIs(NODES + name, view.mod_revision),
         ]
-        done = await self._requests.commit(Together(conditions, gone), request, Answer())
+        done = await self._requests.commit(WriteSet(conditions, deletions), request, Answer())
         if not isinstance(done, Committed) and await self._requests.answered(request) is None:
             raise Conflict(f"node {name} changed meanwhile; try again", name=name)
         log.info("node.deleted", node=name)
@@ -113,7 +120,7 @@ class Nodes:
             require_etag(f"node {name}", view.mod_revision, etag)
             node = change.apply(view.node)
             data = dump(node)
-            write = Together([ModRevisionIs(NODES + name, view.mod_revision)], [Put(NODES + name, data)])
+            write = WriteSet([ModRevisionIs(NODES + name, view.mod_revision)], [Put(NODES + name, data)])
             if isinstance(await self._requests.commit(write, request, Answer(data)), Committed):
                 log.info("node.updated", node=name, cordoned=node.cordoned, draining=node.draining)
                 return await self.get(name)

@@ -1,7 +1,7 @@
 """Create, get, list, update and delete of operator-made resources, one implementation for all kinds.
 
 An etag is the store's mod_revision. Every write is conditional on what was read, so that no operator
-overwrites another's change unseen. ``runtime/requests.py`` documents request ids.
+overwrites another's change unseen. ``runtime/idempotent_writes.py`` documents request ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.core.paging import page_of
 from services.core.records import ApiKey, Deployment, Tenant, dump, load
 from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
-from services.runtime.requests import Answer, RequestLog, Together, WriteRequest, fingerprint_of
+from services.runtime.idempotent_writes import Answer, RequestLog, WriteRequest, WriteSet, fingerprint_of
 
 _TRIES: Final = 5
 
@@ -39,7 +39,7 @@ class Stored(Generic[R]):
         return str(self.mod_revision)
 
 
-_ALONE: Final = Together()
+_ALONE: Final = WriteSet()
 
 
 class Resources(Generic[R]):
@@ -75,7 +75,7 @@ class Resources(Generic[R]):
         return await self._requests.answered(request) is not None
 
     async def create(
-        self, record: R, request: WriteRequest, *, together: Together = _ALONE, sealed: str = ""
+        self, record: R, request: WriteRequest, *, together: WriteSet = _ALONE, sealed: str = ""
     ) -> Stored[R]:
         """Store a new record. Raises AlreadyExists, Conflict for a request id used with other content."""
         name, key = record.meta.name, self.key(record.meta.name)
@@ -84,7 +84,7 @@ class Resources(Generic[R]):
         now_s = self._clock.unix_s()
         record = replace(record, meta=replace(record.meta, create_unix_s=now_s, update_unix_s=now_s))
         data = dump(record)
-        write = Together(
+        write = WriteSet(
             [ModRevisionIs(key, 0), *together.conditions], [Put(key, data), *together.operations]
         )
         done = await self._requests.commit(write, request, Answer(data, sealed=sealed))
@@ -127,7 +127,7 @@ class Resources(Generic[R]):
         request: WriteRequest,
         *,
         etag: str = "",
-        together: Together = _ALONE,
+        together: WriteSet = _ALONE,
         sealed: str = "",
     ) -> Stored[R]:
         """Apply ``change`` to the stored record; ``change`` runs again after a concurrent write.
@@ -144,7 +144,7 @@ class Resources(Generic[R]):
             created_s, now_s = old.record.meta.create_unix_s, self._clock.unix_s()
             meta = replace(record.meta, name=name, create_unix_s=created_s, update_unix_s=now_s)
             data = dump(record := replace(record, meta=meta))
-            write = Together(
+            write = WriteSet(
                 [ModRevisionIs(key, old.mod_revision), *together.conditions],
                 [Put(key, data), *together.operations],
             )
@@ -154,7 +154,7 @@ class Resources(Generic[R]):
         raise Conflict(f"{self._noun} {name} is being changed by others; try again", name=name)
 
     async def delete(
-        self, name: str, request: WriteRequest, *, etag: str = "", together: Together = _ALONE
+        self, name: str, request: WriteRequest, *, etag: str = "", together: WriteSet = _ALONE
     ) -> None:
         """Remove a record. Raises NotFound, EtagMismatch, Conflict after a concurrent write."""
         if await self._requests.answered(request) is not None:
@@ -162,7 +162,7 @@ class Resources(Generic[R]):
         old = await self.get(name)
         self._require_etag(old, etag)
         conditions = [ModRevisionIs(self.key(name), old.mod_revision), *together.conditions]
-        write = Together(conditions, [Delete(self.key(name)), *together.operations])
+        write = WriteSet(conditions, [Delete(self.key(name)), *together.operations])
         done = await self._requests.commit(write, request, Answer())
         if not isinstance(done, Committed) and await self._requests.answered(request) is None:
             raise Conflict(f"{self._noun} {name} changed meanwhile; try again", name=name)

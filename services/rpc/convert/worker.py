@@ -204,7 +204,7 @@ def frame_from_proto(message: worker_pb2.ExecuteResponse) -> StepFrame:
     frame = StepFrame(
         accepted=[accepted.handle for accepted in message.accepted],
         not_admitted=[
-            (entry.handle, _known(_NOT_ADMITTED_OF, entry.reason)) for entry in message.not_admitted
+            (entry.handle, _value_of(_NOT_ADMITTED_OF, entry.reason)) for entry in message.not_admitted
         ],
         handles=list(tokens.handles),
         offsets=list(tokens.offsets),
@@ -241,7 +241,7 @@ def end_to_proto(handle: int, end: SequenceEnd) -> worker_pb2.SequenceFinished:
 
 def end_from_proto(message: worker_pb2.SequenceFinished) -> SequenceEnd:
     return SequenceEnd(
-        reason=_known(FINISH_REASONS_BACK, message.reason),
+        reason=_value_of(FINISH_REASONS_BACK, message.reason),
         stop=message.stop,
         output_tokens=message.output_tokens,
         cached_tokens=message.cached_tokens,
@@ -294,7 +294,7 @@ def _seconds(duration: Duration) -> float:
     return duration.ToNanoseconds() / 1e9
 
 
-def _known(table: Mapping[Any, Value], number: int) -> Value:
+def _value_of(table: Mapping[Any, Value], number: int) -> Value:
     value = table.get(number)
     if value is None:
         raise InvalidInput(f"unknown enum value {number}", number=number)

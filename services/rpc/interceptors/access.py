@@ -23,7 +23,7 @@ from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.rpc.connections import Connections
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
-from services.rpc.strangers import Strangers
+from services.rpc.unauthenticated import UnauthenticatedCalls
 
 Authenticate = Callable[[str | None], Principal]
 
@@ -80,7 +80,7 @@ class AccessControl(AroundInterceptor):
         authenticate: Authenticate | None,
         internal_token: str,
         connections: Connections,
-        strangers: Strangers,
+        unauthenticated: UnauthenticatedCalls,
     ) -> None:
         super().__init__()
         if len(internal_token) < 32:
@@ -89,7 +89,7 @@ class AccessControl(AroundInterceptor):
         self._authenticate = authenticate
         self._internal = internal_token.encode()
         self._connections = connections
-        self._strangers = strangers
+        self._unauthenticated = unauthenticated
         self._running: dict[str, int] = {}
         self._all = 0
 
@@ -97,18 +97,22 @@ class AccessControl(AroundInterceptor):
         peer = context.peer()
         allowed = self._table.get(method)
         if self._is_public(method, allowed):
-            (self._strangers.enter_stream if method in _PUBLIC_STREAMS else self._strangers.enter)(peer)
+            (
+                self._unauthenticated.enter_stream
+                if method in _PUBLIC_STREAMS
+                else self._unauthenticated.enter
+            )(peer)
             try:
                 return await call()
             except (DeadlineExceeded, OverQuota):  # its message did not arrive in time
-                self._strangers.refuse(peer)
+                self._unauthenticated.refuse(peer)
                 raise
         try:
             if allowed is None:
                 raise PermissionDenied(f"{method} has no access rule")
             who = self._identify(bearer_token(context.invocation_metadata()), allowed)
         except FairwayError:
-            self._strangers.refused(peer)
+            self._unauthenticated.refused(peer)
             raise
         name = "" if who is None else who.tenant_id or who.key_id
         _caller.set(name)

@@ -27,7 +27,7 @@ MESSAGE_WITHIN_S: Final = 10.0
 # Calls of one caller whose message has not arrived yet. Each may hold the transport's largest message. All
 # unauthenticated callers count as one, so they have few. A message usually arrives with its call.
 MAX_WAITING: Final = 128
-MAX_WAITING_STRANGERS: Final = 8
+MAX_WAITING_UNAUTHENTICATED: Final = 8
 MAX_WAITING_SERVICES: Final = 4096
 MAX_PUBLIC_MESSAGES: Final = 256
 
@@ -45,7 +45,7 @@ class PendingMessages:
         Raises DeadlineExceeded, or OverQuota when another call took its place.
         """
         who = caller()
-        most = MAX_WAITING_STRANGERS if who is None else MAX_WAITING if who else MAX_WAITING_SERVICES
+        most = MAX_WAITING_UNAUTHENTICATED if who is None else MAX_WAITING if who else MAX_WAITING_SERVICES
         waiting = self._by_caller.setdefault(who, {})
         if len(waiting) >= most:
             oldest = next(iter(waiting))
@@ -104,7 +104,7 @@ class ReadMessages(grpc.aio.ServerInterceptor):
         if not handler.request_streaming:
             behaviour = self._of_unary(handler.unary_stream or handler.unary_unary, decode)
         else:
-            messages = self._decoded if method in self._limits else self._decoded_of_stranger
+            messages = self._decoded if method in self._limits else self._decoded_unauthenticated
             behaviour = _of_stream(handler.stream_stream or handler.stream_unary, messages, decode)
         make = (
             grpc.stream_stream_rpc_method_handler
@@ -144,7 +144,7 @@ class ReadMessages(grpc.aio.ServerInterceptor):
         async for raw in requests:
             yield decode(raw)
 
-    async def _decoded_of_stranger(
+    async def _decoded_unauthenticated(
         self, _requests: AsyncIterator[bytes], context: Context, decode: Callable[[bytes], Any]
     ) -> AsyncIterator[Any]:
         for _ in range(MAX_PUBLIC_MESSAGES):

@@ -34,7 +34,7 @@ class RpcMetrics:
         self.running: dict[str, int] = {}
         self.connections_shut = metrics.counter(
             "fairway_rpc_connections_shut_total",
-            "Connections closed: surplus without a known caller, above a source's share, or unread answers",
+            "Connections closed: surplus without credentials, above a source's share, or unread answers",
             ("reason",),
         )
         metrics.gauge(

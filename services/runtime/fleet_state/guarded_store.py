@@ -200,7 +200,7 @@ class GuardedStore:
         StoreUnavailable."""
         await self.verify()
         if base != self._base:
-            raise StoreUnavailable("the store was restored: ask again", retry_after_s=1.0)
+            raise StoreUnavailable("the store was restored: retry the request", retry_after_s=1.0)
 
     def _rightful(self, value: bytes) -> StoreGeneration | None:
         """Return the record; None if neither this process nor the store has a generation.

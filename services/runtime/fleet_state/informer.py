@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import structlog
 
@@ -32,6 +32,14 @@ class Versioned(Generic[Record]):
     record: Record
     create_revision: int
     mod_revision: int
+
+
+class RecordView(Protocol[Record]):
+    """The readers' interface of an ``Informer``; tests use a dictionary."""
+
+    @property
+    def view(self) -> Mapping[str, Versioned[Record]]:
+        """The records by full store key. Immutable: a later change makes a new mapping."""
 
 
 class Informer(Generic[Record]):

@@ -118,7 +118,7 @@ class Registration:
         self._incarnation, self._written = outcome.revision, value
         log.info("registration.created", key=self._key, incarnation=outcome.revision)
         self._created()
-        self._tell()
+        self._notify()
 
     async def _remove(self, entry: Entry) -> None:
         log.warning("registration.predecessor_removed", key=self._key, incarnation=entry.create_revision)
@@ -153,13 +153,13 @@ class Registration:
         if not isinstance(await self._store.commit([Put(self._key, value, lease_id)], [fence]), Committed):
             raise LeaseLost(f"{self._key} was removed or taken")
         self._written = value
-        self._tell()
+        self._notify()
 
     async def _check(self) -> None:
         entry = await self._store.get(self._key)
         if entry is None or entry.create_revision != self._incarnation:
             raise LeaseLost(f"{self._key} was removed or taken")
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()

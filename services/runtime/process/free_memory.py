@@ -17,7 +17,7 @@ from services.ports.clock import Clock
 
 SLACK_BYTES: Final = 16 * 1024**2  # growth below this is ignored
 _PAUSE_S: Final = 15.0
-_MOST_LOOKS: Final = 64
+_MOST_CHECKS: Final = 64
 _M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h, like the next
 _M_ARENA_MAX: Final = -8
 _MAPPED_BYTES: Final = 64 * 1024
@@ -52,22 +52,22 @@ async def return_free_memory(clock: Clock) -> None:
     if not hasattr(library, "malloc_trim") or not _STATM.exists():
         return
     base_bytes = left_bytes = resident_bytes()
-    looks, due_after = 0, 1
+    checks, due_after = 0, 1
     while True:
         await clock.sleep(_PAUSE_S)
         before_bytes = resident_bytes()
         base_bytes = min(base_bytes, before_bytes)
         if before_bytes - base_bytes < SLACK_BYTES:
             continue
-        looks += 1
-        if looks < due_after and before_bytes - left_bytes < SLACK_BYTES // 4:
+        checks += 1
+        if checks < due_after and before_bytes - left_bytes < SLACK_BYTES // 4:
             continue
         gc.collect()
         # It takes some milliseconds, in which other threads run.
         await asyncio.to_thread(library.malloc_trim, 0)
         left_bytes = resident_bytes()
         is_worth_it = before_bytes - left_bytes > SLACK_BYTES // 4
-        looks, due_after = 0, 1 if is_worth_it else min(2 * due_after, _MOST_LOOKS)
+        checks, due_after = 0, 1 if is_worth_it else min(2 * due_after, _MOST_CHECKS)
 
 
 def resident_bytes() -> int:

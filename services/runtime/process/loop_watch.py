@@ -95,7 +95,7 @@ class LoopWatch:
         self._stopped.set()
 
     def _watch(self) -> None:
-        told = False
+        is_logged = False
         quiet_s, beat_s, ticked_s = 0.0, self._beat_s, time.monotonic()
         while not self._stopped.wait(TICK_S):
             now_s = time.monotonic()
@@ -103,10 +103,10 @@ class LoopWatch:
             beaten, beat_s = beat_s != self._beat_s, self._beat_s
             quiet_s = quiet_for(quiet_s, passed_s, beaten=beaten)
             if quiet_s < self._stall_s:
-                told = False
+                is_logged = False
                 continue
-            if not told:
-                told = True
+            if not is_logged:
+                is_logged = True
                 log.error("loop.stalled", quiet_s=round(quiet_s, 1), at=self._stack())
             if quiet_s >= self._fatal_s:
                 log.critical("loop.stuck", quiet_s=round(quiet_s, 1), exit_code=EXIT_STUCK)

@@ -106,7 +106,7 @@ class TelemetryServer:
             ):
                 async with asyncio.timeout(self._head_timeout_s):
                     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-                self._table.update(writer.transport, busy=True, known=False)
+                self._table.update(writer.transport, busy=True, authenticated=False)
                 async with asyncio.timeout(self._timeout_s):
                     status, content_type, body = await self._answer(head)
                     writer.write(_head(status, content_type, len(body)) + body)

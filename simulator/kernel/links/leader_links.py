@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Generic, TypeVar
 
 from services.adapters.links.leader_links import OPEN_S, SILENCE_S
-from services.adapters.links.scheduler_directory import KnownLeader, LeaderDirectory
+from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDirectory
 from services.core.errors import FairwayError, NoLeader
 from simulator.kernel.connection import Broken, Connection, Silent
 from simulator.kernel.network import Network, Unreachable
@@ -75,7 +75,7 @@ class LeaderConnections:
         self._process = process
         self._network = network
         self._directory = directory
-        self._leader: KnownLeader | None = None
+        self._leader: LeaderAddress | None = None
 
     async def open(self, within_s: float) -> Connection:
         """Return a connection to the leader. Raises NoLeader when there is none within the time."""

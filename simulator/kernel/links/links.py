@@ -61,7 +61,7 @@ class SimPlacementLinks(SimLinks):
         connection, first = await self._connect(self._hello)
         if not isinstance(first, Leads):
             connection.close()
-            raise NoLeader("the scheduler did not say that it leads")
+            raise NoLeader("the scheduler did not confirm that it leads")
         return _SimPlacementLink(connection, first.epoch, self._silence_s)
 
 

@@ -75,7 +75,7 @@ class StoreServer:
     def _watch(self, connection: Connection, wanted: _Watch) -> None:
         floor = max(self._floor, self.store.compacted_revision)
         if wanted.after_revision < floor:
-            connection.close(Compacted(f"the history before revision {floor} is gone"))
+            connection.close(Compacted(f"the history before revision {floor} is deleted"))
             return
         watcher = self._watchers[connection.number] = _Watcher(connection, wanted)
         watcher.tell(*self._history)

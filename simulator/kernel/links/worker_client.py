@@ -79,7 +79,7 @@ class SimWorkers:
         """Check every stream once a second: one timer serves all of them."""
         now_s = self.process.clock.monotonic_s()
         for link in self._links.values():
-            link.check(now_s, looked_s=self._checked_s)
+            link.check(now_s, checked_s=self._checked_s)
         self._checked_s = now_s
         self._checks = bool(self._links)
         if self._checks:
@@ -113,11 +113,11 @@ class _Link(SequenceLink):
         """Carry the stream until it ends; then notify every sink."""
         await self._run(self._carry())
 
-    def check(self, now_s: float, *, looked_s: float) -> None:
+    def check(self, now_s: float, *, checked_s: float) -> None:
         """End the stream if its ``LinkHealth`` reports that it is over."""
         if self._connection is None or self.closed:
             return
-        if (why := self._health.why_over(now_s, looked_s=looked_s)) is not None:
+        if (why := self._health.reason_to_end(now_s, checked_s=checked_s)) is not None:
             self._end(why)
 
     async def _carry(self) -> str:
@@ -141,7 +141,7 @@ class _Link(SequenceLink):
 
     def _receive(self, message: Any) -> None:
         if not self.closed:
-            self._hear(message if type(message) is StepFrame else None)
+            self._on_message(message if type(message) is StepFrame else None)
 
     def _broke(self, broken: Broken) -> None:
         self._end(f"the stream to the worker broke: {broken.message}")
@@ -170,7 +170,7 @@ class _Link(SequenceLink):
             return
         outgoing, self._outgoing = self._outgoing, Outgoing()
         starts, credits_ = outgoing.starts, outgoing.credits
-        self._sinks.asked(starts, self._clock.monotonic_s())
+        self._sinks.sent(starts, self._clock.monotonic_s())
         connection.post(
             Execute(outgoing.cancels, tuple(starts.items()), tuple(credits_), tuple(credits_.values()))
         )

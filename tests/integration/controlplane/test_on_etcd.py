@@ -15,7 +15,7 @@ from fairway.v1 import common_pb2, controlplane_pb2_grpc
 from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.queues import GrpcQueues
-from services.adapters.links.scheduler_directory import KnownLeader
+from services.adapters.links.scheduler_directory import LeaderAddress
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.resources.sealing import Sealer
 from services.controlplane.service import ControlPlaneService
@@ -161,17 +161,17 @@ async def scheduler(plane: Plane) -> AsyncIterator[SchedulerNode]:
 async def test_no_queues_without_a_leader(plane: Plane, scheduler: SchedulerNode) -> None:
     with pytest.raises(NoLeader, match="start a scheduler"):
         await plane.call("ListQueues", pb.ListQueuesRequest())
-    plane.directory.turn(KnownLeader("s1", scheduler.address, 1))  # it is said to lead, and does not
+    plane.directory.turn(LeaderAddress("s1", scheduler.address, 1))  # it is said to lead, and does not
     with pytest.raises(NoLeader):
         await plane.call("ListQueues", pb.ListQueuesRequest())
-    plane.directory.turn(KnownLeader("gone", "127.0.0.1:1", 1))
+    plane.directory.turn(LeaderAddress("gone", "127.0.0.1:1", 1))
     with pytest.raises(NoLeader):
         await plane.call("ListQueues", pb.ListQueuesRequest())
 
 
 async def test_queues_are_told_by_pool_tenant_and_class(plane: Plane, scheduler: SchedulerNode) -> None:
     scheduler.election.turn(7)
-    plane.directory.turn(KnownLeader("s1", scheduler.address, 7))
+    plane.directory.turn(LeaderAddress("s1", scheduler.address, 7))
     await plane.deploy("chat")
 
     async def leads() -> bool:
@@ -208,7 +208,7 @@ async def test_queues_are_told_by_pool_tenant_and_class(plane: Plane, scheduler:
 
 async def test_queues_tell_the_room_of_the_workers(plane: Plane, scheduler: SchedulerNode) -> None:
     scheduler.election.turn(7)
-    plane.directory.turn(KnownLeader("s1", scheduler.address, 7))
+    plane.directory.turn(LeaderAddress("s1", scheduler.address, 7))
     reporter = FakeWorker("w1", kv_blocks=10).reporter(plane.directory, plane.supervisor)
 
     async def told() -> bool:
@@ -231,7 +231,7 @@ async def test_nothing_is_explained_without_a_leader(plane: Plane) -> None:
 
 async def test_a_placement_is_explained_and_its_worker_listed(plane: Plane, scheduler: SchedulerNode) -> None:
     scheduler.election.turn(7)
-    plane.directory.turn(KnownLeader("s1", scheduler.address, 7))
+    plane.directory.turn(LeaderAddress("s1", scheduler.address, 7))
     worker = FakeWorker("w1", kv_blocks=10)
     reporters = [
         found.reporter(plane.directory, plane.supervisor) for found in (worker, FakeWorker("w2", kv_blocks=1))

@@ -207,7 +207,7 @@ def test_a_worker_that_dies_is_lost_at_once_and_one_that_vanishes_after_its_sile
         began_s = scene.loop.now_s
         while not isinstance(sink.heard[-1], str) or len(sink.heard) < 2:
             await asyncio.sleep(0.1)
-        assert "said nothing for 5 s" in sink.heard[-1]
+        assert "sent nothing for 5 s" in sink.heard[-1]
         assert 4.0 < scene.loop.now_s - began_s < 8.0
 
     scene.run(main())
@@ -238,7 +238,7 @@ def test_a_worker_that_beats_and_hears_no_start_is_lost(scene: Scene) -> None:
         while not second.heard:
             await asyncio.sleep(0.1)
         assert 4.0 < scene.loop.now_s - began_s < 7.0
-        assert "did not answer a start" in second.heard[-1] == first.heard[-1]
+        assert "answered no start" in second.heard[-1] == first.heard[-1]
         third, _ = scene.start(3)
         await asyncio.sleep(2)
         assert third.heard[0] == "accepted", "another stream is whole"

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from fairway.cli.fleet.probes import NO_ANSWER, grpc_serving
-from services.rpc.probe import ask
+from services.rpc.probe import health_problem
 
 
 class Refusing(grpc.GenericRpcHandler):
@@ -42,7 +42,7 @@ async def test_refused_is_not_silent(code: grpc.StatusCode, silent: bool, health
     reason = await grpc_serving(address)()
     assert reason
     assert reason.startswith(NO_ANSWER) is silent
-    assert (await asyncio.to_thread(ask, address) == "") is healthy
+    assert (await asyncio.to_thread(health_problem, address) == "") is healthy
     await server.stop(0)
 
 

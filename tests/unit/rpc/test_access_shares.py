@@ -14,7 +14,7 @@ from services.core.records import KeyRole
 from services.rpc.connections import Connections
 from services.rpc.interceptors import access
 from services.rpc.interceptors.access import AccessControl
-from services.rpc.strangers import Strangers
+from services.rpc.unauthenticated import UnauthenticatedCalls
 
 METHOD = "/fairway.v1.InferenceService/Complete"
 
@@ -42,7 +42,9 @@ async def test_a_tenant_with_its_share_of_calls_is_refused_and_another_is_not(
     monkeypatch.setattr(access, "MAX_CALLS", 6)
     table = {METHOD: frozenset({options_pb2.ACCESS_TENANT})}
     connections = Connections()
-    control = AccessControl(table, identify, "i" * 32, connections, Strangers(connections.condemn))
+    control = AccessControl(
+        table, identify, "i" * 32, connections, UnauthenticatedCalls(connections.close_soon)
+    )
     leave = asyncio.Event()
 
     def call(tenant: str) -> asyncio.Future[Any]:

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from services.rpc.connections import (
     MAX_OF_SOURCE,
-    MAX_STRANGERS,
+    MAX_UNAUTHENTICATED,
     MAX_WITH_NEW,
     Idle,
     above_share,
     connected,
-    crowd_of,
+    idle_above,
     shut,
     source_of,
     surplus_of,
-    surplus_of_strangers,
+    unauthenticated_surplus,
 )
 
 names = st.builds("ipv4:10.0.0.{}:{}".format, st.integers(0, 6), st.integers(1, 40))
@@ -52,7 +52,7 @@ def test_a_source_with_few_keeps_them_when_another_has_many() -> None:
     assert "ipv4:10.0.0.2:1" not in surplus_of(since_s, of_source=60, in_all=20)
 
 
-def _strangers(of_source: int, since_s: float) -> dict[str, float]:
+def _unauthenticated(of_source: int, since_s: float) -> dict[str, float]:
     return {
         f"ipv4:10.0.{since_s:g}.{source}:{port}": since_s for source in range(16) for port in range(of_source)
     }
@@ -60,25 +60,25 @@ def _strangers(of_source: int, since_s: float) -> dict[str, float]:
 
 def test_new_connections_stay_until_the_next_look() -> None:
     new = {f"ipv4:10.0.1.1:{port}": 1.0 for port in range(MAX_WITH_NEW)}
-    assert surplus_of_strangers(new, 1.0) == set()
-    assert len(surplus_of_strangers(new, 1.2)) == MAX_WITH_NEW - MAX_OF_SOURCE
+    assert unauthenticated_surplus(new, 1.0) == set()
+    assert len(unauthenticated_surplus(new, 1.2)) == MAX_WITH_NEW - MAX_OF_SOURCE
 
 
 def test_new_connections_are_bounded_however_many_come_between_two_looks() -> None:
-    found = _strangers(100, 0.0) | _strangers(600, 1.0) | {"ipv4:10.0.9.9:1": 1.0}
-    surplus = surplus_of_strangers(found, 1.0)
+    found = _unauthenticated(100, 0.0) | _unauthenticated(600, 1.0) | {"ipv4:10.0.9.9:1": 1.0}
+    surplus = unauthenticated_surplus(found, 1.0)
     assert len(found) - len(surplus) == pytest.approx(MAX_WITH_NEW, abs=32)
     assert "ipv4:10.0.9.9:1" not in surplus
     settled = sum(first_s < 1.0 for peer, first_s in found.items() if peer not in surplus)
-    assert settled <= MAX_STRANGERS
+    assert settled <= MAX_UNAUTHENTICATED
 
 
 def test_a_caller_keeps_the_connections_that_it_used_last() -> None:
     tenant = {f"ipv4:10.0.0.{port}:{port}": Idle(float(port), "acme") for port in range(9)}
     others = {"ipv4:10.0.1.1:1": Idle(0.0, "other")}
     roles = {f"ipv4:10.0.2.1:{port}": Idle(0.0, "") for port in range(9)}
-    assert crowd_of(tenant | others | roles, 9) == []
-    assert set(crowd_of(tenant | others | roles, 6)) == {f"ipv4:10.0.0.{port}:{port}" for port in range(3)}
+    assert idle_above(tenant | others | roles, 9) == []
+    assert set(idle_above(tenant | others | roles, 6)) == {f"ipv4:10.0.0.{port}:{port}" for port in range(3)}
 
 
 def test_a_source_has_its_share_whoever_it_calls_as() -> None:

@@ -139,11 +139,11 @@ class _Protocol(HttpToolsProtocol):
         self._read_bytes = 0
         self._stop_timer()
         super().on_message_complete()
-        self._table.update(self.transport, busy=self._serving, known=self._known)
+        self._table.update(self.transport, busy=self._serving, authenticated=self._known)
 
     def on_response_complete(self) -> None:
         self._serving = False
-        self._table.update(self.transport, busy=False, known=self._known)
+        self._table.update(self.transport, busy=False, authenticated=self._known)
         super().on_response_complete()
         self._start_timer()
 
@@ -153,7 +153,7 @@ class _Protocol(HttpToolsProtocol):
     def _authenticated(self) -> None:
         """The request in progress has an authenticated caller."""
         self._known = self._serving = True
-        self._table.update(self.transport, busy=not self._in_body, known=True)
+        self._table.update(self.transport, busy=not self._in_body, authenticated=True)
         if not self._in_body and not self._in_head:
             self._stop_timer()
 
@@ -235,7 +235,7 @@ class HttpServer:
         self.table = ConnectionTable(
             max_connections,
             max(1, int(max_connections * MAX_SOURCE_SHARE)),
-            max_strangers=min(MAX_UNAUTHENTICATED, max_connections),
+            max_unauthenticated=min(MAX_UNAUTHENTICATED, max_connections),
         )
         self._max_body_bytes = max_body_bytes
         self._sockets: list[socket.socket] = []

@@ -28,8 +28,8 @@ class Deaf:
 def test_the_earliest_start_without_an_answer_counts() -> None:
     table = SinkTable()
     first, second, third = (table.add(Deaf()) for _ in range(3))
-    table.asked([first, second], 10.0)
-    table.asked([third], 12.0)
+    table.sent([first, second], 10.0)
+    table.sent([third], 12.0)
     assert table.unanswered_s(13.0) == 3.0
     frame = StepFrame()
     frame.accepted.append(first)
@@ -44,19 +44,19 @@ def test_what_was_dropped_before_it_was_sent_is_not_waited_for() -> None:
     table = SinkTable()
     handle = table.add(Deaf())
     table.drop(handle)
-    table.asked([handle], 10.0)
+    table.sent([handle], 10.0)
     assert table.unanswered_s(60.0) == 0.0
 
 
 def test_who_read_nothing_for_long_blames_nobody() -> None:
     table = SinkTable()
-    table.asked([table.add(Deaf())], 10.0)
+    table.sent([table.add(Deaf())], 10.0)
     table.excuse(40.0)
     assert table.unanswered_s(41.0) == 1.0
 
 
 def test_nothing_is_due_once_all_are_lost() -> None:
     table = SinkTable()
-    table.asked([table.add(Deaf())], 10.0)
+    table.sent([table.add(Deaf())], 10.0)
     table.lose_all("gone")
     assert table.unanswered_s(60.0) == 0.0

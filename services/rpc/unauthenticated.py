@@ -18,15 +18,15 @@ MAX_UNREAD: Final = 256
 UNREAD_WITHIN_S: Final = 15.0
 
 
-class Strangers:
+class UnauthenticatedCalls:
     """Counts RPCs from their headers until the transport accepted their status, which may wait for the
     reader.
 
-    ``condemn`` ends the connection of the peer that it is called with.
+    ``close_soon`` ends the connection of the peer that it is called with.
     """
 
-    def __init__(self, condemn: Callable[[str], None]) -> None:
-        self._condemn = condemn
+    def __init__(self, close_soon: Callable[[str], None]) -> None:
+        self._close_soon = close_soon
         self._of_peer: dict[str, int] = {}
         self._refusals: dict[str, int] = {}
         self._second = 0
@@ -44,7 +44,7 @@ class Strangers:
             self._second, self._refusals = second, {}
         refusals = self._refusals[peer] = self._refusals.get(peer, 0) + 1
         if refusals > MAX_REFUSALS_PER_S or self._of_peer[peer] > MAX_UNREAD:
-            self._condemn(peer)
+            self._close_soon(peer)
 
     def enter(self, peer: str) -> None:
         """Count a public RPC with one response. Raises OverQuota when its connection has many.
@@ -52,7 +52,7 @@ class Strangers:
         There is no other bound: a health check is answered whatever other connections do.
         """
         self._admit(peer)
-        late = asyncio.get_running_loop().call_later(UNREAD_WITHIN_S, self._condemn, peer)
+        late = asyncio.get_running_loop().call_later(UNREAD_WITHIN_S, self._close_soon, peer)
         _at_end(late.cancel)
 
     def enter_stream(self, peer: str) -> None:

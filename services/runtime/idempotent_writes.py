@@ -28,7 +28,7 @@ REQUESTS: Final = ROOT + "requests/"
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class WriteSet:
     """The conditions and further writes of a change, in the same revision."""
 
     conditions: Sequence[Condition] = ()
@@ -94,7 +94,7 @@ class RequestLog:
         return Answered(marker.answer, entry.mod_revision)
 
     async def commit(
-        self, write: Together, request: WriteRequest, answer: Answer
+        self, write: WriteSet, request: WriteRequest, answer: Answer
     ) -> Committed | ConditionFailed:
         """Commit the write, with a marker for the request id if there is one, which must be new."""
         if not request.request_id:
