@@ -1,7 +1,7 @@
-"""A worker's process around simulated engines: everything but the engines and the files is production's.
+"""A worker's process around simulated engines.
 
 Its agent, slots, host, tables, grants, reports, registration and record are the production ones, over the
-simulated network. ``SimEngines`` launches engines in place of processes. A version's first engine in a life
+simulated network. Engines, files and the links to other processes are simulated. ``SimEngines`` launches engines in place of processes. A version's first engine in a life
 is ready at once; one that is started again takes the loading time of its cost model.
 """
 
