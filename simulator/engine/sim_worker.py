@@ -1,8 +1,9 @@
 """A worker's process around simulated engines.
 
 Its agent, slots, host, tables, grants, reports, registration and record are the production ones, over the
-simulated network. Engines, files and the links to other processes are simulated. ``SimEngines`` launches engines in place of processes. A version's first engine in a life
-is ready at once; one that is started again takes the loading time of its cost model.
+simulated network. Engines, files and the links to other processes are simulated. ``SimEngines`` launches
+engines in place of processes. A version's first engine in a life is ready at once; one that is started again
+takes the loading time of its cost model.
 """
 
 from __future__ import annotations
