@@ -28,7 +28,7 @@ log = structlog.get_logger()
 # Per port; the process may have fewer descriptors. grpc keeps some memory of its peak of connections.
 MAX_CONNECTIONS: Final = 4096
 MAX_OF_SOURCE: Final = 128
-MAX_UNAUTHENTICATED: Final = 768
+MAX_UNAUTHENTICATED: Final = 1024
 MAX_WITH_NEW: Final = (
     MAX_UNAUTHENTICATED + MAX_UNAUTHENTICATED // 2
 )  # including those that are new since the last check
@@ -96,12 +96,11 @@ class Connections:
     async def guard(self, clock: Clock, port: Callable[[], int]) -> None:
         """Enforce the bounds until cancelled. ``port`` returns the server's port, 0 before it starts."""
         while True:
+            await clock.sleep(_PAUSE_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._period_s):
                     await self._wanted.wait()
-            if self._wanted.is_set():
-                await clock.sleep(_PAUSE_S)  # one check for all connections to close within this time
-                self._wanted.clear()
+            self._wanted.clear()
             if not port():
                 continue
             try:

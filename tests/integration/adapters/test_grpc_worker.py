@@ -216,7 +216,7 @@ async def test_silence_is_loss_and_heartbeats_are_not_silence(rig: Rig) -> None:
     assert sink.heard == [], "it was alive for twice the silence"
     await until(lambda: sink.heard)
     assert sink.heard == ["lost"]
-    assert "said nothing" in sink.message
+    assert "sent nothing" in sink.message
 
 
 async def test_an_idle_stream_is_closed(rig: Rig) -> None:
