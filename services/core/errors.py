@@ -7,8 +7,8 @@
     ├── NotFound                ModelNotFound
     ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
     ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone
-    ├── OverQuota               RequestRateExceeded, ConcurrencyExceeded, IdempotencyKeysExceeded,
-    │                           OverCommitment, ShareExceeded
+    ├── OverQuota               RequestRateExceeded, TokenRateExceeded, ConcurrencyExceeded,
+    │                           IdempotencyKeysExceeded, OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced), NoLeader, StreamBroken, Overloaded,
     │                           DeadlineUnmeetable, VersionFailing, TicketExpired
@@ -126,6 +126,12 @@ class OverQuota(FairwayError):
 
 class RequestRateExceeded(OverQuota):
     reason = "REQUEST_RATE_EXCEEDED"
+
+
+class TokenRateExceeded(OverQuota):
+    """Without ``retry_after_s`` the request alone exceeds the limit."""
+
+    reason = "TOKEN_RATE_EXCEEDED"
 
 
 class ConcurrencyExceeded(OverQuota):

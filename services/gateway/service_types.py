@@ -42,6 +42,8 @@ class GatewayLimits:
     renew_batch: int = 512
     # Leading blocks of a prompt that a placement names; 0: placement ignores cached prefixes.
     placed_prefix_blocks: int = 1024
+    # The output tokens of a choice that a token rate reserves, if its limit is higher.
+    predicted_output_tokens: int = 256
     degrade: DegradeLevels = field(default_factory=DegradeLevels)
 
     @property

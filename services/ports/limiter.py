@@ -15,6 +15,8 @@ class Limits:
 
     requests_per_minute: int = 0
     max_concurrency: int = 0
+    # Prompt and output together.
+    tokens_per_minute: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +25,15 @@ class Reservation:
 
     ``local`` marks a reservation made while the shared store was unreachable. ``record`` is set to settle a
     request under an idempotency key separately from its record: the digest of that record, which contains the
-    usage charged so far.
+    usage charged so far. ``tokens`` are reserved against a rate of ``tokens_per_minute``; 0: none are.
     """
 
     tenant_id: str
     request_id: str
     local: bool = False
     record: str = ""
+    tokens: int = 0
+    tokens_per_minute: int = 0
 
 
 class Limiter(Protocol):
@@ -40,6 +44,14 @@ class Limiter(Protocol):
 
         Raises RequestRateExceeded or ConcurrencyExceeded, with ``retry_after_s``. A repeated request id is
         admitted while it holds its slot, and counts once.
+        """
+
+    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
+        """Count the tokens that an admitted request is expected to use. ``settle`` replaces them by those
+        used.
+
+        Called at most once per request. Raises TokenRateExceeded, with ``retry_after_s`` unless ``tokens``
+        exceed a minute's; nothing is counted then, and the slot stays held.
         """
 
     async def spend(self, tenant_id: str, limits: Limits) -> None:

@@ -13,7 +13,7 @@ import pytest_asyncio
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.adapters.redis.limiter import RedisLimiter
-from services.core.errors import ConcurrencyExceeded, RequestRateExceeded
+from services.core.errors import ConcurrencyExceeded, RequestRateExceeded, TokenRateExceeded
 from services.core.generation import Usage
 from services.ports.limiter import Limits, Reservation
 from services.runtime.clock import SystemClock
@@ -235,3 +235,66 @@ async def test_a_fallback_with_its_store_there_adds_nothing(limiter: AnyLimiter,
     await fallback.settle(held, Usage(4, 2))
     assert await limiter.usage(tenant) == Usage(4, 2)
     assert (await fallback.concurrency(tenant), fallback.unsettled) == (0, 0)
+
+
+async def test_tokens_are_admitted_up_to_a_minutes_worth_and_the_wait_is_stated(
+    limiter: AnyLimiter, tenant: str
+) -> None:
+    limits = Limits(tokens_per_minute=6000)  # 100 a second
+    first = await limiter.reserve_tokens(await limiter.admit(tenant, "r1", NONE), 5000, limits)
+    assert (first.tokens, first.tokens_per_minute) == (5000, 6000)
+    held = await limiter.admit(tenant, "r2", NONE)
+    with pytest.raises(TokenRateExceeded) as caught:
+        await limiter.reserve_tokens(held, 1050, limits)
+    assert caught.value.metadata == {"limit": "6000", "tokens": "1050"}
+    wait_s = caught.value.retry_after_s
+    assert wait_s is not None
+    assert 0.2 < wait_s <= 0.5
+    await asyncio.sleep(wait_s)
+    await limiter.reserve_tokens(held, 1050, limits)
+    assert await limiter.concurrency(tenant) == 2, "a rejection keeps the slot"
+
+
+async def test_more_tokens_than_a_minute_admits_never_fit(limiter: AnyLimiter, tenant: str) -> None:
+    held = await limiter.admit(tenant, "r1", NONE)
+    with pytest.raises(TokenRateExceeded, match="more than the limit of 100 per minute") as caught:
+        await limiter.reserve_tokens(held, 101, Limits(tokens_per_minute=100))
+    assert caught.value.retry_after_s is None
+    await limiter.reserve_tokens(held, 100, Limits(tokens_per_minute=100))
+    assert await limiter.reserve_tokens(held, 10**9, NONE) == held, "no limit counts nothing"
+
+
+async def test_a_settlement_replaces_reserved_tokens_by_those_used(limiter: AnyLimiter, tenant: str) -> None:
+    limits = Limits(tokens_per_minute=1200)  # 20 a second
+
+    async def room_for(tokens: int) -> bool:
+        try:
+            probe = await limiter.admit(tenant, f"probe-{uuid.uuid4().hex}", NONE)
+            probe = await limiter.reserve_tokens(probe, tokens, limits)
+        except TokenRateExceeded:
+            return False
+        await limiter.settle(probe, Usage(0, 0))
+        return True
+
+    held = await limiter.reserve_tokens(await limiter.admit(tenant, "r1", NONE), 1200, limits)
+    assert not await room_for(300)
+    for _ in range(3):  # once, however often it is settled
+        await limiter.settle(held, Usage(100, 500))
+    assert await room_for(600)
+    assert not await room_for(750)
+    held = await limiter.reserve_tokens(await limiter.admit(tenant, "r2", NONE), 100, limits)
+    await limiter.settle(held, Usage(100, 1000))  # used more than reserved
+    with pytest.raises(TokenRateExceeded) as caught:
+        await limiter.reserve_tokens(await limiter.admit(tenant, "r3", NONE), 100, limits)
+    assert caught.value.retry_after_s is not None
+    assert 25 < caught.value.retry_after_s <= 30, "600 tokens above the limit, 20 a second"
+
+
+async def test_simultaneous_reservations_take_exactly_the_tokens(limiter: AnyLimiter, tenant: str) -> None:
+    held = [await limiter.admit(tenant, f"r{number}", NONE) for number in range(40)]
+    outcomes = await asyncio.gather(
+        *(limiter.reserve_tokens(one, 10, Limits(tokens_per_minute=75)) for one in held),
+        return_exceptions=True,
+    )
+    assert sum(isinstance(outcome, Reservation) for outcome in outcomes) == 7
+    assert sum(isinstance(outcome, TokenRateExceeded) for outcome in outcomes) == 33

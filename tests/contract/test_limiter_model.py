@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 import random
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.redis.limiter import RedisLimiter
-from services.core.errors import ConcurrencyExceeded, RequestRateExceeded
+from services.core.errors import ConcurrencyExceeded, RequestRateExceeded, TokenRateExceeded
 from services.core.generation import Usage
 from services.ports.limiter import Limits, Reservation
 from services.runtime.clock import SystemClock
@@ -28,6 +28,7 @@ LONGEST_S = 0.005  # that a call may take
 MARGIN_S = 2 * LONGEST_S  # more than the model's times of earlier operations may be off by
 LOOK_S = LONGEST_S / 4  # between instants; what lapses at once, in Redis as in the model, needs no less
 LIMITS = (Limits(), Limits(0, 2), Limits(4, 0), Limits(8, 3), Limits(6, 1))
+TOKEN_RATES = (0, 3000, 12_000)  # of a tenant whose limit changes
 PAUSES_S = (0.0, 0.0, 0.01, 0.04, 0.12)
 SEEDS = range(4)
 STEPS = 60
@@ -40,6 +41,7 @@ class Operation:
     request_id: str
     limits: Limits
     usage: Usage
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,19 +56,23 @@ class Outcome:
 async def outcome_of(
     limiter: RedisLimiter | MemoryLimiter, tenant: str, operation: Operation
 ) -> tuple[Outcome, Usage]:
-    reservation = Reservation(tenant, operation.request_id)
+    rate = operation.limits.tokens_per_minute
+    reservation = Reservation(tenant, operation.request_id, tokens=operation.tokens, tokens_per_minute=rate)
     value = 0
     try:
         match operation.kind:
             case "admit":
                 await limiter.admit(tenant, operation.request_id, operation.limits)
+            case "reserve":
+                held = Reservation(tenant, operation.request_id)
+                value = (await limiter.reserve_tokens(held, operation.tokens, operation.limits)).tokens
             case "renew":
                 await limiter.renew([reservation])
             case "settle":
                 await limiter.settle(reservation, operation.usage)
             case "concurrency":
                 value = await limiter.concurrency(tenant)
-    except (RequestRateExceeded, ConcurrencyExceeded) as error:
+    except (RequestRateExceeded, ConcurrencyExceeded, TokenRateExceeded) as error:
         return Outcome(error.reason, 0, error.retry_after_s or 0.0), await limiter.usage(tenant)
     return Outcome("done", value), await limiter.usage(tenant)
 
@@ -87,9 +93,12 @@ class Model:
 
 
 def draw(rng: random.Random) -> Operation:
-    kind = rng.choices(("admit", "renew", "settle", "concurrency"), (6, 2, 3, 2))[0]
+    kind = rng.choices(("admit", "renew", "settle", "concurrency", "reserve"), (6, 2, 3, 2, 3))[0]
     usage = Usage(rng.randint(0, 9), rng.randint(0, 9), rng.randint(0, 9))
-    return Operation(kind, f"r{rng.randint(0, 5)}", rng.choice(LIMITS), usage)
+    limits = replace(rng.choice(LIMITS), tokens_per_minute=rng.choice(TOKEN_RATES))
+    # A request reserves once.
+    request_id = f"t{rng.random()}" if kind == "reserve" else f"r{rng.randint(0, 5)}"
+    return Operation(kind, request_id, limits, usage, rng.choice((0, 10, 1000, 2990, 5000)))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -141,4 +150,4 @@ async def test_every_outcome_is_drawn() -> None:
             now_s += rng.choice(PAUSES_S)
             model, (outcome, _) = await model.at(now_s, draw(rng))
             kinds.add(outcome.kind)
-    assert kinds == {"done", "REQUEST_RATE_EXCEEDED", "CONCURRENCY_EXCEEDED"}
+    assert kinds == {"done", "REQUEST_RATE_EXCEEDED", "CONCURRENCY_EXCEEDED", "TOKEN_RATE_EXCEEDED"}

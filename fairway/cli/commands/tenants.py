@@ -36,6 +36,12 @@ RequestsOption = Annotated[
 ConcurrencyOption = Annotated[
     int | None, typer.Option("--max-concurrency", min=0, max=1_000_000, help="0: no limit.")
 ]
+TokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens-per-minute", min=0, max=100_000_000_000, help="Prompt and output tokens. 0: no limit."
+    ),
+]
 PriorityOption = Annotated[
     PriorityName | None, typer.Option("--max-priority", help="Highest priority that its requests may have.")
 ]
@@ -76,6 +82,7 @@ _PLAIN_FIELDS: Final = (
     "display_name",
     "requests_per_minute",
     "max_concurrency",
+    "tokens_per_minute",
     "weight",
     "committed_tokens_per_minute",
 )
@@ -88,6 +95,7 @@ class _Changes:
     display_name: str | None
     requests_per_minute: int | None
     max_concurrency: int | None
+    tokens_per_minute: int | None
     max_priority: PriorityName | None
     weight: float | None
     committed_tokens_per_minute: int | None
@@ -124,6 +132,7 @@ TENANTS: Final[Resource[cp.Tenant]] = resource(
         Column("display name", lambda tenant: tenant.display_name, drop=1),
         Column("requests/min", lambda tenant: limit(tenant.requests_per_minute)),
         Column("concurrency", lambda tenant: limit(tenant.max_concurrency)),
+        Column("tokens/min", lambda tenant: limit(tenant.tokens_per_minute), wide=True),
         Column("weight", lambda tenant: f"{tenant.weight or 1:g}", wide=True),
         Column("committed/min", lambda tenant: str(tenant.committed_tokens_per_minute or ""), wide=True),
         Column("degrade", _degrade, wide=True),
@@ -155,6 +164,7 @@ async def create(
     display_name: DisplayNameOption = None,
     requests_per_minute: RequestsOption = None,
     max_concurrency: ConcurrencyOption = None,
+    tokens_per_minute: TokensOption = None,
     max_priority: PriorityOption = None,
     weight: WeightOption = None,
     committed_tokens_per_minute: CommittedOption = None,
@@ -169,6 +179,7 @@ async def create(
         display_name,
         requests_per_minute,
         max_concurrency,
+        tokens_per_minute,
         max_priority,
         weight,
         committed_tokens_per_minute,
@@ -196,6 +207,7 @@ async def update(
     display_name: DisplayNameOption = None,
     requests_per_minute: RequestsOption = None,
     max_concurrency: ConcurrencyOption = None,
+    tokens_per_minute: TokensOption = None,
     max_priority: PriorityOption = None,
     weight: WeightOption = None,
     committed_tokens_per_minute: CommittedOption = None,
@@ -213,6 +225,7 @@ async def update(
         display_name,
         requests_per_minute,
         max_concurrency,
+        tokens_per_minute,
         max_priority,
         weight,
         committed_tokens_per_minute,

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from services.adapters.quotas.quota import MAX_REQUESTS_PER_MINUTE, SETTLED_KEEP_S, rejection
+from services.adapters.quotas.quota import (
+    MAX_REQUESTS_PER_MINUTE,
+    SETTLED_KEEP_S,
+    rejection,
+    token_rate,
+    token_rejection,
+)
 from services.core.generation import Usage
 from services.ports.clock import Clock
 from services.ports.limiter import Limits, Reservation
 
 _REQUEST_UNITS: Final = 60_000_000
+_TOKEN_UNITS: Final = 60_000
 _MAX_RECORDS: Final = 10_000
 
 
@@ -31,12 +38,26 @@ class _Bucket:
 
 
 @dataclass(slots=True)
+class _TokenBucket:
+    """``used`` units at ``at_ms``, drained by ``rate`` units per millisecond."""
+
+    used: int = 0
+    at_ms: int = 0
+    rate: int = 0
+
+    def at(self, now_ms: int) -> int:
+        """Return the units in the bucket."""
+        return max(0, self.used - max(0, now_ms - self.at_ms) * self.rate)
+
+
+@dataclass(slots=True)
 class _Tenant:
     """``slots`` and ``settled`` map a request to its expiry, in us. ``charged`` maps the record of an
     idempotency key to its request and the usage counted for it."""
 
     rate: _Bucket = field(default_factory=_Bucket)
     work: _Bucket = field(default_factory=_Bucket)
+    tokens: _TokenBucket = field(default_factory=_TokenBucket)
     slots: dict[str, int] = field(default_factory=dict)
     settled: OrderedDict[str, int] = field(default_factory=OrderedDict)
     charged: OrderedDict[str, tuple[str, Usage]] = field(default_factory=OrderedDict)
@@ -75,6 +96,18 @@ class MemoryLimiter:
         self._hold(tenant, request_id, now_us)
         return Reservation(tenant_id, request_id, self._local)
 
+    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
+        rate = token_rate(tokens, limits)
+        if rate <= 0:
+            return reservation
+        tenant, now_ms = self._tenant(reservation.tenant_id), self._now_us() // 1000
+        used = tenant.tokens.at(now_ms) + tokens * _TOKEN_UNITS
+        wait_ms = -(-(used - rate * _TOKEN_UNITS) // rate)
+        if wait_ms > 0:
+            raise token_rejection(wait_ms / 1e3, tokens, limits)
+        tenant.tokens = _TokenBucket(used, now_ms, rate)
+        return replace(reservation, tokens=tokens, tokens_per_minute=rate)
+
     async def spend(self, tenant_id: str, limits: Limits) -> None:
         rate = min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
         if rate > 0:
@@ -98,6 +131,8 @@ class MemoryLimiter:
             tenant.settled.popitem(last=False)
         first = reservation.request_id not in tenant.settled
         tenant.settled.setdefault(reservation.request_id, now_us + self._settled_keep_us)
+        if first:
+            _correct_tokens(tenant, reservation, usage, now_us // 1000)
         if reservation.record:
             usage = self._not_charged(tenant, reservation, usage)
         elif not first:
@@ -168,6 +203,14 @@ class MemoryLimiter:
 
     def _now_us(self) -> int:
         return round(self._clock.monotonic_s() * 1e6)
+
+
+def _correct_tokens(tenant: _Tenant, reservation: Reservation, usage: Usage, now_ms: int) -> None:
+    """Replace the reserved tokens of an ended request by those that it used."""
+    if (rate := reservation.tokens_per_minute) > 0:
+        more = usage.prompt_tokens + usage.output_tokens - reservation.tokens
+        used = max(0, tenant.tokens.at(now_ms) + more * _TOKEN_UNITS)
+        tenant.tokens = _TokenBucket(used, now_ms, rate)
 
 
 def _sum(left: Usage, right: Usage) -> Usage:

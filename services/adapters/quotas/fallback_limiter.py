@@ -32,6 +32,7 @@ class FallbackLimiter:
     """``Limiter`` that never raises StoreUnavailable. While the shared store is unavailable:
 
     - requests per minute: fails open to this gateway's share of the limit, from an empty bucket.
+    - tokens per minute: the same.
     - max concurrency: fails open to this gateway's share; slots held in the shared store are not counted.
     - usage: settlements wait in memory and in the spool, and are counted when the store is available again.
       When the room for them is full, no request is admitted.
@@ -90,6 +91,16 @@ class FallbackLimiter:
         except StoreUnavailable as error:
             self._on_store_failure("admit", error)
             return await self._local.admit(tenant_id, request_id, self._share(limits))
+
+    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
+        try:
+            if not reservation.local:
+                return await self._primary.reserve_tokens(reservation, tokens, limits)
+        except StoreUnavailable as error:
+            self._on_store_failure("reserve_tokens", error)
+        # Not corrected at the end: a local bucket lives as long as an outage.
+        await self._local.reserve_tokens(reservation, tokens, self._share(limits))
+        return reservation
 
     async def spend(self, tenant_id: str, limits: Limits) -> None:
         try:
@@ -213,10 +224,14 @@ class FallbackLimiter:
     def _share(self, limits: Limits) -> Limits:
         """Return this gateway's share of the limits; no limit stays no limit."""
         gateways = max(1, self._gateways())
-        rate, concurrency = limits.requests_per_minute, limits.max_concurrency
+
+        def share(limit: int) -> int:
+            return max(1, limit // gateways) if limit > 0 else 0
+
         return Limits(
-            max(1, rate // gateways) if rate > 0 else 0,
-            max(1, concurrency // gateways) if concurrency > 0 else 0,
+            share(limits.requests_per_minute),
+            share(limits.max_concurrency),
+            share(limits.tokens_per_minute),
         )
 
     def _on_store_failure(self, operation: str, error: StoreUnavailable) -> None:

@@ -59,6 +59,9 @@ class ObservedLimiter:
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
         return await self._timed("admit", self._inner.admit(tenant_id, request_id, limits))
 
+    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
+        return await self._timed("reserve_tokens", self._inner.reserve_tokens(reservation, tokens, limits))
+
     async def spend(self, tenant_id: str, limits: Limits) -> None:
         await self._timed("spend", self._inner.spend(tenant_id, limits))
 

@@ -29,7 +29,23 @@ log = structlog.get_logger()
 Settlement = tuple[Reservation, Usage]
 MAX_BYTES: Final = 8 * 1024**2  # about 80,000 settlements
 _FILE: Final = "settlements.log"
-_LINES: Final = msgspec.json.Decoder(tuple[str, str, bool, str, int, int, int])
+
+
+class _Line(msgspec.Struct, array_like=True):
+    """One settlement. The fields after ``cached_tokens`` are absent in lines of earlier releases."""
+
+    tenant_id: str
+    request_id: str
+    local: bool
+    record: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    reserved_tokens: int = 0
+    tokens_per_minute: int = 0
+
+
+_LINES: Final = msgspec.json.Decoder(_Line)
 
 
 class SettlementSpool:
@@ -145,7 +161,7 @@ class SettlementSpool:
 
 
 def _line(reservation: Reservation, usage: Usage) -> bytes:
-    fields = (
+    line = _Line(
         reservation.tenant_id,
         reservation.request_id,
         reservation.local,
@@ -153,8 +169,10 @@ def _line(reservation: Reservation, usage: Usage) -> bytes:
         usage.prompt_tokens,
         usage.output_tokens,
         usage.cached_tokens,
+        reservation.tokens,
+        reservation.tokens_per_minute,
     )
-    return msgspec.json.encode(fields) + b"\n"
+    return msgspec.json.encode(line) + b"\n"
 
 
 def _own(folder: Path) -> int:
@@ -177,11 +195,19 @@ def _load(path: Path) -> tuple[list[Settlement], int]:
     found: list[Settlement] = []
     for number, line in enumerate(data.splitlines()):
         try:
-            tenant_id, request_id, local, record, prompt, output, cached = _LINES.decode(line)
+            read = _LINES.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
             log.warning("settlements.line_torn", line=number + 1)
             continue
-        found.append((Reservation(tenant_id, request_id, local, record), Usage(prompt, output, cached)))
+        reservation = Reservation(
+            read.tenant_id,
+            read.request_id,
+            read.local,
+            read.record,
+            read.reserved_tokens,
+            read.tokens_per_minute,
+        )
+        found.append((reservation, Usage(read.prompt_tokens, read.output_tokens, read.cached_tokens)))
     return found, len(data)
 
 

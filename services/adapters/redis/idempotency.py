@@ -65,7 +65,7 @@ class RedisIdempotency:
         self._scripts = RedisScripts(url, clock, timeout_s=timeout_s, password=password)
         self._claim = self._scripts.script("idem_common", "idem_claim")
         self._append = self._scripts.script("idem_common", "idem_append")
-        self._end = self._scripts.script("idem_common", "usage", "idem_end")
+        self._end = self._scripts.script("idem_common", "token_bucket", "usage", "idem_end")
         self._read = self._scripts.script("idem_common", "idem_read")
 
     async def claim(self, key: RecordKey, fingerprint: str, owner: str) -> Claim:
@@ -143,7 +143,7 @@ class RedisIdempotency:
         self, hold: Hold, chunk: bytes, state: str, reservation: Reservation | None, usage: Usage
     ) -> Written:
         limits, tenant_id = self._limits, hold.key.tenant_id
-        quotas = [f"fw:{{{tenant_id}}}:{name}" for name in ("slots", "settled", "usage")]
+        quotas = [f"fw:{{{tenant_id}}}:{name}" for name in ("slots", "settled", "usage", "tokens")]
         word = await self._scripts.run(
             tenant_id,
             self._end,
@@ -165,6 +165,8 @@ class RedisIdempotency:
                 usage.prompt_tokens,
                 usage.output_tokens,
                 usage.cached_tokens,
+                reservation.tokens if reservation is not None else 0,
+                reservation.tokens_per_minute if reservation is not None else 0,
             ),
         )
         return Written(word.decode())

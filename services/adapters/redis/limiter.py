@@ -4,6 +4,8 @@ A tenant's keys share a hash tag, so that one script may use all of them in a cl
 
     fw:{tenant}:rate     hash   the bucket of requests per minute
     fw:{tenant}:work     hash   the bucket of other work per minute, such as counting tokens
+    fw:{tenant}:tokens   hash   the bucket of tokens per minute
+    fw:{tenant}:reserved:{request}  marks a request whose tokens are reserved, for seconds
     fw:{tenant}:slots    zset   running requests by the time their slots lapse
     fw:{tenant}:settled  zset   settled requests: for ten minutes, for a week while unconfirmed
     fw:{tenant}:usage    hash   counts per day, for 62 days
@@ -13,9 +15,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
-from services.adapters.quotas.quota import MAX_REQUESTS_PER_MINUTE, SETTLED_KEEP_S, rejection
+from services.adapters.quotas.quota import (
+    MAX_REQUESTS_PER_MINUTE,
+    SETTLED_KEEP_S,
+    rejection,
+    token_rate,
+    token_rejection,
+)
 from services.adapters.redis.scripts import RedisScripts
 from services.core.errors import RequestRateExceeded
 from services.core.generation import Usage
@@ -61,8 +70,9 @@ class RedisLimiter:
         self._scripts = RedisScripts(url, clock, timeout_s=timeout_s, password=password, repeatable=True)
         self._admit = self._scripts.script("bucket", "admit")
         self._spend = self._scripts.script("bucket", "spend")
+        self._reserve_tokens = self._scripts.script("token_bucket", "reserve_tokens")
         self._renew = self._scripts.script("renew")
-        self._settle = self._scripts.script("usage", "settle")
+        self._settle = self._scripts.script("token_bucket", "usage", "settle")
         self._confirm = self._scripts.script("confirm")
         self._concurrency = self._scripts.script("concurrency")
         self._admitting: Counter[str] = Counter()
@@ -97,6 +107,16 @@ class RedisLimiter:
             return Reservation(tenant_id, request_id)
         raise rejection(outcome == _OVER_RATE, wait_us / 1e6, limits)
 
+    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
+        rate, tenant_id = token_rate(tokens, limits), reservation.tenant_id
+        if rate <= 0:
+            return reservation
+        keys = _keys(tenant_id, "tokens", f"reserved:{reservation.request_id}")
+        wait_ms = await self._scripts.run(tenant_id, self._reserve_tokens, keys, (tokens, rate))
+        if wait_ms:
+            raise token_rejection(wait_ms / 1e3, tokens, limits)
+        return replace(reservation, tokens=tokens, tokens_per_minute=rate)
+
     async def spend(self, tenant_id: str, limits: Limits) -> None:
         rate = min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
         if rate <= 0:
@@ -121,7 +141,7 @@ class RedisLimiter:
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         tenant_id = reservation.tenant_id
-        names = ["slots", "settled", "usage"]
+        names = ["slots", "settled", "usage", "tokens"]
         if reservation.record:
             names.append(f"idem:{reservation.record}")
         await self._scripts.run(
@@ -136,6 +156,8 @@ class RedisLimiter:
                 usage.prompt_tokens,
                 usage.output_tokens,
                 usage.cached_tokens,
+                reservation.tokens,
+                reservation.tokens_per_minute,
                 *self._take_unconfirmed(tenant_id),
             ),
         )

@@ -258,6 +258,7 @@ def _limits(settings: Settings) -> GatewayLimits:
         queue_ttl_s=settings.queue_ttl_s,
         heartbeat_s=settings.heartbeat_s,
         placed_prefix_blocks=_PLACED_BLOCKS if settings.prefix_routing else 0,
+        predicted_output_tokens=settings.predicted_output_tokens,
         degrade=DegradeLevels(settings.degrade_cap_pressure_ratio, settings.degrade_model_pressure_ratio),
     )
 

@@ -16,7 +16,6 @@ from services.core.errors import (
     IntegrityError,
     InvalidInput,
     ModelNotFound,
-    UnsupportedFeature,
 )
 from services.core.records import DEPLOYMENTS, KEYS, ROOT, TENANTS, ApiKey, KeyRole, Tenant
 from services.ports.clock import Clock
@@ -53,7 +52,7 @@ class Accounts:
                 "a tenant's name has at most 64 lower-case letters, digits and hyphens",
                 field="tenant.metadata.name",
             )
-        _require_offered(tenant)
+        _require_consistent(tenant)
         request = self._tenants.request("create", tenant, request_id)
         if await self._tenants.replayed(request) is None:
             await self._require_deployed(_degraded_models(tenant), field="tenant.degrade.smaller_models")
@@ -73,7 +72,7 @@ class Accounts:
         Once a gateway receives the change, it rejects new requests of a disabled tenant; running requests
         finish. Raises ModelNotFound for a model that is new in its policy and not deployed.
         """
-        _require_offered(tenant)
+        _require_consistent(tenant)
         request = self._tenants.request("update", tenant, request_id, etag=etag)
         if await self._tenants.replayed(request) is None:
             had = _degraded_models((await self._tenants.get(tenant.meta.name)).record)
@@ -231,13 +230,14 @@ class Accounts:
         )
 
 
-def _require_offered(tenant: Tenant) -> None:
-    """Raises UnsupportedFeature for a limit that is not enforced: it must not be ignored.
-
-    Raises InvalidInput for a policy that can never apply.
-    """
-    if tenant.tokens_per_minute:
-        raise UnsupportedFeature("token rates are not offered yet", field="tenant.tokens_per_minute")
+def _require_consistent(tenant: Tenant) -> None:
+    """Raises InvalidInput for a limit or a policy that can never apply."""
+    if 0 < tenant.tokens_per_minute < tenant.committed_tokens_per_minute:
+        raise InvalidInput(
+            f"{tenant.committed_tokens_per_minute} tokens per minute are committed, and only "
+            f"{tenant.tokens_per_minute} are allowed: raise tokens_per_minute, or commit fewer",
+            field="tenant.committed_tokens_per_minute",
+        )
     for model, smaller in tenant.degrade.smaller_models.items():
         if not (_DEPLOYMENT.fullmatch(model) and _DEPLOYMENT.fullmatch(smaller)):
             raise InvalidInput(

@@ -1,12 +1,14 @@
 """Admission: from a request to a runnable one, within its tenant's quotas and validated.
 
-The cheapest checks run first, then the quotas; only requests within them are tokenised. A request that is
-rejected after that releases its slot, but still counts against the rate.
+The cheapest checks run first, then the quotas; only requests within them are tokenised. The token rate
+follows, because it needs the exact prompt. A request that is rejected after its admission releases its slot,
+but still counts against the rate of requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import replace
 
 import structlog
@@ -54,6 +56,7 @@ class RequestAdmission:
         # A resumed request was counted against the rate when it began.
         rate = tenant.requests_per_minute if resume is None else 0
         reservation = await self._reserve(tenant.meta.name, request_id, Limits(rate, tenant.max_concurrency))
+        reserving: asyncio.Task[Reservation | FairwayError] | None = None
         try:
             timer.enter(Stage.VALIDATE, self._ports.clock.monotonic_s())
             spec = await self._validator.resolve(principal, generation, request_id, checked)
@@ -62,13 +65,19 @@ class RequestAdmission:
             else:  # a resumed request keeps its terms, regardless of the present pressure
                 degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
+            if tenant.tokens_per_minute > 0 and resume is None:  # a resumed one has its first run's tokens
+                timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
+                reserving = self._begin_reserving(reservation, spec, tenant)
+                reservation = self._granted(await asyncio.shield(reserving))
             if terms.record is not None:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
                 await terms.record(spec, degradations)
         except BaseException:
             # The slot is released before the error is returned, so that the client's next request finds it
             # free.
-            releasing = self._ports.supervisor.spawn(f"undo {request_id}", self._release(reservation))
+            releasing = self._ports.supervisor.spawn(
+                f"undo {request_id}", self._release(reservation, reserving)
+            )
             await asyncio.shield(releasing)
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
@@ -132,35 +141,56 @@ class RequestAdmission:
         """Return the slot. A call cancelled before the store's answer releases the slot afterwards."""
         ports = self._ports
         admission = ports.supervisor.spawn(
-            f"admit {request_id}", self._call_limiter(tenant_id, request_id, limits)
+            f"admit {request_id}", _as_value(ports.limiter.admit(tenant_id, request_id, limits))
         )
         try:
-            outcome = await asyncio.shield(admission)
+            reservation = self._granted(await asyncio.shield(admission))
         except asyncio.CancelledError:
             ports.supervisor.spawn(f"undo {request_id}", self._undo(admission))
             raise
-        if isinstance(outcome, FairwayError):
-            ports.telemetry.admission(outcome.reason)
-            raise outcome
-        ports.telemetry.admission("ADMITTED_LOCALLY" if outcome.local else "ADMITTED")
-        return outcome
+        ports.telemetry.admission("ADMITTED_LOCALLY" if reservation.local else "ADMITTED")
+        return reservation
 
-    async def _call_limiter(
-        self, tenant_id: str, request_id: str, limits: Limits
-    ) -> Reservation | FairwayError:
-        """Return a refusal as a value: an exception that leaves a task of the supervisor is a crash."""
-        try:
-            return await self._ports.limiter.admit(tenant_id, request_id, limits)
-        except FairwayError as error:
-            return error
+    def _begin_reserving(
+        self, reservation: Reservation, spec: GenerationSpec, tenant: Tenant
+    ) -> asyncio.Task[Reservation | FairwayError]:
+        """Start to reserve the prompt and the predicted output.
+
+        The prediction yields to what a minute admits beside the prompt. ``settle`` corrects it.
+        """
+        rate, prompt_tokens = tenant.tokens_per_minute, len(spec.prompt.ids)
+        predicted = spec.choices * min(spec.limits.max_tokens, self._limits.predicted_output_tokens)
+        tokens = max(prompt_tokens, min(prompt_tokens + predicted, rate))
+        reserving = self._ports.limiter.reserve_tokens(reservation, tokens, Limits(tokens_per_minute=rate))
+        return self._ports.supervisor.spawn(f"reserve {spec.request_id}", _as_value(reserving))
+
+    def _granted(self, outcome: Reservation | FairwayError) -> Reservation:
+        """Return the reservation. Raises the refusal, and counts it."""
+        if isinstance(outcome, FairwayError):
+            self._ports.telemetry.admission(outcome.reason)
+            raise outcome
+        return outcome
 
     async def _undo(self, admission: asyncio.Task[Reservation | FairwayError]) -> None:
         outcome = await admission
         if not isinstance(outcome, FairwayError):
             await self._release(outcome)
 
-    async def _release(self, reservation: Reservation) -> None:
+    async def _release(
+        self, reservation: Reservation, reserving: asyncio.Task[Reservation | FairwayError] | None = None
+    ) -> None:
+        """Return what a request holds, including the tokens that ``reserving`` may have reserved."""
+        if reserving is not None and isinstance(outcome := await reserving, Reservation):
+            reservation = outcome
         try:
             await self._ports.limiter.settle(reservation, Usage(prompt_tokens=0, output_tokens=0))
         except FairwayError as error:
             log.info("reservation.undo_failed", reason=error.reason)
+
+
+async def _as_value(call: Awaitable[Reservation]) -> Reservation | FairwayError:
+    """Return a refusal as a value: an exception that leaves a task of the supervisor is a crash."""
+    try:
+        return await call
+    except FairwayError as error:
+        return error

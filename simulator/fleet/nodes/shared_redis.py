@@ -57,6 +57,9 @@ class RemoteLimiter:
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
         return await self._link.ask(lambda redis: redis.limiter.admit(tenant_id, request_id, limits))
 
+    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
+        return await self._link.ask(lambda redis: redis.limiter.reserve_tokens(reservation, tokens, limits))
+
     async def spend(self, tenant_id: str, limits: Limits) -> None:
         await self._link.ask(lambda redis: redis.limiter.spend(tenant_id, limits))
 

@@ -14,7 +14,6 @@ from services.core.errors import (
     InvalidInput,
     ModelNotFound,
     NotFound,
-    UnsupportedFeature,
 )
 from services.core.records import KEYS, ROOT, TENANTS, ApiKey, KeyRole, Meta, Tenant
 from tests.integration.controlplane.plane import SEALER, Interleaving, Plane
@@ -55,14 +54,15 @@ async def test_a_tenant_has_a_name_that_its_keys_can_name(plane: Plane, name: st
     assert (await plane.key("k", longest)).key.tenant == longest
 
 
-@pytest.mark.parametrize("limit", [{"tokens_per_minute": 1000}])
-async def test_limit_that_nothing_holds_is_refused(plane: Plane, limit: dict[str, float]) -> None:
-    with pytest.raises(UnsupportedFeature):
-        await plane.tenant("acme", **limit)  # type: ignore[arg-type]
-    tenant = await plane.tenant("acme", weight=1.0)
-    with pytest.raises(UnsupportedFeature):
-        tenant.MergeFrom(pb.Tenant(**limit))  # type: ignore[arg-type]
+async def test_a_commitment_above_the_token_rate_is_refused(plane: Plane) -> None:
+    with pytest.raises(InvalidInput, match="1001 tokens per minute are committed, and only 1000"):
+        await plane.tenant("acme", tokens_per_minute=1000, committed_tokens_per_minute=1001)
+    tenant = await plane.tenant("acme", tokens_per_minute=1000, committed_tokens_per_minute=1000)
+    tenant.tokens_per_minute = 999
+    with pytest.raises(InvalidInput):
         await plane.call("UpdateTenant", pb.UpdateTenantRequest(tenant=tenant))
+    tenant.tokens_per_minute = 0
+    await plane.call("UpdateTenant", pb.UpdateTenantRequest(tenant=tenant))
 
 
 async def test_what_holds_under_pressure_is_kept_and_checked(plane: Plane) -> None:

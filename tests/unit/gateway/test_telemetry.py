@@ -42,6 +42,9 @@ class SlowSettling:
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
         return Reservation(tenant_id, request_id)
 
+    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
+        return reservation
+
     async def spend(self, tenant_id: str, limits: Limits) -> None: ...
 
     async def renew(self, reservations: Sequence[Reservation]) -> None: ...

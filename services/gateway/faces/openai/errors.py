@@ -16,6 +16,7 @@ from services.core.errors import (
     OverQuota,
     PromptTooLong,
     RequestRateExceeded,
+    TokenRateExceeded,
     Unauthenticated,
 )
 from services.rpc.status import http_status
@@ -63,6 +64,7 @@ _CODES: Final[tuple[tuple[type[FairwayError], str], ...]] = (
     (ModelNotFound, "model_not_found"),
     (Unauthenticated, "invalid_api_key"),
     (RequestRateExceeded, "rate_limit_exceeded"),
+    (TokenRateExceeded, "rate_limit_exceeded"),
 )
 # Fields of fairway.v1 with another name in this dialect; longest first.
 _PARAMS: Final = (

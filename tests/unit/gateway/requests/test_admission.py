@@ -18,6 +18,7 @@ from services.core.errors import (
     PromptTooLong,
     RequestRateExceeded,
     ShareExceeded,
+    TokenRateExceeded,
 )
 from services.core.generation import Principal, Usage
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
@@ -29,7 +30,7 @@ from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
 from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolder, TextModel, Texts
-from services.ports.limiter import Limits
+from services.ports.limiter import Limits, Reservation
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -118,13 +119,18 @@ class Gateway:
 @pytest.fixture
 async def gateway(fleet: Any) -> AsyncIterator[Gateway]:
     gateway = Gateway(fleet, GatewayLimits(max_requests=6, max_tenant_counts=2))
-    for tenant, limits in (("acme", Limits(3, 2)), ("free", Limits())):
+    for tenant, limits in (
+        ("acme", Limits(3, 2)),
+        ("free", Limits()),
+        ("tokens", Limits(0, 0, 1000)),
+    ):
         fleet.tenants.put(
             TENANTS + tenant,
             Tenant(
                 Meta(tenant),
                 requests_per_minute=limits.requests_per_minute,
                 max_concurrency=limits.max_concurrency,
+                tokens_per_minute=limits.tokens_per_minute,
             ),
         )
         fleet.keys.put(
@@ -255,3 +261,74 @@ async def until(holds: Any) -> None:
     async with asyncio.timeout(5):
         while not holds():
             await asyncio.sleep(0.001)
+
+
+async def tokens_left(gateway: Gateway) -> int:
+    """Return how many tokens the tenant ``tokens`` may reserve now; it reserves none."""
+    low, high = 0, 1001
+    while high - low > 1:
+        middle = (low + high) // 2
+        probe = Reservation("tokens", f"probe-{gateway.requests}-{middle}")
+        try:
+            held = await gateway.limiter.reserve_tokens(probe, middle, Limits(tokens_per_minute=1000))
+        except TokenRateExceeded:
+            high = middle
+        else:
+            low = middle
+            await gateway.limiter.settle(held, Usage(0, 0))
+    return low
+
+
+async def test_an_ended_request_is_charged_the_tokens_that_it_used(gateway: Gateway) -> None:
+    done = await gateway.ask(tenant="tokens", max_output_tokens=20)
+    used = done.finished.usage.prompt_tokens + done.finished.usage.output_tokens
+    assert 0 < used < 100
+    assert 1000 - used <= await tokens_left(gateway) <= 1000 - used + 20, "apart from what drained meanwhile"
+
+
+async def test_a_request_above_the_token_rate_is_refused_without_a_slot_or_tokens(gateway: Gateway) -> None:
+    held = await gateway.limiter.reserve_tokens(
+        Reservation("tokens", "other"), 950, Limits(tokens_per_minute=1000)
+    )
+    with pytest.raises(TokenRateExceeded) as caught:
+        await gateway.ask(tenant="tokens", max_output_tokens=60)
+    assert caught.value.retry_after_s
+    assert await gateway.limiter.concurrency("tokens") == 0
+    await gateway.limiter.settle(held, Usage(0, 0))
+    assert await tokens_left(gateway) == 1000
+
+
+async def test_the_predicted_output_yields_to_a_low_limit(gateway: Gateway, fleet: Any) -> None:
+    fleet.tenants.put(TENANTS + "tokens", Tenant(Meta("tokens"), tokens_per_minute=30))
+    await gateway.ask(tenant="tokens", max_output_tokens=20, choices=4)
+
+
+async def test_a_prompt_longer_than_a_minutes_tokens_is_refused_for_good(
+    gateway: Gateway, fleet: Any
+) -> None:
+    fleet.tenants.put(TENANTS + "tokens", Tenant(Meta("tokens"), tokens_per_minute=2))
+    with pytest.raises(TokenRateExceeded, match="more than the limit of 2 per minute") as caught:
+        await gateway.ask("a b c d e f", tenant="tokens")
+    assert caught.value.retry_after_s is None
+
+
+async def test_a_request_cancelled_while_it_reserves_returns_the_tokens(gateway: Gateway) -> None:
+    reserve, reserving, go_on = gateway.limiter.reserve_tokens, asyncio.Event(), asyncio.Event()
+
+    async def slowly(reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
+        reserving.set()
+        await go_on.wait()
+        return await reserve(reservation, tokens, limits)
+
+    gateway.limiter.reserve_tokens = slowly  # type: ignore[method-assign]
+    task = asyncio.create_task(gateway.ask(tenant="tokens", max_output_tokens=20))
+    await reserving.wait()
+    task.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gateway.limiter.reserve_tokens = reserve  # type: ignore[method-assign]
+    async with asyncio.timeout(5):
+        while await gateway.limiter.concurrency("tokens"):
+            await asyncio.sleep(0.001)
+    assert await tokens_left(gateway) == 1000

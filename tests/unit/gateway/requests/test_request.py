@@ -120,6 +120,9 @@ class SlotLimiter:
         self.held.add(request_id)
         return Reservation(tenant_id, request_id)
 
+    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
+        return reservation
+
     async def spend(self, tenant_id: str, limits: Limits) -> None: ...
 
     async def renew(self, reservations: Sequence[Reservation]) -> None: ...
