@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from services.core.errors import IdempotencyKeysExceeded
+from services.core.errors import IdempotencyKeysExceeded, TokenRateExceeded
 from services.core.generation import Usage
 from services.ports.idempotency import (
     Addition,
@@ -203,6 +203,17 @@ async def test_a_release_with_a_log_is_gone_on_from_and_charged_once(bench: Benc
     await bench.store.finish(claim.hold, b"end", slot, Usage(10, 8, 2))
     assert await bench.limiter.usage(bench.tenant) == Usage(10, 8, 4)
     assert await bench.limiter.concurrency(bench.tenant) == 0
+
+
+async def test_the_end_of_a_record_corrects_the_reserved_tokens_once(bench: Bench) -> None:
+    limits = Limits(tokens_per_minute=1200)  # 20 a second
+    hold = await owned(bench)
+    slot = await bench.limiter.reserve_tokens(await admitted(bench), 1200, limits)
+    await bench.store.finish(hold, b"end", slot, Usage(100, 500))
+    await bench.limiter.settle(slot, Usage(100, 500))
+    await bench.limiter.reserve_tokens(await admitted(bench, "fits"), 600, limits)
+    with pytest.raises(TokenRateExceeded):
+        await bench.limiter.reserve_tokens(await admitted(bench, "more"), 150, limits)
 
 
 async def test_a_settlement_after_the_end_counts_nothing(bench: Bench) -> None:

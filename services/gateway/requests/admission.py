@@ -65,7 +65,12 @@ class RequestAdmission:
             else:  # a resumed request keeps its terms, regardless of the present pressure
                 degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
-            if tenant.tokens_per_minute > 0 and resume is None:  # a resumed one has its first run's tokens
+            if tenant.tokens_per_minute > 0 and resume is not None:
+                # The earlier run was charged for these; the settlement charges what this run adds.
+                had = len(spec.prompt.ids) + sum(len(produced.ids) for produced in resume.produced)
+                rate = tenant.tokens_per_minute
+                reservation = replace(reservation, tokens=had, tokens_per_minute=rate)
+            elif tenant.tokens_per_minute > 0:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
                 reserving = self._begin_reserving(reservation, spec, tenant)
                 reservation = self._granted(await asyncio.shield(reserving))

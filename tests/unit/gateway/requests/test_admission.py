@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from random import Random
 from typing import Any
@@ -24,7 +25,7 @@ from services.core.generation import Principal, Usage
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
-from services.gateway.requests.terms import Resume, RunTerms
+from services.gateway.requests.terms import Produced, Resume, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
@@ -244,6 +245,19 @@ async def test_what_goes_on_is_not_counted_against_the_rate_again(gateway: Gatew
         await gateway.ask()
 
 
+async def test_a_resumed_request_is_charged_the_tokens_that_it_adds(gateway: Gateway) -> None:
+    generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=30)
+    earlier = Resume(PinnedVersion(DIGEST, 1), (Produced((7,) * 10, 10),), ())
+    terms = RunTerms(gateway.received(), 20.0, resume=earlier)
+    telemetry = GatewayTelemetry().begin(terms.received)
+    admission = gateway.service._admission
+    admitted = await admission.admit(who("tokens"), generation, telemetry.timer(), terms, telemetry)
+    prompt_tokens = len(admitted.spec.prompt.ids)
+    assert await tokens_left(gateway) == 1000
+    await gateway.limiter.settle(admitted.reservation, Usage(prompt_tokens, 30))
+    assert 980 <= await tokens_left(gateway) <= 985, "20 more than the earlier run's 10"
+
+
 async def test_the_stages_of_a_request_sum_to_its_latency(gateway: Gateway) -> None:
     """Tokenising belongs to validation, though it comes after the quotas."""
     gateway.gate.clear()
@@ -268,7 +282,7 @@ async def tokens_left(gateway: Gateway) -> int:
     low, high = 0, 1001
     while high - low > 1:
         middle = (low + high) // 2
-        probe = Reservation("tokens", f"probe-{gateway.requests}-{middle}")
+        probe = Reservation("tokens", f"probe-{uuid.uuid4().hex}")
         try:
             held = await gateway.limiter.reserve_tokens(probe, middle, Limits(tokens_per_minute=1000))
         except TokenRateExceeded:
