@@ -160,7 +160,9 @@ in [operations/cli.md](../operations/cli.md).
 def http_page() -> str:
     head = """\
 The gateway serves this API at `FAIRWAY_HTTP_LISTEN`. The caller `tenant` sends a tenant's API key. Bodies are
-JSON of at most `FAIRWAY_MAX_BODY_BYTES`. Each answer has `x-request-id`. See also [errors](errors.md).
+JSON of at most `FAIRWAY_MAX_BODY_BYTES`. Each answer has `x-request-id`; where the tenant has
+rates of requests or tokens, it has OpenAI's `x-ratelimit-*` (not under an idempotency key). See also
+[errors](errors.md).
 """
     parts = [_head("HTTP API", "services/gateway/faces/openai", head)]
     face = OpenAiFace(cast(Any, None), cast(Any, None), HttpLimits(0), str)  # only its table is read

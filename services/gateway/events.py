@@ -13,6 +13,7 @@ from typing import Final, Protocol
 from services.core.errors import FairwayError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.policy.degrade import Degradation
+from services.ports.limiter import RateState
 
 MAX_ATTEMPT: Final = 1000  # larger numbers count as this one
 
@@ -52,6 +53,9 @@ class Accepted:
     received_unix_us: int = 0
     # Whether this is the answer of an earlier request with the same idempotency key.
     replayed: bool = False
+    # The tenant's rates after this request, where they apply; not under an idempotency key.
+    request_rate: RateState | None = None
+    token_rate: RateState | None = None
     # How the served request differs from the client's.
     degradations: tuple[Degradation, ...] = ()
 

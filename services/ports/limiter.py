@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.core.generation import Usage
@@ -17,6 +17,18 @@ class Limits:
     max_concurrency: int = 0
     # Prompt and output together.
     tokens_per_minute: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RateState:
+    """A rate right after a request was counted against it."""
+
+    # Per minute.
+    limit: int
+    # How many more it has room for at once.
+    remaining: int
+    # The time until it has room for a whole minute's again.
+    reset_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +46,9 @@ class Reservation:
     record: str = ""
     tokens: int = 0
     tokens_per_minute: int = 0
+    # None where no rate applies, or where the request had been counted before.
+    request_rate: RateState | None = field(default=None, compare=False)
+    token_rate: RateState | None = field(default=None, compare=False)
 
 
 class Limiter(Protocol):

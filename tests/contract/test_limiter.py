@@ -298,3 +298,20 @@ async def test_simultaneous_reservations_take_exactly_the_tokens(limiter: AnyLim
     )
     assert sum(isinstance(outcome, Reservation) for outcome in outcomes) == 7
     assert sum(isinstance(outcome, TokenRateExceeded) for outcome in outcomes) == 33
+
+
+async def test_a_reservation_states_what_its_rates_have_left(limiter: AnyLimiter, tenant: str) -> None:
+    limits = Limits(requests_per_minute=60, tokens_per_minute=6000)
+    await limiter.admit(tenant, "r1", limits)
+    held = await limiter.admit(tenant, "r2", limits)
+    assert held.request_rate is not None
+    assert (held.request_rate.limit, held.request_rate.remaining) == (60, 58)
+    assert 1.5 < held.request_rate.reset_s <= 2.0
+    again = await limiter.admit(tenant, "r2", limits)
+    assert (again.request_rate, again.token_rate) == (None, None)
+    held = await limiter.reserve_tokens(held, 3000, limits)
+    assert held.token_rate is not None
+    assert (held.token_rate.limit, held.token_rate.remaining) == (6000, 3000)
+    assert held.token_rate.reset_s == pytest.approx(30.0, abs=0.01)
+    unlimited = await limiter.admit(tenant, "r3", NONE)
+    assert (unlimited.request_rate, unlimited.token_rate) == (None, None)

@@ -9,17 +9,18 @@ from typing import Final
 
 from services.adapters.quotas.quota import (
     MAX_REQUESTS_PER_MINUTE,
+    REQUEST_UNITS,
     SETTLED_KEEP_S,
+    TOKEN_UNITS,
+    rate_state,
     rejection,
     token_rate,
     token_rejection,
 )
 from services.core.generation import Usage
 from services.ports.clock import Clock
-from services.ports.limiter import Limits, Reservation
+from services.ports.limiter import Limits, RateState, Reservation
 
-_REQUEST_UNITS: Final = 60_000_000
-_TOKEN_UNITS: Final = 60_000
 _MAX_RECORDS: Final = 10_000
 
 
@@ -32,9 +33,9 @@ class _Bucket:
 
     def with_one_more(self, now_us: int, rate: int) -> tuple[int, int]:
         """Return the content with one more request, and the time in us until it fits."""
-        elapsed_us = max(0, min(now_us - self.at_us, _REQUEST_UNITS))
-        used = max(0, self.used - elapsed_us * rate) + _REQUEST_UNITS
-        return used, max(0, -(-(used - rate * _REQUEST_UNITS) // rate))
+        elapsed_us = max(0, min(now_us - self.at_us, REQUEST_UNITS))
+        used = max(0, self.used - elapsed_us * rate) + REQUEST_UNITS
+        return used, max(0, -(-(used - rate * REQUEST_UNITS) // rate))
 
 
 @dataclass(slots=True)
@@ -87,26 +88,31 @@ class MemoryLimiter:
 
     async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
         tenant, now_us = self._tenant(tenant_id), self._now_us()
+        state: RateState | None = None
         self._lapse(tenant, now_us)
         if request_id not in tenant.slots:
             used = self._check(tenant, now_us, limits)
             if limits.requests_per_minute > 0:
                 tenant.rate = _Bucket(used, now_us)
+                state = rate_state(
+                    min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE), used, REQUEST_UNITS
+                )
             tenant.settled.pop(request_id, None)
         self._hold(tenant, request_id, now_us)
-        return Reservation(tenant_id, request_id, self._local)
+        return Reservation(tenant_id, request_id, self._local, request_rate=state)
 
     async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
         rate = token_rate(tokens, limits)
         if rate <= 0:
             return reservation
         tenant, now_ms = self._tenant(reservation.tenant_id), self._now_us() // 1000
-        used = tenant.tokens.at(now_ms) + tokens * _TOKEN_UNITS
-        wait_ms = -(-(used - rate * _TOKEN_UNITS) // rate)
+        used = tenant.tokens.at(now_ms) + tokens * TOKEN_UNITS
+        wait_ms = -(-(used - rate * TOKEN_UNITS) // rate)
         if wait_ms > 0:
             raise token_rejection(wait_ms / 1e3, tokens, limits)
         tenant.tokens = _TokenBucket(used, now_ms, rate)
-        return replace(reservation, tokens=tokens, tokens_per_minute=rate)
+        state = rate_state(rate, used, TOKEN_UNITS)
+        return replace(reservation, tokens=tokens, tokens_per_minute=rate, token_rate=state)
 
     async def spend(self, tenant_id: str, limits: Limits) -> None:
         rate = min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
@@ -209,7 +215,7 @@ def _correct_tokens(tenant: _Tenant, reservation: Reservation, usage: Usage, now
     """Replace the reserved tokens of an ended request by those that it used."""
     if (rate := reservation.tokens_per_minute) > 0:
         more = usage.prompt_tokens + usage.output_tokens - reservation.tokens
-        used = max(0, tenant.tokens.at(now_ms) + more * _TOKEN_UNITS)
+        used = max(0, tenant.tokens.at(now_ms) + more * TOKEN_UNITS)
         tenant.tokens = _TokenBucket(used, now_ms, rate)
 
 

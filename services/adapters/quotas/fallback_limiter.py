@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import structlog
@@ -99,8 +100,8 @@ class FallbackLimiter:
         except StoreUnavailable as error:
             self._on_store_failure("reserve_tokens", error)
         # Not corrected at the end: a local bucket lives as long as an outage.
-        await self._local.reserve_tokens(reservation, tokens, self._share(limits))
-        return reservation
+        taken = await self._local.reserve_tokens(reservation, tokens, self._share(limits))
+        return replace(reservation, token_rate=taken.token_rate)
 
     async def spend(self, tenant_id: str, limits: Limits) -> None:
         try:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded, TokenRateExceeded
-from services.ports.limiter import Limits
+from services.ports.limiter import Limits, RateState
 
+# What one request and one token weigh in a bucket, which drains by its limit per microsecond or millisecond.
+REQUEST_UNITS: Final = 60_000_000
+TOKEN_UNITS: Final = 60_000
 MAX_REQUESTS_PER_MINUTE: Final = 100_000_000  # a higher limit counts as this: integers up to 2^53 in Lua
 MAX_TOKENS_PER_MINUTE: Final = 100_000_000_000  # the same for tokens
 SETTLED_KEEP_S: Final = 600  # for how long a second settlement of a request is detected
@@ -57,3 +60,9 @@ def token_rejection(wait_s: float, tokens: int, limits: Limits) -> TokenRateExce
         limit=limit,
         tokens=tokens,
     )
+
+
+def rate_state(limit: int, used: int, unit: int) -> RateState:
+    """Return the state of a bucket for ``limit`` per minute with ``used`` units, of which one weighs
+    ``unit``."""
+    return RateState(limit, max(0, limit - -(-used // unit)), used * 60 / (unit * limit))

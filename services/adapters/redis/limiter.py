@@ -20,7 +20,10 @@ from typing import Final
 
 from services.adapters.quotas.quota import (
     MAX_REQUESTS_PER_MINUTE,
+    REQUEST_UNITS,
     SETTLED_KEEP_S,
+    TOKEN_UNITS,
+    rate_state,
     rejection,
     token_rate,
     token_rejection,
@@ -93,7 +96,7 @@ class RedisLimiter:
             )
         self._admitting[tenant_id] += 1
         try:
-            outcome, wait_us = await self._scripts.run(
+            outcome, wait_us, used = await self._scripts.run(
                 tenant_id,
                 self._admit,
                 _keys(tenant_id, "rate", "slots", "settled"),
@@ -104,7 +107,8 @@ class RedisLimiter:
             if not self._admitting[tenant_id]:
                 del self._admitting[tenant_id]
         if outcome == _ADMITTED:
-            return Reservation(tenant_id, request_id)
+            state = rate_state(rate, used, REQUEST_UNITS) if used >= 0 else None
+            return Reservation(tenant_id, request_id, request_rate=state)
         raise rejection(outcome == _OVER_RATE, wait_us / 1e6, limits)
 
     async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
@@ -112,10 +116,11 @@ class RedisLimiter:
         if rate <= 0:
             return reservation
         keys = _keys(tenant_id, "tokens", f"reserved:{reservation.request_id}")
-        wait_ms = await self._scripts.run(tenant_id, self._reserve_tokens, keys, (tokens, rate))
+        wait_ms, used = await self._scripts.run(tenant_id, self._reserve_tokens, keys, (tokens, rate))
         if wait_ms:
             raise token_rejection(wait_ms / 1e3, tokens, limits)
-        return replace(reservation, tokens=tokens, tokens_per_minute=rate)
+        state = rate_state(rate, used, TOKEN_UNITS)
+        return replace(reservation, tokens=tokens, tokens_per_minute=rate, token_rate=state)
 
     async def spend(self, tenant_id: str, limits: Limits) -> None:
         rate = min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)

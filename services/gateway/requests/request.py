@@ -142,6 +142,8 @@ class Request:
                 route_revision=spec.route_revision,
                 seed=spec.sampling.seed,
                 prompt_tokens=self._prompt_tokens,
+                request_rate=admitted.reservation.request_rate,
+                token_rate=admitted.reservation.token_rate,
                 degradations=admitted.degradations,
             )
         )

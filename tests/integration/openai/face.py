@@ -20,6 +20,7 @@ from services.gateway.faces.openai.server import HttpServer
 from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.gateway.requests.streaming import Completion
 from services.gateway.service import ServedModel
+from services.ports.limiter import RateState
 from services.runtime import secrets
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Versioned
@@ -144,6 +145,13 @@ async def plain(call: Call) -> AsyncGenerator[Event, None]:
 async def degraded(call: Call) -> AsyncGenerator[Event, None]:
     found = Degradation(DegradationKind.OUTPUT_CAPPED, "100", "10", 0.7)
     yield replace(accepted(call), degradations=(found,))
+    yield Tokens(0, 0, [0], "Hel")
+    yield finished(call)
+
+
+async def limited(call: Call) -> AsyncGenerator[Event, None]:
+    requests, tokens = RateState(600, 598, 0.2), RateState(6000, 4000, 61.5)
+    yield replace(accepted(call), request_rate=requests, token_rate=tokens)
     yield Tokens(0, 0, [0], "Hel")
     yield finished(call)
 

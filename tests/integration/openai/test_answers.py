@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 from services.gateway.events import Event, Heartbeat, Tokens
-from tests.integration.openai.face import CHAT, STREAM, Call, Face, accepted, degraded, finished, plain
+from services.gateway.faces.openai.rate_headers import duration
+from tests.integration.openai.face import (
+    CHAT,
+    STREAM,
+    Call,
+    Face,
+    accepted,
+    degraded,
+    finished,
+    limited,
+    plain,
+)
 
 
 async def test_a_chat(face: Face) -> None:
@@ -107,6 +118,31 @@ async def test_what_is_less_than_was_asked_for_is_said(face: Face) -> None:
     usual = await face.chat(CHAT)
     assert "x-fairway-degraded" not in usual.headers
     assert "degraded" not in json.loads(usual.body)
+
+
+async def test_the_rates_of_the_tenant_are_in_the_headers(face: Face) -> None:
+    face.service.script = limited
+    stated = {
+        "x-ratelimit-limit-requests": "600",
+        "x-ratelimit-remaining-requests": "598",
+        "x-ratelimit-reset-requests": "200ms",
+        "x-ratelimit-limit-tokens": "6000",
+        "x-ratelimit-remaining-tokens": "4000",
+        "x-ratelimit-reset-tokens": "1m1.5s",
+    }
+    for body in (CHAT, STREAM):
+        headers = (await face.chat(body)).headers
+        assert {name: value for name, value in headers.items() if name.startswith("x-ratelimit")} == stated
+    face.service.script = plain
+    assert not any(name.startswith("x-ratelimit") for name in (await face.chat(CHAT)).headers)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0ms"), (0.0001, "1ms"), (0.9991, "1s"), (7.66, "7.66s"), (60, "1m0s"), (360.5, "6m0.5s")],
+)
+def test_durations_are_rounded_up_to_milliseconds(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 async def test_silence_is_kept_alive_by_comments(face: Face) -> None:

@@ -20,6 +20,7 @@ from services.core.generation import StageClock, Usage
 from services.gateway.events import Accepted, Event, Finished, Tokens
 from services.gateway.faces.openai.answers import AnswerHead, Frames, finish_reasons
 from services.gateway.faces.openai.exchange import Reply, primary_failure
+from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.requests import ApiRequest
 from services.gateway.policy.degrade import Degradation, header_value
 
@@ -46,7 +47,7 @@ class EventStream:
         self._turn = asyncio.Lock()
         self._frames: Frames | None = None
         self._opening: list[bytes] = []
-        self._accepted = 0
+        self._accepted: list[Accepted] = []
         self._usages: list[Usage] = []
         self._clocks: list[StageClock] = []
 
@@ -100,14 +101,16 @@ class EventStream:
         if self._request.dialect == "chat":
             first = number * self._request.choices
             self._opening += [self._frames.role(first + choice) for choice in range(self._request.choices)]
-        self._accepted += 1
+        self._accepted.append(event)
         # Until all are accepted, a rejection can still be a plain status.
-        if self._accepted == len(self._request.generations):
+        if len(self._accepted) == len(self._request.generations):
             await self._open()
 
     async def _open(self) -> None:
         """Begin the answer, and send the waiting role frames. The caller holds the lock."""
         if not self._reply.started:
+            for header in rate_headers(self._accepted[-1]):
+                self._reply.add_header(*header)
             await self._reply.start_events()
         if self._opening:
             opening, self._opening = b"".join(self._opening), []

@@ -44,6 +44,7 @@ from services.gateway.faces.openai.exchange import (
     read_body,
     unless_disconnected,
 )
+from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.requests import ApiRequest, chat_request, completion_request
 from services.gateway.requests.streaming import Completion
 from services.gateway.service import ServedModel
@@ -257,6 +258,8 @@ class OpenAiFace:
         degraded = [found for one in completions for found in one.accepted.degradations]
         if degraded:
             exchange.reply.add_header(*degraded_header(degraded))
+        for header in rate_headers(completions[-1].accepted):
+            exchange.reply.add_header(*header)
         await exchange.reply.json(200, whole_answer(request, completions, created_unix_s, request_id))
 
     async def _stream(self, exchange: Exchange, request: ApiRequest, timeout_s: float | None) -> None:
