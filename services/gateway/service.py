@@ -178,7 +178,11 @@ class GatewayService:
 
     async def flush(self) -> None:
         """Renew the reservations once; the limiter also retries settlements that a store outage deferred."""
-        held = [request.reservation for request in self._requests if request.reservation is not None]
+        held = [
+            (request.reservation, request.usage)
+            for request in self._requests
+            if request.reservation is not None
+        ]
         for start in range(0, max(1, len(held)), self.limits.renew_batch):
             try:
                 await self._ports.limiter.renew(held[start : start + self.limits.renew_batch])

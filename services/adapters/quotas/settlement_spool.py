@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final, Literal
@@ -21,6 +22,7 @@ import structlog
 
 from services.adapters.threads import in_thread
 from services.core.generation import Usage
+from services.core.limits import Claim, Limit, LimitKind, Price, Scope
 from services.core.shares import share_of
 from services.ports.limiter import Reservation
 
@@ -32,17 +34,15 @@ _FILE: Final = "settlements.log"
 
 
 class _Line(msgspec.Struct, array_like=True):
-    """One settlement. The fields after ``cached_tokens`` are absent in lines of earlier releases."""
+    """One settlement. A claim is its limit's kind, number, scope and name, and its amount."""
 
     tenant_id: str
     request_id: str
     local: bool
-    record: str
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    reserved_tokens: int = 0
-    tokens_per_minute: int = 0
+    usage: tuple[int, int, int]
+    price: tuple[int, int, int]
+    admitted_us: int
+    claims: tuple[tuple[LimitKind, int, Scope, str, int], ...]
 
 
 _LINES: Final = msgspec.json.Decoder(_Line)
@@ -165,12 +165,13 @@ def _line(reservation: Reservation, usage: Usage) -> bytes:
         reservation.tenant_id,
         reservation.request_id,
         reservation.local,
-        reservation.record,
-        usage.prompt_tokens,
-        usage.output_tokens,
-        usage.cached_tokens,
-        reservation.tokens,
-        reservation.tokens_per_minute,
+        astuple(usage),
+        astuple(reservation.price),
+        reservation.admitted_us,
+        tuple(
+            (claim.limit.kind, claim.limit.limit, claim.limit.scope, claim.limit.name, claim.amount)
+            for claim in reservation.claims
+        ),
     )
     return msgspec.json.encode(line) + b"\n"
 
@@ -203,11 +204,14 @@ def _load(path: Path) -> tuple[list[Settlement], int]:
             read.tenant_id,
             read.request_id,
             read.local,
-            read.record,
-            read.reserved_tokens,
-            read.tokens_per_minute,
+            tuple(
+                Claim(Limit(kind, number, scope, name), amount)
+                for kind, number, scope, name, amount in read.claims
+            ),
+            Price(*read.price),
+            read.admitted_us,
         )
-        found.append((reservation, Usage(read.prompt_tokens, read.output_tokens, read.cached_tokens)))
+        found.append((reservation, Usage(*read.usage)))
     return found, len(data)
 
 

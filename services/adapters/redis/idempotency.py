@@ -165,8 +165,8 @@ class RedisIdempotency:
                 usage.prompt_tokens,
                 usage.output_tokens,
                 usage.cached_tokens,
-                reservation.tokens if reservation is not None else 0,
-                reservation.tokens_per_minute if reservation is not None else 0,
+                0,
+                0,
             ),
         )
         return Written(word.decode())

@@ -19,20 +19,19 @@ from dataclasses import replace
 from typing import Final
 
 from services.adapters.quotas.quota import (
-    MAX_REQUESTS_PER_MINUTE,
-    REQUEST_UNITS,
     SETTLED_KEEP_S,
-    TOKEN_UNITS,
+    limited,
+    most,
     rate_state,
     rejection,
-    token_rate,
-    token_rejection,
+    unclaimed,
 )
 from services.adapters.redis.scripts import RedisScripts
 from services.core.errors import RequestRateExceeded
 from services.core.generation import Usage
+from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Price
 from services.ports.clock import Clock
-from services.ports.limiter import Limits, Reservation
+from services.ports.limiter import Reservation, Spent
 
 # A Redis that syncs every write answers no call during the sync: a third of a second on a busy disk. A limit
 # that fails open during a sync would not be exact.
@@ -86,8 +85,9 @@ class RedisLimiter:
         """Return once Redis responded and has the scripts. Raises StoreUnavailable."""
         await self._scripts.connect()
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
-        rate = min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
+    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
+        by_kind = {limit.kind: most(limit) for limit in limits}
+        rate, slots = by_kind.get(LimitKind.REQUESTS, 0), by_kind.get(LimitKind.CONCURRENCY, 0)
         if self._admitting[tenant_id] >= MAX_ADMITTING:
             raise RequestRateExceeded(
                 f"{MAX_ADMITTING} requests of this tenant wait to be admitted here, the most that may",
@@ -100,39 +100,56 @@ class RedisLimiter:
                 tenant_id,
                 self._admit,
                 _keys(tenant_id, "rate", "slots", "settled"),
-                (request_id, rate, limits.max_concurrency, self._lease_us),
+                (request_id, rate, slots, self._lease_us),
             )
         finally:
             self._admitting[tenant_id] -= 1
             if not self._admitting[tenant_id]:
                 del self._admitting[tenant_id]
         if outcome == _ADMITTED:
-            state = rate_state(rate, used, REQUEST_UNITS) if used >= 0 else None
-            return Reservation(tenant_id, request_id, request_rate=state)
-        raise rejection(outcome == _OVER_RATE, wait_us / 1e6, limits)
+            state = rate_state(Limit(LimitKind.REQUESTS, rate), used) if used >= 0 else None
+            held = tuple(Claim(limit) for limit in limits if limit.kind is LimitKind.CONCURRENCY and slots)
+            return Reservation(tenant_id, request_id, claims=held, request_rate=state)
+        kind = LimitKind.REQUESTS if outcome == _OVER_RATE else LimitKind.CONCURRENCY
+        raise rejection(Claim(next(limit for limit in limits if limit.kind is kind)), wait_us / 1e6)
 
-    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
-        rate, tenant_id = token_rate(tokens, limits), reservation.tenant_id
-        if rate <= 0:
-            return reservation
-        keys = _keys(tenant_id, "tokens", f"reserved:{reservation.request_id}")
-        wait_ms, used = await self._scripts.run(tenant_id, self._reserve_tokens, keys, (tokens, rate))
-        if wait_ms:
-            raise token_rejection(wait_ms / 1e3, tokens, limits)
-        state = rate_state(rate, used, TOKEN_UNITS)
-        return replace(reservation, tokens=tokens, tokens_per_minute=rate, token_rate=state)
+    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
+        tenant_id = reservation.tenant_id
+        for claim in limited(unclaimed(reservation, claims)):
+            keys = _keys(tenant_id, "tokens", f"reserved:{reservation.request_id}")
+            rate = most(claim.limit)
+            wait_ms, used = await self._scripts.run(
+                tenant_id, self._reserve_tokens, keys, (claim.amount, rate)
+            )
+            if wait_ms:
+                raise rejection(claim, wait_ms / 1e3)
+            state = rate_state(claim.limit, used)
+            reservation = replace(
+                reservation, claims=(*reservation.claims, claim), price=price, token_rate=state
+            )
+        return reservation
 
-    async def spend(self, tenant_id: str, limits: Limits) -> None:
-        rate = min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
+    async def spend(self, tenant_id: str, per_minute: int) -> None:
+        limit = Limit(LimitKind.REQUESTS, per_minute)
+        rate = most(limit)
         if rate <= 0:
             return
         wait_us = await self._scripts.run(tenant_id, self._spend, _keys(tenant_id, "work"), (rate,))
         if wait_us:
-            raise rejection(True, wait_us / 1e6, limits)
+            raise rejection(Claim(limit), wait_us / 1e6)
 
-    async def renew(self, reservations: Sequence[Reservation]) -> None:
+    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
+        raise NotImplementedError
+
+    async def settle_lapsed(self, tenant_id: str) -> int:
+        raise NotImplementedError
+
+    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
+        raise NotImplementedError
+
+    async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         by_tenant: dict[str, list[str]] = {}
-        for reservation in reservations:
+        for reservation, _ in running:
             by_tenant.setdefault(reservation.tenant_id, []).append(reservation.request_id)
         for tenant_id, ids in by_tenant.items():
             for start in range(0, len(ids), _RENEW_BATCH):
@@ -147,8 +164,7 @@ class RedisLimiter:
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         tenant_id = reservation.tenant_id
         names = ["slots", "settled", "usage", "tokens"]
-        if reservation.record:
-            names.append(f"idem:{reservation.record}")
+        tokens = next((claim for claim in reservation.claims if claim.limit.kind in TOKEN_RATES), None)
         await self._scripts.run(
             tenant_id,
             self._settle,
@@ -161,8 +177,8 @@ class RedisLimiter:
                 usage.prompt_tokens,
                 usage.output_tokens,
                 usage.cached_tokens,
-                reservation.tokens,
-                reservation.tokens_per_minute,
+                tokens.amount if tokens is not None else 0,
+                most(tokens.limit) if tokens is not None else 0,
                 *self._take_unconfirmed(tenant_id),
             ),
         )

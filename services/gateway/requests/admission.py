@@ -8,7 +8,7 @@ but still counts against the rate of requests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 
 import structlog
@@ -16,6 +16,7 @@ import structlog
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.generation import GenerationSpec, Principal, Usage
+from services.core.limits import Claim, Limit, LimitKind
 from services.core.records import Tenant
 from services.gateway.policy.degrade import Degradation, DegradationKind, output_cap, smaller_model
 from services.gateway.requests.stage_timer import Stage, StageTimer
@@ -23,7 +24,7 @@ from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
-from services.ports.limiter import Limits, Reservation
+from services.ports.limiter import NO_PRICE, Reservation
 from services.runtime.identity import KeyDirectory
 
 log = structlog.get_logger()
@@ -54,8 +55,10 @@ class RequestAdmission:
         tenant = self._identity.still_valid(principal)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
         # A resumed request was counted against the rate when it began.
-        rate = tenant.requests_per_minute if resume is None else 0
-        reservation = await self._reserve(tenant.meta.name, request_id, Limits(rate, tenant.max_concurrency))
+        limits = [Limit(LimitKind.CONCURRENCY, tenant.max_concurrency)]
+        if resume is None:
+            limits.insert(0, Limit(LimitKind.REQUESTS, tenant.requests_per_minute))
+        reservation = await self._reserve(tenant.meta.name, request_id, limits)
         reserving: asyncio.Task[Reservation | FairwayError] | None = None
         try:
             timer.enter(Stage.VALIDATE, self._ports.clock.monotonic_s())
@@ -65,14 +68,11 @@ class RequestAdmission:
             else:  # a resumed request keeps its terms, regardless of the present pressure
                 degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
-            if tenant.tokens_per_minute > 0 and resume is not None:
-                # The earlier run was charged for these; the settlement charges what this run adds.
-                had = len(spec.prompt.ids) + sum(len(produced.ids) for produced in resume.produced)
-                rate = tenant.tokens_per_minute
-                reservation = replace(reservation, tokens=had, tokens_per_minute=rate)
-            elif tenant.tokens_per_minute > 0:
+            claims = self._claims(spec, tenant)
+            if claims:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
-                reserving = self._begin_reserving(reservation, spec, tenant)
+                attempt = self._ports.limiter.reserve(reservation, claims, NO_PRICE)
+                reserving = self._ports.supervisor.spawn(f"reserve {request_id}", _as_value(attempt))
                 reservation = self._granted(await asyncio.shield(reserving))
             if terms.record is not None:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
@@ -102,7 +102,7 @@ class RequestAdmission:
     async def spend(self, principal: Principal) -> None:
         """Return if the tenant's rate of other calls has room. Raises RequestRateExceeded."""
         tenant = self._identity.still_valid(principal)
-        await self._ports.limiter.spend(tenant.meta.name, Limits(tenant.requests_per_minute))
+        await self._ports.limiter.spend(tenant.meta.name, tenant.requests_per_minute)
 
     async def _degraded(
         self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, tenant: Tenant
@@ -142,7 +142,7 @@ class RequestAdmission:
         eased = self._ports.pressure(found.version_digest) < self._limits.degrade.smaller_from_ratio
         return found if eased else None
 
-    async def _reserve(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+    async def _reserve(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
         """Return the slot. A call cancelled before the store's answer releases the slot afterwards."""
         ports = self._ports
         admission = ports.supervisor.spawn(
@@ -156,18 +156,17 @@ class RequestAdmission:
         ports.telemetry.admission("ADMITTED_LOCALLY" if reservation.local else "ADMITTED")
         return reservation
 
-    def _begin_reserving(
-        self, reservation: Reservation, spec: GenerationSpec, tenant: Tenant
-    ) -> asyncio.Task[Reservation | FairwayError]:
-        """Start to reserve the prompt and the predicted output.
+    def _claims(self, spec: GenerationSpec, tenant: Tenant) -> list[Claim]:
+        """Return what the request reserves: its prompt and its predicted output.
 
         The prediction yields to what a minute admits beside the prompt. ``settle`` corrects it.
         """
         rate, prompt_tokens = tenant.tokens_per_minute, len(spec.prompt.ids)
+        if rate <= 0:
+            return []
         predicted = spec.choices * min(spec.limits.max_tokens, self._limits.predicted_output_tokens)
         tokens = max(prompt_tokens, min(prompt_tokens + predicted, rate))
-        reserving = self._ports.limiter.reserve_tokens(reservation, tokens, Limits(tokens_per_minute=rate))
-        return self._ports.supervisor.spawn(f"reserve {spec.request_id}", _as_value(reserving))
+        return [Claim(Limit(LimitKind.TOKENS, rate), tokens)]
 
     def _granted(self, outcome: Reservation | FairwayError) -> Reservation:
         """Return the reservation. Raises the refusal, and counts it."""

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from services.core.errors import (
+    BudgetExceeded,
     FairwayError,
     IdempotencyConflict,
     InternalError,
@@ -65,6 +66,7 @@ _CODES: Final[tuple[tuple[type[FairwayError], str], ...]] = (
     (Unauthenticated, "invalid_api_key"),
     (RequestRateExceeded, "rate_limit_exceeded"),
     (TokenRateExceeded, "rate_limit_exceeded"),
+    (BudgetExceeded, "insufficient_quota"),
 )
 # Fields of fairway.v1 with another name in this dialect; longest first.
 _PARAMS: Final = (
