@@ -46,6 +46,7 @@ from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
+from tests.support.metered import MeteredLimiter
 
 CLOCK = SystemClock()
 
@@ -376,7 +377,7 @@ async def _gateway(
     metrics = Metrics()
     workers = Workers(fleet, supervisor)
     ports = Ports(
-        limiter=FallbackLimiter(limiter, MemoryLimiter(CLOCK, local=True), CLOCK),
+        limiter=FallbackLimiter(MeteredLimiter(limiter), MemoryLimiter(CLOCK, local=True), CLOCK),
         placement=Placement(fleet),
         workers=workers,
         clock=CLOCK,

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 from services.core import errors
 from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling, TokenLogprobs, Usage
+from services.core.limits import Claim, Limit, Price
 from services.core.records import Meta, Tenant
 from services.gateway.events import Accepted, Finished, Received
 from services.gateway.requests.request import Request
@@ -23,7 +24,7 @@ from services.gateway.requests.stage_timer import STAGE_NAMES, Stage
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
-from services.ports.limiter import Limits, Reservation
+from services.ports.limiter import Reservation, Spent
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.logging import LineBudget
@@ -39,15 +40,23 @@ SETTLE_S = 0.2
 class SlowSettling:
     """A quota store that takes its time to hear the end of a request."""
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
         return Reservation(tenant_id, request_id)
 
-    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
+    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         return reservation
 
-    async def spend(self, tenant_id: str, limits: Limits) -> None: ...
+    async def spend(self, tenant_id: str, per_minute: int) -> None: ...
 
-    async def renew(self, reservations: Sequence[Reservation]) -> None: ...
+    async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None: ...
+
+    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None: ...
+
+    async def settle_lapsed(self, tenant_id: str) -> int:
+        return 0
+
+    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
+        return ()
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         await asyncio.sleep(SETTLE_S)
@@ -116,7 +125,7 @@ class Rig:
             spec = GenerationSpec(
                 "req_1", "m", "sha256:x", 3, Prompt([1, 2, 3]), Sampling(7), OutputLimits(64)
             )
-            reservation = await self.limiter.admit("acme", "req_1", Limits())
+            reservation = await self.limiter.admit("acme", "req_1", ())
             tenant, limits = Tenant(Meta("acme")), GatewayLimits(window_tokens=8)
             return Admitted(spec, reservation, tenant, b"t", terms, ports, limits, request.telemetry)
 

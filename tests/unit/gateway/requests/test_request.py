@@ -23,12 +23,13 @@ from services.core.generation import (
     TokenLogprobs,
     Usage,
 )
+from services.core.limits import Claim, Limit, Price
 from services.core.records import Meta, Tenant
 from services.gateway.events import Accepted, Finished, Received
 from services.gateway.requests.request import Request
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.service_types import GatewayLimits, Ports
-from services.ports.limiter import Limits, Reservation
+from services.ports.limiter import Reservation, Spent
 from services.ports.worker import SequenceSink
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -116,16 +117,24 @@ class SlotLimiter:
         self.held: set[str] = set()
         self.usage: list[Usage] = []
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
         self.held.add(request_id)
         return Reservation(tenant_id, request_id)
 
-    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
+    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         return reservation
 
-    async def spend(self, tenant_id: str, limits: Limits) -> None: ...
+    async def spend(self, tenant_id: str, per_minute: int) -> None: ...
 
-    async def renew(self, reservations: Sequence[Reservation]) -> None: ...
+    async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None: ...
+
+    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None: ...
+
+    async def settle_lapsed(self, tenant_id: str) -> int:
+        return 0
+
+    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
+        return ()
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         await asyncio.sleep(0)
@@ -186,7 +195,7 @@ class Harness:
     async def admit(self) -> Admitted:
         return Admitted(
             self.spec,
-            await self.limiter.admit("acme", "req_1", Limits()),
+            await self.limiter.admit("acme", "req_1", ()),
             Tenant(Meta("acme")),
             b"t",
             replace(self.terms, client_window=self.client_window),
