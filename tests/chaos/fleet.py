@@ -315,6 +315,11 @@ class Fleet:
             if line.startswith("fairway_scheduler_grants_outstanding")
         )
 
+    async def charged_tokens(self, tenant: str) -> int:
+        """Return the tokens, prompt and output, that a tenant was charged so far."""
+        usage = await self.limiter.usage(tenant)
+        return usage.prompt_tokens + usage.output_tokens
+
     async def create_tenants(self, names: Sequence[str]) -> dict[str, str]:
         """Return an API key per tenant, the tenants being new."""
         admin = metadata(self.admin_key)
