@@ -152,6 +152,12 @@ bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
 bench-idempotency: setup-dev ## Measure what an idempotency key costs a request
 	$(BIN)/python -m bench.idempotency $(ARGS)
 
+bench-streams: setup-dev ## Measure 2,000 live streams on one gateway: memory, time to first token
+	$(BIN)/python -m bench.open_streams $(ARGS)
+
+bench-admission: setup-dev ## Measure admission against bare Redis and LiteLLM's proxy
+	$(BIN)/python -m bench.admission $(ARGS)
+
 bench-scheduler: setup-dev ## Measure how many placements a scheduler decides per second of a core
 	$(BIN)/python -m bench.scheduler $(ARGS)
 
