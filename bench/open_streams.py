@@ -112,6 +112,7 @@ async def slots_held(state: Path) -> int:
     """Return the tenant's slots once none is held, or after a minute."""
     limiter = RedisLimiter(StateDir.at(state).redis_url, SystemClock(), timeout_s=5.0)
     try:
+        held = 0
         for _ in range(int(RESTED_S / 0.5)):
             held = await limiter.concurrency("default")
             if not held:

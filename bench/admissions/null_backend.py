@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Final
+from typing import Final, cast
 
 import uvloop
 
@@ -37,8 +37,7 @@ class NullAnswers(asyncio.Protocol):
         self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's has no base class of asyncio
 
     def data_received(self, data: bytes) -> None:
         self._received += data
