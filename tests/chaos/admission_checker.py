@@ -37,8 +37,7 @@ class AdmissionRecord:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """What was enforced, and when it may not have been. ``held_s``: for how long a killed gateway's slots stay
-    taken."""
+    """What was enforced, and when it may not have been. A killed gateway's slots are held for ``held_s``."""
 
     budget_micros: int
     max_concurrency: int
@@ -98,8 +97,10 @@ def _in_outage(record: AdmissionRecord, limits: AdmissionLimits) -> bool:
 
 
 class _Sums:
-    """The most that a history may have counted at a time, by bisection. A rejected request counts nothing, but
-    one that the budget rejected held a slot before."""
+    """The most that a history may have counted at a time, by bisection.
+
+    A rejected request counts nothing, but one that the budget rejected held a slot before.
+    """
 
     def __init__(self, history: Sequence[AdmissionRecord], limits: AdmissionLimits) -> None:
         self._limits = limits
