@@ -41,7 +41,7 @@ class MessageStream(Protocol[Out_contra, In_co]):
         """Return once the transport accepted the message, which may wait for the peer to read."""
 
     async def read(self, timeout_s: float) -> In_co:
-        """Return the next message. Raises StreamLost when none is received in time."""
+        """Return the next message. Raises StreamLost when none is received in time; the stream is then over."""
 
     async def read_each(self, receive: Callable[[In_co], None]) -> NoReturn:
         """Call ``receive`` for each message until the stream ends. ``receive`` must not block; a FairwayError
@@ -49,6 +49,8 @@ class MessageStream(Protocol[Out_contra, In_co]):
 
 
 class ClientStream(MessageStream[Out_contra, In_co], Protocol[Out_contra, In_co]):
+    """The client's end. It is read by ``read`` or by ``read_each``, not by both."""
+
     async def close(self) -> None:
         """End the stream for both ends; a waiting reader raises StreamLost. Idempotent."""
 

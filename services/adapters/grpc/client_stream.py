@@ -16,6 +16,7 @@ from services.rpc.status import from_rpc_error
 In = TypeVar("In")
 Out = TypeVar("Out")
 _STATUS_S: Final = 1.0
+_DETAILS: Final = "grpc-status-details-bin"
 _CLOSED: Final = "the stream was closed on this side"
 
 
@@ -88,7 +89,7 @@ class GrpcClientStream(Generic[Out, In]):
     async def _end(self, error: BaseException | None = None) -> FairwayError | StreamLost:
         """Return why the stream ended, from its status."""
         if isinstance(error, grpc.aio.AioRpcError):
-            return from_rpc_error(error)
+            return _error_of(error)
         call = self._call
         try:
             async with asyncio.timeout(_STATUS_S):
@@ -97,9 +98,17 @@ class GrpcClientStream(Generic[Out, In]):
             return StreamLost("the stream stalled")
         if code is grpc.StatusCode.OK:
             return StreamLost("the peer ended the stream")
-        return from_rpc_error(
+        return _error_of(
             grpc.aio.AioRpcError(code, await call.initial_metadata(), await call.trailing_metadata(), details)
         )
+
+
+def _error_of(error: grpc.aio.AioRpcError) -> FairwayError | StreamLost:
+    """Return the error that the server raised, StreamLost for a status of the transport."""
+    found = from_rpc_error(error)
+    if any(key == _DETAILS for key, _ in error.trailing_metadata() or ()):
+        return found
+    return StreamLost(found.message)
 
 
 def _is_cancelled() -> bool:
