@@ -41,7 +41,7 @@ class MessageStream(Protocol[Out_contra, In_co]):
         """Return once the transport accepted the message, which may wait for the peer to read."""
 
     async def read(self, timeout_s: float) -> In_co:
-        """Return the next message. Raises StreamLost when none is received in time; the stream is then over."""
+        """Return the next message. Raises StreamLost when none is received in time, which ends the stream."""
 
     async def read_each(self, receive: Callable[[In_co], None]) -> NoReturn:
         """Call ``receive`` for each message until the stream ends. ``receive`` must not block; a FairwayError

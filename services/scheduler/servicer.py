@@ -68,7 +68,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         woken = asyncio.Event()
         placements = self._service.open(hello.gateway_id, woken.set, zone=hello.zone)
         try:
-            await _both(
+            await _read_and_write(
                 stream.read_each(_Places(placements).read),
                 self._write_outcomes(placements, woken, stream),
             )
@@ -83,7 +83,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             # Leadership is written before the first report is read, so that a worker opens its streams in
             # the same order as this server.
             await stream.write(self._answer(ReportAnswer(reports.epoch)))
-            await _both(stream.read_each(_Reports(reports).read), self._write_answers(reports, woken, stream))
+            await _read_and_write(
+                stream.read_each(_Reports(reports).read), self._write_answers(reports, woken, stream)
+            )
         finally:
             reports.close()
 
@@ -164,7 +166,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
 
-async def _both(reading: Coroutine[Any, Any, NoReturn], writing: Coroutine[Any, Any, NoReturn]) -> None:
+async def _read_and_write(
+    reading: Coroutine[Any, Any, NoReturn], writing: Coroutine[Any, Any, NoReturn]
+) -> None:
     """Read and write until the peer ends the stream. Raises the error that ended it instead."""
     try:
         async with TaskGroup() as group:
