@@ -219,7 +219,6 @@ class GatewayPlacementStream:
         self._term.streams.send(command)
 
     def refuse(self, placement_id: int, error: FairwayError) -> None:
-        """Refuse a placement that is not submitted."""
         self._session.outbox.append(PlacementRefused(placement_id, error))
         self._session.wake()
 

@@ -38,7 +38,7 @@ from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.spec import MODEL, VERSION_DIGEST, FleetSpec
 from simulator.fleet.trace import Trace
 from simulator.invariants.violations import Violations
-from simulator.kernel.links.links import StoreServer
+from simulator.kernel.links.store_link import StoreServer
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.kernel.network import Latency, Network
 from simulator.kernel.process import Process, Skew

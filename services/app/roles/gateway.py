@@ -11,8 +11,10 @@ from fairway.v1 import (
     inference_pb2,
     inference_pb2_grpc,
 )
-from services.adapters.grpc.placement import GrpcPlacement
-from services.adapters.grpc.worker import GrpcWorkers
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.leader_streams import StreamPlacementLinks
+from services.adapters.links.muxed_placement import MuxedPlacement
+from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.model_files.cache import ModelFiles
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
@@ -51,6 +53,7 @@ from services.gateway.telemetry import GatewayTelemetry, export_levels, export_u
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.idempotency import RecordLimits
+from services.ports.message_stream import StreamClient
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
@@ -277,15 +280,13 @@ def _record_limits(settings: Settings) -> RecordLimits:
     )
 
 
-def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
+def _open_placement(environment: Environment, streams: StreamClient, gateway_id: str) -> MuxedPlacement:
     """Return the client of the leading scheduler; its search for the leader has started."""
-    settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
-    placement = GrpcPlacement(
-        open_directory(environment),
-        environment.internal_token,
-        gateway_id,
-        clock,
-        supervisor,
+    settings = environment.settings
+    placement = MuxedPlacement(
+        StreamPlacementLinks(streams, open_directory(environment), gateway_id, zone=settings.zone),
+        environment.clock,
+        environment.supervisor,
         environment.rng,
         fallback=GatewayFallback(
             environment.rng,
@@ -295,7 +296,6 @@ def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
                 predicted_output_tokens=settings.predicted_output_tokens,
             ),
         ),
-        zone=settings.zone,
     )
     environment.closing.push_async_callback(placement.close)
     placement.start()  # receives the fleet before the first request
@@ -304,9 +304,9 @@ def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
 
 def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -> Ports:
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
-    token = environment.internal_token
-    placement = _open_placement(environment, gateway_id)
-    workers = GrpcWorkers(token, gateway_id, clock, supervisor, unsent=placement.give_back)
+    streams = GrpcStreams(environment.internal_token)
+    placement = _open_placement(environment, streams, gateway_id)
+    workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=placement.give_back)
     environment.closing.push_async_callback(workers.close)
     export_upstream(
         environment.metrics,

@@ -6,7 +6,8 @@ from fairway.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from services.adapters.grpc.reporter import GrpcReportLinks
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.leader_streams import StreamReportLinks
 from services.adapters.links.reporter import Reporter
 from services.adapters.model_files.cache import ModelFiles
 from services.app.environment import Environment
@@ -45,7 +46,7 @@ def worker(environment: Environment) -> Role:
     agent = _agent(environment, host, files, telemetry)
     _export(environment, agent, files)
     reporter = Reporter(
-        GrpcReportLinks(schedulers, environment.internal_token),
+        StreamReportLinks(GrpcStreams(environment.internal_token), schedulers),
         clock,
         environment.supervisor,
         agent.take_snapshot,

@@ -200,29 +200,32 @@ def frame_to_proto(frame: StepFrame) -> worker_pb2.ExecuteResponse:
 
 def frame_from_proto(message: worker_pb2.ExecuteResponse) -> StepFrame:
     """Raises InvalidInput when the columns differ in length or a reason is unknown."""
-    tokens = message.tokens
     frame = StepFrame(
         accepted=[accepted.handle for accepted in message.accepted],
         not_admitted=[
             (entry.handle, _value_of(_NOT_ADMITTED_OF, entry.reason)) for entry in message.not_admitted
         ],
-        handles=list(tokens.handles),
-        offsets=list(tokens.offsets),
-        counts=list(tokens.counts),
-        ids=list(tokens.ids),
-        texts=list(tokens.texts),
         finished=[(entry.handle, end_from_proto(entry)) for entry in message.finished],
     )
+    if message.HasField("tokens"):
+        _take_tokens(frame, message.tokens)
+    return frame
+
+
+def _take_tokens(frame: StepFrame, tokens: common_pb2.TokenFrame) -> None:
+    frame.handles = list(tokens.handles)
+    frame.offsets = list(tokens.offsets)
+    frame.counts = list(tokens.counts)
+    frame.ids = list(tokens.ids)
+    frame.texts = list(tokens.texts)
     if tokens.logprobs:
         frame.logprobs = {
             entry.entry: [logprobs_from_proto(one) for one in entry.tokens] for entry in tokens.logprobs
         }
-    entries = len(frame.handles)
-    if not (entries == len(frame.offsets) == len(frame.counts) == len(frame.texts)):
+    if not (len(frame.handles) == len(frame.offsets) == len(frame.counts) == len(frame.texts)):
         raise InvalidInput("the columns of a token frame differ in length", field="tokens")
     if sum(frame.counts) != len(frame.ids):
         raise InvalidInput("the counts of a token frame do not add up", field="tokens.counts")
-    return frame
 
 
 def end_to_proto(handle: int, end: SequenceEnd) -> worker_pb2.SequenceFinished:

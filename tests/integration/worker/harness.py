@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fairway.v1 import worker_pb2, worker_pb2_grpc
-from services.adapters.grpc.worker import GrpcWorkers
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.memory.store import MemoryStore
 from services.core.errors import FairwayError
 from services.core.generation import (
@@ -183,7 +184,7 @@ class Harness:
     agent: WorkerAgent
     host: SequenceHost
     store: MemoryStore
-    client: GrpcWorkers
+    client: MuxedWorkers
     supervisor: Supervisor
     address: str
     server: RpcServer
@@ -320,7 +321,7 @@ async def start_harness(
     )
     server = RpcServer((service,), listen=address, internal_token=TOKEN, new_incident=lambda: "incident")
     await server.start()
-    client = GrpcWorkers(TOKEN, "g1", clock, supervisor)
+    client = MuxedWorkers(GrpcStreams(TOKEN), "g1", clock, supervisor)
     run = supervisor.spawn("agent", agent.run())
     harness = Harness(agent, host, store, client, supervisor, address, server, run, files)
     await agent.wait_registered(5.0)

@@ -7,18 +7,18 @@ import contextvars
 from collections.abc import Callable
 from typing import Final
 
-from services.adapters.grpc.worker_link import WorkerLink
 from services.adapters.links.frame_dispatch import NotStarted
+from services.adapters.links.worker_link import WorkerLink
 from services.core.generation import AnyGrant, StartSpec
 from services.ports.clock import Clock
+from services.ports.message_stream import StreamClient
 from services.ports.worker import RunningSequence, SequenceSink
-from services.rpc.channel import auth_metadata
 from services.runtime.supervisor import Supervisor
 
 MAX_LINKS: Final = 4096
 
 
-class GrpcWorkers:
+class MuxedWorkers:
     """Implements ``ports.worker.WorkerClient``. Sinks are called from the event loop, never from within
     ``start``.
 
@@ -29,7 +29,7 @@ class GrpcWorkers:
 
     def __init__(
         self,
-        token: str,
+        streams: StreamClient,
         gateway_id: str,
         clock: Clock,
         supervisor: Supervisor,
@@ -40,7 +40,7 @@ class GrpcWorkers:
         idle_s: float = 60.0,
     ) -> None:
         """A worker silent for ``silence_s`` is lost; a stream without sequences ends after ``idle_s``."""
-        self._token = token
+        self._streams = streams
         self._gateway_id = gateway_id
         self._clock = clock
         self._supervisor = supervisor
@@ -74,9 +74,9 @@ class GrpcWorkers:
     def _open(self, address: str) -> WorkerLink:
         link = WorkerLink(
             address,
-            clock=self._clock,
+            self._streams,
+            self._clock,
             gateway_id=self._gateway_id,
-            metadata=auth_metadata(self._token),
             after_frame=self._after_frame,
             unsent=self._unsent,
             silence_s=self._silence_s,
