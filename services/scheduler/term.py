@@ -18,9 +18,9 @@ from services.core.errors import FairwayError
 from services.core.fleet import Granted, ReportSnapshot
 from services.ports.clock import Clock
 from services.scheduler.explain.decision_log import DecisionLog
-from services.scheduler.fleet.applied_reports import AppliedReports
-from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.fleet.roster import AppliedReports
 from services.scheduler.fleet.view import FleetView
+from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.health.review import HealthReview, ServingCount
 from services.scheduler.health.worker_health import FleetHealth, HealthPolicy
 from services.scheduler.heartbeat import LeaderHeartbeat

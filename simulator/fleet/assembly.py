@@ -37,7 +37,7 @@ from simulator.fleet.nodes.shared_redis import REDIS, Redis, serve_redis
 from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.spec import MODEL, VERSION_DIGEST, FleetSpec
 from simulator.fleet.trace import Trace
-from simulator.invariants.violations import Violations
+from simulator.invariants.invariant import Violations
 from simulator.kernel.links.links import StoreServer
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.kernel.network import Latency, Network

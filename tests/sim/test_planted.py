@@ -20,8 +20,7 @@ from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.saturated import is_saturated
 from simulator.fleet.seeds import run_seed
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
-from simulator.invariants.balance import BALANCE, CRASHED, Balance
-from simulator.invariants.bounds import BOUNDS, Bounds
+from simulator.invariants.balance import BALANCE, BOUNDS, CRASHED, Balance, Bounds
 from simulator.invariants.fairness import FAIRNESS, Fairness
 from simulator.invariants.fencing import ALONE, FENCED, REPLAYED, Fencing
 from simulator.invariants.instants import Looks

@@ -36,7 +36,7 @@ from services.runtime.fleet_state.registration import Registration
 from services.runtime.process.machine import resident_bytes
 from services.runtime.supervisor import Supervisor
 from services.worker.agent.memory_ledger import MemoryLedger
-from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.agent.report import ReportIdentity, record_of, take_snapshot
 from services.worker.kv.pool import PoolStats
 from services.worker.policy.lifecycle import (
     Action,
@@ -56,7 +56,6 @@ from services.worker.slots.engine_process import EngineLauncher
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_engine import RESIZABLE, SlotContext
 from services.worker.slots.version_files import LocalFiles
-from services.worker.slots.version_report import record_of
 from services.worker.slots.version_slot import VersionSlot
 from services.worker.streams.host import SequenceHost
 from services.worker.telemetry import EngineLevels, WorkerTelemetry

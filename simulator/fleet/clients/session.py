@@ -21,7 +21,7 @@ from services.rpc.convert.inference import PRIORITIES
 from simulator.fleet.clients.client import Record, SimRequest
 from simulator.fleet.clients.tokens import Due, request_seed
 from simulator.fleet.spec import MODEL, VOCABULARY
-from simulator.invariants.violations import Violations
+from simulator.invariants.invariant import Violations
 from simulator.kernel.loop import VirtualTimeLoop
 
 GATEWAY_LOST: Final = "GATEWAY_LOST"

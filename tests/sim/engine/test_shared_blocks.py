@@ -22,8 +22,8 @@ from services.core.generation import (
     StartSpec,
 )
 from services.core.prefix import prefix_chain
-from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
+from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.policy.placement.candidate import PlaceQuery
 from services.scheduler.policy.placement.choose import Chosen, PlacementProfile
 from services.scheduler.policy.placement.kv_admission import demand_of

@@ -22,6 +22,7 @@ from services.scheduler.policy.placement.candidate import (
     PlaceQuery,
     PromptFilter,
     Scorer,
+    delay_of_others_s,
     fits_when_empty,
     has_kv_room,
     has_sequence_slot,
@@ -30,6 +31,7 @@ from services.scheduler.policy.placement.candidate import (
     not_draining,
     not_ejected,
     not_excluded,
+    predict_ttft_s,
     ready,
 )
 from services.scheduler.policy.placement.scorers import (
@@ -39,7 +41,6 @@ from services.scheduler.policy.placement.scorers import (
     prefix_hit,
     same_zone,
 )
-from services.scheduler.policy.placement.ttft import delay_of_others_s, predict_ttft_s
 from services.scheduler.policy.queue.length import FILTER_NAMES as LENGTH_FILTERS
 from services.scheduler.policy.queue.length import LengthPolicy
 
