@@ -24,7 +24,6 @@ from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.health.review import HealthReview, ServingCount
 from services.scheduler.health.worker_health import FleetHealth, HealthPolicy
 from services.scheduler.heartbeat import LeaderHeartbeat
-from services.scheduler.levels import TermLevels
 from services.scheduler.overload.pool_load import Overload
 from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.policy.placement.choose import PlacementProfile
@@ -34,7 +33,7 @@ from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from services.scheduler.queue.waiting import CompositeObserver
-from services.scheduler.telemetry import SchedulerTelemetry
+from services.scheduler.telemetry import SchedulerTelemetry, TermLevels
 from services.scheduler.term_streams import (
     CancelPlacements,
     Command,

@@ -18,10 +18,9 @@ from multiprocessing import get_context
 from typing import Final
 
 from simulator.fleet.assembly import Parts
-from simulator.fleet.chaos import DURATION_S, REQUESTS, chaos_faults, chaos_load, chaos_spec
+from simulator.fleet.chaos import DURATION_S, REQUESTS, Fault, chaos_faults, chaos_load, chaos_spec
 from simulator.fleet.clients.client import Record, SimRequest
 from simulator.fleet.fault_actions import Strikes
-from simulator.fleet.faults import Fault
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.saturated import (
     is_saturated,
@@ -33,8 +32,7 @@ from simulator.fleet.spec import FleetSpec
 from simulator.invariants.balance import Balance, Bounds
 from simulator.invariants.fairness import Fairness
 from simulator.invariants.fencing import Fencing
-from simulator.invariants.instants import Looks
-from simulator.invariants.invariant import Invariant
+from simulator.invariants.invariant import Invariant, Looks
 from simulator.invariants.shedding import Shedding
 
 # Continued elsewhere after the loss of a worker; came through another gateway; had its output limit

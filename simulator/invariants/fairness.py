@@ -21,7 +21,7 @@ from services.core.records import Priority
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from services.scheduler.term import Term
 from simulator.fleet.assembly import SimFleet
-from simulator.fleet.clients.tokens import said_tokens
+from simulator.fleet.clients.client import said_tokens
 from simulator.fleet.grant_watch import GrantListener, Produced
 from simulator.invariants.fairness_bound import granted_bound, service_bound
 

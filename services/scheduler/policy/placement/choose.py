@@ -23,22 +23,20 @@ from services.scheduler.policy.placement.candidate import (
     PromptFilter,
     Scorer,
     delay_of_others_s,
+    fast_ttft,
     fits_when_empty,
     has_kv_room,
     has_sequence_slot,
     heard,
+    kv_headroom,
     length_filters,
+    low_cost,
     not_draining,
     not_ejected,
     not_excluded,
     predict_ttft_s,
-    ready,
-)
-from services.scheduler.policy.placement.scorers import (
-    fast_ttft,
-    kv_headroom,
-    low_cost,
     prefix_hit,
+    ready,
     same_zone,
 )
 from services.scheduler.policy.queue.length import FILTER_NAMES as LENGTH_FILTERS
