@@ -32,7 +32,9 @@ def test_no_folder_is_crowded() -> None:
 
 
 def test_the_documents_can_be_read() -> None:
-    assert sum(documents().values()) <= 35_000
+    # The reference is generated and looked up, not read.
+    read = {page: words for page, words in documents().items() if not page.startswith("docs/reference/")}
+    assert sum(read.values()) <= 35_000
 
 
 @pytest.mark.parametrize("prose", ["# The worker tells the leader.", '"""Whom the queue asks."""'])

@@ -91,7 +91,7 @@ CLASS_FACTOR: Final = 4.0
 _MOST_CLASSES: Final = 8  # largest class distance, so that the factor stays finite
 
 
-class Claim(NamedTuple):
+class PrefillClaim(NamedTuple):
     """A prefill with ``tokens`` left; ``order`` is (priority, arrival), the smaller runs first."""
 
     tokens: int
@@ -104,7 +104,7 @@ class Claim(NamedTuple):
         return self.tokens * CLASS_FACTOR ** max(-_MOST_CLASSES, min(_MOST_CLASSES, priority)), arrival
 
 
-def shares(claims: Sequence[Claim], budget: int) -> list[int]:
+def shares(claims: Sequence[PrefillClaim], budget: int) -> list[int]:
     """Return the tokens of each claim in this step, together ``budget`` unless the claims are smaller.
 
     Work-conserving: the oldest gets what the others leave, and the reverse.

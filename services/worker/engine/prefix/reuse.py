@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from services.core.prefix import PREFIX_BLOCK_TOKENS, extend
 from services.worker.engine.sequence import SequenceState
-from services.worker.policy.prefill import Claim
+from services.worker.policy.prefill import PrefillClaim
 
 
 def name_of(sequence: SequenceState, place: int) -> int:
@@ -90,7 +90,7 @@ class PrefixReuse(Protocol):
 
 def claims(
     prefilling: Sequence[SequenceState], reuse: PrefixReuse | None
-) -> tuple[list[SequenceState], list[Claim]]:
+) -> tuple[list[SequenceState], list[PrefillClaim]]:
     """Return which sequences compute in this step, and what each claims; the others wait for one of them.
 
     That one is the first to finish, with the place in line of the oldest that waits for it. Each step decides
@@ -114,7 +114,7 @@ def claims(
         name = names[index] if names else None
         if name is None or leaders[name] is sequence:
             movers.append(sequence)
-            claimed.append(Claim(_rest(sequence), sequence.order if name is None else oldest[name]))
+            claimed.append(PrefillClaim(_rest(sequence), sequence.order if name is None else oldest[name]))
     return movers, claimed
 
 

@@ -7,13 +7,13 @@ from math import ceil
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.policy.prefill import OLDEST_RATIO, Claim, shares
+from services.worker.policy.prefill import OLDEST_RATIO, PrefillClaim, shares
 
 claims_lists = st.lists(st.tuples(st.integers(1, 5000), st.integers(-3, 2)), min_size=1, max_size=12)
 
 
-def _claims(drawn: list[tuple[int, int]]) -> list[Claim]:
-    return [Claim(tokens, (priority, arrival)) for arrival, (tokens, priority) in enumerate(drawn)]
+def _claims(drawn: list[tuple[int, int]]) -> list[PrefillClaim]:
+    return [PrefillClaim(tokens, (priority, arrival)) for arrival, (tokens, priority) in enumerate(drawn)]
 
 
 @settings(max_examples=400, deadline=None)
@@ -58,7 +58,7 @@ def test_every_prefill_finishes_within_its_bound(drawn: list[tuple[int, int, int
             waiting[number], came[number], passed[number], own[number] = [tokens, priority], step, 0, tokens
             number += 1
         numbers = list(waiting)
-        claims = [Claim(waiting[each][0], (waiting[each][1], each)) for each in numbers]
+        claims = [PrefillClaim(waiting[each][0], (waiting[each][1], each)) for each in numbers]
         taken = shares(claims, budget)
         ranks = dict(zip(numbers, (claim.rank for claim in claims), strict=True))
         oldest = min(numbers, default=-1)
@@ -78,15 +78,15 @@ def test_every_prefill_finishes_within_its_bound(drawn: list[tuple[int, int, int
 
 
 def test_a_short_prompt_is_done_in_the_step_it_comes_in_beside_a_long_one() -> None:
-    long, short = Claim(100_000, (-3, 0)), Claim(50, (-2, 1))
+    long, short = PrefillClaim(100_000, (-3, 0)), PrefillClaim(50, (-2, 1))
     assert shares([long, short], 512) == [462, 50]
 
 
 def test_a_flood_of_short_prompts_leaves_the_long_one_its_share() -> None:
-    flood = [Claim(50, (-2, arrival)) for arrival in range(1, 100)]
-    assert shares([Claim(100_000, (-2, 0)), *flood], 512)[0] == 128
+    flood = [PrefillClaim(50, (-2, arrival)) for arrival in range(1, 100)]
+    assert shares([PrefillClaim(100_000, (-2, 0)), *flood], 512)[0] == 128
 
 
 def test_of_equal_lengths_the_higher_class_goes_first() -> None:
-    claims = [Claim(4000, (-2, 0)), Claim(300, (-1, 1)), Claim(300, (-3, 2))]
+    claims = [PrefillClaim(4000, (-2, 0)), PrefillClaim(300, (-1, 1)), PrefillClaim(300, (-3, 2))]
     assert shares(claims, 400) == [100, 0, 300]

@@ -1,0 +1,89 @@
+"""Limits of tenants, keys and end users, what a request claims of them, and list prices.
+
+Amounts are whole requests, slots, tokens or micro-dollars (millionths of the currency unit).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from services.core.generation import Usage
+
+PRICED_TOKENS: Final = 1_000_000  # prices are per this many tokens
+
+
+class Scope(StrEnum):
+    """Who shares a limit: all requests of a tenant, of one of its keys, or of one of its end users."""
+
+    TENANT = "tenant"
+    KEY = "key"
+    USER = "user"
+
+
+class LimitKind(StrEnum):
+    """What a limit counts. Rates are per minute, budgets per calendar month or day (UTC)."""
+
+    REQUESTS = "requests"
+    CONCURRENCY = "concurrency"
+    TOKENS = "tokens"  # prompt and output
+    INPUT_TOKENS = "input_tokens"
+    OUTPUT_TOKENS = "output_tokens"
+    MONTH_MICROS = "month_micros"
+    DAY_MICROS = "day_micros"
+
+
+TOKEN_RATES: Final = (LimitKind.TOKENS, LimitKind.INPUT_TOKENS, LimitKind.OUTPUT_TOKENS)
+BUDGETS: Final = (LimitKind.MONTH_MICROS, LimitKind.DAY_MICROS)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A limit of one scope of a tenant. ``name`` is the key's id or the end user; empty for the tenant."""
+
+    kind: LimitKind
+    limit: int
+    scope: Scope = Scope.TENANT
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one request takes of a limit: 1 request, 1 slot, its tokens, or its worst-case cost."""
+
+    limit: Limit
+    amount: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """List price in micro-dollars per million tokens. ``cached``: prompt tokens from the prefix cache."""
+
+    input_micros: int = 0
+    cached_micros: int = 0
+    output_micros: int = 0
+
+    def cost_micros(self, usage: Usage) -> int:
+        """Return the cost of a request's tokens, rounded up once, so that no request is free."""
+        cached = min(usage.cached_tokens, usage.prompt_tokens)
+        total = (
+            (usage.prompt_tokens - cached) * self.input_micros
+            + cached * self.cached_micros
+            + usage.output_tokens * self.output_micros
+        )
+        return -(-total // PRICED_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class UsageLimits:
+    """The limits of a key, or of each end user of a tenant, as operators set them. 0: no limit."""
+
+    requests_per_minute: int = 0
+    max_concurrency: int = 0
+    tokens_per_minute: int = 0
+    input_tokens_per_minute: int = 0
+    output_tokens_per_minute: int = 0
+    max_context_tokens: int = 0  # prompt and most output of one request
+    max_output_tokens: int = 0  # of one choice
+    max_timeout_s: float = 0.0

@@ -1,0 +1,62 @@
+"""What requests used, on its way to the usage ledger.
+
+A gateway reports each request once, when it has settled it. A worker reports each sequence once, when it has
+ended there; only workers measure device time. The ledger joins both by request id: tokens and list price
+come from the gateway, device time from the workers, and the tokens of a request whose gateway died from its
+workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.core.generation import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUsage:
+    """A settled request, as its gateway reports it."""
+
+    request_id: str
+    tenant: str
+    key_id: str
+    user: str  # the client's name of its end user; empty: none
+    model: str  # the deployment
+    version_digest: str
+    ended_unix_s: float
+    usage: Usage
+    list_micros: int  # cost at list price
+    labels: dict[str, str] = field(default_factory=dict)  # of the key, such as its cost centre
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDeviceUse:
+    """What one sequence used on one worker until it ended there."""
+
+    request_id: str
+    choice: int
+    tenant: str
+    model: str  # the deployment
+    version_digest: str
+    worker_id: str
+    device_type: str
+    cost_per_hour: float  # of the device, in currency units
+    ended_unix_s: float
+    usage: Usage  # tokens computed or read from the cache on this worker
+    device_s: float  # its share of the steps that it took part in
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInterval:
+    """How a device spent an interval. ``busy_s``: engine steps; the rest of the interval it was idle."""
+
+    worker_id: str
+    device_type: str
+    cost_per_hour: float
+    began_unix_s: float
+    ended_unix_s: float
+    busy_s: float
+    attributed_s: float  # part of ``busy_s`` that sequences were charged
+
+
+UsageEvent = RequestUsage | SequenceDeviceUse | DeviceInterval
