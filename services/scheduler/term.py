@@ -33,7 +33,7 @@ from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from services.scheduler.queue.waiting import CompositeObserver
-from services.scheduler.telemetry import SchedulerTelemetry, TermLevels
+from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term_streams import (
     CancelPlacements,
     Command,
@@ -111,7 +111,6 @@ class Term:
         self.applied = AppliedReports(2 * settings.fleet.max_workers)
         limits = StreamLimits(settings.max_gateways, 2 * settings.fleet.max_workers, settings.max_inbox)
         self.streams = TermStreams(epoch, limits, clock, self._heartbeat)
-        self.levels = TermLevels(self.fleet, self.queue, self.health, self.overload, self.streams, clock)
 
     async def run(self, leads: Callable[[], bool]) -> None:
         """Own the state until cancelled or until ``leads`` returns False; it is called before every pass."""
