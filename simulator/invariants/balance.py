@@ -9,15 +9,14 @@ from services.adapters.links.muxed_placement import PlacementSettings
 from services.scheduler.term import Term
 from services.worker.streams.sequence_slots import PARKED_PER_SLOT
 from simulator.fleet.assembly import SimFleet
+from simulator.invariants.invariant import Invariant
 
 BALANCE: Final = "balance"
 CRASHED: Final = "task-crashed"
 
 
-class Balance:
+class Balance(Invariant):
     """The accounting is always consistent, and empty once nothing runs."""
-
-    def watch(self, fleet: SimFleet) -> None: ...
 
     def sample(self, fleet: SimFleet) -> None:
         self.touched(fleet, fleet.workers)
@@ -69,10 +68,8 @@ def leftovers(fleet: SimFleet) -> dict[str, int]:
 BOUNDS: Final = "bounded-queues"
 
 
-class Bounds:
+class Bounds(Invariant):
     """Nowhere does more wait than its limit allows."""
-
-    def watch(self, fleet: SimFleet) -> None: ...
 
     def sample(self, fleet: SimFleet) -> None:
         self.touched(fleet, fleet.workers)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from services.core.fleet import SequenceUsage
 from services.core.generation import PlaceSpec, StartSpec
@@ -61,8 +61,9 @@ if TYPE_CHECKING:
 SAMPLE_S: Final = 0.25
 
 
-class Invariant(Protocol):
-    """Adds what does not hold to the fleet's violations, under its own name."""
+class Invariant:
+    """Adds what does not hold to the fleet's violations, under its own name. Each method does nothing by
+    default."""
 
     def watch(self, fleet: SimFleet) -> None:
         """The fleet started: subscribe to the events that are checked."""
