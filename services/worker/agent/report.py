@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from services.core import fleet
@@ -21,17 +21,24 @@ MAX_USAGE: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class ReportIdentity:
-    """The constant part of every report. Workers of one ``device_type`` are expected to be equally fast."""
+class WorkerIdentity:
+    """The identity and the fixed properties of this worker."""
 
-    worker_id: str
-    address: str
-    zone: str = ""
+    worker_id: str  # unique in the fleet
+    address: str  # host:port of its gRPC server
+    zone: str = ""  # for placement; empty: none
+    labels: dict[str, str] = field(default_factory=dict)  # for node selectors
+    device: str = "cpu"  # "cpu" or a CUDA device
+    # Device memory available to engines.
+    memory_bytes: int = 2 * 1024**3
+    lease_ttl_s: int = 5  # of the registration
+    # Workers of one device type are expected to be equally fast.
     device_type: str = ""
+    # In any one currency; 0: unknown.
     cost_per_hour: float = 0.0
 
 
-def take_snapshot(host: SequenceHost, identity: ReportIdentity, *, whole: bool) -> ReportSnapshot:
+def take_snapshot(host: SequenceHost, identity: WorkerIdentity, *, whole: bool) -> ReportSnapshot:
     """Return the levels, and the deltas since the previous call, which the caller owns from now on.
 
     ``whole``: for the first report of a stream. It lists every live sequence, every cached prefix block and
