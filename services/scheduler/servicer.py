@@ -20,8 +20,7 @@ from services.ports.placement_stream import PlacementStream
 from services.ports.report_stream import ReportAnswer, ReportStream
 from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
-from services.rpc.convert.decisions import decision_to_proto, timestamp, worker_to_proto
-from services.rpc.convert.queues import pool_to_proto
+from services.rpc.convert.decisions import decision_to_proto, pool_to_proto, timestamp, worker_to_proto
 from services.rpc.convert.scheduler import (
     counters_to_proto,
     frame_to_proto,

@@ -23,7 +23,8 @@ from services.core.records import AssignedVersion, Assignment
 from services.ports.worker_stream import WorkerStreams
 from services.rpc.methods import EXECUTE
 from services.worker import engine_protocol as wire
-from services.worker.agent.agent import PAUSE_S, WorkerAgent, WorkerIdentity
+from services.worker.agent.agent import PAUSE_S, WorkerAgent
+from services.worker.agent.report import WorkerIdentity
 from services.worker.policy.engine_silence import ABANDON_STEPS
 from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import (

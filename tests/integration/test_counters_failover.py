@@ -21,7 +21,7 @@ from services.runtime.secrets import Ticket, issue_ticket
 from services.runtime.supervisor import Supervisor
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import Term, TermSettings
-from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.agent.report import WorkerIdentity, take_snapshot
 from tests.integration.scheduler_fleet import (
     TICKET_KEY,
     TOKEN,
@@ -83,7 +83,7 @@ class Fleet:
             StreamReportLinks(GrpcStreams(TOKEN), self.directory),
             clock,
             supervisor,
-            lambda whole: take_snapshot(host, ReportIdentity("w1", "h:1"), whole=whole),
+            lambda whole: take_snapshot(host, WorkerIdentity("w1", "h:1"), whole=whole),
             on_leader=host.on_leader,
             on_counters=on_counters,
             rng=Random(2),

@@ -20,7 +20,8 @@ from services.runtime.config import Settings
 from services.runtime.process.folders import compile_folder
 from services.runtime.process.health import Check
 from services.runtime.process.machine import default_engine_threads, device_type
-from services.worker.agent.agent import WorkerAgent, WorkerIdentity
+from services.worker.agent.agent import WorkerAgent
+from services.worker.agent.report import WorkerIdentity
 from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import process_launcher
 from services.worker.slots.engine_settings import RETIRE_MARGIN_S, EngineSettings

@@ -43,7 +43,8 @@ from services.rpc.channel import auth_metadata
 from services.rpc.server import RpcServer, Service
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
-from services.worker.agent.agent import WorkerAgent, WorkerIdentity
+from services.worker.agent.agent import WorkerAgent
+from services.worker.agent.report import WorkerIdentity
 from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import EngineTimeouts, process_launcher
 from services.worker.slots.engine_settings import EngineSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.prefix.cache import PrefixCache
-from services.worker.engine.prefix.shared_prefill import claims
+from services.worker.engine.prefix.reuse import claims
 from services.worker.engine.sequence import SequenceState, sequence_of
 from tests.unit.worker.engine.prefix.cache_rig import ask
 

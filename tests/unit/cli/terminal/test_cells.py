@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairway.cli.terminal.durations import parse_moment, parse_span, show_bytes, show_span
+from fairway.cli.terminal.cells import parse_moment, parse_span, show_bytes, show_span
 
 NOW = datetime(2027, 1, 31, 12, tzinfo=UTC)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.worker.engine.execute.executor import Batch, Samples
-from services.worker.engine.load.launch import Inline
+from services.worker.engine.execute.executor import Batch, Inline, Samples
 
 
 class Runner:

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.prefix.frequency_sketch import MOST, FrequencySketch
+from services.worker.engine.prefix.eviction import MOST, FrequencySketch
 
 
 @settings(max_examples=100, deadline=None)

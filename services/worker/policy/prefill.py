@@ -1,18 +1,33 @@
-"""How many prompt tokens a step may prefill beside its decodes. Pure: the caller supplies measured times.
+"""Prefill in a step: how many prompt tokens beside its decodes, and how its prefills share them. Pure.
 
-Chunked prefill bounds the ITL of running streams (Sarathi-Serve, OSDI'24); here the chunk size follows the
-measured step times. After a step of ``p`` prompt tokens that took ``t`` seconds, the budget for a target
-``T`` is ``p * T / t``. For a step time ``b + a * p`` with ``b < T`` this map is increasing and concave in
-``p``, and its only fixed point is where the step takes ``T``. So the budget approaches that point from either
-side without passing it. ``b`` and ``a``, which change with the batch and the context, need not be known.
+Budget: chunked prefill bounds the ITL of running streams (Sarathi-Serve, OSDI'24); here the chunk size
+follows the measured step times. After a step of ``p`` prompt tokens that took ``t`` seconds, the budget for a
+target ``T`` is ``p * T / t``. For a step time ``b + a * p`` with ``b < T`` this map is increasing and concave
+in ``p``, and its only fixed point is where the step takes ``T``. So the budget approaches that point from
+either side without passing it. ``b`` and ``a``, which change with the batch and the context, need not be
+known.
 
 If ``b`` alone is above the target, no budget meets it, but prefill must not stop. So the time of steps with
 hardly any prompt tokens is tracked too, and prefill may then add ``SLACK_RATIO`` to it.
+
+Shares: shortest remaining time first has the least mean delay, but starves long prefills under load (Schrage,
+1968). The oldest prefill therefore gets a quarter of every step in any case. So
+
+- every prefill finishes: the oldest gains at least ``max(1, budget / 4)`` tokens a step, and the next in age
+  becomes the oldest after it;
+- a short one is delayed by shorter ones only: a prefill of ``r`` tokens finishes within
+  ``ceil((r + w) / (budget - share))`` steps, where ``w`` counts the tokens that preceded it meanwhile, and
+  within one step if ``w + r`` fits beside the share of the oldest one, however long that one is.
+
+Classes are weighted as in Smith's rule (weighted shortest processing time, 1956): a token of a class counts
+``CLASS_FACTOR`` times a token of the class above. So a short prompt overtakes a long one of a higher class,
+but not one of its own length.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 MIN_PREFILL_TOKENS: Final = 16
 FLOOR_RATIO: Final = 1 / 64  # of the maximum: what a step prefills however long it takes
@@ -69,3 +84,43 @@ class PrefillBudget:
             self._light_s = past_s + LIGHT_WEIGHT * (step_s - past_s)
         else:  # without the prompt tokens it would not have taken longer
             self._light_s = min(self._light_s, step_s)
+
+
+OLDEST_RATIO: Final = 0.25
+CLASS_FACTOR: Final = 4.0
+_MOST_CLASSES: Final = 8  # largest class distance, so that the factor stays finite
+
+
+class PrefillClaim(NamedTuple):
+    """A prefill with ``tokens`` left; ``order`` is (priority, arrival), the smaller runs first."""
+
+    tokens: int
+    order: tuple[int, int]
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Its position in the queue: weighted remaining tokens, then arrival."""
+        priority, arrival = self.order
+        return self.tokens * CLASS_FACTOR ** max(-_MOST_CLASSES, min(_MOST_CLASSES, priority)), arrival
+
+
+def shares(claims: Sequence[PrefillClaim], budget: int) -> list[int]:
+    """Return the tokens of each claim in this step, together ``budget`` unless the claims are smaller.
+
+    Work-conserving: the oldest gets what the others leave, and the reverse.
+    """
+    if budget <= 0 or not claims:
+        return [0] * len(claims)
+    if len(claims) == 1:
+        return [min(budget, claims[0].tokens)]
+    taken = [0] * len(claims)
+    oldest = min(range(len(claims)), key=lambda index: claims[index].order[1])
+    taken[oldest] = min(claims[oldest].tokens, max(1, int(budget * OLDEST_RATIO)))
+    left = budget - taken[oldest]
+    for index in sorted(range(len(claims)), key=lambda index: claims[index].rank):
+        if left <= 0:
+            break
+        more = min(claims[index].tokens - taken[index], left)
+        taken[index] += more
+        left -= more
+    return taken
