@@ -186,7 +186,7 @@ async def test_a_forged_ticket_is_refused(rig: Rig) -> None:
 async def test_a_gateway_with_a_late_clock_is_told_so(rig: Rig) -> None:
     """Its clients did nothing wrong, and may try another."""
     rig.lead(1)
-    signed = issue_ticket(TICKET_KEY, Ticket("acme", "req_1", int(SystemClock().unix_s()) - 7200))
+    signed = issue_ticket(TICKET_KEY, Ticket("acme", "req_1", int(SystemClock().unix_s()) - 7200, 140, 1))
     with pytest.raises(TicketExpired, match="clocks of the gateway") as late:
         await rig.place(replace(place_spec("req_1"), ticket=signed))
     assert late.value.retry_after_s == 1.0

@@ -186,7 +186,7 @@ async def running_gateway() -> AsyncIterator[Gateway]:
             clock=CLOCK,
             supervisor=supervisor,
             rng=Random(0),
-            sign_ticket=lambda tenant, request, expiry: b"t",
+            sign_ticket=lambda ticket: b"t",
             new_incident=lambda: "inc_1",
             error_of=by_reason,
         ),

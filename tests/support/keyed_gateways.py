@@ -382,7 +382,7 @@ async def _gateway(
         clock=CLOCK,
         supervisor=supervisor,
         rng=Random(0),
-        sign_ticket=lambda tenant, request, expiry: b"t",
+        sign_ticket=lambda ticket: b"t",
         new_incident=lambda: "inc_1",
         error_of=by_reason,
         telemetry=GatewayTelemetry(metrics, clock=CLOCK),

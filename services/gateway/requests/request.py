@@ -119,6 +119,10 @@ class Request:
         finally:
             usage = self.usage
             await self._settle(admitted.reservation, usage)
+        for result in results:
+            self._ports.outputs.note(
+                admitted.payer.tenant.meta.name, admitted.spec.version_digest, result.output_tokens
+            )
         # Built after the settlement, so that the clock covers everything that the client waits for.
         return Finished(
             choices=results,
@@ -162,7 +166,7 @@ class Request:
 
     @property
     def usage(self) -> Usage:
-        """What the request used so far."""
+        """The tokens used so far."""
         return Usage(
             prompt_tokens=self._prompt_tokens,
             output_tokens=sum(run.output_tokens for run in self._runs),

@@ -16,6 +16,7 @@ from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.queues import GrpcQueues
 from services.adapters.links.scheduler_directory import LeaderAddress
+from services.adapters.memory.limiter import MemoryLimiter
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.resources.sealing import Sealer
 from services.controlplane.service import ControlPlaneService
@@ -107,7 +108,7 @@ async def plane(own_etcd: Any) -> AsyncIterator[Plane]:
     for digest in (OLD, NEW):
         await store.commit([Put(version_key("m", digest), dump(VersionRecord("m", digest, 1, 0.0)))])
     supervisor, directory = Supervisor(CLOCK), StaticDirectory()
-    service = ControlPlaneService(store, CLOCK, Sealer(b"k" * 32))
+    service = ControlPlaneService(store, CLOCK, Sealer(b"k" * 32), MemoryLimiter(CLOCK))
     queues = GrpcQueues(directory, TOKEN, CLOCK, timeout_s=1.0)
     server = RpcServer(
         [
@@ -424,7 +425,7 @@ async def test_two_recorders_write_each_event_once_and_they_can_be_filtered(plan
     assert all(entry.lease_id for entry in entries), "every event has its time to live"
     assert all(entry.mod_revision == entry.create_revision for entry in entries), "one was written again"
     with pytest.raises(InvalidInput):
-        await plane.call("ListEvents", pb.ListEventsRequest(kinds=[pb.RESOURCE_KIND_BUDGET]))
+        await plane.call("ListEvents", pb.ListEventsRequest(kinds=[pb.RESOURCE_KIND_ROLLOUT]))
 
 
 async def test_events_are_watched_from_the_newest_and_resumed(plane: Plane) -> None:

@@ -129,7 +129,7 @@ class Gateway:
                 clock=clock,
                 supervisor=supervisor,
                 rng=Random(0),
-                sign_ticket=lambda tenant, request, expiry: b"t",
+                sign_ticket=lambda ticket: b"t",
                 new_incident=lambda: "inc_1",
                 error_of=by_reason,
                 pressure=lambda digest: self.pressure.get(digest, 0.0),
