@@ -81,7 +81,7 @@ class RequestAdmission:
             timer.enter(Stage.VALIDATE, self._ports.clock.monotonic_s())
             spec = await self._validator.resolve(principal, generation, request_id, checked, bounds)
             if resume is None:
-                spec, degradations = await self._degraded(principal, generation, spec, payer.tenant)
+                spec, degradations = await self._degraded(principal, generation, spec, payer.tenant, bounds)
             else:  # a resumed request keeps its terms, regardless of the present pressure
                 degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
@@ -129,7 +129,12 @@ class RequestAdmission:
         await self._ports.limiter.spend(tenant.meta.name, tenant.requests_per_minute)
 
     async def _degraded(
-        self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, tenant: Tenant
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        spec: GenerationSpec,
+        tenant: Tenant,
+        bounds: RequestBounds,
     ) -> tuple[GenerationSpec, tuple[Degradation, ...]]:
         """Return what is served while the model is under pressure, and its differences from the request."""
         pressure_ratio, levels = self._ports.pressure(spec.version_digest), self._limits.degrade
@@ -137,7 +142,7 @@ class RequestAdmission:
         by_ids = generation.WhichOneof("input") == "token_ids"
         smaller = smaller_model(spec, tenant.degrade, pressure_ratio, levels, by_ids=by_ids)
         if smaller is not None:
-            instead = await self._by_model(principal, generation, spec, smaller)
+            instead = await self._by_model(principal, generation, spec, smaller, bounds)
             if instead is not None:
                 found.append(
                     Degradation(DegradationKind.SMALLER_MODEL, spec.model, instead.model, pressure_ratio)
@@ -151,7 +156,12 @@ class RequestAdmission:
         return spec, tuple(found)
 
     async def _by_model(
-        self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, model: str
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        spec: GenerationSpec,
+        model: str,
+        bounds: RequestBounds,
     ) -> GenerationSpec | None:
         """Return the request for another model; None where that brings no relief or is impossible."""
         asked = inference_pb2.Generation()
@@ -159,7 +169,7 @@ class RequestAdmission:
         asked.model = model
         try:
             checked = self._validator.check(principal, asked)
-            found = await self._validator.resolve(principal, asked, spec.request_id, checked)
+            found = await self._validator.resolve(principal, asked, spec.request_id, checked, bounds)
         except FairwayError as error:  # not deployed, not allowed for this key, or too short for the prompt
             log.info("request.not_degraded", model=model, reason=error.reason)
             return None

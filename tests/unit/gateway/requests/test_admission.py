@@ -24,6 +24,7 @@ from services.core.errors import (
 from services.core.generation import Principal, Usage
 from services.core.limits import Claim, Limit, LimitKind, Price
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
 from services.gateway.requests.terms import Produced, Resume, RunTerms
@@ -35,7 +36,9 @@ from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolde
 from services.ports.limiter import NO_PRICE, Reservation
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
+from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
+from tests.unit.gateway.conftest import View
 from tests.unit.gateway.requests.test_request import Placement, Workers, emit, ended
 
 DIGEST = "sha256:" + "ab" * 32
@@ -80,6 +83,8 @@ class Gateway:
         self.supervisor = Supervisor(CLOCK)
         self.limiter = MemoryLimiter(CLOCK)
         self.requests = 0
+        self.tickets: list[Ticket] = []
+        self.budgets = View()
         validator = Validator(fleet.catalog, fleet.identity, Random(7))
         self.service = GatewayService(
             validator=validator,
@@ -92,12 +97,17 @@ class Gateway:
                 clock=CLOCK,
                 supervisor=self.supervisor,
                 rng=Random(0),
-                sign_ticket=lambda ticket: b"t",
+                sign_ticket=self._sign,
+                budgets_of=TenantBudgets(self.budgets).of,
                 new_incident=lambda: "inc_1",
                 error_of=by_reason,
             ),
             limits=limits,
         )
+
+    def _sign(self, ticket: Ticket) -> bytes:
+        self.tickets.append(ticket)
+        return b"t"
 
     @property
     def encoded(self) -> int:
