@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -206,14 +207,14 @@ async def test_a_ticket_of_another_request_is_refused(rig: Rig) -> None:
     [{"prompt_tokens": 41}, {"max_output_tokens": 101}, {"choice": 2}],
     ids=lambda more: next(iter(more)),
 )
-async def test_a_placement_needs_no_more_than_its_ticket_reserved(rig: Rig, more: dict[str, int]) -> None:
+async def test_a_placement_needs_no_more_than_its_ticket_reserved(rig: Rig, more: dict[str, Any]) -> None:
     rig.lead(1)
     signed = issue_ticket(TICKET_KEY, Ticket("acme", "req_1", int(SystemClock().unix_s()) + 60, 140, 2))
     reserved = replace(place_spec("req_1", prompt_tokens=40, max_output_tokens=100), ticket=signed)
     with pytest.raises(PermissionDenied, match="for 2 choices of 140"):
         await rig.place(replace(reserved, **more))
     resumed = replace(reserved, choice=1, prompt_tokens=60, max_output_tokens=80)
-    assert await rig.place(resumed), "a choice that is placed again needs no more"
+    await rig.place(resumed)  # a choice that is placed again needs no more
 
 
 async def test_without_a_leader_the_queue_time_ends_in_no_leader(rig: Rig) -> None:

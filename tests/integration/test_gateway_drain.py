@@ -16,6 +16,7 @@ from services.gateway.service_types import GatewayLimits, Ports
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from tests.support.metered import admit_metered, charged
 
 CLOCK = SystemClock()
 
@@ -51,7 +52,7 @@ async def test_a_drain_delivers_settlements_that_were_kept(own_redis: Any) -> No
     shared = RedisLimiter(f"redis://{own_redis.address}/0", CLOCK, timeout_s=2.0)
     limiter = FallbackLimiter(shared, MemoryLimiter(CLOCK, local=True), CLOCK)
     try:
-        reservation = await limiter.admit("t", "r", ())
+        reservation = await admit_metered(limiter, "t", "r")
         own_redis.kill()
         await limiter.settle(reservation, Usage(prompt_tokens=3, output_tokens=4))
         own_redis.start()
@@ -62,6 +63,6 @@ async def test_a_drain_delivers_settlements_that_were_kept(own_redis: Any) -> No
         await drain(_service(limiter), CLOCK, 0.0)
         assert limiter.unsettled == 0
         assert await shared.concurrency("t") == 0
-        assert (await shared.usage("t")).output_tokens == 4
+        assert (await charged(shared, "t")).output_tokens == 4
     finally:
         await shared.close()

@@ -48,6 +48,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 from tests.support.grpc_gateway import Prices
+from tests.support.metered import MeteredLimiter
 
 CLOCK = SystemClock()
 
@@ -383,7 +384,7 @@ async def _gateway(
     metrics = Metrics()
     workers = Workers(fleet, supervisor)
     ports = Ports(
-        limiter=FallbackLimiter(limiter, MemoryLimiter(CLOCK, local=True), CLOCK),
+        limiter=FallbackLimiter(MeteredLimiter(limiter), MemoryLimiter(CLOCK, local=True), CLOCK),
         placement=Placement(fleet),
         workers=workers,
         clock=CLOCK,

@@ -149,7 +149,8 @@ class MemoryIdempotency:
         # Marked before the limiter is called: no other task runs between the record's end and its charge.
         record.owner = ""
         if reservation is not None:
-            await self._limiter.settle(reservation, usage)
+            # A released request may be resumed for as long as its record is kept.
+            self._limiter.settle_for(self._limits.tombstone_s, reservation, usage)
         return Written.KEPT if fits else Written.TOO_LARGE
 
     def _put(self, records: dict[str, _Record], record: _Record, chunk: bytes, now_s: float) -> bool:

@@ -29,6 +29,7 @@ from services.ports.clock import Clock
 from services.ports.limiter import NO_PRICE, Reservation, Spent
 
 _MAX_METERS: Final = 10_000  # of one tenant
+_LAPSED_KEEP_S: Final = 7 * 86_400.0
 _NOTHING: Final = Usage(0, 0)
 _WHOLE: Final = (Scope.TENANT, "")  # the slots of all requests of a tenant
 
@@ -51,10 +52,11 @@ class _Record:
     charged: Usage = _NOTHING
     charged_micros: int = 0
 
-    @property
-    def counted(self) -> tuple[Claim, ...]:
-        """The claims of tokens and budgets."""
-        return tuple(claim for claim in self.claims if claim.limit.kind is not LimitKind.CONCURRENCY)
+    def remember(self, before: _Record | None) -> None:
+        """Take over what an earlier admission of the id was charged."""
+        if before is not None:
+            self.charged, self.charged_micros = before.charged, before.charged_micros
+            self.checkpoint = before.charged
 
     def charged_of(self, limit: Limit) -> int:
         """Return what was charged to the request of this kind of limit."""
@@ -63,7 +65,7 @@ class _Record:
         return self.charged_micros
 
     def reserved(self, claim: Claim) -> int:
-        """Return what the running request has reserved: what it claimed or used, less what was charged."""
+        """Return what the request reserves while it runs: what it claimed or used, less what was charged."""
         used = used_of(claim.limit.kind, self.checkpoint, self.price)
         return max(0, max(claim.amount, used) - self.charged_of(claim.limit))
 
@@ -78,7 +80,8 @@ class _Tenant:
     )
     slots: dict[tuple[Scope, str], dict[str, int]] = field(default_factory=dict)
     records: dict[str, _Record] = field(default_factory=dict)
-    ended: OrderedDict[str, int] = field(default_factory=OrderedDict)  # until when a record is kept
+    # By the time for which records are kept: requests, and when they are dropped.
+    ended: dict[int, OrderedDict[str, int]] = field(default_factory=dict)
 
     def meter(self, limit: Limit) -> RequestBucket | TokenBucket | Budget:
         key = (limit.kind, limit.scope, limit.name)
@@ -88,6 +91,11 @@ class _Tenant:
                 self.meters.popitem(last=False)
         self.meters.move_to_end(key)
         return self.meters[key]
+
+    def kept(self, request_id: str) -> None:
+        """Keep a record until it ends again."""
+        for ended in self.ended.values():
+            ended.pop(request_id, None)
 
     def deadline_us(self, request_id: str) -> int:
         return self.slots.get(_WHOLE, {}).get(request_id, 0)
@@ -116,28 +124,28 @@ class MemoryLimiter:
 
     async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
         tenant, now_us = self._tenant(tenant_id), self._now_us()
-        record = tenant.records.get(request_id)
-        if record is not None and record.state is _State.RUNNING:
+        held = tenant.records.get(request_id)
+        if held is not None and held.state is _State.RUNNING:
             if tenant.deadline_us(request_id) > now_us:
-                self._hold(tenant, request_id, record.claims)
+                self._hold(tenant, request_id, held.claims)
                 return Reservation(
-                    tenant_id, request_id, self._local, record.claims, record.price, record.admitted_us
+                    tenant_id, request_id, self._local, held.claims, held.price, held.admitted_us
                 )
-            self._end(tenant, request_id, record, record.checkpoint, _State.LAPSED)
-        self._settle_lapsed(tenant, LAPSED_AT_ONCE)
+            self._lapse(tenant, request_id, held)
         claims = limited(Claim(limit) for limit in limits)
+        slots = tuple(claim for claim in claims if claim.limit.kind is LimitKind.CONCURRENCY)
         admitted_us = 0 if self._local else round(self._clock.unix_s() * 1e6)
-        times = self._times(admitted_us)
-        for claim in claims:
-            if (wait_us := self._wait_us(tenant, claim, times)) > 0:
-                raise rejection(claim, wait_us / 1e6)
+        record = _Record(_State.LAPSED, admitted_us)
+        if (over := self._first_over(tenant, record, claims)) is not None:
+            raise rejection(*over)
+        times = self._times(record)
         rates = [
-            rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, claim.amount, 0, times))
+            rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, claim.amount, times))
             for claim in claims
             if claim.limit.kind is LimitKind.REQUESTS
         ]
-        slots = tuple(claim for claim in claims if claim.limit.kind is LimitKind.CONCURRENCY)
-        self._begin(tenant, request_id, _Record(_State.RUNNING, admitted_us, slots))
+        self._begin(tenant, request_id, record, slots, NO_PRICE)
+        self._settle_lapsed(tenant, LAPSED_AT_ONCE)
         return Reservation(
             tenant_id, request_id, self._local, slots, admitted_us=admitted_us, request_rate=tightest(rates)
         )
@@ -147,28 +155,30 @@ class MemoryLimiter:
         if not claims:
             return reservation
         tenant, request_id = self._tenant(reservation.tenant_id), reservation.request_id
-        record = tenant.records.get(request_id)
+        record, held = tenant.records.get(request_id), len(reservation.claims)
         if record is None or record.state is not _State.RUNNING:
-            record = _Record(_State.RUNNING, reservation.admitted_us, reservation.claims)
-            self._begin(tenant, request_id, record)
-        reserved = replace(reservation, claims=reservation.claims + claims, price=price)
-        if record.claims == reserved.claims:  # the answer of an earlier call was lost
-            return reserved
-        record.price = price
-        times = self._times(record.admitted_us)
-        self._require_room(tenant, record, claims, times)
-        record.claims = reserved.claims
-        rates = []
-        for claim in claims:
-            used = tenant.meter(claim.limit).count(claim.limit, record.reserved(claim), 0, times)
-            if claim.limit.kind in TOKEN_RATES:
-                rates.append(rate_state(claim.limit, used))
-        return replace(reserved, token_rate=tightest(rates))
+            record, held = _Record(_State.LAPSED, reservation.admitted_us), 0
+            record.remember(tenant.records.get(request_id))
+        wanted = replace(reservation, claims=reservation.claims + claims, price=price)
+        if record.state is _State.RUNNING and len(record.claims) == len(wanted.claims):
+            return wanted  # the answer of an earlier call was lost
+        before, record.price = record.price, price
+        while (over := self._first_over(tenant, record, wanted.claims[held:])) is not None:
+            if not self._settle_lapsed(tenant, LAPSED_BATCH):
+                record.price = before
+                raise rejection(*over)
+        self._begin(tenant, request_id, record, wanted.claims, price)
+        rates = [
+            rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, 0, self._times(record)))
+            for claim in wanted.claims
+            if claim.limit.kind in TOKEN_RATES
+        ]
+        return replace(wanted, token_rate=tightest(rates))
 
     async def spend(self, tenant_id: str, per_minute: int) -> None:
         limit = Limit(LimitKind.REQUESTS, per_minute)
         if per_minute > 0:
-            tenant, times = self._tenant(tenant_id), self._times(0)
+            tenant, times = self._tenant(tenant_id), self._times(_Record(_State.LAPSED, 0))
             if (wait_us := tenant.work.wait_us(limit, 1, times)) > 0:
                 raise rejection(Claim(limit), wait_us / 1e6)
             tenant.work.count(limit, 1, 0, times)
@@ -179,31 +189,38 @@ class MemoryLimiter:
             record = tenant.records.get(request_id)
             if record is None or record.state is _State.LAPSED:
                 # What it holds counts again, also above a limit: the request does run.
-                record = _record(_State.RUNNING, reservation)
-                self._begin(tenant, request_id, record)
-                self._raise(tenant, record, usage, dict.fromkeys(record.claims, 0))
+                lapsed, record = record, _Record(_State.LAPSED, reservation.admitted_us)
+                record.remember(lapsed)
+                self._begin(tenant, request_id, record, reservation.claims, reservation.price)
+                self._change(tenant, record, checkpoint=usage)
             elif record.state is _State.RUNNING:
                 self._hold(tenant, request_id, record.claims)
-                self._raise(tenant, record, usage)
+                self._change(tenant, record, checkpoint=usage)
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+        self.settle_for(self._settled_keep_us / 1e6, reservation, usage)
+
+    def settle_for(self, keep_s: float, reservation: Reservation, usage: Usage) -> None:
+        """The same, with a time for which the charges are remembered."""
         tenant, request_id = self._tenant(reservation.tenant_id), reservation.request_id
-        record = tenant.records.setdefault(request_id, _record(_State.LAPSED, reservation))
-        if record.state is _State.RUNNING and 0 < reservation.admitted_us < record.admitted_us:
-            self._charge(tenant, record, usage, {})  # of an earlier admission, while a later one runs
+        record = tenant.records.get(request_id)
+        if record is None or record.state is not _State.RUNNING:
+            ended, record = record, _Record(_State.LAPSED, reservation.admitted_us)
+            record.remember(ended)
+            record.claims, record.price = reservation.claims, reservation.price
+        elif 0 < reservation.admitted_us < record.admitted_us:  # of an earlier admission; a later one runs
+            self._change(tenant, record, charge=usage)
             return
-        self._end(tenant, request_id, record, usage, _State.SETTLED)
+        self._end(tenant, request_id, record, usage, _State.SETTLED, keep_s)
         self._forget(tenant)
 
     async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
         tenant = self._tenant(tenant_id)
         record = tenant.records.get(request_id)
-        if record is None or record.state is _State.SETTLED:
-            return
-        if record.state is _State.LAPSED:
-            self._charge(tenant, record, usage, {})
-        else:
-            self._raise(tenant, record, usage)
+        if record is not None and record.state is _State.RUNNING:
+            self._change(tenant, record, checkpoint=usage)
+        elif record is not None and record.state is _State.LAPSED:
+            self._change(tenant, record, charge=usage)
 
     async def settle_lapsed(self, tenant_id: str) -> int:
         return self._settle_lapsed(self._tenant(tenant_id), LAPSED_BATCH)
@@ -228,89 +245,108 @@ class MemoryLimiter:
 
     # --- the life of a record ----------------------------------------------------------------------
 
-    def _begin(self, tenant: _Tenant, request_id: str, record: _Record) -> None:
-        """Start an admission. What earlier admissions of the id were charged stays charged."""
-        before = tenant.records.get(request_id)
-        if before is not None:
-            record.charged, record.charged_micros = before.charged, before.charged_micros
-            record.checkpoint = before.charged
+    def _begin(
+        self, tenant: _Tenant, request_id: str, record: _Record, claims: tuple[Claim, ...], price: Price
+    ) -> None:
+        """Run the record with these claims. What earlier admissions were charged stays charged."""
+        if record.state is not _State.RUNNING:
+            record.remember(tenant.records.get(request_id))
         tenant.records[request_id] = record
-        tenant.ended.pop(request_id, None)
-        self._hold(tenant, request_id, record.claims)
+        tenant.kept(request_id)
+        self._hold(tenant, request_id, claims)
+        self._change(tenant, record, _State.RUNNING, claims=claims, price=price)
 
-    def _end(self, tenant: _Tenant, request_id: str, record: _Record, usage: Usage, state: _State) -> None:
-        """Settle a record, once."""
+    def _end(
+        self,
+        tenant: _Tenant,
+        request_id: str,
+        record: _Record,
+        usage: Usage,
+        state: _State,
+        keep_s: float,
+    ) -> None:
         for scope in list(tenant.slots):
             tenant.slots[scope].pop(request_id, None)
             if not tenant.slots[scope]:
                 del tenant.slots[scope]
-        released = {}
-        if record.state is _State.RUNNING:
-            released = {claim: record.reserved(claim) for claim in record.counted}
-        record.state = state
-        self._charge(tenant, record, usage, released)
-        tenant.ended.pop(request_id, None)
-        tenant.ended[request_id] = self._now_us() + self._settled_keep_us
+        tenant.records[request_id] = record
+        self._change(tenant, record, state, charge=usage)
+        tenant.kept(request_id)
+        keep_us = round(keep_s * 1e6)
+        tenant.ended.setdefault(keep_us, OrderedDict())[request_id] = self._now_us() + keep_us
 
-    def _charge(self, tenant: _Tenant, record: _Record, usage: Usage, released: dict[Claim, int]) -> None:
-        """Charge what exceeds the earlier charges, in place of what was reserved."""
-        usage = largest(usage, record.charged)
-        times = self._times(record.admitted_us)
-        for claim in record.counted:
-            due = max(0, used_of(claim.limit.kind, usage, record.price) - record.charged_of(claim.limit))
-            _count(tenant, claim, -released.get(claim, 0), due, times)
-        record.charged = usage
-        record.charged_micros = max(record.charged_micros, record.price.cost_micros(usage))
-
-    def _raise(
-        self, tenant: _Tenant, record: _Record, usage: Usage, before: dict[Claim, int] | None = None
+    def _change(
+        self,
+        tenant: _Tenant,
+        record: _Record,
+        state: _State | None = None,
+        *,
+        claims: tuple[Claim, ...] | None = None,
+        price: Price | None = None,
+        checkpoint: Usage = _NOTHING,
+        charge: Usage = _NOTHING,
     ) -> None:
-        """Raise the checkpoint, and what the request has reserved where it used more than ``before``."""
-        if before is None:
-            before = {claim: record.reserved(claim) for claim in record.counted}
-        record.checkpoint = largest(record.checkpoint, usage)
-        times = self._times(record.admitted_us)
-        for claim in record.counted:
-            _count(tenant, claim, record.reserved(claim) - before[claim], 0, times)
+        """Change a record, and the meters with it: the only place that does either.
+
+        So a meter is the sum of what records reserved and were charged, whatever the order of the calls.
+        """
+        record.price = record.price if price is None else price
+        counted = record.claims if record.state is _State.RUNNING else ()
+        before = {claim: record.reserved(claim) for claim in counted}
+        record.claims = record.claims if claims is None else claims
+        paid = {claim: record.charged_of(claim.limit) for claim in record.claims}
+        record.state = record.state if state is None else state
+        record.checkpoint = largest(record.checkpoint, checkpoint)
+        record.charged = largest(record.charged, charge)
+        record.charged_micros = max(record.charged_micros, record.price.cost_micros(record.charged))
+        for claim in record.claims:
+            after = record.reserved(claim) if record.state is _State.RUNNING else 0
+            more, due = after - before.get(claim, 0), record.charged_of(claim.limit) - paid[claim]
+            if claim.limit.kind is not LimitKind.CONCURRENCY and (more or due):
+                tenant.meter(claim.limit).count(claim.limit, more, due, self._times(record))
+
+    def _lapse(self, tenant: _Tenant, request_id: str, record: _Record) -> None:
+        self._end(tenant, request_id, record, record.checkpoint, _State.LAPSED, _LAPSED_KEEP_S)
 
     def _settle_lapsed(self, tenant: _Tenant, at_most: int) -> int:
         now_us, settled = self._now_us(), 0
         slots = tenant.slots.get(_WHOLE, {})
         while slots and settled < at_most and slots[request_id := next(iter(slots))] <= now_us:
-            record = tenant.records[request_id]
-            self._end(tenant, request_id, record, record.checkpoint, _State.LAPSED)
+            self._lapse(tenant, request_id, tenant.records[request_id])
             settled += 1
         self._forget(tenant)
         return settled
 
     def _forget(self, tenant: _Tenant) -> None:
         now_us = self._now_us()
-        while tenant.ended and next(iter(tenant.ended.values())) <= now_us:
-            request_id, _ = tenant.ended.popitem(last=False)
-            del tenant.records[request_id]
+        for ended in tenant.ended.values():
+            while ended and next(iter(ended.values())) <= now_us:
+                request_id, _ = ended.popitem(last=False)
+                del tenant.records[request_id]
 
     # --- what limits count -------------------------------------------------------------------------
 
-    def _require_room(self, tenant: _Tenant, record: _Record, claims: Sequence[Claim], times: Times) -> None:
-        """Raises when a limit has no room, although no lapsed reservation holds any."""
-        while True:
-            for claim in claims:
-                wait_us = tenant.meter(claim.limit).wait_us(claim.limit, record.reserved(claim), times)
-                if wait_us > 0:
-                    break
+    def _first_over(
+        self, tenant: _Tenant, record: _Record, claims: Sequence[Claim]
+    ) -> tuple[Claim, float] | None:
+        """Return the first claim without room, and the time in seconds until it has; None if all have."""
+        times = self._times(record)
+        for claim in claims:
+            limit = claim.limit
+            if limit.kind is LimitKind.CONCURRENCY:
+                wait_us = self._slot_wait_us(tenant, limit, times.now_us)
             else:
-                return
-            if not self._settle_lapsed(tenant, LAPSED_BATCH):
-                raise rejection(claim, wait_us / 1e6)
+                amount = claim.amount if limit.kind is LimitKind.REQUESTS else record.reserved(claim)
+                wait_us = tenant.meter(limit).wait_us(limit, amount, times)
+            if wait_us > 0:
+                return claim, wait_us / 1e6
+        return None
 
-    def _wait_us(self, tenant: _Tenant, claim: Claim, times: Times) -> int:
-        limit = claim.limit
-        if limit.kind is not LimitKind.CONCURRENCY:
-            return tenant.meter(limit).wait_us(limit, claim.amount, times)
+    def _slot_wait_us(self, tenant: _Tenant, limit: Limit, now_us: int) -> int:
         scope = (limit.scope, limit.name)
-        if self._live(tenant, scope, times.now_us) < most(limit):
+        if self._live(tenant, scope, now_us) < most(limit):
             return 0
-        return next(at for at in tenant.slots[scope].values() if at > times.now_us) - times.now_us
+        return next(at for at in tenant.slots[scope].values() if at > now_us) - now_us
 
     def _live(self, tenant: _Tenant, scope: tuple[Scope, str], now_us: int) -> int:
         slots = tenant.slots.get(scope, {})
@@ -340,17 +376,8 @@ class MemoryLimiter:
             self._tenants.popitem(last=False)
         return tenant
 
-    def _times(self, admitted_us: int) -> Times:
-        return Times(self._now_us(), self._clock.unix_s(), admitted_us / 1e6)
+    def _times(self, record: _Record) -> Times:
+        return Times(self._now_us(), self._clock.unix_s(), record.admitted_us / 1e6)
 
     def _now_us(self) -> int:
         return round(self._clock.monotonic_s() * 1e6)
-
-
-def _record(state: _State, reservation: Reservation) -> _Record:
-    return _Record(state, reservation.admitted_us, reservation.claims, reservation.price)
-
-
-def _count(tenant: _Tenant, claim: Claim, reserved: int, settled: int, times: Times) -> None:
-    if reserved or settled:
-        tenant.meter(claim.limit).count(claim.limit, reserved, settled, times)

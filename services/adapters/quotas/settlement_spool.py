@@ -20,9 +20,9 @@ from typing import BinaryIO, Final, Literal
 import msgspec
 import structlog
 
+from services.adapters.quotas.held_claims import HeldClaims, held_by, with_held
 from services.adapters.threads import in_thread
 from services.core.generation import Usage
-from services.core.limits import Claim, Limit, LimitKind, Price, Scope
 from services.core.shares import share_of
 from services.ports.limiter import Reservation
 
@@ -34,15 +34,14 @@ _FILE: Final = "settlements.log"
 
 
 class _Line(msgspec.Struct, array_like=True):
-    """One settlement. A claim is its limit's kind, number, scope and name, and its amount."""
+    """One settlement. ``usage``: prompt, output and cached tokens."""
 
     tenant_id: str
     request_id: str
     local: bool
     usage: tuple[int, int, int]
-    price: tuple[int, int, int]
     admitted_us: int
-    claims: tuple[tuple[LimitKind, int, Scope, str, int], ...]
+    held: HeldClaims
 
 
 _LINES: Final = msgspec.json.Decoder(_Line)
@@ -166,12 +165,8 @@ def _line(reservation: Reservation, usage: Usage) -> bytes:
         reservation.request_id,
         reservation.local,
         astuple(usage),
-        astuple(reservation.price),
         reservation.admitted_us,
-        tuple(
-            (claim.limit.kind, claim.limit.limit, claim.limit.scope, claim.limit.name, claim.amount)
-            for claim in reservation.claims
-        ),
+        held_by(reservation),
     )
     return msgspec.json.encode(line) + b"\n"
 
@@ -200,18 +195,8 @@ def _load(path: Path) -> tuple[list[Settlement], int]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             log.warning("settlements.line_torn", line=number + 1)
             continue
-        reservation = Reservation(
-            read.tenant_id,
-            read.request_id,
-            read.local,
-            tuple(
-                Claim(Limit(kind, number, scope, name), amount)
-                for kind, number, scope, name, amount in read.claims
-            ),
-            Price(*read.price),
-            read.admitted_us,
-        )
-        found.append((reservation, Usage(*read.usage)))
+        reservation = Reservation(read.tenant_id, read.request_id, read.local, admitted_us=read.admitted_us)
+        found.append((with_held(reservation, read.held), Usage(*read.usage)))
     return found, len(data)
 
 
