@@ -1,7 +1,7 @@
 """Spend alerts: the leader compares what was spent with the thresholds of each budget.
 
-An event is written in one commit with the record of the reported threshold, under the leader's fence. So a
-threshold is reported once in a period, whichever control plane leads.
+An event is written in one commit with the record of the reported threshold, under the leader's fence and only
+if the budget is unchanged. So a threshold is reported once in a period, whichever control plane leads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.controlplane.policy.spend_alerts import spend_alerts
 from services.controlplane.reconciler import Leadership
 from services.controlplane.resources.budgets import Budgets
 from services.core.errors import StoreUnavailable
-from services.core.records import BUDGET_ALERTS, BudgetAlert, dump
+from services.core.records import BUDGET_ALERTS, BUDGETS, BudgetAlert, dump
 from services.ports.clock import Clock
 from services.ports.store import CreateRevisionIs, LeaseLost, ModRevisionIs, Put, Store
 from services.runtime.idempotent_writes import WriteSet
@@ -72,7 +72,7 @@ class SpendAlerts:
                 unix_s=self._clock.unix_s(),
             )
             if events:
-                unreported = ModRevisionIs(key, entry.mod_revision if entry is not None else 0)
                 fence = CreateRevisionIs(self._leader_key, epoch)
-                together = WriteSet((unreported, fence), (Put(key, dump(alert)),))
+                unchanged = ModRevisionIs(BUDGETS + budget.meta.name, view.stored.mod_revision)
+                together = WriteSet((fence, unchanged), (Put(key, dump(alert)),))
                 await self._events.record_with(events, listing.revision, together)

@@ -1,4 +1,4 @@
-"""Limits, budgets and prices on a whole installation, from the operator's commands to the client's answers."""
+"""Limits, budgets and prices on a whole installation: an operator's commands and a client's answers."""
 
 from __future__ import annotations
 
@@ -65,6 +65,9 @@ class Customer:
             time.sleep(0.05)
         return answer
 
+    def operate(self, command: str) -> Any:
+        return self.cli(*command.split())
+
     def budget(self, name: str) -> Any:
         return self.cli("budgets", "show", name, "-o", "json").json
 
@@ -87,9 +90,7 @@ def customer(stack: Stack) -> Iterator[Customer]:
 
 def test_a_month_budget_is_spent_rejected_raised_and_served(customer: Customer) -> None:
     worst = customer.ask().micros  # the output is as long as it may be
-    customer.cli(
-        *["budgets", "create", "month", "--tenant", "metered"], "--per-month", f"0.{3 * worst + 1:06d}"
-    )
+    customer.operate(f"budgets create month --tenant metered --per-month 0.{3 * worst + 1:06d}")
     rejected = customer.until(lambda answer: answer.status != 200)
     assert (rejected.status, rejected.code) == (429, "insufficient_quota")
     assert rejected.body["error"]["type"] == "insufficient_quota"
@@ -108,14 +109,13 @@ def test_a_month_budget_is_spent_rejected_raised_and_served(customer: Customer) 
             break
         assert time.monotonic() < deadline, alerts
         time.sleep(0.2)
-    customer.cli(*["budgets", "update", "month", "--per-month", "1"])
+    customer.operate("budgets update month --per-month 1")
     customer.until(lambda answer: answer.status == 200)
 
 
 def test_a_day_cap_holds_below_the_month(customer: Customer) -> None:
     worst = customer.ask().micros
-    limits = ("--per-month", "100", "--per-day", f"0.{worst:06d}")
-    customer.cli(*["budgets", "create", "day", "--tenant", "metered"], *limits)
+    customer.operate(f"budgets create day --tenant metered --per-month 100 --per-day 0.{worst:06d}")
     rejected = customer.until(lambda answer: answer.status != 200)
     assert (rejected.status, rejected.code) == (429, "insufficient_quota")
     assert "day" in rejected.body["error"]["message"]
@@ -123,15 +123,13 @@ def test_a_day_cap_holds_below_the_month(customer: Customer) -> None:
 
 
 def test_limits_of_a_key_and_of_end_users(customer: Customer) -> None:
-    customer.cli(*["keys", "update", "metered-key", "--max-output-tokens", "6"])
+    customer.operate("keys update metered-key --max-output-tokens 6")
     rejected = customer.until(lambda answer: answer.status != 200, max_tokens=7)
     assert rejected.status == 400
     assert rejected.body["error"]["param"] == "max_tokens"
-    assert "max_output_tokens of the key, 6" in rejected.body["error"]["message"]
+    assert "max_tokens of the key, 6" in rejected.body["error"]["message"]
     assert customer.ask(None).body["usage"]["completion_tokens"] == 6
-    customer.cli(
-        *["tenants", "update", "metered", "--requests-per-minute", "1000", "--user-requests-per-minute", "2"]
-    )
+    customer.operate("tenants update metered --requests-per-minute 1000 --user-requests-per-minute 2")
     served = customer.until(lambda answer: "x-ratelimit-limit-requests" in answer.headers, user="ann")
     assert served.headers["x-ratelimit-limit-requests"] == "2", "the scope with the least room"
     rejected = customer.until(lambda answer: answer.status != 200, user="ann")

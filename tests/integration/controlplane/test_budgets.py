@@ -23,10 +23,21 @@ from services.core.errors import (
 )
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Price, UsageLimits
-from services.core.records import BUDGET_ALERTS, EVENTS, KEYS, TENANTS, Leader, Tenant, dump, load
+from services.core.records import (
+    BUDGET_ALERTS,
+    EVENTS,
+    KEYS,
+    TENANTS,
+    Budget,
+    Leader,
+    Meta,
+    Tenant,
+    dump,
+    load,
+)
 from services.ports.limiter import Spent
 from services.ports.store import Put
-from tests.integration.controlplane.plane import Plane
+from tests.integration.controlplane.plane import Interleaving, Plane
 
 PRICE = Price(output_micros=1_000_000)  # one micro-dollar per token
 LEADER = "/fairway/v1/leaders/controlplane/0"
@@ -234,6 +245,27 @@ async def test_each_threshold_is_reported_once_by_any_leader(plane: Plane) -> No
     assert sorted(await alerted(plane))[0] == "BUDGET_SPENT_100"
     await plane.call("DeleteBudget", pb.DeleteBudgetRequest(name="all"))
     assert (await plane.store.list(BUDGET_ALERTS)).entries == ()
+
+
+async def test_a_budget_deleted_meanwhile_leaves_no_alert(plane: Plane) -> None:
+    store = Interleaving(plane.clock)
+    budgets = Budgets(store, plane.clock, plane.limiter)
+    await store.commit([Put(TENANTS + "acme", dump(Tenant(Meta("acme"))))])
+    await budgets.create(Budget(Meta("all"), "acme", limit_micros=100))
+    await store.commit([Put(LEADER, b"a")])
+    leader = await store.get(LEADER)
+    assert leader is not None
+    await spend(plane.limiter, "r1", 60, LimitKind.MONTH_MICROS)
+    recorder = EventRecorder(store, plane.clock)
+    led = Led(leader.create_revision)
+    alerts = SpendAlerts(store, budgets, led, LEADER, plane.clock, events=recorder)
+
+    async def delete() -> None:
+        await budgets.delete("all")
+
+    store.between = delete  # type: ignore[assignment]
+    await alerts.check(leader.create_revision)
+    assert (await store.list(BUDGET_ALERTS)).entries == (await store.list(EVENTS)).entries == ()
 
 
 async def test_limits_of_tenant_key_and_users_are_stored(plane: Plane) -> None:
