@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
-import os
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fairway.cli.main import app, run
 from services.core.manifest import sha256_of
 from services.core.records import VersionRecord, version_key
 from tests.integration.client.planes import Fleet, fleet
 
-ROOT = Path(__file__).parents[3]
 DIGEST = sha256_of(b"1")
 
 
@@ -29,19 +29,12 @@ async def admin(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 async def said(admin: Fleet, command: str, *, code: int = 0) -> str:
     """Return what a command printed; fail unless it exits with ``code``."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("FAIRWAY_")}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "fairway.cli.main", *command.split()),
-        *("--controlplane", admin.planes[0].address, "--admin-key", "admin"),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environment,
-        cwd=ROOT,
-    )
-    out, err = await process.communicate()
-    assert process.returncode == code, (command, out, err)
-    return (out if code == 0 else err).decode()
+    out, err = io.StringIO(), io.StringIO()
+    arguments = [*command.split(), "--controlplane", admin.planes[0].address, "--admin-key", "admin"]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        ended = await asyncio.to_thread(run, app, arguments)
+    assert (ended or 0) == code, (command, out.getvalue(), err.getvalue())
+    return (out if code == 0 else err).getvalue()
 
 
 async def document(admin: Fleet, command: str) -> Any:
