@@ -9,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.memory.store import MemoryStore
 from services.controlplane.event_log import EventRecorder, event_of
 from services.controlplane.resources.budgets import Budgets
 from services.controlplane.spend_alerts import SpendAlerts
@@ -248,7 +249,7 @@ async def test_each_threshold_is_reported_once_by_any_leader(plane: Plane) -> No
 
 
 async def test_a_budget_deleted_meanwhile_leaves_no_alert(plane: Plane) -> None:
-    store = Interleaving(plane.clock)
+    store: MemoryStore = (interleaving := Interleaving(plane.clock))
     budgets = Budgets(store, plane.clock, plane.limiter)
     await store.commit([Put(TENANTS + "acme", dump(Tenant(Meta("acme"))))])
     await budgets.create(Budget(Meta("all"), "acme", limit_micros=100))
@@ -263,7 +264,7 @@ async def test_a_budget_deleted_meanwhile_leaves_no_alert(plane: Plane) -> None:
     async def delete() -> None:
         await budgets.delete("all")
 
-    store.between = delete  # type: ignore[assignment]
+    interleaving.between = delete  # type: ignore[assignment]
     await alerts.check(leader.create_revision)
     assert (await store.list(BUDGET_ALERTS)).entries == (await store.list(EVENTS)).entries == ()
 
