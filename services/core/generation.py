@@ -215,13 +215,17 @@ class SequenceEnd:
     prefill_us: int = 0
     error_reason: str = ""
     error_message: str = ""
+    device_us: int = 0  # its shares of engine steps on that worker, as far as they are known
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """``device_s``: shares of engine steps; those of the last steps, or of a lost worker, may be missing."""
+
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
+    device_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
