@@ -220,12 +220,13 @@ class SequenceEnd:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """``device_s``: shares of engine steps; those of the last steps, or of a lost worker, may be missing."""
+    """``device_s``: shares of engine steps, measured and not compared. Those of the last steps,
+    or of a lost worker, may be missing."""
 
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
-    device_s: float = 0.0
+    device_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

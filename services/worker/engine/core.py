@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Final
 
-from services.worker.engine.device_meter import NOBODY, DeviceMeter
 from services.worker.engine.execute.executor import Batch, Executor, Samples
 from services.worker.engine.intake import Intake
 from services.worker.engine.live_sequences import Flight, LiveSequences
@@ -20,6 +19,7 @@ from services.worker.engine.plan.planner import Planner, PlannerLimits
 from services.worker.engine.plan.pool_size import PoolSize
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.speculation.speculator import Speculator
+from services.worker.engine.step_meter import NOBODY, StepMeter
 from services.worker.engine.validation import MAX_WAITING, ModelLimits
 from services.worker.engine_protocol import (
     Cancel,
@@ -71,7 +71,7 @@ class Engine:
         self._eos_ids = eos_ids
         self._clock = clock
         self._live = LiveSequences(self._planner)
-        self._meter = DeviceMeter()
+        self._meter = StepMeter()
         self._arrivals = 0
         self._steps = 0
         self._size = PoolSize(blocks, executor, speculation)

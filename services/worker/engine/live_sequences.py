@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from services.worker.engine.device_meter import Members
 from services.worker.engine.execute.executor import Batch, Samples, unknown_token
 from services.worker.engine.outcome import Outcome, Work, outcome_of
 from services.worker.engine.plan.planner import Planner
 from services.worker.engine.sequence import SequenceState, Status
+from services.worker.engine.step_meter import StepMembers
 from services.worker.engine_protocol import FinishReason
 from services.worker.policy.speculation import Verified
 
@@ -19,7 +19,7 @@ class Flight:
     """A batch, and the sequence of each row that it samples. It began when it was planned, or when the one
     before it had ended.
 
-    ``members``: as the device meter returned them. ``foreseen``: its sequences are where its tokens bring
+    ``members``: as the step meter returned them. ``foreseen``: its sequences are where its tokens bring
     them, with unknown ones in their place.
     """
 
@@ -27,7 +27,7 @@ class Flight:
     sampled: list[SequenceState]
     work: Work
     began_s: float
-    members: Members | None
+    members: StepMembers | None
     foreseen: bool = False
 
 

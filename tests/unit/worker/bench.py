@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -10,8 +10,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from services.core.generation import GenerationSpec, Grant, OutputLimits, Prompt, Sampling, StartSpec
 from services.core.records import Priority
+from services.core.usage import DeviceInterval, SequenceDeviceUse, UsageEvent
 from services.worker import engine_protocol as wire
 from services.worker.kv.pool import PoolLimits
+from services.worker.streams.charges import UsageAccounting
+from services.worker.streams.device_time import DeviceKind, DeviceTime
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.text.detokenizer import ByteLevelVocabulary, byte_of_char
@@ -43,6 +46,21 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+class KeptUsage:
+    """Implements ``ports.usage.UsageOutbox``: keeps every event."""
+
+    def __init__(self) -> None:
+        self.sequences: list[SequenceDeviceUse] = []
+        self.intervals: list[DeviceInterval] = []
+
+    def add(self, event: UsageEvent) -> None:
+        match event:
+            case SequenceDeviceUse():
+                self.sequences.append(event)
+            case DeviceInterval():
+                self.intervals.append(event)
+
+
 @dataclass
 class Bench:
     """A host with one table whose engine is a list of the commands that it was sent."""
@@ -51,6 +69,7 @@ class Bench:
     table: SequenceTable
     clock: HandClock
     new_table: Callable[[PoolLimits], SequenceTable]
+    usage: KeptUsage
     sent: list[wire.Command] = field(default_factory=list)
     connected: bool = True
     changes: int = 0
@@ -114,6 +133,8 @@ class Bench:
         logprobs: dict[int, wire.SampledLogprobs] | None = None,
         errors: dict[int, str] | None = None,
         step_s: float = 0.01,
+        device_us: dict[int, int] | None = None,
+        settled: Sequence[int] = (),
     ) -> None:
         """One engine step that made these tokens, by the engine's handle."""
         self.step += 1
@@ -132,6 +153,9 @@ class Bench:
                 waiting=0,
                 logprobs={number: [entry] for number, entry in (logprobs or {}).items()},
                 errors=errors or {},
+                attended_tokens=len(tokens),
+                device_us=device_us or {},
+                settled=list(settled),
             )
         )
         self.host.check_integrity()
@@ -176,7 +200,8 @@ class Bench:
 def new_bench(byte_level: Tokenizer) -> Bench:
     """Total 10 blocks of 16 tokens, at most 8 sequences; slow readers after 30 s."""
     clock = HandClock(100.0)
-    host = SequenceHost(changed=lambda: None)
+    usage = KeptUsage()
+    host = SequenceHost(changed=lambda: None, device=DeviceTime(DeviceKind("w1", "h100", 3.6), usage, clock))
     host.grants.registered(5)
 
     def send(command: wire.Command) -> bool:
@@ -194,13 +219,13 @@ def new_bench(byte_level: Tokenizer) -> Bench:
             vocabulary=vocabulary,
             send=send,
             clock=clock,
-            tally=host.tally,
+            charges=UsageAccounting(DIGEST, host.tally, host.device, model="m"),
             changed=host.note_change,
             slow_reader_s=30.0,
         )
 
     table = new_table(PoolLimits(kv_blocks_total=10, block_size=16, max_model_len=160, max_sequences=8))
-    made = Bench(host, table, clock, new_table)
+    made = Bench(host, table, clock, new_table, usage)
     host.changed = lambda: setattr(made, "changes", made.changes + 1)
     host.add(table)
     return made

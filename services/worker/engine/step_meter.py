@@ -26,7 +26,7 @@ _HANDLE: Final = attrgetter("handle")
 _NOTHING: Final[tuple[dict[int, int], list[int]]] = {}, []
 
 
-class Members(NamedTuple):
+class StepMembers(NamedTuple):
     """How a batch differs from one that decodes the sequences of the batch before it, as of its launch."""
 
     decodes: int
@@ -40,7 +40,7 @@ class Members(NamedTuple):
     verified: Sequence[tuple[int, int, int]] = ()
 
 
-NOBODY: Final = Members(0, 0)
+NOBODY: Final = StepMembers(0, 0)
 
 
 class _Sums(NamedTuple):
@@ -52,7 +52,7 @@ class _Sums(NamedTuple):
     aged_s: float = 0.0
 
 
-class DeviceMeter:
+class StepMeter:
     """Charges by handle, from the launch of a sequence's first batch until it is settled.
 
     ``launched`` is called for each batch in order, and ``ended`` for each in the same order.
@@ -85,7 +85,7 @@ class DeviceMeter:
         """A sequence was cancelled. The next report settles it."""
         self._ending.append(handle)
 
-    def launched(self, batch: Batch, attended: int) -> Members | None:
+    def launched(self, batch: Batch, attended: int) -> StepMembers | None:
         """Return who takes part in a batch; None if the same decode as in the batch before, and nobody else.
 
         ``attended``: tokens of KV that its decodes read.
@@ -100,16 +100,16 @@ class DeviceMeter:
                 (sequence.handle, 1 + len(batch.proposals.get(index, ())), len(sequence.tokens))
                 for index, sequence in enumerate(decodes)
             ]
-            return Members(len(decodes), attended, left, (), (), chunks, tokens, verified)
+            return StepMembers(len(decodes), attended, left, (), (), chunks, tokens, verified)
         if decodes == self._decodes:
-            return Members(len(decodes), attended, (), (), (), chunks, tokens)
+            return StepMembers(len(decodes), attended, (), (), (), chunks, tokens)
         present, before = set(decodes), self._present
         self._decodes, self._present = decodes, present
         gone, joined = sorted(before - present, key=_HANDLE), sorted(present - before, key=_HANDLE)
         lengths = [len(sequence.tokens) for sequence in joined]
-        return Members(len(decodes), attended, gone, joined, lengths, chunks, tokens)
+        return StepMembers(len(decodes), attended, gone, joined, lengths, chunks, tokens)
 
-    def ended(self, members: Members | None, step_s: float) -> float:
+    def ended(self, members: StepMembers | None, step_s: float) -> float:
         """Charge a step; return what of it its prefills were charged."""
         if members is None:
             self._steady_steps += 1
@@ -149,7 +149,7 @@ class DeviceMeter:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _charge(self, members: Members, step_s: float) -> float:
+    def _charge(self, members: StepMembers, step_s: float) -> float:
         """Charge a step that is not steady; the steady run that may follow begins after it."""
         chunks, verified = members.chunks, members.verified
         work = StepWork(

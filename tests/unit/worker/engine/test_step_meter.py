@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.core.generation import OutputLimits, Sampling
-from services.worker.engine.device_meter import REPORT_S, DeviceMeter
 from services.worker.engine.execute.executor import Batch, Chunk
 from services.worker.engine.load.launch import Inline
 from services.worker.engine.load.loading import load
 from services.worker.engine.sequence import SequenceState
+from services.worker.engine.step_meter import REPORT_S, StepMeter
 from services.worker.engine_protocol import Cancel, Credit, EngineConfig, Park, Stepped, Submit
 from services.worker.policy.device_share import MeasuredCosts, StepCosts, StepWork, attended_before, prices
 from tests.support.run_ahead import RunsAhead
@@ -47,7 +47,7 @@ class FixedCosts(MeasuredCosts):
 class Account:
     """A meter beside an account that charges each sequence in each step."""
 
-    meter: DeviceMeter = field(default_factory=lambda: DeviceMeter(FixedCosts(COSTS)))
+    meter: StepMeter = field(default_factory=lambda: StepMeter(FixedCosts(COSTS)))
     expected: dict[int, float] = field(default_factory=dict)
     found: dict[int, int] = field(default_factory=dict)
     settled: list[int] = field(default_factory=list)
@@ -235,11 +235,11 @@ def test_every_step_is_charged_to_those_in_it(
     places: int,
     how: str,
 ) -> None:
-    shape = {"blocks": blocks, "max_sequences": places, "max_model_len": 32, "clock": Ticks()}
+    shape = {"blocks": blocks, "max_sequences": places, "max_model_len": 32}
     if how == "speculating":
-        bench = speculating(make_bench, wrong=0.3, **{name: shape[name] for name in shape if name != "clock"})
+        bench = speculating(make_bench, wrong=0.3, **shape)
     else:
-        bench = make_bench(**shape, launch=RunsAhead if how == "ahead" else Inline)
+        bench = make_bench(**shape, clock=Ticks(), launch=RunsAhead if how == "ahead" else Inline)
     found = charged_by(bench, submit, requests)
     assert sum(found.device_us.values()) == pytest.approx(found.computing_s * 1e6, abs=len(requests))
     assert found.prefill_s <= found.computing_s + 1e-9
