@@ -10,7 +10,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from services.core.generation import GenerationSpec, Grant, OutputLimits, Prompt, Sampling, StartSpec
 from services.core.records import Priority
-from services.core.usage import DeviceInterval, SequenceDeviceUse, UsageEvent
 from services.worker import engine_protocol as wire
 from services.worker.kv.pool import PoolLimits
 from services.worker.streams.charges import UsageAccounting
@@ -19,6 +18,7 @@ from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.text.detokenizer import ByteLevelVocabulary, byte_of_char
 from tests.support.clocks import HandClock
+from tests.support.kept_usage import KeptUsage
 
 Kind = TypeVar("Kind", bound=wire.EngineMessage)
 DIGEST = "sha256:" + "b" * 64
@@ -44,21 +44,6 @@ def byte_level_tokenizer() -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
     assert tokenizer.token_to_id("<eos>") == EOS
     return tokenizer
-
-
-class KeptUsage:
-    """Implements ``ports.usage.UsageOutbox``: keeps every event."""
-
-    def __init__(self) -> None:
-        self.sequences: list[SequenceDeviceUse] = []
-        self.intervals: list[DeviceInterval] = []
-
-    def add(self, event: UsageEvent) -> None:
-        match event:
-            case SequenceDeviceUse():
-                self.sequences.append(event)
-            case DeviceInterval():
-                self.intervals.append(event)
 
 
 @dataclass

@@ -10,7 +10,8 @@ from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.device_time import IDLE_INTERVAL_S, INTERVAL_S, DeviceKind, DeviceTime
 from services.worker.streams.usage_tally import Tally
 from tests.support.clocks import HandClock
-from tests.unit.worker.bench import DIGEST, Bench, KeptUsage
+from tests.support.kept_usage import KeptUsage
+from tests.unit.worker.bench import DIGEST, Bench
 from tests.unit.worker.reader import Reader
 
 A, B = 0x61, 0x62
