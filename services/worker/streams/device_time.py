@@ -86,8 +86,8 @@ class DeviceTime:
     def _report(self, now_s: float) -> None:
         began_unix_s, ended_unix_s = self._interval_unix_s, self._clock.unix_s()
         busy_s = self.busy_s - self._reported_busy_s
-        # A correction of an earlier interval may be larger than this one.
-        attributed_s = max(0.0, self.attributed_s - self._reported_attributed_s)
+        # What corrects an earlier interval by more than this one has is left to the next.
+        attributed_s = min(busy_s, max(0.0, self.attributed_s - self._reported_attributed_s))
         self._interval_s, self._interval_unix_s = now_s, ended_unix_s
         self._reported_busy_s += busy_s
         self._reported_attributed_s += attributed_s

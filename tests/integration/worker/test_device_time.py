@@ -22,9 +22,8 @@ async def test_steps_are_charged_to_the_sequences_in_them(start_worker: Starter)
     worker = await start_worker(SLOW)
     kept, cancelled, stopped = [Sink() for _ in range(6)], Sink(), Sink()
     for index, sink in enumerate(kept):
-        worker.client.start(
-            worker.spec(prompt=range(32 + index), max_tokens=20 + 10 * index, seed=index), sink
-        )
+        spec = worker.spec(prompt=range(32 + index), max_tokens=20 + 10 * index, seed=index)
+        worker.client.start(spec, sink)
     worker.client.start(worker.spec(max_tokens=LONG, time_left_s=0.3), stopped)
     running = worker.client.start(worker.spec(max_tokens=LONG), cancelled)
     await eventually(lambda: cancelled.ids)
