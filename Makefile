@@ -15,7 +15,7 @@ TRITON := 3.6.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test chaos security-drills sim sim-scale bench-overhead bench-idempotency bench-scheduler \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test chaos security-drills sim sim-scale bench-overhead bench-idempotency bench-idle bench-scheduler \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -145,6 +145,9 @@ bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
 
 bench-idempotency: setup-dev ## Measure what an idempotency key costs a request
 	$(BIN)/python -m bench.idempotency $(ARGS)
+
+bench-idle: setup-dev ## Measure the processor time of an installation at rest (3 minutes)
+	$(BIN)/python -m bench.idle $(ARGS)
 
 bench-scheduler: setup-dev ## Measure how many placements a scheduler decides per second of a core
 	$(BIN)/python -m bench.scheduler $(ARGS)

@@ -11,7 +11,8 @@ The revision from which a watch can safely resume depends on the message:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,8 +29,8 @@ _DELETE: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class WatchTimes:
-    """``created_s``: time limit for the watch to be created. ``progress_s``: period of progress requests.
-    ``silence_s``: a stream without a message for this long counts as broken."""
+    """``created_s``: time limit for the watch to be created. ``progress_s``: silence after which a message is
+    requested. ``silence_s``: a stream without a message for this long counts as broken."""
 
     created_s: float
     progress_s: float
@@ -58,24 +59,20 @@ async def watch(
     channel: EtcdChannel, prefix: str, after_revision: int, times: WatchTimes
 ) -> AsyncGenerator[WatchBatch, None]:
     """Yield the changes under a prefix after a revision; see ``Store.watch``."""
-    closed = asyncio.Event()
     with channel.stubs() as stubs:
-        call = stubs.watch.Watch(
-            _requests(prefix, after_revision + 1, closed, times.progress_s), metadata=NEEDS_LEADER
-        )
+        call = stubs.watch.Watch(metadata=NEEDS_LEADER)
         try:
-            created = await _read(call, times.created_s)
+            created = await _created(call, prefix, after_revision + 1, times.created_s)
             watch_id = created.watch_id
             if not created.created and not created.canceled:
                 raise StoreUnavailable("etcd did not confirm the watch")
             _raise_if_canceled(created)
             batches = Batches(watch_id, after_revision, _progress_check(channel, stubs, times.created_s))
             while True:
-                batch = await batches.add(await _read(call, times.silence_s))
+                batch = await batches.add(await _next(call, times))
                 if batch is not None:
                     yield batch
         finally:
-            closed.set()
             call.cancel()
 
 
@@ -115,33 +112,51 @@ class Batches:
         return self._ordered
 
 
-async def _requests(
-    prefix: str, start_revision: int, closed: asyncio.Event, progress_s: float
-) -> AsyncGenerator[Any, None]:
-    """Yield the create request, then a progress request every ``progress_s``. gRPC's writer consumes them."""
+async def _created(call: Any, prefix: str, start_revision: int, timeout_s: float) -> Any:
+    """Create the watch and return the first message of its stream."""
     key, range_end = prefix_range(prefix)
-    yield rpc.WatchRequest(
+    request = rpc.WatchRequest(
         create_request=rpc.WatchCreateRequest(
             key=key, range_end=range_end, start_revision=start_revision, progress_notify=True, fragment=True
         )
     )
-    while not closed.is_set():
-        try:
-            async with asyncio.timeout(progress_s):
-                await closed.wait()
-        except TimeoutError:
-            yield rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
-
-
-async def _read(call: Any, timeout_s: float) -> Any:
-    try:
+    with _within(timeout_s):
         async with asyncio.timeout(timeout_s):
-            message = await call.read()
+            await _write(call, request)
+            return _message(await call.read())
+
+
+async def _next(call: Any, times: WatchTimes) -> Any:
+    """Return the next message. It is requested only from a silent stream: etcd sends notices by itself."""
+    reading = asyncio.ensure_future(call.read())
+    try:
+        with _within(times.silence_s):
+            async with asyncio.timeout(times.silence_s):
+                await asyncio.wait((reading,), timeout=times.progress_s)
+                if not reading.done():
+                    await _write(call, rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
+                return _message(await reading)
+    finally:
+        reading.cancel()
+
+
+async def _write(call: Any, request: Any) -> None:
+    with contextlib.suppress(asyncio.InvalidStateError):  # the call is over; the next read raises the reason
+        await call.write(request)
+
+
+@contextlib.contextmanager
+def _within(timeout_s: float) -> Iterator[None]:
+    try:
+        yield
     except TimeoutError as error:
         raise StoreUnavailable(f"the etcd watch was silent for {timeout_s:g} s") from error
-    if message is grpc.aio.EOF:
+
+
+def _message(read: Any) -> Any:
+    if read is grpc.aio.EOF:
         raise StoreUnavailable("etcd ended the watch")
-    return message
+    return read
 
 
 def _raise_if_canceled(message: Any) -> None:

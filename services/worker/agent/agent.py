@@ -64,9 +64,9 @@ from services.worker.telemetry import EngineLevels, WorkerTelemetry
 log = structlog.get_logger()
 
 SWEEP_S: Final = 0.05
-IDLE_SWEEP_S: Final = 0.25  # without sequences
+IDLE_SWEEP_S: Final = 0.5  # without sequences
 PAUSE_S: Final = 1.0  # gap between two sweeps that shows that this process or its machine was suspended
-RECONCILE_S: Final = 0.5  # longest wait between two passes; a change wakes the loop at once
+RECONCILE_S: Final = 1.0  # longest wait between two passes; a change wakes the loop at once
 PUBLISH_S: Final = 0.1  # changes within this time become one write
 
 
@@ -330,16 +330,19 @@ class WorkerAgent:
     async def _publish_forever(self) -> None:
         """Write the public record when it changed, and follow the registration's incarnation."""
         published = self._record()
+        woken = True
         while True:
             self._follow_incarnation()
             record = self._record()
             if record != published:
                 self._registration.update(dump(record))
                 published = record
-            await self._clock.sleep(PUBLISH_S)
+            if woken:
+                await self._clock.sleep(PUBLISH_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECONCILE_S):
                     await self._changed.wait()
+            woken = self._changed.is_set()
             self._changed.clear()
 
     async def _sweep_forever(self) -> None:

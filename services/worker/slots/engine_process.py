@@ -45,7 +45,7 @@ from services.worker.slots.engine_link import MAX_SEND_BUFFER_BYTES, EngineLink,
 log = structlog.get_logger()
 
 MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path holds 108 bytes with the terminating zero
-CHECK_S: Final = 0.25
+CHECK_S: Final = 1.0  # its limits are many seconds; the end of the process is an event of its own
 EXIT_GRACE_S: Final = 2.0
 ENGINE_MODULE: Final = ("-m", "services.worker.engine.process")
 
@@ -301,7 +301,7 @@ class EngineProcess:
         while True:
             await self._clock.sleep(CHECK_S)
             now_s = self._clock.monotonic_s()
-            if now_s - checked_s > 4 * CHECK_S:  # this process was suspended: messages wait in the socket
+            if now_s - checked_s > 2 * CHECK_S:  # this process was suspended: messages wait in the socket
                 self._last_message_s = now_s
             checked_s = now_s
             if self._link.transport is not None and server.is_serving():
