@@ -275,6 +275,7 @@ class WorkerAgent:
             self._woken.clear()
             if self._assignments.synced and not self._closing:  # the assignment is unknown before the sync
                 self._reconcile()
+            self._changed.set()  # what a pass changed is published at once
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECONCILE_S):
                     await self._woken.wait()
@@ -328,21 +329,19 @@ class WorkerAgent:
             slot.share_memory(targets.get(digest), comes=digest in later)
 
     async def _publish_forever(self) -> None:
-        """Write the public record when it changed, and follow the registration's incarnation."""
+        """Write the public record when it changed, and follow the registration's incarnation.
+
+        Runs on each change and after each pass of the reconciler.
+        """
         published = self._record()
-        woken = True
         while True:
             self._follow_incarnation()
             record = self._record()
             if record != published:
                 self._registration.update(dump(record))
                 published = record
-            if woken:
                 await self._clock.sleep(PUBLISH_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RECONCILE_S):
-                    await self._changed.wait()
-            woken = self._changed.is_set()
+            await self._changed.wait()
             self._changed.clear()
 
     async def _sweep_forever(self) -> None:
