@@ -25,11 +25,11 @@ MEASURE_S = 120.0
 
 def name_of(process: psutil.Process) -> str:
     """Return the role of a process, or its program."""
-    words = process.cmdline()
-    if "-m" in words:
-        module = words[words.index("-m") + 1]
-        return words[words.index("-m") + 2] if module == "services" else module.removeprefix("services.")
-    return process.name()
+    words = [str(word) for word in process.cmdline()]
+    if "-m" not in words:
+        return str(process.name())
+    module, *rest = words[words.index("-m") + 1 :]
+    return rest[0] if module == "services" else module.removeprefix("services.")
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -77,8 +77,8 @@ def main() -> None:
         found = measure(options.supervisor, options.seconds)
     for name, percent in found.items():
         print(f"{name:36s} {percent:6.2f} %")
-    percent = {name: round(value, 2) for name, value in found.items()}
-    print("RESULT", json.dumps({"total_percent": round(sum(found.values()), 2), "percent": percent}))
+    rounded = {name: round(value, 2) for name, value in found.items()}
+    print("RESULT", json.dumps({"total_percent": round(sum(found.values()), 2), "percent": rounded}))
 
 
 if __name__ == "__main__":

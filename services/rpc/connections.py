@@ -21,7 +21,7 @@ import structlog
 
 from services.core.shares import share_of
 from services.ports.clock import Clock
-from services.rpc.arrivals import Arrivals
+from services.rpc.new_connections import NewConnections
 from services.runtime import connections
 
 log = structlog.get_logger()
@@ -77,7 +77,7 @@ class Connections:
         self._check_above = _FEW_OTHERS
         self._listed = 0  # descriptors at the last check
         self._period_s = self._calm_s = PERIOD_S
-        self._arrivals = Arrivals(self._wanted.set)
+        self._arrivals = NewConnections(self._wanted.set)
 
     def begin(self, peer: str) -> None:
         """Record that an authenticated caller's RPC runs on this connection until ``end``."""

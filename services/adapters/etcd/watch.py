@@ -11,8 +11,7 @@ The revision from which a watch can safely resume depends on the message:
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -59,20 +58,27 @@ async def watch(
     channel: EtcdChannel, prefix: str, after_revision: int, times: WatchTimes
 ) -> AsyncGenerator[WatchBatch, None]:
     """Yield the changes under a prefix after a revision; see ``Store.watch``."""
+    closed, received = asyncio.Event(), asyncio.Event()
     with channel.stubs() as stubs:
-        call = stubs.watch.Watch(metadata=NEEDS_LEADER)
+        call = stubs.watch.Watch(
+            _requests(prefix, after_revision + 1, received, closed, times.progress_s), metadata=NEEDS_LEADER
+        )
         try:
-            created = await _created(call, prefix, after_revision + 1, times.created_s)
+            created = await _read(call, times.created_s)
             watch_id = created.watch_id
             if not created.created and not created.canceled:
                 raise StoreUnavailable("etcd did not confirm the watch")
             _raise_if_canceled(created)
             batches = Batches(watch_id, after_revision, _progress_check(channel, stubs, times.created_s))
             while True:
-                batch = await batches.add(await _next(call, times))
+                message = await _read(call, times.silence_s)
+                received.set()
+                batch = await batches.add(message)
                 if batch is not None:
                     yield batch
         finally:
+            closed.set()
+            received.set()
             call.cancel()
 
 
@@ -112,51 +118,35 @@ class Batches:
         return self._ordered
 
 
-async def _created(call: Any, prefix: str, start_revision: int, timeout_s: float) -> Any:
-    """Create the watch and return the first message of its stream."""
+async def _requests(
+    prefix: str, start_revision: int, received: asyncio.Event, closed: asyncio.Event, progress_s: float
+) -> AsyncGenerator[Any, None]:
+    """Yield the create request, then a progress request whenever nothing was ``received`` for ``progress_s``:
+    etcd sends notices by itself. gRPC's writer consumes them."""
     key, range_end = prefix_range(prefix)
-    request = rpc.WatchRequest(
+    yield rpc.WatchRequest(
         create_request=rpc.WatchCreateRequest(
             key=key, range_end=range_end, start_revision=start_revision, progress_notify=True, fragment=True
         )
     )
-    with _within(timeout_s):
+    while not closed.is_set():
+        received.clear()
+        try:
+            async with asyncio.timeout(progress_s):
+                await received.wait()
+        except TimeoutError:
+            yield rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
+
+
+async def _read(call: Any, timeout_s: float) -> Any:
+    try:
         async with asyncio.timeout(timeout_s):
-            await _write(call, request)
-            return _message(await call.read())
-
-
-async def _next(call: Any, times: WatchTimes) -> Any:
-    """Return the next message. It is requested only from a silent stream: etcd sends notices by itself."""
-    reading = asyncio.ensure_future(call.read())
-    try:
-        with _within(times.silence_s):
-            async with asyncio.timeout(times.silence_s):
-                await asyncio.wait((reading,), timeout=times.progress_s)
-                if not reading.done():
-                    await _write(call, rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
-                return _message(await reading)
-    finally:
-        reading.cancel()
-
-
-async def _write(call: Any, request: Any) -> None:
-    with contextlib.suppress(asyncio.InvalidStateError):  # the call is over; the next read raises the reason
-        await call.write(request)
-
-
-@contextlib.contextmanager
-def _within(timeout_s: float) -> Iterator[None]:
-    try:
-        yield
+            message = await call.read()
     except TimeoutError as error:
         raise StoreUnavailable(f"the etcd watch was silent for {timeout_s:g} s") from error
-
-
-def _message(read: Any) -> Any:
-    if read is grpc.aio.EOF:
+    if message is grpc.aio.EOF:
         raise StoreUnavailable("etcd ended the watch")
-    return read
+    return message
 
 
 def _raise_if_canceled(message: Any) -> None:

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from services.rpc.arrivals import Arrivals, listening
 from services.rpc.connections import PERIOD_S, Connections
+from services.rpc.new_connections import NewConnections, listening
 from services.runtime.clock import SystemClock
 
 PATIENCE_S = 10.0
@@ -64,7 +64,7 @@ async def test_a_flood_is_one_call_per_period() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as held:
         number = held.getsockname()[1]
         calls: list[float] = []
-        arrivals = Arrivals(lambda: calls.append(asyncio.get_running_loop().time()))
+        arrivals = NewConnections(lambda: calls.append(asyncio.get_running_loop().time()))
         assert arrivals.watch(number, 0.1)
         await asyncio.sleep(0.3)
         assert calls == [], "called without a connection"
@@ -87,7 +87,7 @@ async def test_each_connection_is_reported_though_it_is_accepted_at_once(port: P
         nonlocal calls
         calls += 1
 
-    arrivals = Arrivals(arrived)
+    arrivals = NewConnections(arrived)
     assert arrivals.watch(port.number, 0.05)
     for expected in (1, 2, 3):
         port.connect()

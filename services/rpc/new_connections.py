@@ -11,7 +11,7 @@ from typing import Final
 _DESCRIPTORS: Final = "/dev/fd"
 
 
-class Arrivals:
+class NewConnections:
     """Watches the sockets that this process listens on; grpc accepts the connections.
 
     A connection makes its listening socket readable until it is accepted. The first one starts a period;
