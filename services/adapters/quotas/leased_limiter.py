@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from services.adapters.quotas.quota import used_of
@@ -58,9 +58,18 @@ class LeasedLimiter:
     goes to the store.
     """
 
-    def __init__(self, inner: RateStore, clock: Clock, settings: SliceSettings | None = None) -> None:
+    def __init__(
+        self,
+        inner: RateStore,
+        clock: Clock,
+        *,
+        gateways: Callable[[], int] = lambda: 1,
+        settings: SliceSettings | None = None,
+    ) -> None:
+        """``gateways`` returns the last observed number of gateways."""
         self._inner = inner
         self._clock = clock
+        self._gateways = gateways
         self._settings = settings or SliceSettings()
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         # Token claims of running leased requests, which the settlement corrects.
@@ -134,13 +143,13 @@ class LeasedLimiter:
         """
         if (rejection := tenant.rejection(claims, self._clock.monotonic_s())) is not None:
             raise rejection
-        for whole in (True, False):
-            wanted = tenant.missing(claims, whole=whole)
+        for gateways in (max(1, self._gateways()), 0):
+            wanted = tenant.missing(claims, gateways)
             try:
                 if wanted:
                     await self._inner.take(tenant_id, wanted)
             except OverQuota as error:
-                if not whole:
+                if not gateways:
                     tenant.rejected(error, wanted, self._clock.monotonic_s())
                     raise
                 continue

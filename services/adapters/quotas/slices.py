@@ -1,10 +1,10 @@
 """Slices of a tenant's rates that one gateway holds. Pure: the caller takes them from the shared store.
 
 A tenant is *hot* once this gateway decides ``hot_per_s`` of its requests in a second. Its rates are then
-taken from the shared store by the slice: about what ``slice_s`` of its present demand needs, at most
-``slice_ratio`` of a minute's. What is in a slice has been counted in the shared store, so all gateways
-together admit no more than the rate admits. The error is one of time: what a slice holds may be used later than
-it was counted, and what it holds unused is missing elsewhere, each up to one slice per gateway.
+taken from the shared store by the slice: about what ``slice_s`` of its present demand needs, at most this
+gateway's part of ``slice_ratio`` of a minute's. What is in a slice has been counted in the shared store, so all
+gateways together admit no more than the rate admits. The error is one of time: what the slices hold may be used
+later than it was counted, and what they hold unused is missing elsewhere, each at most ``slice_ratio``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class SliceSettings:
 
     hot_per_s: float = 200.0
     slice_s: float = 0.5
+    # Of a minute's limit, in the slices of all gateways together.
     slice_ratio: float = 0.02
     # The time after which an unused slice is dropped.
     idle_s: float = 5.0
@@ -95,14 +96,15 @@ class TenantSlices:
             found.used_s = now_s
         return True
 
-    def missing(self, claims: tuple[Claim, ...], *, whole: bool) -> tuple[Claim, ...]:
-        """Return what to take from the store before ``claims`` fit: a slice each, or just what is missing."""
+    def missing(self, claims: tuple[Claim, ...], gateways: int) -> tuple[Claim, ...]:
+        """Return what to take from the store before ``claims`` fit: this gateway's slice of each limit, or just
+        what is missing where ``gateways`` is 0."""
         wanted = []
         for claim in claims:
             found = self._slices.get(claim.limit)
             short = claim.amount - (found.left if found is not None else 0)
             if short > 0:
-                more = self._slice_of(claim.limit) if whole else 0
+                more = self._slice_of(claim.limit, gateways) if gateways else 0
                 wanted.append(Claim(claim.limit, max(short, more)))
         return tuple(wanted)
 
@@ -125,7 +127,7 @@ class TenantSlices:
         for limit in [limit for limit, each in self._slices.items() if now_s - each.used_s > idle_s]:
             del self._slices[limit]
 
-    def _slice_of(self, limit: Limit) -> int:
+    def _slice_of(self, limit: Limit, gateways: int) -> int:
         settings, demand = self._settings, self._demand
         per_s = max(demand.amounts_per_s.get(limit, 0), demand.amounts.get(limit, 0))
-        return min(math.ceil(per_s * settings.slice_s), int(limit.limit * settings.slice_ratio))
+        return min(math.ceil(per_s * settings.slice_s), int(limit.limit * settings.slice_ratio / gateways))
