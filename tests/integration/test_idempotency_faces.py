@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import urllib.error
 import urllib.request
@@ -13,6 +14,7 @@ from itertools import count
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 import pytest_asyncio
 import redis.asyncio
@@ -246,6 +248,76 @@ async def test_a_key_that_is_none_is_refused(faces: Faces, key: str) -> None:
     status, _, body = await faces.post(0, "/v1/chat/completions", CHAT, key)
     assert status == 400
     assert json.loads(body)["error"]["param"] == "idempotency-key"
+
+
+async def test_nothing_of_a_request_is_readable_in_the_store(faces: Faces, redis_url: str) -> None:
+    """Prompt, output, the client's key and plain hashes, of a request that runs and of one that ended."""
+    secret_prompt, key, tenant = "zzprompt of annzz", "order-of-ann", faces.fleet.tenant
+    values = {
+        "prompt": secret_prompt,
+        "choices": 2,
+        "logprobs": 1,
+        "stop": ["zzstopzz"],
+        "model": "zzmodelzz",
+    }
+    request = generation(key, **values)
+    answer = await faces.stubs[0].Complete(pb.CompleteRequest(generation=request), metadata=AUTH)
+    faces.fleet.hold_at = 6
+    running = asyncio.ensure_future(
+        faces.stubs[0].Complete(pb.CompleteRequest(generation=generation("b" + key, **values)), metadata=AUTH)
+    )
+    while faces.fleet.engine_tokens < 24 + 12:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)  # written behind
+    plain = request.SerializeToString(deterministic=True)
+    needles = [secret_prompt.encode(), key.encode(), b"zzstopzz", b"zzmodelzz", faces.fleet.digest.encode()]
+    needles += [hashlib.sha256(plain).hexdigest()[:32].encode()]
+    needles += [hashlib.sha256(f"fairway key v1\0000\0{key}".encode()).hexdigest()[:32].encode()]
+    for choice in answer.choices:
+        needles += [choice.text[at : at + 12].encode() for at in range(40)]
+        needles += [msgspec.msgpack.encode(list(choice.ids[at : at + 3])) for at in range(9)]
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        names = [name async for name in client.scan_iter(match=f"*{tenant}*")]
+        logs = [name for name in names if name.endswith(b":log")]
+        assert len(logs) == 2
+        stored = [*names]
+        for name in logs:
+            stored += await client.lrange(name, 0, -1)  # a dump is compressed
+        stored += [await client.dump(name) for name in names]
+    assert sum(map(len, stored)) > 2000
+    assert [needle for needle in needles if any(needle in each for each in stored)] == []
+    faces.fleet.hold.set()
+    await running
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_a_record_that_was_changed_is_never_an_answer(
+    faces: Faces, redis_url: str, ended: bool
+) -> None:
+    faces.fleet.hold_at = None if ended else 6
+    request = pb.CompleteRequest(generation=generation("k"))
+    first = faces.gateways[0]
+    if ended:
+        await faces.stubs[0].Complete(request, metadata=AUTH)
+    else:
+        left = await first.ask("k", prompt="hello", max_output_tokens=12, until=6)
+        assert left.error is None
+        await asyncio.sleep(0.2)
+        await first.supervisor.close()  # its lease lapses
+        await asyncio.sleep(1.2)
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        (name,) = [name async for name in client.scan_iter(match=f"fw:{{{faces.fleet.tenant}}}:idem:*:log")]
+        chunk: Any = await client.lindex(name, 0)
+        changed: Any = bytes([*chunk[:-1], chunk[-1] ^ 1])
+        await client.lset(name, 0, changed)
+    computed = faces.fleet.engine_tokens
+    with capture_logs() as logs, pytest.raises(grpc.aio.AioRpcError) as caught:
+        await faces.stubs[1].Complete(request, metadata=AUTH)
+    assert isinstance(from_rpc_error(caught.value), errors.ResultExpired)
+    assert [entry["log_level"] for entry in logs if entry["event"] == "idempotency.record_unreadable"] == [
+        "error"
+    ]
+    assert faces.fleet.engine_tokens == computed
 
 
 async def test_keys_are_not_in_the_logs_nor_in_the_store(faces: Faces, redis_url: str) -> None:

@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
+from secrets import token_bytes
 from typing import Any
 
 from fairway.v1 import inference_pb2 as pb
+from services.adapters.encrypted_records import EncryptedRecords
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.record_cipher import RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
 from services.core import errors
@@ -48,6 +51,8 @@ from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 
 CLOCK = SystemClock()
+NAMES_SECRET = b"n" * 32
+RECORD_SECRET = "current record secret of the tests"
 
 
 def token(seed: int, choice: int, position: int) -> int:
@@ -391,11 +396,12 @@ async def _gateway(
     limits = GatewayLimits(max_requests=options.max_requests, window_tokens=options.window_tokens)
     identity: Any = Identity(fleet)
     keyed = KeyedPorts(
-        store=wrap(store),
+        store=wrap(EncryptedRecords(store, RecordCipher([RECORD_SECRET], token_bytes))),
         limiter=ports.limiter,
         clock=CLOCK,
         telemetry=KeyedTelemetry(metrics),
         new_incident=ports.new_incident,
+        names_secret=NAMES_SECRET,
         owner=name,
         window_tokens=options.window_tokens,
         limits=options.keyed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from secrets import token_bytes
 from typing import Final
 
 import structlog
@@ -11,6 +12,7 @@ from fairway.v1 import (
     inference_pb2,
     inference_pb2_grpc,
 )
+from services.adapters.encrypted_records import EncryptedRecords
 from services.adapters.grpc.placement import GrpcPlacement
 from services.adapters.grpc.worker import GrpcWorkers
 from services.adapters.memory.limiter import MemoryLimiter
@@ -18,6 +20,7 @@ from services.adapters.model_files.cache import ModelFiles
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.adapters.quotas.observed_limiter import ObservedLimiter
 from services.adapters.quotas.settlement_spool import SettlementSpool
+from services.adapters.record_cipher import RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
@@ -54,11 +57,11 @@ from services.ports.idempotency import RecordLimits
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
-from services.runtime.config import Settings, read_password, read_secret
+from services.runtime.config import Settings, read_password, read_secret, read_secrets
 from services.runtime.fleet_state.registration import Registration
 from services.runtime.identity import KeyDirectory
 from services.runtime.process.health import Check
-from services.runtime.secrets import Ticket, issue_ticket, prefix_secret
+from services.runtime.secrets import Ticket, issue_ticket, prefix_secret, record_names_secret
 from services.runtime.telemetry.metrics import Metrics
 
 log = structlog.get_logger()
@@ -154,10 +157,12 @@ class _Quotas:
         password = read_password(password_file) if password_file is not None else None
         self._redis = redis = RedisLimiter(settings.redis_url, clock, password=password)
         environment.closing.push_async_callback(redis.close)
-        self.records = RedisIdempotency(
+        self._record_store = RedisIdempotency(
             settings.redis_url, clock, _record_limits(settings), password=password
         )
-        environment.closing.push_async_callback(self.records.close)
+        environment.closing.push_async_callback(self._record_store.close)
+        cipher = RecordCipher(read_secrets(settings.record_keys_file), token_bytes)
+        self.records = EncryptedRecords(self._record_store, cipher)
         spool = SettlementSpool(settings.state_dir / "settlements")
         environment.closing.push_async_callback(spool.close)
         gateways = environment.informer(GATEWAYS, Gateway)
@@ -191,7 +196,7 @@ class _Quotas:
         self._supervisor.spawn("settle", self.limiter.settle_forever())
         try:
             await self._redis.connect()
-            await self.records.connect()
+            await self._record_store.connect()
             await self.limiter.renew([])  # settles what an earlier process could not
         except StoreUnavailable as error:
             log.warning("gateway.started_without_redis", error=error.message)
@@ -247,6 +252,7 @@ def _keyed_ports(
         clock=environment.clock,
         telemetry=KeyedTelemetry(environment.metrics),
         new_incident=environment.ids.incident_id,
+        names_secret=record_names_secret(_ticket_key(settings)),
         owner=gateway_id,
         window_tokens=limits.window_tokens,
         limits=KeyedLimits(detach_grace_s=settings.detach_grace_s, renew_s=settings.idempotency_lease_s / 3),

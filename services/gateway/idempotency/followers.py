@@ -295,8 +295,7 @@ class FollowerBroadcast:
 
 def too_large() -> ResultExpired:
     return ResultExpired(
-        "the output of this idempotency key is too large to be stored; it was run and will not run again: "
-        "use another key"
+        "the output of this idempotency key is not stored; it was run and will not run again: use another key"
     )
 
 

@@ -77,10 +77,15 @@ class RecordReader:
             await ports.clock.sleep(ports.limits.poll_s)
 
     async def load(self, store: IdempotencyStore, key: RecordKey, chunks: int) -> EarlierRun | None:
-        """Take over the first ``chunks`` of a record; return the state from which a run continues."""
+        """Take over the first ``chunks`` of a record; return the state from which a run continues.
+
+        Raises ResultExpired when the record has no readable log.
+        """
         self.restart()
         while self.chunks < chunks:
             tail = await store.read(key, self.chunks, watch=False)
+            if tail.state is RecordState.EXPIRED:
+                raise too_large()
             if not tail.chunks:
                 self.restart()  # the log was deleted meanwhile: start over, with the same seed
                 break
