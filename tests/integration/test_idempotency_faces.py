@@ -5,12 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import grpc
@@ -21,110 +16,20 @@ import redis.asyncio
 from structlog.testing import capture_logs
 
 from fairway.v1 import inference_pb2 as pb
-from fairway.v1 import inference_pb2_grpc
 from services.core import errors
-from services.core.generation import Principal
-from services.core.records import Degrade, KeyRole
-from services.gateway.events import Received
-from services.gateway.faces.grpc.servicer import InferenceServicer
-from services.gateway.faces.openai.routes import build_app
-from services.gateway.faces.openai.server import HttpServer
-from services.rpc.server import RpcServer, Service
+from services.core.records import Degrade
 from services.rpc.status import from_rpc_error
-from services.runtime.clock import SystemClock
-from services.runtime.ids import Ids
-from tests.support.keyed_gateways import Fleet, Gateway, gateways
+from tests.support.keyed_faces import Faces, keyed_faces
 
-CLOCK = SystemClock()
 AUTH = (("authorization", "Bearer key"),)
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12}
 TEXTS = {"model": "m", "prompt": ["one", "three"], "max_tokens": 6}
 
 
-@dataclass
-class Faces:
-    """Two gateways, of each a gRPC and an HTTP face."""
-
-    fleet: Fleet
-    gateways: list[Gateway]
-    stubs: list[inference_pb2_grpc.InferenceServiceAsyncStub]
-    urls: list[str]
-
-    async def post(self, gateway: int, path: str, body: Any, *keys: str) -> tuple[int, dict[str, str], bytes]:
-        request = urllib.request.Request(self.urls[gateway] + path, json.dumps(body).encode())
-        request.add_header("authorization", "Bearer key")
-        request.add_header("content-type", "application/json")
-        for key in keys:
-            request.add_unredirected_header("idempotency-key", key)
-
-        def send() -> tuple[int, dict[str, str], bytes]:
-            try:
-                with urllib.request.urlopen(request, timeout=60) as answer:
-                    return answer.status, dict(answer.headers), answer.read()
-            except urllib.error.HTTPError as error:
-                with error:
-                    return error.code, dict(error.headers), error.read()
-
-        return await asyncio.to_thread(send)
-
-
-class Caller:
-    """Every key is the tenant's."""
-
-    def __init__(self, tenant: str) -> None:
-        self._tenant = tenant
-
-    def authenticate(self, credentials: str | None) -> Principal:
-        return Principal("k", KeyRole.TENANT, self._tenant)
-
-
 @pytest_asyncio.fixture
 async def faces(redis_url: str) -> AsyncIterator[Faces]:
-    fleet = Fleet()
-    async with AsyncExitStack() as stack:
-        pair = await stack.enter_async_context(gateways(redis_url, fleet, 2))
-        stubs = [await stack.enter_async_context(_grpc(gateway)) for gateway in pair]
-        urls = [await stack.enter_async_context(_http(gateway)) for gateway in pair]
-        yield Faces(fleet, pair, stubs, urls)
-
-
-@asynccontextmanager
-async def _grpc(gateway: Gateway) -> AsyncIterator[inference_pb2_grpc.InferenceServiceAsyncStub]:
-    numbers = count()
-    server = RpcServer(
-        [
-            Service(
-                pb.DESCRIPTOR.services_by_name["InferenceService"],
-                inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-                InferenceServicer(
-                    gateway.service,
-                    lambda: Received(CLOCK.monotonic_s(), 1, f"req_{gateway.name}_{next(numbers)}"),
-                    heartbeat_s=5.0,
-                ),
-            )
-        ],
-        listen="127.0.0.1:0",
-        internal_token="i" * 32,
-        new_incident=lambda: "inc_2",
-        authenticate=lambda token: Principal("k", KeyRole.TENANT, gateway.fleet.tenant),
-    )
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            yield inference_pb2_grpc.InferenceServiceStub(channel)
-    finally:
-        await server.stop(0)
-
-
-@asynccontextmanager
-async def _http(gateway: Gateway) -> AsyncIterator[str]:
-    app = build_app(gateway.service, Caller(gateway.fleet.tenant), CLOCK, Ids(), max_body_bytes=100_000)
-    server = HttpServer(app, "127.0.0.1", 0)
-    await server.start()
-    try:
-        yield f"http://127.0.0.1:{server.port}"
-    finally:
-        await server.stop(0.5)
+    async with keyed_faces(redis_url) as found:
+        yield found
 
 
 def generation(key: str, **values: Any) -> pb.Generation:
@@ -224,7 +129,7 @@ async def test_a_stream_is_replayed_also_where_it_was_a_whole_answer(faces: Face
     _, _, whole = await faces.post(0, "/v1/chat/completions", CHAT, "k")
     status, headers, stream = await faces.post(1, "/v1/chat/completions", {**CHAT, "stream": True}, "k")
     assert (status, headers["idempotent-replayed"]) == (200, "true")
-    events = [json.loads(line[6:]) for line in stream.decode().split("\n\n") if line.startswith("data: {")]
+    events = [json.loads(line[6:]) for line in stream.decode().split("\n") if line.startswith("data: {")]
     text = "".join(choice["delta"].get("content", "") for each in events for choice in each["choices"])
     assert text == json.loads(whole)["choices"][0]["message"]["content"]
     assert {each["id"] for each in events} == {json.loads(whole)["id"]}

@@ -61,7 +61,13 @@ from services.runtime.config import Settings, read_password, read_secret, read_s
 from services.runtime.fleet_state.registration import Registration
 from services.runtime.identity import KeyDirectory
 from services.runtime.process.health import Check
-from services.runtime.secrets import Ticket, issue_ticket, prefix_secret, record_names_secret
+from services.runtime.secrets import (
+    Ticket,
+    event_ids_secret,
+    issue_ticket,
+    prefix_secret,
+    record_names_secret,
+)
 from services.runtime.telemetry.metrics import Metrics
 
 log = structlog.get_logger()
@@ -130,6 +136,7 @@ def _http_server(environment: Environment, service: GatewayService, identity: Ke
         identity,
         environment.clock,
         environment.ids,
+        event_secret=event_ids_secret(_ticket_key(settings)),
         max_body_bytes=settings.max_body_bytes,
         not_ready=lambda: "; ".join(environment.health.problems()),
         observe=_http_observer(environment.metrics),

@@ -105,7 +105,7 @@ class RecordReader:
             piece = Piece(at, entry.ids, entry.text, logprobs_out(entry.logprobs))
             self._broadcast.put(entry.choice, piece)
             choice = self._broadcast.log.choice(entry.choice)
-            choice.recorded = max(choice.recorded, piece.end, key=lambda place: place.tokens)
+            choice.recorded = max(choice.recorded, piece.end)
         elif isinstance(entry, AcceptedTerms):
             self.has_terms = True
             self._broadcast.accept(entry, fresh=False)

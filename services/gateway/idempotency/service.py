@@ -81,6 +81,7 @@ class IdempotentService(GatewayService):
             partial(self._launch, principal, generation, received),
             timeout_s=timeout_s,
             client_window=client_window,
+            delivered=received.delivered,
         )
 
     async def flush_forever(self) -> None:
