@@ -86,6 +86,8 @@ class Accepted:
     received_unix_us: int = 0
     # Whether this is the answer of an earlier request with the same idempotency key.
     replayed: bool = False
+    # Whether this is the answer of an equal earlier request of the tenant.
+    cached: bool = False
     # The tenant's rates after this request, where they apply; not under an idempotency key.
     request_rate: RateState | None = None
     token_rate: RateState | None = None

@@ -96,7 +96,10 @@ class GatewayService:
         client window. Raises Draining, ShareExceeded and QueueFull at once.
         """
         self.check_open(principal.tenant_id, received)
-        terms = RunTerms(received, self.limits.timeout_of(generation, timeout_s), client_window)
+        timeout_s = self.limits.timeout_of(generation, timeout_s)
+        # A cached answer comes at once, which a client with a window of its own may not take.
+        cache = generation.cache and client_window is None
+        terms = RunTerms(received, timeout_s, client_window, cache)
         request, _ = self.start(principal, generation, sink, terms)
         return request
 

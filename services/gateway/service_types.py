@@ -12,6 +12,7 @@ from services.core.errors import FairwayError, QueueFull, ShareExceeded
 from services.core.shares import share_of
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.policy.retry import RetryBudget
+from services.gateway.response_cache import ResponseCache
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
 from services.ports.limiter import Limiter
@@ -79,6 +80,8 @@ class Ports:
     telemetry: GatewayTelemetry = field(default_factory=GatewayTelemetry)
     # Returns the pressure of a version, 0..1, as far as it is reported.
     pressure: Callable[[str], float] = lambda _digest: 0.0
+    # Answers for equal requests; None: every request runs.
+    responses: ResponseCache | None = None
     # The budget of placements after losses.
     retries: RetryBudget = field(default_factory=RetryBudget)
 

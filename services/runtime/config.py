@@ -181,6 +181,11 @@ class Settings(BaseModel):
     # Most bytes of stored answers per tenant.
     idempotency_tenant_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
 
+    # Seconds that answers at temperature 0 serve equal requests that permit it; 0: never.
+    response_cache_ttl_s: float = Field(default=0.0, ge=0, le=3600)
+    # Most bytes of such answers per tenant.
+    response_cache_tenant_bytes: int = Field(default=16 * 1024**2, ge=1024**2)
+
     @field_validator("etcd_endpoints", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:

@@ -28,6 +28,7 @@ from services.runtime.ids import Ids
 from tests.support.keyed_gateways import Fleet, Gateway, gateways
 
 CLOCK = SystemClock()
+AUTH = (("authorization", "Bearer key"),)
 
 
 @dataclass
@@ -68,10 +69,10 @@ class Caller:
 
 
 @asynccontextmanager
-async def keyed_faces(redis_url: str) -> AsyncIterator[Faces]:
+async def keyed_faces(redis_url: str, **options: Any) -> AsyncIterator[Faces]:
     fleet = Fleet()
     async with AsyncExitStack() as stack:
-        pair = await stack.enter_async_context(gateways(redis_url, fleet, 2))
+        pair = await stack.enter_async_context(gateways(redis_url, fleet, 2, **options))
         stubs = [await stack.enter_async_context(_grpc(gateway)) for gateway in pair]
         urls = [await stack.enter_async_context(_http(gateway)) for gateway in pair]
         yield Faces(fleet, pair, stubs, urls)

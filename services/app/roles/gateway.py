@@ -47,6 +47,7 @@ from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.validate import Validator
+from services.gateway.response_cache import ResponseCache
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
@@ -75,6 +76,7 @@ log = structlog.get_logger()
 _NAMING_THREADS: Final = 2
 _PLACED_BLOCKS: Final = 1024  # 64 Ki tokens
 _REGISTER_S: Final = 5.0
+_CACHED_RESPONSES: Final = 10_000  # of a tenant
 
 
 def gateway(environment: Environment) -> Role:
@@ -170,6 +172,13 @@ class _Quotas:
         environment.closing.push_async_callback(self._record_store.close)
         cipher = RecordCipher(read_secrets(settings.record_keys_file), token_bytes)
         self.records = EncryptedRecords(self._record_store, cipher)
+        self.responses: EncryptedRecords | None = None
+        if settings.response_cache_ttl_s:
+            responses = RedisIdempotency(
+                settings.redis_url, clock, _response_limits(settings), password=password
+            )
+            environment.closing.push_async_callback(responses.close)
+            self.responses = EncryptedRecords(responses, cipher)
         spool = SettlementSpool(settings.state_dir / "settlements")
         environment.closing.push_async_callback(spool.close)
         gateways = environment.informer(GATEWAYS, Gateway)
@@ -290,6 +299,22 @@ def _record_limits(settings: Settings) -> RecordLimits:
     )
 
 
+def _response_limits(settings: Settings) -> RecordLimits:
+    return RecordLimits(
+        body_s=settings.response_cache_ttl_s,
+        tombstone_s=settings.response_cache_ttl_s,
+        max_tenant_bytes=settings.response_cache_tenant_bytes,
+        max_tenant_keys=_CACHED_RESPONSES,
+    )
+
+
+def _response_cache(environment: Environment, quotas: _Quotas, gateway_id: str) -> ResponseCache | None:
+    if quotas.responses is None:
+        return None
+    secret = record_names_secret(_ticket_key(environment.settings))
+    return ResponseCache(quotas.responses, secret, gateway_id, environment.metrics)
+
+
 def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
     """Return the client of the leading scheduler; its search for the leader has started."""
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
@@ -343,6 +368,7 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         new_incident=environment.ids.incident_id,
         error_of=by_reason,
         pressure=placement.pressure,
+        responses=_response_cache(environment, quotas, gateway_id),
         telemetry=GatewayTelemetry(
             environment.metrics,
             clock=clock,

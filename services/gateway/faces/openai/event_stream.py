@@ -29,6 +29,8 @@ KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
 # The answer is that of an earlier request with the same idempotency key.
 REPLAYED: Final = (b"idempotent-replayed", b"true")
+# The answer is that of an equal earlier request of the tenant.
+CACHE_HIT: Final = (b"x-fairway-cache", b"hit")
 
 
 def degraded_header(degradations: Sequence[Degradation]) -> tuple[bytes, bytes]:
@@ -129,6 +131,8 @@ class EventStream:
     async def _open(self) -> None:
         """Begin the answer, and send the waiting role frames. The caller holds the lock."""
         if not self._reply.started:
+            if all(accepted.cached for accepted in self._accepted):
+                self._reply.add_header(*CACHE_HIT)
             for header in rate_headers(self._accepted[-1]):
                 self._reply.add_header(*header)
             await self._reply.start_events()

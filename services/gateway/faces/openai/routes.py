@@ -30,7 +30,13 @@ from services.gateway.events import Event, Received
 from services.gateway.faces.openai.answers import whole_answer
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
 from services.gateway.faces.openai.event_ids import HEADER, AnswerPosition
-from services.gateway.faces.openai.event_stream import REPLAYED, EventStream, degraded_header, original
+from services.gateway.faces.openai.event_stream import (
+    CACHE_HIT,
+    REPLAYED,
+    EventStream,
+    degraded_header,
+    original,
+)
 from services.gateway.faces.openai.exchange import (
     BodyReader,
     ClientDisconnected,
@@ -269,6 +275,8 @@ class OpenAiFace:
             request_id, created_unix_s = original(first, 0)
         if first.replayed:
             exchange.reply.add_header(*REPLAYED)
+        if all(completion.accepted.cached for completion in completions):
+            exchange.reply.add_header(*CACHE_HIT)
         degraded = [found for one in completions for found in one.accepted.degradations]
         if degraded:
             exchange.reply.add_header(*degraded_header(degraded))
