@@ -59,6 +59,7 @@ from simulator.kernel.process import Process
 
 TICKET_KEY: Final = b"the simulation's ticket key"
 _PREFIX_SECRET: Final = b"the simulation's prefix secret"
+_NAMES_SECRET: Final = b"the simulation's record names"
 _MODEL_FILES: Final = Path(__file__).parent / "model"
 
 
@@ -157,6 +158,7 @@ class GatewayNode:
             clock=self._process.clock,
             telemetry=KeyedTelemetry(metrics),
             new_incident=self._process.ids.incident_id,
+            names_secret=_NAMES_SECRET,
             owner=gateway_id,
             window_tokens=limits.window_tokens,
             limits=KeyedLimits(),
