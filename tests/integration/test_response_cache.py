@@ -14,6 +14,7 @@ import redis.asyncio
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
 from services.core.generation import Usage
+from tests.support.metered import charged
 from services.gateway.response_cache import CollectedAnswer
 from services.ports.idempotency import RecordLimits
 from tests.support.keyed_faces import AUTH, Faces, keyed_faces
@@ -59,7 +60,7 @@ async def test_an_equal_request_receives_the_answer_on_any_gateway(faces: Faces)
         assert again.finished.usage == Usage(5, 20, 5)
     assert not cached(first)
     assert faces.fleet.engine_tokens == 20
-    assert await left.limiter.usage(faces.fleet.tenant) == Usage(15, 60, 10)
+    assert await charged(left.limiter, faces.fleet.tenant) == Usage(15, 60, 10)
 
 
 async def test_no_tenant_receives_an_answer_of_another(faces: Faces) -> None:
