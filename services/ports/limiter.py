@@ -84,7 +84,7 @@ class Limiter(Protocol):
         """
 
     async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
-        """Count amounts against rates, all or none, without a request. The caller then decides on them itself.
+        """Count amounts against rates, all or none, without a request. The caller decides on them itself.
 
         Raises RequestRateExceeded or TokenRateExceeded, with ``retry_after_s``.
         """

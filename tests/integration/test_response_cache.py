@@ -14,11 +14,11 @@ import redis.asyncio
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
 from services.core.generation import Usage
-from tests.support.metered import charged
 from services.gateway.response_cache import CollectedAnswer
 from services.ports.idempotency import RecordLimits
 from tests.support.keyed_faces import AUTH, Faces, keyed_faces
 from tests.support.keyed_gateways import Answer, Gateway
+from tests.support.metered import charged
 from tests.support.waiting import until
 
 GREEDY: dict[str, Any] = {"sampling": common_pb2.Sampling(temperature=0.0), "cache": True}
