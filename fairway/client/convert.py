@@ -70,6 +70,7 @@ def generation(model: str, source: Input, options: Options, idempotency_key: str
         stop=options.stop,
         stop_token_ids=options.stop_token_ids,
         session_key=options.session_key,
+        user=options.user,
         ignore_eos=options.ignore_eos,
         idempotency_key=idempotency_key,
         **{name: value for name, value in optional.items() if value is not None},
@@ -141,7 +142,12 @@ def finished(message: pb.Finished) -> Finished:
             )
             for one in message.choices
         ),
-        usage=Usage(message.usage.prompt_tokens, message.usage.output_tokens, message.usage.cached_tokens),
+        usage=Usage(
+            message.usage.prompt_tokens,
+            message.usage.output_tokens,
+            message.usage.cached_tokens,
+            message.usage.device_us / 1e6,
+        ),
         clock=StageClock(
             received_unix_us=clock.received_unix_us,
             validate_s=clock.validate_us / 1e6,

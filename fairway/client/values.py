@@ -80,6 +80,7 @@ class Options:
     priority: Priority | None = None  # None: the server's default class
     # Requests with one key stay on one side of a version split.
     session_key: str = ""
+    user: str = ""  # the caller's name of its end user, whose limits and budgets apply
     ignore_eos: bool = False  # do not stop at the end-of-sequence token
 
 
@@ -146,9 +147,12 @@ class ChoiceResult:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """``device_s``: shares of engine steps; those of the last steps, or of a lost worker, may be missing."""
+
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
+    device_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

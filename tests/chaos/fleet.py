@@ -31,6 +31,7 @@ from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import controlplane_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.redis.limiter import RedisLimiter
+from services.core.limits import Limit, LimitKind
 from services.core.records import Leader, leader_key, load
 from services.runtime.clock import SystemClock
 from tests.chaos.checker import Holding
@@ -41,6 +42,7 @@ DRAIN_S: Final = 20.0
 DISK_BYTES: Final = 512 * 1024**2
 SMALL_DISK: Final = "worker-1"  # the worker whose model files are on a disk of their own
 STORES: Final = ("etcd", "redis")
+METERED_MICROS: Final = 10**12
 SETTINGS: Final = {
     "FAIRWAY_DRAIN_S": f"{DRAIN_S:g}",
     "FAIRWAY_ENGINE_THREADS": "1",
@@ -133,11 +135,17 @@ class Fleet:
     """Everything that a drill may touch. Names of processes are those of `fairway up`."""
 
     def __init__(
-        self, state: StateDir, addresses: Addresses, entries: Mapping[str, str], options: UpOptions
+        self,
+        state: StateDir,
+        addresses: Addresses,
+        entries: Mapping[str, str],
+        options: UpOptions,
+        settings: Mapping[str, str],
     ) -> None:
         self.state = state
         self.addresses = addresses
         self.options = options
+        self._own_settings = {**SETTINGS, **settings}
         self.gateways: dict[str, str] = {name: entries[name] for name in addresses.gateway_names}
         self.network: Network
         self.supervisor: ProcessSupervisor
@@ -149,8 +157,10 @@ class Fleet:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def started(cls, root: Path, shape: Shape) -> AsyncIterator[Fleet]:
-        """Yield a fleet that serves; nothing of it is left afterwards."""
+    async def started(
+        cls, root: Path, shape: Shape, *, settings: Mapping[str, str] | None = None
+    ) -> AsyncIterator[Fleet]:
+        """Yield a fleet that serves, every role with ``settings``; nothing of it is left afterwards."""
         state = StateDir.at(root)
         state.create()
         ensure_secrets(state)
@@ -168,7 +178,7 @@ class Fleet:
         ports = choose_ports([*names, *edges], fixed={}, remembered={}, preferred={})
         addresses = Addresses.for_options(options, ports)
         entries = {_process(name): f"127.0.0.1:{ports[f'edge:{name}']}" for name in (*STORES, *proxied)}
-        fleet = cls(state, addresses, entries, options)
+        fleet = cls(state, addresses, entries, options, settings or {})
         pairs: dict[str, tuple[int, int | str]] = {
             _process(name): (ports[f"edge:{name}"], ports[name]) for name in proxied
         }
@@ -195,7 +205,7 @@ class Fleet:
         """What goes over the settings of an installation: every address is that of a proxy."""
         settings = []
         for name in self.addresses.role_names:
-            for variable, value in SETTINGS.items():
+            for variable, value in self._own_settings.items():
                 settings.append((name, variable, value))
             settings += [
                 (name, NAME_VARIABLE, name),
@@ -314,6 +324,24 @@ class Fleet:
             for line in page.splitlines()
             if line.startswith("fairway_scheduler_grants_outstanding")
         )
+
+    async def charged_tokens(self, tenant: str) -> int:
+        """Return the tokens, prompt and output, that a tenant was charged so far."""
+        (spent,) = await self.limiter.spent(tenant, [Limit(LimitKind.MONTH_MICROS, METERED_MICROS)])
+        return spent.settled_micros
+
+    async def meter(self, tenant: str) -> None:
+        """Price the bundled model at a micro-dollar per token, and give the tenant a budget that shows it."""
+        admin = metadata(self.admin_key)
+        stub = controlplane_pb2_grpc.ControlPlaneServiceStub(self.channel(self.addresses.of("controlplane")))
+        name = self.options.model_name
+        found = await stub.GetDeployment(cp.GetDeploymentRequest(name=name), metadata=admin, timeout=15)
+        price = cp.Price(input_micros=10**6, cached_micros=10**6, output_micros=10**6)
+        found.deployment.price.CopyFrom(price)
+        changed = cp.UpdateDeploymentRequest(deployment=found.deployment)
+        await stub.UpdateDeployment(changed, metadata=admin, timeout=15)
+        budget = cp.Budget(metadata=cp.Metadata(name=tenant), tenant=tenant, limit_micros=METERED_MICROS)
+        await stub.CreateBudget(cp.CreateBudgetRequest(budget=budget), metadata=admin, timeout=15)
 
     async def create_tenants(self, names: Sequence[str]) -> dict[str, str]:
         """Return an API key per tenant, the tenants being new."""

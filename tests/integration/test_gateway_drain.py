@@ -30,7 +30,7 @@ def _service(limiter: FallbackLimiter) -> GatewayService:
         clock=CLOCK,
         supervisor=Supervisor(CLOCK),
         rng=Random(0),
-        sign_ticket=lambda tenant, request, expiry: b"t",
+        sign_ticket=lambda ticket: b"t",
         new_incident=lambda: "inc_1",
         error_of=by_reason,
     )

@@ -27,8 +27,8 @@ from services.core.errors import FailedPrecondition, InvalidInput
 from services.gateway.text.sandbox import (
     BUDGET,
     MAX_TEMPLATE_BYTES,
-    Budget,
     BudgetedEnvironment,
+    TemplateBudget,
     TemplateRefused,
     TemplateTooCostly,
 )
@@ -123,7 +123,7 @@ class ChatTemplate:
         Raises InvalidInput when the template rejects the messages or exceeds its budget, FailedPrecondition
         when it fails on them.
         """
-        budget = Budget(
+        budget = TemplateBudget(
             max_chars=8 * max_chars + MAX_WORK_CHARS,
             max_steps=MAX_STEPS,
             deadline_s=self._clock.monotonic_s() + RENDER_TIMEOUT_S,

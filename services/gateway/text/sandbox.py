@@ -79,7 +79,7 @@ class TemplateTooCostly(Exception):
     """The template exceeded its characters, steps or time."""
 
 
-class Budget:
+class TemplateBudget:
     """The remaining budget of one rendering. Any thread, one at a time."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Budget:
             raise TemplateTooCostly("too much time")
 
 
-def weight(value: object, budget: Budget) -> int:
+def weight(value: object, budget: TemplateBudget) -> int:
     """Charge and return the approximate length of ``str(value)``, without building it."""
     if isinstance(value, str):
         budget.charge(len(value))
@@ -123,9 +123,9 @@ def _check_int(value: int) -> None:
         raise TemplateTooCostly("a number is too large")
 
 
-def _budget(context: Context) -> Budget:
+def _budget(context: Context) -> TemplateBudget:
     found = context.resolve_or_missing(BUDGET)
-    assert isinstance(found, Budget), "a template is rendered without a budget"
+    assert isinstance(found, TemplateBudget), "a template is rendered without a budget"
     return found
 
 
@@ -324,7 +324,7 @@ class _Formatter(SandboxedFormatter):
 
 
 class BudgetedEnvironment(ImmutableSandboxedEnvironment):
-    """Rendering needs a Budget in the context under the name ``BUDGET``."""
+    """Rendering needs a TemplateBudget in the context under the name ``BUDGET``."""
 
     intercepted_binops = frozenset(("*", "**", "%", "+"))
 
@@ -464,7 +464,7 @@ def _check_width(value: Any) -> None:
         raise TemplateTooCostly("a width is too large")
 
 
-def _check_percent(text: str, values: Any, budget: Budget) -> None:
+def _check_percent(text: str, values: Any, budget: TemplateBudget) -> None:
     """Charge ``text % values``. Raises TemplateTooCostly."""
     budget.charge(len(text) + text.count("%") * weight(values, budget))
     for found in _PERCENT_WIDTH.finditer(text):
@@ -481,7 +481,7 @@ def _check_items(count: int) -> None:
         raise TemplateTooCostly("a list is too long")
 
 
-def _check_product(operator: str, left: Any, right: Any, budget: Budget) -> None:
+def _check_product(operator: str, left: Any, right: Any, budget: TemplateBudget) -> None:
     """Raise TemplateTooCostly if the result of ``left operator right`` would be large, before it is built."""
     for number, sequence in ((left, right), (right, left)):
         if isinstance(sequence, str | list | tuple):

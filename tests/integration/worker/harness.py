@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fairway.v1 import worker_pb2, worker_pb2_grpc
-from services.adapters.grpc.worker import GrpcWorkers
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.memory.store import MemoryStore
 from services.core.errors import FairwayError
 from services.core.generation import (
@@ -42,15 +43,18 @@ from services.rpc.channel import auth_metadata
 from services.rpc.server import RpcServer, Service
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
-from services.worker.agent.agent import WorkerAgent, WorkerIdentity
+from services.worker.agent.agent import WorkerAgent
+from services.worker.agent.report import WorkerIdentity
 from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import EngineTimeouts, process_launcher
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_files import ModelSource, VersionFiles
+from services.worker.streams.device_time import DeviceKind, DeviceTime
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.text.detokenizer import byte_of_char
 from tests.support import local_servers
+from tests.support.kept_usage import KeptUsage
 
 DIGEST = "sha256:" + "a" * 64
 VOCAB = 512
@@ -183,12 +187,13 @@ class Harness:
     agent: WorkerAgent
     host: SequenceHost
     store: MemoryStore
-    client: GrpcWorkers
+    client: MuxedWorkers
     supervisor: Supervisor
     address: str
     server: RpcServer
     run: asyncio.Task[None]
     files: FolderSource
+    usage: KeptUsage
     worker_id: str = "w1"
     digest: str = DIGEST
     metadata: tuple[tuple[str, str], ...] = field(default_factory=lambda: auth_metadata(TOKEN))
@@ -294,7 +299,8 @@ async def start_harness(
     """Start a worker with the null executor, or with none until it is assigned a version."""
     clock = SystemClock()
     supervisor = Supervisor(clock)
-    host = SequenceHost(changed=lambda: None)
+    usage = KeptUsage()
+    host = SequenceHost(changed=lambda: None, device=DeviceTime(DeviceKind("w1", "cpu", 0.36), usage, clock))
     store = MemoryStore(clock)
     address = f"127.0.0.1:{local_servers.free_port()}"
     files = FolderSource(model_dir)
@@ -320,9 +326,9 @@ async def start_harness(
     )
     server = RpcServer((service,), listen=address, internal_token=TOKEN, new_incident=lambda: "incident")
     await server.start()
-    client = GrpcWorkers(TOKEN, "g1", clock, supervisor)
+    client = MuxedWorkers(GrpcStreams(TOKEN), "g1", clock, supervisor)
     run = supervisor.spawn("agent", agent.run())
-    harness = Harness(agent, host, store, client, supervisor, address, server, run, files)
+    harness = Harness(agent, host, store, client, supervisor, address, server, run, files, usage)
     await agent.wait_registered(5.0)
     if assign:
         await harness.assign(harness.version)

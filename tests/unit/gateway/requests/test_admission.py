@@ -24,6 +24,7 @@ from services.core.errors import (
 from services.core.generation import Principal, Usage
 from services.core.limits import Claim, Limit, LimitKind, Price
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
 from services.gateway.requests.terms import Produced, Resume, RunTerms
@@ -35,12 +36,14 @@ from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolde
 from services.ports.limiter import NO_PRICE, Reservation
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
+from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
+from tests.unit.gateway.conftest import View
 from tests.unit.gateway.requests.test_request import Placement, Workers, emit, ended
 
 DIGEST = "sha256:" + "ab" * 32
 CLOCK = SystemClock()
-TOKENS = Limit(LimitKind.TOKENS, 1000)
+RATE = Limit(LimitKind.TOKENS, 1000)
 LONG = "far too long for the context " * 8  # more tokens than fit, and bytes that might
 
 
@@ -80,6 +83,8 @@ class Gateway:
         self.supervisor = Supervisor(CLOCK)
         self.limiter = MemoryLimiter(CLOCK)
         self.requests = 0
+        self.tickets: list[Ticket] = []
+        self.budgets = View()
         validator = Validator(fleet.catalog, fleet.identity, Random(7))
         self.service = GatewayService(
             validator=validator,
@@ -92,12 +97,17 @@ class Gateway:
                 clock=CLOCK,
                 supervisor=self.supervisor,
                 rng=Random(0),
-                sign_ticket=lambda tenant, request, expiry: b"t",
+                sign_ticket=self._sign,
+                budgets_of=TenantBudgets(self.budgets).of,
                 new_incident=lambda: "inc_1",
                 error_of=by_reason,
             ),
             limits=limits,
         )
+
+    def _sign(self, ticket: Ticket) -> bytes:
+        self.tickets.append(ticket)
+        return b"t"
 
     @property
     def encoded(self) -> int:
@@ -240,19 +250,18 @@ async def test_what_goes_on_is_not_counted_against_the_rate_again(gateway: Gatew
 
 async def test_a_resumed_request_is_charged_the_tokens_that_it_adds(gateway: Gateway) -> None:
     generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=30)
-    first = await gateway.limiter.admit("tokens", "req_1", ())
-    first = await gateway.limiter.reserve(first, [Claim(TOKENS, 900)], NO_PRICE)
-    await gateway.limiter.settle(first, Usage(1, 10))
     earlier = Resume(PinnedVersion(DIGEST, 1), (Produced((7,) * 10, 10),), ())
     terms = RunTerms(gateway.received(), 20.0, resume=earlier)
+    first = await gateway.limiter.admit("tokens", terms.received.request_id, ())
+    first = await gateway.limiter.reserve(first, [Claim(RATE, 100)], NO_PRICE)
+    await gateway.limiter.settle(first, Usage(3, 10), spooled=True)
     telemetry = GatewayTelemetry().begin(terms.received)
     admission = gateway.service._admission
     admitted = await admission.admit(who("tokens"), generation, telemetry.timer(), terms, telemetry)
-    prompt_tokens = len(admitted.spec.prompt.ids)
-    left = await tokens_left(gateway)
-    assert 950 <= left <= 975, "the prompt and the predicted output, of which 11 tokens are charged"
-    await gateway.limiter.settle(admitted.reservation, Usage(prompt_tokens, 30))
-    assert left <= await tokens_left(gateway) <= left + 5, "all that was reserved was used"
+    assert len(admitted.spec.prompt.ids) == 3
+    assert 967 <= await tokens_left(gateway) <= 969, "20 more than the earlier run's 13 are reserved"
+    await gateway.limiter.settle(admitted.reservation, Usage(3, 30))
+    assert 967 <= await tokens_left(gateway) <= 972
 
 
 async def test_the_stages_of_a_request_sum_to_its_latency(gateway: Gateway) -> None:
@@ -281,7 +290,7 @@ async def tokens_left(gateway: Gateway) -> int:
         middle = (low + high) // 2
         probe = Reservation("tokens", f"probe-{uuid.uuid4().hex}")
         try:
-            held = await gateway.limiter.reserve(probe, [Claim(TOKENS, middle)], NO_PRICE)
+            held = await gateway.limiter.reserve(probe, [Claim(RATE, middle)], NO_PRICE)
         except TokenRateExceeded:
             high = middle
         else:
@@ -298,12 +307,12 @@ async def test_an_ended_request_is_charged_the_tokens_that_it_used(gateway: Gate
 
 
 async def test_a_request_above_the_token_rate_is_refused_without_a_slot_or_tokens(gateway: Gateway) -> None:
-    held = await gateway.limiter.reserve(Reservation("tokens", "other"), [Claim(TOKENS, 950)], NO_PRICE)
+    held = await gateway.limiter.reserve(Reservation("tokens", "other"), [Claim(RATE, 950)], NO_PRICE)
     with pytest.raises(TokenRateExceeded) as caught:
         await gateway.ask(tenant="tokens", max_output_tokens=60)
     assert caught.value.retry_after_s
-    assert await gateway.limiter.concurrency("tokens") == 1, "the other's"
     await gateway.limiter.settle(held, Usage(0, 0))
+    assert await gateway.limiter.concurrency("tokens") == 0
     assert await tokens_left(gateway) == 1000
 
 

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from services.adapters.memory.limiter import MemoryLimiter
 from services.core import errors
 from services.core.generation import (
     AnyGrant,
@@ -23,13 +24,14 @@ from services.core.generation import (
     TokenLogprobs,
     Usage,
 )
-from services.core.limits import Claim, Limit, Price
-from services.core.records import Meta, Tenant
+from services.core.limits import Limit
+from services.core.records import ApiKey, KeyRole, Meta, Tenant
 from services.gateway.events import Accepted, Finished, Received
+from services.gateway.policy.claims import Payer
 from services.gateway.requests.request import Request
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.service_types import GatewayLimits, Ports
-from services.ports.limiter import Reservation, Spent
+from services.ports.limiter import Reservation
 from services.ports.worker import SequenceSink
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -112,37 +114,27 @@ class Workers:
         self.cancelled += 1
 
 
-class SlotLimiter:
+class SlotLimiter(MemoryLimiter):
+    """Notes who holds a slot, and what was settled."""
+
     def __init__(self) -> None:
-        self.held: set[str] = set()
+        super().__init__(CLOCK)
+        self.running: set[str] = set()
         self.usage: list[Usage] = []
 
     async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
-        self.held.add(request_id)
-        return Reservation(tenant_id, request_id)
-
-    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
-        return reservation
-
-    async def spend(self, tenant_id: str, per_minute: int) -> None: ...
-
-    async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None: ...
-
-    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None: ...
-
-    async def settle_lapsed(self, tenant_id: str) -> int:
-        return 0
-
-    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
-        return ()
+        self.running.add(request_id)
+        return await super().admit(tenant_id, request_id, limits)
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         await asyncio.sleep(0)
-        self.held.remove(reservation.request_id)
+        self.running.remove(reservation.request_id)
         self.usage.append(usage)
+        await super().settle(reservation, usage, spooled=spooled)
 
-    async def concurrency(self, tenant_id: str) -> int:
-        return len(self.held)
+
+def payer() -> Payer:
+    return Payer(Tenant(Meta("acme")), ApiKey(Meta("key"), KeyRole.TENANT, "h", "acme"))
 
 
 def emit(tokens: int, end: SequenceEnd | str | NotAdmittedReason | None) -> Script:
@@ -196,7 +188,7 @@ class Harness:
         return Admitted(
             self.spec,
             await self.limiter.admit("acme", "req_1", ()),
-            Tenant(Meta("acme")),
+            payer(),
             b"t",
             replace(self.terms, client_window=self.client_window),
             self.ports,
@@ -211,7 +203,7 @@ class Harness:
 
     async def run(self) -> Finished | errors.FairwayError:
         await self.start()
-        assert self.limiter.held == set(), "the slot was not given back"
+        assert self.limiter.running == set(), "the slot was not given back"
         assert self.sink.end is not None
         return self.sink.end
 
@@ -290,6 +282,21 @@ async def test_what_a_request_computed_itself_is_not_told_as_cached(
     end = await harness.run()
     assert isinstance(end, Finished)
     assert end.usage.cached_tokens == told
+
+
+async def test_device_time_is_that_of_all_choices_and_runs_whose_end_was_reported() -> None:
+    preempted = replace(ended(2, FinishReason.PREEMPTED), device_us=1_000_000)
+    harness = Harness(
+        emit(2, preempted),
+        emit(1, replace(ended(1), device_us=20_000)),
+        emit(1, "gone"),
+        emit(1, replace(ended(4), device_us=300)),
+        choices=2,
+    )
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert end.usage.device_s == pytest.approx(1.0203)
+    assert harness.limiter.usage[0].device_s == end.usage.device_s
 
 
 @pytest.mark.parametrize("refusal", [errors.QueueTimeout, errors.NoWorkerAvailable, errors.NoLeader])
@@ -402,7 +409,7 @@ async def test_cancelling_frees_everything(where: str) -> None:
     await task
     assert isinstance(harness.sink.end, errors.RequestCancelled)
     assert harness.workers.cancelled == (1 if where == "running" else 0)
-    assert harness.limiter.held == set()
+    assert harness.limiter.running == set()
 
 
 async def test_the_deadline_ends_a_running_request() -> None:
@@ -452,7 +459,7 @@ async def test_a_settlement_that_fails_is_no_crash_of_the_gateway() -> None:
     harness = Harness(emit(1, ended(1)))
 
     async def away(reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
-        harness.limiter.held.clear()
+        harness.limiter.running.clear()
         raise errors.StoreUnavailable("Redis did not answer")
 
     harness.limiter.settle = away  # type: ignore[method-assign]
