@@ -1,17 +1,18 @@
-"""What every ``IdempotencyStore`` does, checked on a real Redis and on the in-memory one alike."""
+"""What every ``IdempotencyStore`` does, checked on Redis and in memory, in clear and encrypted."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 
 from services.core.errors import IdempotencyKeysExceeded, TokenRateExceeded
 from services.core.generation import Usage
+from services.core.limits import Claim as LimitClaim
+from services.core.limits import Limit, LimitKind
 from services.ports.idempotency import (
     Addition,
     Ended,
@@ -25,21 +26,26 @@ from services.ports.idempotency import (
     Running,
     Written,
 )
-from services.ports.limiter import Limits, Reservation
-from tests.support.idempotency import Bench, memory_bench, redis_bench
+from services.ports.limiter import Reservation
+from tests.support.idempotency import Bench, encrypted, memory_bench, redis_bench
+from tests.support.metered import PRICE, admit_metered, charged
 
 Make = Callable[[RecordLimits], Awaitable[Bench]]
 NONE = Usage(0, 0)
 
 
-@pytest_asyncio.fixture(params=["redis", "memory"])
+@pytest_asyncio.fixture(params=["redis", "memory", "redis encrypted", "memory encrypted"])
 async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
+    kind, _, sealed = request.param.partition(" ")
     async with AsyncExitStack() as stack:
 
         async def with_limits(limits: RecordLimits) -> Bench:
-            if request.param == "memory":
-                return await stack.enter_async_context(memory_bench(limits))
-            return await stack.enter_async_context(redis_bench(request.getfixturevalue("redis_url"), limits))
+            if kind == "memory":
+                made = memory_bench(limits)
+            else:
+                made = redis_bench(request.getfixturevalue("redis_url"), limits)
+            bench = await stack.enter_async_context(made)
+            return encrypted(bench) if sealed else bench
 
         yield with_limits
 
@@ -60,7 +66,7 @@ async def add(bench: Bench, hold: Hold, *chunks: bytes) -> list[Written]:
 
 
 async def admitted(bench: Bench, request_id: str = "r") -> Reservation:
-    return await bench.limiter.admit(bench.tenant, request_id, Limits())
+    return await admit_metered(bench.limiter, bench.tenant, request_id)
 
 
 async def test_a_new_key_is_owned_and_a_second_claim_finds_it_running(bench: Bench) -> None:
@@ -147,12 +153,12 @@ async def test_a_lapsed_owner_is_replaced_and_can_do_nothing_more(bench: Bench) 
     assert await add(bench, old, b"stale", b"") == [Written.FENCED] * 2
     assert await bench.store.finish(old, b"stale", slot, Usage(9, 9)) is Written.FENCED
     assert await bench.store.release(old, b"stale", slot, Usage(9, 9)) is Written.FENCED
-    assert await bench.limiter.usage(bench.tenant) == NONE
+    assert await charged(bench.limiter, bench.tenant) == NONE
     assert await bench.limiter.concurrency(bench.tenant) == 1
     assert await bench.store.finish(claim.hold, b"end", slot, Usage(2, 1)) is Written.KEPT
     assert await bench.store.finish(old, b"stale", slot, Usage(9, 9)) is Written.FENCED
     assert (await bench.store.read(bench.key(), 0, watch=False)).chunks == (b"1", b"end")
-    assert await bench.limiter.usage(bench.tenant) == Usage(2, 1)
+    assert await charged(bench.limiter, bench.tenant) == Usage(2, 1)
     assert await bench.limiter.concurrency(bench.tenant) == 0
 
 
@@ -195,25 +201,25 @@ async def test_a_release_with_a_log_is_gone_on_from_and_charged_once(bench: Benc
     assert await bench.store.release(hold, b"2", slot, Usage(10, 3, 4)) is Written.KEPT
     assert await add(bench, hold, b"late") == [Written.FENCED]
     assert await bench.limiter.concurrency(bench.tenant) == 0
-    assert await bench.limiter.usage(bench.tenant) == Usage(10, 3, 4)
+    assert await charged(bench.limiter, bench.tenant) == Usage(10, 3, 4)
     claim = await bench.store.claim(bench.key(), "f", "b")
     assert isinstance(claim, Owned)
     assert claim.chunks == 2
     slot = await admitted(bench)
     await bench.store.finish(claim.hold, b"end", slot, Usage(10, 8, 2))
-    assert await bench.limiter.usage(bench.tenant) == Usage(10, 8, 4)
+    assert await charged(bench.limiter, bench.tenant) == Usage(10, 8, 4)
     assert await bench.limiter.concurrency(bench.tenant) == 0
 
 
 async def test_the_end_of_a_record_corrects_the_reserved_tokens_once(bench: Bench) -> None:
-    limits = Limits(tokens_per_minute=1200)  # 20 a second
+    rate = Limit(LimitKind.TOKENS, 1200)  # 20 a second
     hold = await owned(bench)
-    slot = await bench.limiter.reserve_tokens(await admitted(bench), 1200, limits)
+    slot = await bench.limiter.reserve(await admitted(bench), [LimitClaim(rate, 1200)], PRICE)
     await bench.store.finish(hold, b"end", slot, Usage(100, 500))
     await bench.limiter.settle(slot, Usage(100, 500))
-    await bench.limiter.reserve_tokens(await admitted(bench, "fits"), 600, limits)
+    await bench.limiter.reserve(await admitted(bench, "fits"), [LimitClaim(rate, 600)], PRICE)
     with pytest.raises(TokenRateExceeded):
-        await bench.limiter.reserve_tokens(await admitted(bench, "more"), 150, limits)
+        await bench.limiter.reserve(await admitted(bench, "more"), [LimitClaim(rate, 150)], PRICE)
 
 
 async def test_a_settlement_after_the_end_counts_nothing(bench: Bench) -> None:
@@ -221,8 +227,8 @@ async def test_a_settlement_after_the_end_counts_nothing(bench: Bench) -> None:
     slot = await admitted(bench)
     await bench.store.finish(hold, b"end", slot, Usage(5, 5))
     await bench.limiter.settle(slot, Usage(5, 5))
-    await bench.limiter.renew([slot])
-    assert await bench.limiter.usage(bench.tenant) == Usage(5, 5)
+    await bench.limiter.renew([(slot, Usage(0, 0))])
+    assert await charged(bench.limiter, bench.tenant) == Usage(5, 5)
     assert await bench.limiter.concurrency(bench.tenant) == 0
 
 
@@ -233,18 +239,18 @@ async def test_a_run_that_is_settled_apart_from_its_record_is_charged_once(
     """The store was away at its end, so its usage waited elsewhere; another gateway went on meanwhile."""
     hold, reservation = await owned(bench), await admitted(bench)
     await add(bench, hold, b"part")
-    apart = replace(reservation, record=hold.key.digest)
+    apart = reservation
     if apart_first:
         await bench.limiter.settle(apart, Usage(3, 4, 1))
         await bench.limiter.settle(apart, Usage(3, 4, 1))
-        assert await bench.limiter.usage(bench.tenant) == Usage(3, 4, 1)
+        assert await charged(bench.limiter, bench.tenant) == Usage(3, 4, 1)
     await bench.lapse_leases()
     other = await owned(bench, "b")
     again = await admitted(bench)
     assert await bench.store.finish(other, b"rest", again, Usage(3, 9, 1)) is Written.KEPT
-    assert await bench.limiter.usage(bench.tenant) == Usage(3, 9, 1)
+    assert await charged(bench.limiter, bench.tenant) == Usage(3, 9, 1)
     await bench.limiter.settle(apart, Usage(3, 4, 1))
-    assert await bench.limiter.usage(bench.tenant) == Usage(3, 9, 1)
+    assert await charged(bench.limiter, bench.tenant) == Usage(3, 9, 1)
     assert await bench.limiter.concurrency(bench.tenant) == 0
 
 
@@ -275,32 +281,34 @@ async def test_one_append_serves_many_records_of_many_tenants(bench: Bench) -> N
 
 
 async def test_a_record_that_outgrows_its_bound_becomes_a_tombstone(make: Make) -> None:
-    bench = await make(RecordLimits(lease_s=60, max_record_bytes=10))
+    bench = await make(RecordLimits(lease_s=60, max_record_bytes=100))
     hold = await owned(bench)
     slot = await admitted(bench)
-    assert await add(bench, hold, b"x" * 10, b"y", b"", b"z") == [Written.KEPT, *[Written.TOO_LARGE] * 3]
+    full = b"x" * (100 - bench.overhead)
+    assert await add(bench, hold, full, b"y", b"", b"z") == [Written.KEPT, *[Written.TOO_LARGE] * 3]
     assert await bench.store.claim(bench.key(), "f", "b") == Expired()
     assert (await bench.store.read(bench.key(), 0, watch=False)).state is RecordState.EXPIRED
     assert await bench.store.finish(hold, b"end", slot, Usage(1, 9)) is Written.TOO_LARGE
-    assert await bench.limiter.usage(bench.tenant) == Usage(1, 9)
+    assert await charged(bench.limiter, bench.tenant) == Usage(1, 9)
     assert await bench.store.claim(bench.key(), "f", "b") == Expired()
 
 
 async def test_a_tenants_bodies_make_room_oldest_first_but_not_running_ones(make: Make) -> None:
-    bench = await make(RecordLimits(lease_s=60, max_tenant_bytes=30))
+    bench = await make(RecordLimits(lease_s=60, max_tenant_bytes=300))
+    size = 100 - bench.overhead
     running = await owned(bench, name="running")
-    await add(bench, running, b"r" * 10)
+    await add(bench, running, b"r" * size)
     for name in ("first", "second"):
         hold = await owned(bench, name=name)
-        await bench.store.finish(hold, b"e" * 10, await admitted(bench, name), NONE)
+        await bench.store.finish(hold, b"e" * size, await admitted(bench, name), NONE)
     third = await owned(bench, name="third")
-    assert await add(bench, third, b"t" * 10) == [Written.KEPT]
+    assert await add(bench, third, b"t" * size) == [Written.KEPT]
     assert await bench.store.claim(bench.key("first"), "f", "b") == Expired()
     assert await bench.store.claim(bench.key("second"), "f", "b") == Ended()
-    assert await add(bench, third, b"t" * 10) == [Written.KEPT]
+    assert await add(bench, third, b"t" * size) == [Written.KEPT]
     assert await bench.store.claim(bench.key("second"), "f", "b") == Expired()
-    assert await add(bench, running, b"r" * 10) == [Written.TOO_LARGE], "nothing is left to give way"
-    assert await add(bench, third, b"t" * 10) == [Written.KEPT]
+    assert await add(bench, running, b"r" * size) == [Written.TOO_LARGE], "nothing is left to give way"
+    assert await add(bench, third, b"t" * size) == [Written.KEPT]
 
 
 async def test_a_tenants_keys_are_bounded_and_the_refusal_says_when(make: Make) -> None:

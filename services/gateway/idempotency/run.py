@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from typing import Final
@@ -27,7 +26,7 @@ from services.core.errors import (
     StoreUnavailable,
 )
 from services.core.generation import GenerationSpec
-from services.gateway.events import Finished, RequestSink
+from services.gateway.events import Delivered, Finished, RequestSink
 from services.gateway.idempotency.followers import FollowerBroadcast, RecordFollower, too_large
 from services.gateway.idempotency.ownership import RecordOwnership, write_ending
 from services.gateway.idempotency.record_reader import RecordReader
@@ -82,9 +81,11 @@ class KeyedRun:
         """Set the task that runs ``drive``; ``close`` must follow its end."""
         self._task = task
 
-    def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> RecordFollower:
-        """Return the handle of a client, which receives the request from its beginning."""
-        follower = self.broadcast.join(sink, client_window, first=first)
+    def join(
+        self, sink: RequestSink, client_window: int | None, delivered: Delivered | None, *, first: bool
+    ) -> RecordFollower:
+        """Return the handle of a client, which receives what it does not have of the request."""
+        follower = self.broadcast.join(sink, client_window, delivered, first=first)
         self._arrivals.joined(ended=self.phase is RunPhase.ENDED)
         self._stop_grace()
         asyncio.get_running_loop().call_soon(self.broadcast.catch_up, follower)
@@ -233,8 +234,8 @@ class KeyedRun:
             log.warning("idempotency.end_deferred", record=self.key.digest[:12], reason=error.reason)
             self.pending_end, found = ending, EndingOutcome.DEFERRED
             if ending.reservation is not None:  # its usage outlives this process, as any other request's does
-                apart = replace(ending.reservation, record=self.key.digest)
-                await self._ports.limiter.settle(apart, ending.usage)
+                # Spooled: the record may be continued elsewhere, which must find these charges.
+                await self._ports.limiter.settle(ending.reservation, ending.usage, spooled=True)
         self._ports.telemetry.ending(found)
         if found is EndingOutcome.FENCED:
             log.info("idempotency.fenced", record=self.key.digest[:12])
