@@ -17,6 +17,7 @@ from typing import Final, Protocol
 import structlog
 
 from services.core.errors import FairwayError, NoWorkerAvailable, Unavailable, VersionGone
+from services.core.limits import Price
 from services.core.records import (
     DEPLOYMENTS,
     Deployment,
@@ -145,6 +146,11 @@ class ModelCatalog:
         deployment = Deployment(Meta(model), found.model, "", pinned.version_digest, replicas=1)
         self._remember(found.model, pinned.version_digest)
         return self._route(deployment, pinned.route_revision)
+
+    def price(self, model: str) -> Price:
+        """Return the list price of a model name's deployment; nothing costs where it was deleted."""
+        held = self._deployments.view.get(DEPLOYMENTS + model)
+        return held.record.price if held is not None else Price()
 
     def require_servable(self, route: Route) -> None:
         """Return unless the deployment has 0 replicas, or every one failed. Raises NoWorkerAvailable.

@@ -59,6 +59,11 @@ class KeyDirectory:
         self.require_current(principal)
         return self.tenant(principal.tenant_id)
 
+    def tenant_and_key(self, principal: Principal) -> tuple[Tenant, ApiKey]:
+        """Return the tenant and the key of a caller authenticated earlier. Raises as ``still_valid``."""
+        tenant = self.still_valid(principal)
+        return tenant, self._keys.view[KEYS + principal.key_id].record
+
     def require_current(self, principal: Principal) -> None:
         """Return if the key with which a stream was opened is still valid.
 

@@ -18,6 +18,7 @@ from services.gateway.response_cache import CollectedAnswer
 from services.ports.idempotency import RecordLimits
 from tests.support.keyed_faces import AUTH, Faces, keyed_faces
 from tests.support.keyed_gateways import Answer, Gateway
+from tests.support.metered import charged
 from tests.support.waiting import until
 
 GREEDY: dict[str, Any] = {"sampling": common_pb2.Sampling(temperature=0.0), "cache": True}
@@ -59,7 +60,7 @@ async def test_an_equal_request_receives_the_answer_on_any_gateway(faces: Faces)
         assert again.finished.usage == Usage(5, 20, 5)
     assert not cached(first)
     assert faces.fleet.engine_tokens == 20
-    assert await left.limiter.usage(faces.fleet.tenant) == Usage(15, 60, 10)
+    assert await charged(left.limiter, faces.fleet.tenant) == Usage(15, 60, 10)
 
 
 async def test_no_tenant_receives_an_answer_of_another(faces: Faces) -> None:

@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Final
 
 from fairway.cli.errors import CliError
-from fairway.cli.fleet.logs import MAX_LOG_BYTES, bound_log, rotate_log, tail
 from fairway.cli.fleet.probes import NO_ANSWER
-from fairway.cli.fleet.process import Child, ProcessSpec, describe_exit
+from fairway.cli.fleet.process import (
+    MAX_LOG_BYTES,
+    Child,
+    ProcessSpec,
+    bound_log,
+    describe_exit,
+    rotate_log,
+    tail,
+)
 from fairway.cli.fleet.progress import Progress, TolerantProgress
 from fairway.cli.fleet.record import FleetRecord, ProcessId
 from fairway.task_group import TaskGroup

@@ -152,7 +152,6 @@ class MuxedPlacement:
         for pending in list(self._pending.values()):
             if not pending.future.done():
                 pending.future.set_exception(NoLeader("the gateway is stopping"))
-        await self._links.close()
 
     async def place(self, spec: PlaceSpec) -> AnyGrant:
         """See ``ports.placement.PlacementClient.place``."""

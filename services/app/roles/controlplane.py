@@ -9,7 +9,7 @@ from fairway.v1 import (
 from services.adapters.grpc.queues import GrpcQueues
 from services.app.environment import Environment
 from services.app.process import Role
-from services.app.roles.shared import leader_record, open_directory, open_election
+from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
@@ -18,6 +18,7 @@ from services.controlplane.resources.bootstrap import bootstrap
 from services.controlplane.resources.sealing import Sealer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
+from services.controlplane.spend_alerts import SpendAlerts
 from services.controlplane.telemetry import ReconcilerTelemetry
 from services.core.records import (
     ROOT,
@@ -40,7 +41,9 @@ def controlplane(environment: Environment) -> Role:
         store, fleet, election, leader_key("controlplane"), clock, rounds, events=recorder
     )
     identity = environment.identity()
-    service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()))
+    sealer = Sealer(environment.internal_token.encode())
+    service = ControlPlaneService(store, clock, sealer, open_redis(environment))
+    alerts = SpendAlerts(store, service.budgets, election, leader_key("controlplane"), clock, events=recorder)
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
 
     async def start() -> None:
@@ -51,6 +54,7 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("reconciler", reconciler.run())
         environment.supervisor.spawn("event recorder", recorder.run())
+        environment.supervisor.spawn("spend alerts", alerts.run())
 
     server = environment.server(
         Service(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from secrets import token_bytes
 from typing import Final
 
@@ -13,8 +14,10 @@ from fairway.v1 import (
     inference_pb2_grpc,
 )
 from services.adapters.encrypted_records import EncryptedRecords
-from services.adapters.grpc.placement import GrpcPlacement
-from services.adapters.grpc.worker import GrpcWorkers
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.leader_streams import StreamPlacementLinks
+from services.adapters.links.muxed_placement import MuxedPlacement
+from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.model_files.cache import ModelFiles
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
@@ -22,20 +25,23 @@ from services.adapters.quotas.observed_limiter import ObservedLimiter
 from services.adapters.quotas.settlement_spool import SettlementSpool
 from services.adapters.record_cipher import RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
-from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
 from services.app.process import Role
-from services.app.roles.shared import open_directory, open_model_files
+from services.app.roles.shared import open_directory, open_model_files, open_redis, redis_password
 from services.core.errors import StoreUnavailable
+from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import (
+    BUDGETS,
     DEPLOYMENTS,
     GATEWAYS,
     WORKERS,
+    Budget,
     Deployment,
     Gateway,
     Worker,
     dump,
 )
+from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
@@ -55,15 +61,15 @@ from services.gateway.telemetry import GatewayTelemetry, export_levels, export_u
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.idempotency import RecordLimits
+from services.ports.message_stream import StreamClient
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
-from services.runtime.config import Settings, read_password, read_secret, read_secrets
+from services.runtime.config import Settings, read_secret, read_secrets
 from services.runtime.fleet_state.registration import Registration
 from services.runtime.identity import KeyDirectory
 from services.runtime.process.health import Check
 from services.runtime.secrets import (
-    Ticket,
     event_ids_secret,
     issue_ticket,
     prefix_secret,
@@ -162,10 +168,8 @@ class _Quotas:
     def __init__(self, environment: Environment) -> None:
         settings, clock = environment.settings, environment.clock
         self._supervisor = environment.supervisor
-        password_file = settings.redis_password_file
-        password = read_password(password_file) if password_file is not None else None
-        self._redis = redis = RedisLimiter(settings.redis_url, clock, password=password)
-        environment.closing.push_async_callback(redis.close)
+        self._redis = redis = open_redis(environment)
+        password = redis_password(settings)
         self._record_store = RedisIdempotency(
             settings.redis_url, clock, _record_limits(settings), password=password
         )
@@ -280,7 +284,6 @@ def _limits(settings: Settings) -> GatewayLimits:
         queue_ttl_s=settings.queue_ttl_s,
         heartbeat_s=settings.heartbeat_s,
         placed_prefix_blocks=_PLACED_BLOCKS if settings.prefix_routing else 0,
-        predicted_output_tokens=settings.predicted_output_tokens,
         degrade=DegradeLevels(settings.degrade_cap_pressure_ratio, settings.degrade_model_pressure_ratio),
     )
 
@@ -315,15 +318,13 @@ def _response_cache(environment: Environment, quotas: _Quotas, gateway_id: str) 
     return ResponseCache(quotas.responses, secret, gateway_id, environment.metrics)
 
 
-def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
+def _open_placement(environment: Environment, streams: StreamClient, gateway_id: str) -> MuxedPlacement:
     """Return the client of the leading scheduler; its search for the leader has started."""
-    settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
-    placement = GrpcPlacement(
-        open_directory(environment),
-        environment.internal_token,
-        gateway_id,
-        clock,
-        supervisor,
+    settings = environment.settings
+    placement = MuxedPlacement(
+        StreamPlacementLinks(streams, open_directory(environment), gateway_id, zone=settings.zone),
+        environment.clock,
+        environment.supervisor,
         environment.rng,
         fallback=GatewayFallback(
             environment.rng,
@@ -333,7 +334,6 @@ def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
                 predicted_output_tokens=settings.predicted_output_tokens,
             ),
         ),
-        zone=settings.zone,
     )
     environment.closing.push_async_callback(placement.close)
     placement.start()  # receives the fleet before the first request
@@ -342,9 +342,9 @@ def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
 
 def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -> Ports:
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
-    token = environment.internal_token
-    placement = _open_placement(environment, gateway_id)
-    workers = GrpcWorkers(token, gateway_id, clock, supervisor, unsent=placement.give_back)
+    streams = GrpcStreams(environment.internal_token)
+    placement = _open_placement(environment, streams, gateway_id)
+    workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=placement.give_back)
     environment.closing.push_async_callback(workers.close)
     export_upstream(
         environment.metrics,
@@ -352,11 +352,6 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         placements_pending=lambda: placement.pending,
         scheduler_connected=lambda: placement.connected,
     )
-    ticket_key = _ticket_key(settings)
-
-    def sign_ticket(tenant_id: str, request_id: str, expire_unix_s: float) -> bytes:
-        return issue_ticket(ticket_key, Ticket(tenant_id, request_id, int(expire_unix_s) + 1))
-
     return Ports(
         limiter=quotas.limiter,
         placement=placement,
@@ -364,11 +359,15 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         clock=clock,
         supervisor=supervisor,
         rng=environment.rng,
-        sign_ticket=sign_ticket,
+        sign_ticket=partial(issue_ticket, _ticket_key(settings)),
         new_incident=environment.ids.incident_id,
         error_of=by_reason,
         pressure=placement.pressure,
         responses=_response_cache(environment, quotas, gateway_id),
+        budgets_of=TenantBudgets(environment.informer(BUDGETS, Budget)).of,
+        outputs=OutputQuantiles(
+            OutputPolicy(settings.output_quantile, default_tokens=settings.predicted_output_tokens)
+        ),
         telemetry=GatewayTelemetry(
             environment.metrics,
             clock=clock,

@@ -8,9 +8,11 @@ from pathlib import Path
 from services.adapters.grpc.registry_client import RegistryClient
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.model_files.cache import ModelFiles
+from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
 from services.core.records import Leader, dump, leader_key
 from services.rpc.channel import open_channel
+from services.runtime.config import Settings, read_password
 from services.runtime.fleet_state.leadership import Election
 
 
@@ -40,6 +42,19 @@ def open_directory(environment: Environment) -> SchedulerDirectory:
     environment.exported.informer(directory.informer)
     environment.supervisor.spawn("scheduler directory", directory.run())
     return directory
+
+
+def redis_password(settings: Settings) -> str | None:
+    file = settings.redis_password_file
+    return read_password(file) if file is not None else None
+
+
+def open_redis(environment: Environment) -> RedisLimiter:
+    """Return the limiter's store, which connects with the first call."""
+    settings = environment.settings
+    redis = RedisLimiter(settings.redis_url, environment.clock, password=redis_password(settings))
+    environment.closing.push_async_callback(redis.close)
+    return redis
 
 
 def open_model_files(

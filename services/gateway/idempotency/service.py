@@ -132,7 +132,8 @@ class IdempotentService(GatewayService):
             generation.max_output_tokens = accepted.max_output_tokens
             version = PinnedVersion(accepted.version_digest, accepted.route_revision)
             resume = Resume(version, earlier.produced, degraded_out(accepted.degraded))
-        terms = RunTerms(received, self.limits.max_timeout_s, resume=resume, record=record, settle=settle)
+        longest_s = min(self.limits.max_timeout_s, self.max_timeout_s(principal, generation))
+        terms = RunTerms(received, longest_s, resume=resume, record=record, settle=settle)
         return self.start(principal, generation, sink, terms)
 
 

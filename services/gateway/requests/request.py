@@ -128,8 +128,12 @@ class Request:
             else:
                 results = await self._run_choices(admitted)
         finally:
-            usage = self._usage()
+            usage = self.usage
             await self._settle(admitted.reservation, usage)
+        for result in results:
+            self._ports.outputs.note(
+                admitted.payer.tenant.meta.name, admitted.spec.version_digest, result.output_tokens
+            )
         # Built after the settlement, so that the clock covers everything that the client waits for.
         finished = Finished(
             choices=results,
@@ -190,8 +194,9 @@ class Request:
             raise first_failure(failures) from None
         return tuple(task.result() for task in tasks)
 
-    def _usage(self) -> Usage:
-        """Return the use so far. A cached answer counts its prompt as cached; no device computed it."""
+    @property
+    def usage(self) -> Usage:
+        """The tokens used so far. A cached answer counts its prompt as cached; no device computed it."""
         if self._cached is not None:
             output = self._cached.finished.usage.output_tokens
             return Usage(self._prompt_tokens, output, cached_tokens=self._prompt_tokens)
@@ -240,5 +245,5 @@ class Request:
         error.metadata.setdefault("request_id", self.request_id)
         clock = self._last_timer().finish(self._ports.clock.monotonic_s())
         self._end_stages()
-        self.telemetry.failed(error, clock, self._usage())
+        self.telemetry.failed(error, clock, self.usage)
         self._sink.on_failed(error)

@@ -10,6 +10,7 @@ from services.core.generation import GenerationSpec, Usage
 from services.core.records import Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
+from services.gateway.policy.claims import Payer
 from services.gateway.policy.degrade import Degradation
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
@@ -68,8 +69,8 @@ class Admitted:
 
     spec: GenerationSpec
     reservation: Reservation
-    tenant: Tenant
-    # Signed: tenant, request id and expiry.
+    payer: Payer
+    # Signed: tenant, request id, expiry, and the most tokens of a choice.
     ticket: bytes
     terms: RunTerms
     ports: Ports
@@ -77,6 +78,10 @@ class Admitted:
     telemetry: RequestTelemetry
     # The differences from the client's request.
     degradations: tuple[Degradation, ...] = ()
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.payer.tenant
 
     @property
     def deadline_s(self) -> float:
