@@ -80,12 +80,12 @@ class Ports:
     telemetry: GatewayTelemetry = field(default_factory=GatewayTelemetry)
     # Returns the pressure of a version, 0..1, as far as it is reported.
     pressure: Callable[[str], float] = lambda _digest: 0.0
-    # Answers for equal requests; None: every request runs.
-    responses: ResponseCache | None = None
     # Returns the budgets of a tenant.
     budgets_of: Callable[[str], Sequence[Budget]] = lambda _tenant: ()
     # Predicts the output that token rates reserve.
     outputs: OutputQuantiles = field(default_factory=lambda: OutputQuantiles(OutputPolicy()))
+    # Answers for equal requests; None: every request runs.
+    responses: ResponseCache | None = None
     # The budget of placements after losses.
     retries: RetryBudget = field(default_factory=RetryBudget)
 

@@ -173,6 +173,7 @@ class RpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Accept no new RPCs, let running ones finish within ``grace_s``, then cancel them."""
+        self._connections.port_closes()
         await self._server.stop(grace_s)
 
 

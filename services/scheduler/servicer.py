@@ -130,7 +130,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         pressures: Iterable[scheduler_pb2.PoolPressure] = ()
         beat_s = -math.inf
         while True:
-            due_s = beat_s + self._heartbeat_s - self._clock.monotonic_s()
+            # The leader's own message is due first. Gateways accept a silence of several heartbeats.
+            due_s = beat_s + 1.5 * self._heartbeat_s - self._clock.monotonic_s()
             if due_s <= 0:
                 leader = leadership(placements.epoch, self._leader_id)
                 await stream.write(scheduler_pb2.ConnectResponse(leadership=leader, pressures=pressures))

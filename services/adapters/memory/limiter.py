@@ -183,6 +183,14 @@ class MemoryLimiter:
                 raise rejection(Claim(limit), wait_us / 1e6)
             tenant.work.count(limit, 1, 0, times)
 
+    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        tenant, times = self._tenant(tenant_id), self._times(0)
+        for claim in claims:
+            if (wait_us := tenant.meter(claim.limit).wait_us(claim.limit, claim.amount, times)) > 0:
+                raise rejection(claim, wait_us / 1e6)
+        for claim in claims:
+            tenant.meter(claim.limit).count(claim.limit, 0, claim.amount, times)
+
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         for reservation, usage in running:
             tenant, request_id = self._tenant(reservation.tenant_id), reservation.request_id

@@ -168,8 +168,8 @@ class _Quotas:
     def __init__(self, environment: Environment) -> None:
         settings, clock = environment.settings, environment.clock
         self._supervisor = environment.supervisor
-        self._redis = redis = open_redis(environment)
         password = redis_password(settings)
+        self._redis = redis = open_redis(environment)
         self._record_store = RedisIdempotency(
             settings.redis_url, clock, _record_limits(settings), password=password
         )
@@ -363,11 +363,11 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         new_incident=environment.ids.incident_id,
         error_of=by_reason,
         pressure=placement.pressure,
-        responses=_response_cache(environment, quotas, gateway_id),
         budgets_of=TenantBudgets(environment.informer(BUDGETS, Budget)).of,
         outputs=OutputQuantiles(
             OutputPolicy(settings.output_quantile, default_tokens=settings.predicted_output_tokens)
         ),
+        responses=_response_cache(environment, quotas, gateway_id),
         telemetry=GatewayTelemetry(
             environment.metrics,
             clock=clock,

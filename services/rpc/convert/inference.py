@@ -36,7 +36,11 @@ PRIORITY: Final = Pair("priority", PRIORITIES.__getitem__, _priority)
 TENANT: Final = Pair("tenant_id")
 DIGEST: Final = Pair("version_digest")
 
-usage: Final = Mirror(Usage, common_pb2.Usage).to_proto
+usage: Final = Mirror(
+    Usage,
+    common_pb2.Usage,
+    {"device_s": Pair("device_us", lambda device_s: round(device_s * 1e6), lambda us: us / 1e6)},
+).to_proto
 stage_clock: Final = Mirror(StageClock, common_pb2.StageClock).to_proto
 LOGPROBS: Final = Mirror(TokenLogprobs, common_pb2.TokenLogprobs)
 

@@ -63,9 +63,9 @@ from services.worker.telemetry import EngineLevels, WorkerTelemetry
 log = structlog.get_logger()
 
 SWEEP_S: Final = 0.05
-IDLE_SWEEP_S: Final = 0.25  # without sequences
+IDLE_SWEEP_S: Final = 0.5  # without sequences
 PAUSE_S: Final = 1.0  # gap between two sweeps that shows that this process or its machine was suspended
-RECONCILE_S: Final = 0.5  # longest wait between two passes; a change wakes the loop at once
+RECONCILE_S: Final = 1.0  # longest wait between two passes; a change wakes the loop at once
 PUBLISH_S: Final = 0.1  # changes within this time become one write
 
 
@@ -168,6 +168,7 @@ class WorkerAgent:
             if isinstance(outcome, BaseException):
                 log.error("version.stop_failed", exc_info=outcome)
         self._slots.clear()
+        self._host.close()
         self.check_integrity()
 
     async def wait_registered(self, timeout_s: float) -> int:
@@ -249,6 +250,7 @@ class WorkerAgent:
             self._woken.clear()
             if self._assignments.synced and not self._closing:  # the assignment is unknown before the sync
                 self._reconcile()
+            self._changed.set()  # what a pass changed is published at once
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECONCILE_S):
                     await self._woken.wait()
@@ -302,7 +304,10 @@ class WorkerAgent:
             slot.share_memory(targets.get(digest), comes=digest in later)
 
     async def _publish_forever(self) -> None:
-        """Write the public record when it changed, and follow the registration's incarnation."""
+        """Write the public record when it changed, and follow the registration's incarnation.
+
+        Runs on each change and after each pass of the reconciler.
+        """
         published = self._record()
         while True:
             self._follow_incarnation()
@@ -310,10 +315,8 @@ class WorkerAgent:
             if record != published:
                 self._registration.update(dump(record))
                 published = record
-            await self._clock.sleep(PUBLISH_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RECONCILE_S):
-                    await self._changed.wait()
+                await self._clock.sleep(PUBLISH_S)
+            await self._changed.wait()
             self._changed.clear()
 
     async def _sweep_forever(self) -> None:
