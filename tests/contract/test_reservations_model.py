@@ -172,7 +172,7 @@ class Lives(RuleBasedStateMachine):
         async def in_redis() -> None:
             key = f"fw:{{{self.tenant}}}:slots"
             for member in await self.raw.zrange(key, 0, -1):
-                await self.raw.zadd(key, {member: 1})
+                await self.raw.zadd(key, {member.decode() if isinstance(member, bytes) else str(member): 1})
 
         if self.url:
             self.run(in_redis())

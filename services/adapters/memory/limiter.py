@@ -184,7 +184,7 @@ class MemoryLimiter:
             tenant.work.count(limit, 1, 0, times)
 
     async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
-        tenant, times = self._tenant(tenant_id), self._times(0)
+        tenant, times = self._tenant(tenant_id), Times(self._now_us(), self._clock.unix_s(), 0.0)
         for claim in claims:
             if (wait_us := tenant.meter(claim.limit).wait_us(claim.limit, claim.amount, times)) > 0:
                 raise rejection(claim, wait_us / 1e6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from services.adapters.quotas.quota import used_of
 from services.adapters.quotas.slices import LEASED, SliceSettings, TenantSlices
@@ -16,13 +16,6 @@ from services.ports.limiter import Limiter, Reservation, Spent
 
 _MAX_TENANTS: Final = 10_000
 _REPEATED_S: Final = 0.1  # for how long a rejection of the store is repeated without it
-
-
-class RateStore(Limiter, Protocol):
-    """A limiter that also counts amounts without a request."""
-
-    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
-        """Count amounts against rates, all or none. Raises RequestRateExceeded or TokenRateExceeded."""
 
 
 class _Tenant(TenantSlices):
@@ -60,7 +53,7 @@ class LeasedLimiter:
 
     def __init__(
         self,
-        inner: RateStore,
+        inner: Limiter,
         clock: Clock,
         *,
         gateways: Callable[[], int] = lambda: 1,
@@ -106,6 +99,9 @@ class LeasedLimiter:
 
     async def spend(self, tenant_id: str, per_minute: int) -> None:
         await self._inner.spend(tenant_id, per_minute)
+
+    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        await self._inner.take(tenant_id, claims)
 
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         now_s = self._clock.monotonic_s()

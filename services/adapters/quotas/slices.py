@@ -2,9 +2,10 @@
 
 A tenant is *hot* once this gateway decides ``hot_per_s`` of its requests in a second. Its rates are then
 taken from the shared store by the slice: about what ``slice_s`` of its present demand needs, at most this
-gateway's part of ``slice_ratio`` of a minute's. What is in a slice has been counted in the shared store, so all
-gateways together admit no more than the rate admits. The error is one of time: what the slices hold may be used
-later than it was counted, and what they hold unused is missing elsewhere, each at most ``slice_ratio``.
+gateway's part of ``slice_ratio`` of a minute's. What is in a slice has been counted in the shared store, so
+all gateways together admit no more than the rate admits. The error is one of time: what the slices hold may
+be used later than it was counted, and what they hold unused is missing elsewhere. Each is at most
+``slice_ratio``.
 """
 
 from __future__ import annotations
@@ -97,8 +98,10 @@ class TenantSlices:
         return True
 
     def missing(self, claims: tuple[Claim, ...], gateways: int) -> tuple[Claim, ...]:
-        """Return what to take from the store before ``claims`` fit: this gateway's slice of each limit, or just
-        what is missing where ``gateways`` is 0."""
+        """Return what to take from the store before ``claims`` fit: this gateway's slice of each limit.
+
+        Just what is missing where ``gateways`` is 0.
+        """
         wanted = []
         for claim in claims:
             found = self._slices.get(claim.limit)

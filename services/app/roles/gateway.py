@@ -21,6 +21,7 @@ from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.model_files.cache import ModelFiles
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.leased_limiter import LeasedLimiter
 from services.adapters.quotas.observed_limiter import ObservedLimiter
 from services.adapters.quotas.settlement_spool import SettlementSpool
 from services.adapters.record_cipher import RecordCipher
@@ -187,13 +188,17 @@ class _Quotas:
         environment.closing.push_async_callback(spool.close)
         gateways = environment.informer(GATEWAYS, Gateway)
         self.limiter = limiter = FallbackLimiter(
-            ObservedLimiter(
-                redis,
-                environment.metrics,
+            LeasedLimiter(
+                ObservedLimiter(
+                    redis,
+                    environment.metrics,
+                    clock,
+                    breaker_open=lambda: redis.breaker_open,
+                    unsettled=lambda: limiter.unsettled,
+                    spool_bytes=lambda: spool.size_bytes,
+                ),
                 clock,
-                breaker_open=lambda: redis.breaker_open,
-                unsettled=lambda: limiter.unsettled,
-                spool_bytes=lambda: spool.size_bytes,
+                gateways=lambda: len(gateways.view),
             ),
             MemoryLimiter(clock, local=True),
             clock,
