@@ -11,7 +11,7 @@ import pytest
 
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
-from services.adapters.redis.topologies import credentials_of, nodes_of
+from services.adapters.redis.topologies import credentials_of, node_url, nodes_of
 from services.core.errors import BudgetExceeded, FailedPrecondition, StoreUnavailable
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Price
@@ -32,7 +32,7 @@ def running(tmp_path: Path) -> Iterator[Servers]:
 
 
 async def reserved(limiter: RedisLimiter, tenant: str, request_id: str, micros: int) -> Reservation:
-    slot = await limiter.admit(tenant, request_id, [Limit(LimitKind.CONCURRENCY, 5)])
+    slot = await limiter.admit(tenant, request_id, [Limit(LimitKind.CONCURRENCY, 1000)])
     return await limiter.reserve(slot, [Claim(MONTH, micros)], PRICE)
 
 
@@ -165,6 +165,8 @@ def test_urls_name_nodes_and_credentials() -> None:
     url = "rediss+sentinel://user:p%40ss@[::1]:26380,sentinel-b/service"
     assert nodes_of(url) == (("::1", 26380), ("sentinel-b", 26379))
     assert credentials_of(url, "other") == {"username": "user", "password": "p@ss", "ssl": True}
+    assert node_url("rediss+cluster://u:p@a:1,b:2", ("::1", 7)) == "rediss://u:p@[::1]:7"
+    assert node_url("redis+cluster://a:1", ("b", 7)) == "redis://b:7"
     assert credentials_of("redis+cluster://a:1,b:2", "file") == {"password": "file"}
     with pytest.raises(FailedPrecondition, match="not HOST:PORT"):
         nodes_of("redis+cluster://a:1,:x")

@@ -61,7 +61,6 @@ class RedisScripts:
         *,
         timeout_s: float,
         password: str | None = None,
-        username: str | None = None,
         repeatable: bool = False,
         lanes: int = _LANES,
     ) -> None:
@@ -75,7 +74,7 @@ class RedisScripts:
         self._repeatable = repeatable
         self._breaker = CircuitBreaker()
         self._available_since_s = clock.monotonic_s()
-        self._pool: Any = connection_pool(url, password, timeout_s, username=username)
+        self._pool: Any = connection_pool(url, password, timeout_s)
         self._scripts: list[Script] = []
         self._queue = CallQueue()
         self._max_lanes = lanes

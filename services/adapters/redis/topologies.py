@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
@@ -19,7 +20,8 @@ from redis.backoff import NoBackoff
 
 from services.core.errors import FailedPrecondition
 
-Nodes = tuple[tuple[str, int], ...]
+Node = tuple[str, int]  # host and port
+SlotMap = tuple[tuple[int, Node], ...]  # the first slot of each range and its master, in order
 _SENTINELS_TRIED: Final = 3  # within the time of one connection attempt
 _DEFAULT_PORTS: Final = {"sentinel": 26379, "cluster": 6379}
 
@@ -28,11 +30,9 @@ def is_cluster(url: str) -> bool:
     return urlsplit(url).scheme in ("redis+cluster", "rediss+cluster")
 
 
-def connection_pool(url: str, password: str | None, timeout_s: float, *, username: str | None = None) -> Any:
+def connection_pool(url: str, password: str | None, timeout_s: float) -> Any:
     """Return a pool whose connections reach the server, or the present master of the URL's service."""
     once: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": None, "retry": _once()}
-    if username is not None:
-        once["username"] = username
     if urlsplit(url).scheme not in ("redis+sentinel", "rediss+sentinel"):
         return redis.asyncio.ConnectionPool.from_url(url, password=password, **once)
     service = urlsplit(url).path.strip("/")
@@ -45,6 +45,21 @@ def connection_pool(url: str, password: str | None, timeout_s: float, *, usernam
     return SentinelConnectionPool(service, sentinels, **once)  # type: ignore[no-untyped-call]
 
 
+async def read_slots(url: str, password: str | None, timeout_s: float) -> SlotMap:
+    """Return the map of a cluster, as the node at the URL has it. Raises what a connection does."""
+    connection = connection_pool(url, password, timeout_s).make_connection()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await connection.connect()
+            await connection.send_command("CLUSTER", "SLOTS")
+            ranges = await connection.read_response()
+    finally:
+        await connection.disconnect(nowait=True)
+    host = urlsplit(url).hostname or ""  # a node that has no name yet is the one that was asked
+    found = (((start, (master[0].decode() or host, master[1]))) for start, _, master, *_ in ranges)
+    return tuple(sorted(found))
+
+
 async def close_pool(pool: Any) -> None:
     await pool.aclose()
     for sentinel in pool.sentinel_manager.sentinels if isinstance(pool, SentinelConnectionPool) else ():
@@ -55,18 +70,25 @@ def _once() -> Retry:
     return Retry(NoBackoff(), 0)
 
 
-def nodes_of(url: str) -> Nodes:
+def nodes_of(url: str) -> tuple[Node, ...]:
     """Return the addresses in the URL of a group or a cluster. Raises FailedPrecondition."""
     kind = urlsplit(url).scheme.partition("+")[2]
     found = []
     for part in urlsplit(url).netloc.rpartition("@")[2].split(","):
-        host, _, port = part.rpartition(":")
-        if not host:
+        host, colon, port = part.rpartition(":")
+        if not colon:
             host, port = part, str(_DEFAULT_PORTS[kind])
         if not host or not port.isdecimal():
             raise FailedPrecondition(f"FAIRWAY_REDIS_URL has an address that is not HOST:PORT: {part!r}")
         found.append((host.strip("[]"), int(port)))
     return tuple(found)
+
+
+def node_url(url: str, node: Node) -> str:
+    """Return the URL of one node of a cluster, with the credentials of the cluster's."""
+    split, host = urlsplit(url), f"[{node[0]}]" if ":" in node[0] else node[0]
+    login = split.netloc.rpartition("@")[0]
+    return f"{split.scheme.partition('+')[0]}://{login and login + '@'}{host}:{node[1]}"
 
 
 def credentials_of(url: str, password: str | None) -> dict[str, Any]:
