@@ -250,6 +250,16 @@ async def test_a_takeover_within_the_lease_goes_on_with_the_claims(limiter: AnyL
     assert await spent(limiter, tenant) == (100, 0)
 
 
+async def test_a_takeover_under_other_limits_leaves_no_slot(limiter: AnyLimiter, tenant: str) -> None:
+    of_key = Limit(LimitKind.CONCURRENCY, 1, Scope.KEY, "k")
+    held = await limiter.admit(tenant, "r1", ())
+    assert await limiter.admit(tenant, "r1", [of_key]) == held
+    await limiter.settle(held, NOTHING)
+    await limiter.admit(tenant, "r2", [of_key])
+    with pytest.raises(ConcurrencyExceeded):
+        await limiter.admit(tenant, "r3", [of_key])
+
+
 async def test_a_settlement_releases_claims_that_the_caller_did_not_receive(
     limiter: AnyLimiter, tenant: str
 ) -> None:
