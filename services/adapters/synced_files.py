@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Final, Literal, TypeVar
+
+from services.adapters.threads import in_thread
+from services.core.errors import StoreUnavailable
+
+T = TypeVar("T")
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def own_folder(folder: Path) -> int:
@@ -70,3 +79,34 @@ def open_private(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
     """Open a file that no other user may read."""
     kind = os.O_APPEND if mode == "ab" else os.O_TRUNC
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | kind, 0o600), mode)
+
+
+async def on_disk(work: Callable[[], T], *, store: str) -> T:
+    """Return the result of the work, done in a thread. ``store`` names the store in errors."""
+    with disk_errors(store):
+        return await in_thread(work)
+
+
+@contextmanager
+def disk_errors(store: str) -> Iterator[None]:
+    """Turn an OSError into StoreUnavailable, whose text contains no path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            message = f"the disk of the {store} is full: free some space and try again"
+        else:
+            message = f"the {store} cannot be used: {os.strerror(error.errno or errno.EIO)}"
+        raise StoreUnavailable(message, errno=errno.errorcode.get(error.errno or 0, "EIO")) from error
+
+
+def remove_unlocked(path: Path) -> bool:
+    """Remove a file that no process is writing; return whether it was removed."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        path.unlink(missing_ok=True)
+        return True
+    return False
