@@ -31,11 +31,16 @@ def own_folder(folder: Path) -> int:
 
 def append_to_file(path: Path, data: bytes) -> int:
     """Append and sync lines; return the size of the file. An incomplete append is truncated again."""
+    return append_bytes(path, data, after=lambda: b"" if _ends_line(path) else b"\n")
+
+
+def append_bytes(path: Path, data: bytes, *, after: Callable[[], bytes] = bytes) -> int:
+    """The same for any bytes. ``after`` returns what precedes them unless the file is empty."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open_private(path, "ab") as file:
         size_bytes = file.tell()
         try:
-            file.write(b"" if not size_bytes or _ends_line(path) else b"\n")
+            file.write(after() if size_bytes else b"")
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

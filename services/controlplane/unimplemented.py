@@ -15,12 +15,11 @@ def _refuse(what: str, instead: str) -> NoReturn:
 
 _ROLLOUTS = "update a deployment's version instead, which moves all its replicas"
 _BUDGETS = "limit a tenant by requests per minute and concurrency instead"
-_USAGE = "each answer carries its own usage"
 _AUDIT = "read the control plane's log instead, which has every change"
 
 
 class NotYetServed(controlplane_pb2_grpc.ControlPlaneServiceServicer):
-    """Base of the servicer: rollouts, budgets, usage and audit answer UNIMPLEMENTED."""
+    """Base of the servicer: rollouts, budgets and audit answer UNIMPLEMENTED."""
 
     async def CreateRollout(
         self, request: pb.CreateRolloutRequest, context: object
@@ -63,9 +62,6 @@ class NotYetServed(controlplane_pb2_grpc.ControlPlaneServiceServicer):
 
     async def DeleteBudget(self, request: pb.DeleteBudgetRequest, context: object) -> pb.DeleteBudgetResponse:
         _refuse("budgets", _BUDGETS)
-
-    async def ListUsage(self, request: pb.ListUsageRequest, context: object) -> pb.ListUsageResponse:
-        _refuse("usage records", _USAGE)
 
     async def ListAuditEvents(
         self, request: pb.ListAuditEventsRequest, context: object
