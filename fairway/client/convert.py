@@ -141,7 +141,12 @@ def finished(message: pb.Finished) -> Finished:
             )
             for one in message.choices
         ),
-        usage=Usage(message.usage.prompt_tokens, message.usage.output_tokens, message.usage.cached_tokens),
+        usage=Usage(
+            message.usage.prompt_tokens,
+            message.usage.output_tokens,
+            message.usage.cached_tokens,
+            message.usage.device_us / 1e6,
+        ),
         clock=StageClock(
             received_unix_us=clock.received_unix_us,
             validate_s=clock.validate_us / 1e6,

@@ -146,9 +146,12 @@ class ChoiceResult:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """``device_s``: shares of engine steps; those of the last steps, or of a lost worker, may be missing."""
+
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
+    device_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

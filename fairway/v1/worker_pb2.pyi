@@ -353,6 +353,7 @@ class SequenceFinished(_message.Message):
     PREFILL_US_FIELD_NUMBER: _builtins.int
     ERROR_REASON_FIELD_NUMBER: _builtins.int
     ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
+    DEVICE_US_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     stop: _builtins.str
@@ -367,6 +368,8 @@ class SequenceFinished(_message.Message):
     "NOT_FINITE" where the model gave no numbers for it on this worker; else empty.
     """
     error_message: _builtins.str
+    device_us: _builtins.int
+    """Its shares of engine steps on this worker, as far as they are known at its end."""
     def __init__(
         self,
         *,
@@ -379,10 +382,11 @@ class SequenceFinished(_message.Message):
         prefill_us: _builtins.int = ...,
         error_reason: _builtins.str = ...,
         error_message: _builtins.str = ...,
+        device_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "engine_wait_us", b"engine_wait_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "output_tokens", b"output_tokens", "prefill_us", b"prefill_us", "reason", b"reason", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_us", b"device_us", "engine_wait_us", b"engine_wait_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "output_tokens", b"output_tokens", "prefill_us", b"prefill_us", "reason", b"reason", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -215,13 +215,18 @@ class SequenceEnd:
     prefill_us: int = 0
     error_reason: str = ""
     error_message: str = ""
+    device_us: int = 0  # its shares of engine steps on that worker, as far as they are known
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """``device_s``: shares of engine steps, measured and not compared. Those of the last steps,
+    or of a lost worker, may be missing."""
+
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
+    device_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ LENGTH_PREFIX: Final = struct.Struct(">I")
 FinishReason = Literal["stop", "length", "preempted", "error", "not_finite"]
 
 
-class EngineMessage(msgspec.Struct, frozen=True, tag=True):
-    """Base of every message on the socket."""
+class EngineMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Base of every message on the socket. Fields with default values are not sent."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,7 +112,7 @@ class Park(EngineMessage, frozen=True):
 
 
 class Cancel(EngineMessage, frozen=True):
-    """Drop these sequences and free their KV blocks before the next step. No event answers it."""
+    """Drop these sequences and free their KV blocks before the next step. ``Stepped.settled`` answers."""
 
     handles: list[int]
 
@@ -218,6 +218,13 @@ class Stepped(EngineMessage, frozen=True):
     proposed_tokens: int = 0
     # Proposals that became output, unless a stop token preceded them.
     accepted_tokens: int = 0
+    # Part of the step's duration that prefills were charged; its decodes were charged the rest.
+    prefill_s: float = 0.0
+    # By handle: microseconds of step time that it was charged so far. Contains those that are settled, and
+    # from time to time all that were charged.
+    device_us: dict[int, int] = {}
+    # Each handle once, after it finished or was cancelled: it is charged no more.
+    settled: list[int] = []
 
 
 class EngineHeartbeat(EngineMessage, frozen=True):

@@ -81,7 +81,7 @@ class WorkerTelemetry:
         self.tokens = metrics.counter(
             "fairway_worker_tokens_total", "Computed tokens: prefill and output", ("model", "kind")
         )
-        self.decodes = _Decodes(metrics)
+        self.steps = _StepCounters(metrics)
         self.preemptions = metrics.counter(
             "fairway_worker_preemptions_total", "Sequences whose KV was released for others", _BY_MODEL
         )
@@ -184,11 +184,15 @@ class WorkerTelemetry:
             record("decode", whole, (first_s, now_s))
 
 
-class _Decodes:
-    """The counters of decodes, except their tokens."""
+class _StepCounters:
+    """The counters of steps, except of prefilled and output tokens."""
 
     def __init__(self, metrics: Metrics) -> None:
-        _BY_MODEL: Labels = ("model",)
+        self.device_s = metrics.counter(
+            "fairway_worker_device_seconds_total",
+            "Time of engine steps: shares of prefills and decodes; unattributed: steps that computed nothing",
+            ("model", "kind"),
+        )
         self.attended = metrics.counter(
             "fairway_worker_attended_tokens_total", "KV tokens read by decode steps", _BY_MODEL
         )
@@ -211,6 +215,7 @@ class VersionTelemetry:
         "_accepted",
         "_attended",
         "_batch",
+        "_decode_s",
         "_label",
         "_model",
         "_output",
@@ -218,10 +223,12 @@ class VersionTelemetry:
         "_preempted",
         "_preemptions",
         "_prefill",
+        "_prefill_s",
         "_proposed",
         "_shared_lost",
         "_shared_lost_blocks",
         "_step_s",
+        "_unattributed_s",
     )
 
     def __init__(self, owner: WorkerTelemetry, model: str, label: str) -> None:
@@ -232,9 +239,12 @@ class VersionTelemetry:
         self._batch = owner.batch.cell(label)
         self._prefill = owner.tokens.cell(label, "prefill")
         self._output = owner.tokens.cell(label, "output")
-        self._attended = owner.decodes.attended.cell(label)
-        self._proposed = owner.decodes.proposed.cell(label)
-        self._accepted = owner.decodes.accepted.cell(label)
+        self._prefill_s = owner.steps.device_s.cell(label, "prefill")
+        self._decode_s = owner.steps.device_s.cell(label, "decode")
+        self._unattributed_s = owner.steps.device_s.cell(label, "unattributed")
+        self._attended = owner.steps.attended.cell(label)
+        self._proposed = owner.steps.proposed.cell(label)
+        self._accepted = owner.steps.accepted.cell(label)
         self._preemptions = owner.preemptions.cell(label)
         self._preempted = 0
         self._shared_lost = owner.shared_lost.cell(label)
@@ -249,8 +259,13 @@ class VersionTelemetry:
             self._batch.observe(len(set(event.handles)) if event.accepted_tokens else count)
             self._output.value += count
             self._attended.value += event.attended_tokens
+        if event.attended_tokens or event.prefill_tokens:
+            self._decode_s.value += max(0.0, event.step_s - event.prefill_s)
+        else:
+            self._unattributed_s.value += event.step_s
         if event.prefill_tokens:
             self._prefill.value += event.prefill_tokens
+            self._prefill_s.value += event.prefill_s
         if event.proposed_tokens:
             self._proposed.value += event.proposed_tokens
             self._accepted.value += event.accepted_tokens

@@ -23,6 +23,7 @@ import msgspec
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
 from services.worker.engine.core import Engine
+from services.worker.engine.execute.executor import Batch
 from services.worker.engine.load.launch import Inline
 from services.worker.engine.plan.planner import MAX_LONG_PREFILLS, PlannerLimits
 from services.worker.engine.sequence import Status
@@ -335,6 +336,7 @@ class SimEngine:
         planner.grow_ahead(steps)
         handles = [sequence.handle for sequence in decoding]
         attended = sum(len(sequence.tokens) for sequence in decoding)
+        device_us, settled = self._engine.skipped(Batch(list(decoding), []), window.steps_s)
         rows = []
         for sequence in decoding:
             tokens = sim_tokens(sequence)
@@ -358,6 +360,8 @@ class SimEngine:
             attended_tokens=steps * attended + len(decoding) * (steps * (steps - 1) // 2),
             prefix_added=added,
             prefix_removed=removed,
+            device_us=device_us,
+            settled=settled,
         )
 
     def _matters(self, command: wire.Submit | wire.Credit | wire.Park | wire.Cancel | wire.Resize) -> bool:

@@ -37,6 +37,7 @@ from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire
 from services.worker.kv.pool import PoolLimits
 from services.worker.servicer import WorkerServicer
+from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.text.detokenizer import ByteLevelVocabulary, byte_of_char
@@ -151,7 +152,7 @@ def new_host(clock: Clock, sent: list[wire.Command]) -> tuple[SequenceHost, Sequ
         vocabulary=ByteLevelVocabulary(tokenizer),
         send=send,
         clock=clock,
-        tally=host.tally,
+        charges=UsageAccounting(DIGEST, host.tally),
         changed=host.note_change,
     )
     host.add(table)

@@ -49,6 +49,7 @@ from tests.sim.planted.workers import (
     BooksTooMuch,
     BooksTooMuchForAMoment,
     BooksTooMuchNowAndThen,
+    ForgetsDeviceTime,
     GivesUnboundedCredit,
     LosesSequences,
     StartsClosedVersions,
@@ -63,6 +64,7 @@ PLANTED = {
     "resumes elsewhere": (Parts(gateway=ResumesElsewhere), TOKENS),
     "a task fails": (Parts(gateway=Fails), CRASHED),
     "books too much": (Parts(worker=BooksTooMuch), BALANCE),
+    "forgets device time": (Parts(worker=ForgetsDeviceTime), BALANCE),
     "grants anywhere": (Parts(scheduler=GrantsAnywhere), FENCED),
 }
 SEEDS = range(12)

@@ -9,6 +9,7 @@ from fairway.v1 import (
 from services.adapters.grpc.reporter import GrpcReportLinks
 from services.adapters.links.reporter import Reporter
 from services.adapters.model_files.cache import ModelFiles
+from services.adapters.usage.no_outbox import NoUsageOutbox
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import open_directory, open_model_files
@@ -24,6 +25,7 @@ from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import process_launcher
 from services.worker.slots.engine_settings import RETIRE_MARGIN_S, EngineSettings
 from services.worker.slots.version_files import VersionFiles
+from services.worker.streams.device_time import DeviceKind, DeviceTime
 from services.worker.streams.fallback import FallbackAdmission, FallbackRules
 from services.worker.streams.host import SequenceHost
 from services.worker.telemetry import WorkerTelemetry, export_levels
@@ -36,14 +38,16 @@ def worker(environment: Environment) -> Role:
     telemetry = WorkerTelemetry(
         environment.metrics, clock=clock, tracing=environment.tracing, lines=environment.request_lines
     )
+    device = DeviceTime(_device_kind(settings), NoUsageOutbox(), clock)
     host = SequenceHost(
         changed=_ignore,
         not_admitted=telemetry.not_admitted,
         fallback=_fallback(settings, clock, telemetry),
+        device=device,
     )
     files = open_model_files(environment, telemetry.found_damaged)
     agent = _agent(environment, host, files, telemetry)
-    _export(environment, agent, files)
+    _export(environment, agent, files, device)
     reporter = Reporter(
         GrpcReportLinks(schedulers, environment.internal_token),
         clock,
@@ -136,12 +140,17 @@ def engine_settings(settings: Settings) -> EngineSettings:
     )
 
 
+def _device_kind(settings: Settings) -> DeviceKind:
+    identity = worker_identity(settings)
+    return DeviceKind(identity.worker_id, identity.device_type, identity.cost_per_hour)
+
+
 def _fallback(settings: Settings, clock: Clock, telemetry: WorkerTelemetry) -> FallbackAdmission:
     rules = FallbackRules(settings.fallback_after_s, settings.fallback_credit_ratio)
     return FallbackAdmission(clock, rules, started=telemetry.fallback_started)
 
 
-def _export(environment: Environment, agent: WorkerAgent, files: ModelFiles) -> None:
+def _export(environment: Environment, agent: WorkerAgent, files: ModelFiles, device: DeviceTime) -> None:
     assignments, lease = agent.views
     environment.exported.informer(assignments)
     environment.exported.lease("worker", lease)
@@ -150,6 +159,11 @@ def _export(environment: Environment, agent: WorkerAgent, files: ModelFiles) -> 
         "fairway_worker_model_cache_bytes",
         "Model files on the local disk, unfinished downloads included",
         lambda: float(files.kept_bytes),
+    )
+    environment.metrics.counted(
+        "fairway_worker_device_idle_seconds_total",
+        "Time since the start in which no engine of the worker was in a step",
+        lambda: (((), device.idle_s),),
     )
 
 

@@ -74,6 +74,7 @@ class End(msgspec.Struct, array_like=True, tag="f", frozen=True):
     usage: tuple[int, int, int]
     clock: StageClock
     resumes: int
+    device_s: float = 0.0
 
 
 class RecordedFailure(msgspec.Struct, array_like=True, tag="e", frozen=True):
@@ -139,6 +140,7 @@ def end_in(finished: Finished) -> End:
         (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens),
         finished.clock,
         finished.resumes,
+        usage.device_s,
     )
 
 
@@ -148,7 +150,7 @@ def end_out(end: End) -> Finished:
             ChoiceResult(choice, FinishReason(reason), stop, tokens)
             for choice, reason, stop, tokens in end.choices
         ),
-        usage=Usage(*end.usage),
+        usage=Usage(*end.usage, end.device_s),
         clock=end.clock,
         resumes=end.resumes,
     )

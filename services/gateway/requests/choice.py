@@ -79,6 +79,7 @@ class ChoiceRun:
         self.timer = timer
         self.losses = 0
         self.cached_tokens = 0
+        self.device_us = 0  # on all workers that ran it and reported its end
         self._request = request
         self._clock = request.ports.clock
         self._sink = sink
@@ -253,7 +254,7 @@ class ChoiceRun:
                 raise NoWorkerAvailable(decision.why, retry_after_s=1.0)
         else:
             if isinstance(outcome, SequenceEnd):
-                self._record_cached(outcome)
+                self._record_use(outcome)
                 if outcome.reason is FinishReason.PREEMPTED:
                     self._log_placed_again(grant, outcome)
                     return PlaceAgain()
@@ -301,8 +302,9 @@ class ChoiceRun:
             produced=len(self._produced),
         )
 
-    def _record_cached(self, end: SequenceEnd) -> None:
+    def _record_use(self, end: SequenceEnd) -> None:
         """A resume may find cached blocks that this request itself computed: they do not count as cached."""
+        self.device_us += end.device_us
         if self._first_run:
             self.cached_tokens = end.cached_tokens
 
@@ -316,7 +318,7 @@ class ChoiceRun:
         return InternalError(f"the worker ended the sequence with {end.reason.value}")
 
     def _result(self, end: SequenceEnd) -> ChoiceResult:
-        self._record_cached(end)
+        self._record_use(end)
         now_s = self._clock.monotonic_s()
         self._pace.finished(len(self._produced), now_s)
         self.timer.enter(Stage.SEND, now_s)

@@ -165,6 +165,7 @@ class Request:
             prompt_tokens=self._prompt_tokens,
             output_tokens=sum(run.output_tokens for run in self._runs),
             cached_tokens=max((run.cached_tokens for run in self._runs), default=0),
+            device_s=sum(run.device_us for run in self._runs) / 1e6,
         )
 
     async def _settle(self, reservation: Reservation, usage: Usage) -> None:

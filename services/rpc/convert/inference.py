@@ -30,6 +30,7 @@ def usage(value: Usage) -> common_pb2.Usage:
         prompt_tokens=value.prompt_tokens,
         output_tokens=value.output_tokens,
         cached_tokens=value.cached_tokens,
+        device_us=round(value.device_s * 1e6),
     )
 
 

@@ -236,6 +236,7 @@ def end_to_proto(handle: int, end: SequenceEnd) -> worker_pb2.SequenceFinished:
         prefill_us=end.prefill_us,
         error_reason=end.error_reason,
         error_message=end.error_message,
+        device_us=end.device_us,
     )
 
 
@@ -249,6 +250,7 @@ def end_from_proto(message: worker_pb2.SequenceFinished) -> SequenceEnd:
         prefill_us=message.prefill_us,
         error_reason=message.error_reason,
         error_message=message.error_message,
+        device_us=message.device_us,
     )
 
 

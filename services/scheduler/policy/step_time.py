@@ -2,12 +2,11 @@
 
     seconds = a * steps + b * prompt tokens + c * decoded tokens + d * tokens of KV that the decodes read
 
-Least squares of the relative residual with exponential forgetting, in information form: each worker has the
-decayed normal equations of its own samples (the same estimate as recursive least squares; Ljung, System
-Identification, 1999), and a type's model solves the sum over its typical workers under non-negative
-coefficients. A worker is typical while the measured time of its recent steps over the predicted time is
-within ``TYPICAL_RATIO`` of its peers' (lower) median; the others are left out and the fit is repeated, as in
-least trimmed squares (Rousseeuw, 1984). So a minority of slow workers does not distort the model of the rest.
+By ``core.least_squares``: each worker has the decayed normal equations of its own samples, and a type's model
+solves the sum over its typical workers. A worker is typical while the measured time of its recent steps over
+the predicted time is within ``TYPICAL_RATIO`` of its peers' (lower) median; the others are left out and the
+fit is repeated, as in least trimmed squares (Rousseeuw, 1984). So a minority of slow workers does not distort
+the model of the rest.
 Pure; single writer; bounded by the pools that its owner passes in.
 """
 
@@ -15,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from math import sqrt
 from operator import add
 from statistics import median_low
 from typing import Final, NamedTuple
@@ -24,6 +21,7 @@ from typing import Final, NamedTuple
 from msgspec import Struct
 
 from services.core.fleet import PoolSnapshot
+from services.core.least_squares import NormalEquations, non_negative
 
 SAMPLE_S: Final = 1.0
 FIT_S: Final = 2.0
@@ -33,10 +31,8 @@ MAX_ERROR_RATIO: Final = 0.5
 _KEEP_LONG: Final = 0.98  # per sample: the fit covers about fifty
 _KEEP_SHORT: Final = 0.7  # the slowness of a worker covers about three
 _MIN_BUSY_S: Final = 1e-3
-_RIDGE: Final = 1e-9
 _ROUNDS: Final = 3
 _SIZE: Final = 4
-_SUBSETS: Final = tuple(subset for size in range(_SIZE, 0, -1) for subset in combinations(range(_SIZE), size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +82,6 @@ class Measured(Struct, frozen=True, gc=False):
     attended_tokens: int = 0
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Decayed weighted normal equations; ``xx`` is the upper triangle, row by row."""
-
-    xx: list[float]
-    xy: list[float]
-    yy: float = 0.0
-
-    @staticmethod
-    def zero() -> _Sums:
-        return _Sums([0.0] * (_SIZE * (_SIZE + 1) // 2), [0.0] * _SIZE)
-
-    def add(self, x: Sequence[float], y: float) -> None:
-        weight = 1.0 / (y * y)  # the residual is relative, so that a stall has little weight
-        index = 0
-        for i, first in enumerate(x):
-            scaled = weight * first
-            for second in x[i:]:
-                self.xx[index] = self.xx[index] * _KEEP_LONG + scaled * second
-                index += 1
-            self.xy[i] = self.xy[i] * _KEEP_LONG + scaled * y
-        self.yy = self.yy * _KEEP_LONG + 1.0
-
-
 @dataclass(slots=True, eq=False)
 class _Track:
     """Reports of one pool of one worker. ``seen``: steps, seconds and work since its engine started."""
@@ -119,7 +91,7 @@ class _Track:
     sampled_s: float
     pending: list[float]
     recent: list[float]
-    sums: _Sums
+    sums: NormalEquations
     typical: bool = True
     slowness_ratio: float = 1.0
 
@@ -147,7 +119,9 @@ class StepTimes:
             kind = WorkerKind(device_type, pool.digest) if track is None else track.kind
             if kind.device_type != device_type:
                 kind = WorkerKind(device_type, pool.digest)
-            self._tracks[key] = _Track(kind, seen, now_s, [0.0] * 5, [0.0] * 5, _Sums.zero())
+            self._tracks[key] = _Track(
+                kind, seen, now_s, [0.0] * 5, [0.0] * 5, NormalEquations.zero(_SIZE, _KEEP_LONG)
+            )
             return None
         if seen[1] == track.seen[1]:
             return None
@@ -225,54 +199,17 @@ def _ratio(track: _Track, model: StepModel) -> float:
 
 
 def _solve(tracks: Sequence[_Track]) -> StepModel:
-    """Return the non-negative least squares solution over the sum of the workers' equations.
-
-    Every subset of the four coefficients is tried, so that the minimum is exact. A coefficient without
-    samples keeps its prior.
-    """
-    xx = [sum(column) for column in zip(*(track.sums.xx for track in tracks), strict=True)]
-    xy = [sum(column) for column in zip(*(track.sums.xy for track in tracks), strict=True)]
-    yy = sum(track.sums.yy for track in tracks)
-    diagonal = [xx[0], xx[4], xx[7], xx[9]]
-    scale = [1.0 / sqrt(value) if value > 0 else 0.0 for value in diagonal]
-    best_gain, best = 0.0, [0.0] * _SIZE
-    for subset in _SUBSETS:
-        if not all(scale[i] for i in subset):
-            continue
-        matrix = [[xx[_at(i, j)] * scale[i] * scale[j] for j in subset] for i in subset]
-        right = [xy[i] * scale[i] for i in subset]
-        found = _linear(matrix, right)
-        gain = sum(value * known for value, known in zip(found, right, strict=True))
-        if min(found) >= 0.0 and gain > best_gain:
-            best_gain, best = gain, [0.0] * _SIZE
-            for i, value in zip(subset, found, strict=True):
-                best[i] = value * scale[i]
+    """Return the model of the workers' samples. A coefficient without samples keeps its prior."""
+    solution = non_negative([track.sums for track in tracks])
     prior = (PRIOR.per_step_s, PRIOR.per_prefill_s, PRIOR.per_decode_s, PRIOR.per_attended_s)
-    known = [value if scale[i] else prior[i] for i, value in enumerate(best)]
-    error_ratio = sqrt(max(0.0, 1.0 - best_gain / yy)) if yy > 0 else 1.0
-    return StepModel(known[0], known[1], known[2], known[3], samples=yy, error_ratio=error_ratio)
-
-
-def _at(i: int, j: int) -> int:
-    """Return the index of the element in the upper triangle, row by row."""
-    low, high = (i, j) if i <= j else (j, i)
-    return low * _SIZE - low * (low - 1) // 2 + high - low
-
-
-def _linear(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solve a small positive definite system, ridged so that it is not singular, by elimination."""
-    size = len(right)
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for i in range(size):
-        rows[i][i] += _RIDGE
-    for i in range(size):
-        pivot = rows[i][i] or _RIDGE
-        for j in range(i + 1, size):
-            factor = rows[j][i] / pivot
-            for k in range(i, size + 1):
-                rows[j][k] -= factor * rows[i][k]
-    found = [0.0] * size
-    for i in reversed(range(size)):
-        rest = sum(rows[i][j] * found[j] for j in range(i + 1, size))
-        found[i] = (rows[i][size] - rest) / (rows[i][i] or _RIDGE)
-    return found
+    known = [
+        default if value is None else value for value, default in zip(solution.values, prior, strict=True)
+    ]
+    return StepModel(
+        known[0],
+        known[1],
+        known[2],
+        known[3],
+        samples=solution.samples,
+        error_ratio=solution.error_ratio,
+    )

@@ -194,6 +194,7 @@ class WorkerAgent:
             if isinstance(outcome, BaseException):
                 log.error("version.stop_failed", exc_info=outcome)
         self._slots.clear()
+        self._host.close()
         self.check_integrity()
 
     async def wait_registered(self, timeout_s: float) -> int:

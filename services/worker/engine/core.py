@@ -6,7 +6,7 @@ each sequence is taken where that batch's tokens will bring it, whatever they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -19,6 +19,7 @@ from services.worker.engine.plan.planner import Planner, PlannerLimits
 from services.worker.engine.plan.pool_size import PoolSize
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.speculation.speculator import Speculator
+from services.worker.engine.step_meter import NOBODY, StepMeter
 from services.worker.engine.validation import MAX_WAITING, ModelLimits
 from services.worker.engine_protocol import (
     Cancel,
@@ -70,6 +71,7 @@ class Engine:
         self._eos_ids = eos_ids
         self._clock = clock
         self._live = LiveSequences(self._planner)
+        self._meter = StepMeter()
         self._arrivals = 0
         self._steps = 0
         self._size = PoolSize(blocks, executor, speculation)
@@ -78,7 +80,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` would compute or report anything."""
-        return self._live.any_ended or self._flight is not None or self._planner.has_work
+        return (
+            self._live.any_ended
+            or self._flight is not None
+            or self._planner.has_work
+            or self._meter.any_ending
+        )
 
     @property
     def planner(self) -> Planner:
@@ -101,7 +108,8 @@ class Engine:
                     self._live.park(handle)
             case Cancel():
                 for handle in command.handles:
-                    self._live.cancel(handle)
+                    if self._live.cancel(handle):
+                        self._meter.end(handle)
                     if self._speculation is not None:
                         self._speculation.forget(handle)
             case Resize():
@@ -119,8 +127,17 @@ class Engine:
         samples = self._executor.collect() if flight.batch else NOTHING
         outcome = self._live.commit(flight, samples)
         step_s = self._ended(flight)
+        prefill_s = self._meter.ended(flight.members, step_s)
         self._learn(flight.work, outcome, step_s)
-        return self._stepped(flight.work, outcome, step_s)
+        return self._stepped(flight.work, outcome, step_s, prefill_s)
+
+    def skipped(self, batch: Batch, steps_s: Sequence[float]) -> tuple[dict[int, int], list[int]]:
+        """Charge steps of a batch of decodes that the caller carried out; return columns of ``Stepped``."""
+        attended = sum(map(len, map(_TOKENS, batch.decodes)))
+        for step_s in steps_s:
+            self._meter.ended(self._meter.launched(batch, attended), step_s)
+            attended += len(batch.decodes)
+        return self._meter.report((), airborne=False)
 
     def heartbeat(self) -> EngineHeartbeat:
         """Return the event that is sent while no sequence can be stepped."""
@@ -162,9 +179,11 @@ class Engine:
         began_s = self._clock()
         batch = self._plan()
         if not batch:
-            return Flight(batch, [], Work(), began_s)
+            return Flight(batch, [], Work(), began_s, NOBODY)
         self._executor.submit(batch)
-        return Flight(batch, batch.sampled, self._work(batch), began_s)
+        work = self._work(batch)
+        members = self._meter.launched(batch, work.attended_tokens)
+        return Flight(batch, batch.sampled, work, began_s, members)
 
     def _work(self, batch: Batch) -> Work:
         cached: dict[int, int] = {}
@@ -218,9 +237,10 @@ class Engine:
             for handle in gone:  # after the last that is learnt of them
                 self._speculation.forget(handle)
 
-    def _stepped(self, work: Work, outcome: Outcome, step_s: float) -> Stepped:
+    def _stepped(self, work: Work, outcome: Outcome, step_s: float, prefill_s: float) -> Stepped:
         self._steps += 1
         finished, errors = self._live.take_ended()
+        device_us, settled = self._meter.report(finished, airborne=self._flight is not None)
         added, removed = self._reuse.take_changes() if self._reuse is not None else ([], [])
         return Stepped(
             step=self._steps,
@@ -241,4 +261,7 @@ class Engine:
             cached=work.cached,
             proposed_tokens=sum(each.proposed for each in outcome.verified),
             accepted_tokens=sum(each.accepted for each in outcome.verified),
+            prefill_s=prefill_s,
+            device_us=device_us,
+            settled=settled,
         )

@@ -9,6 +9,7 @@ from services.worker.engine.execute.executor import Batch, Samples, unknown_toke
 from services.worker.engine.outcome import Outcome, Work, outcome_of
 from services.worker.engine.plan.planner import Planner
 from services.worker.engine.sequence import SequenceState, Status
+from services.worker.engine.step_meter import StepMembers
 from services.worker.engine_protocol import FinishReason
 from services.worker.policy.speculation import Verified
 
@@ -18,13 +19,15 @@ class Flight:
     """A batch, and the sequence of each row that it samples. It began when it was planned, or when the one
     before it had ended.
 
-    ``foreseen``: its sequences are where its tokens bring them, with unknown ones in their place.
+    ``members``: as the step meter returned them. ``foreseen``: its sequences are where its tokens bring
+    them, with unknown ones in their place.
     """
 
     batch: Batch
     sampled: list[SequenceState]
     work: Work
     began_s: float
+    members: StepMembers | None
     foreseen: bool = False
 
 
@@ -69,12 +72,13 @@ class LiveSequences:
         if (sequence := self._live.get(handle)) is not None:
             sequence.cut_credit(sequence.output_tokens + 1)
 
-    def cancel(self, handle: int) -> None:
-        """Remove a sequence without any event."""
-        if (sequence := self._live.pop(handle, None)) is not None:
+    def cancel(self, handle: int) -> bool:
+        """Remove a sequence without reporting how it ends; return whether that was not reported before."""
+        sequence = self._live.pop(handle, None)
+        if sequence is not None:
             self._planner.remove(sequence)
-        self._finished.pop(handle, None)
         self._errors.pop(handle, None)
+        return self._finished.pop(handle, None) is not None or sequence is not None
 
     def hand_back(self, sequences: Iterable[SequenceState]) -> None:
         """Record the sequences that the planner removed."""

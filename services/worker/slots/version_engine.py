@@ -32,6 +32,7 @@ from services.worker.slots.engine_process import (
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_files import LocalFiles
 from services.worker.slots.version_memory import VersionMemory
+from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.telemetry import WorkerTelemetry
@@ -151,7 +152,9 @@ class VersionEngine:
             vocabulary=vocabulary,
             send=process.send,
             clock=context.clock,
-            tally=context.host.tally,
+            charges=UsageAccounting(
+                version.version_digest, context.host.tally, context.host.device, model=version.deployment
+            ),
             changed=context.host.note_change,
             slow_reader_s=context.settings.slow_reader_s,
             telemetry=context.telemetry.version(version.deployment),

@@ -1,19 +1,89 @@
-"""Usage accounting of one engine's sequences: the prompt, the growing output, the final record."""
+"""Usage accounting of one engine's sequences: prompt, growing output, device time, and the final records."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Final
+
 from services.core.fleet import SequenceUsage
 from services.core.generation import FinishReason
+from services.worker.engine_protocol import Stepped
+from services.worker.streams.device_time import DeviceTime
 from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.usage_tally import Key, Tally
 
+MAX_UNSETTLED: Final = 65536
+
 
 class UsageAccounting:
-    """UsageAccounting each token once. Single writer: the sequence table; the tally is the worker's."""
+    """Charges each token once. Single writer: the sequence table; tally and device are the worker's.
 
-    def __init__(self, version_digest: str, tally: Tally) -> None:
+    The engine settles a sequence after its end, since a step under way may be charged to it.
+    """
+
+    def __init__(
+        self,
+        version_digest: str,
+        tally: Tally,
+        device: DeviceTime | None = None,
+        *,
+        model: str = "",
+        max_unsettled: int = MAX_UNSETTLED,
+    ) -> None:
+        """Without ``device`` no device time is reported. ``model``: the deployment."""
         self._version_digest = version_digest
         self._tally = tally
+        self._device = device
+        self._model = model
+        self._max_unsettled = max_unsettled
+        self._unsettled: dict[int, tuple[WorkerSequence, float]] = {}  # ended, and when
+        self._uncharged_s = 0.0  # of steps that computed, not charged to any sequence yet
+
+    @property
+    def unsettled(self) -> int:
+        """How many ended sequences the engine has not settled."""
+        return len(self._unsettled)
+
+    @property
+    def uncharged_s(self) -> float:
+        """Time of steps that computed which no sequence has been charged yet."""
+        return self._uncharged_s
+
+    def note_step(self, event: Stepped, live: Mapping[int, WorkerSequence]) -> None:
+        """Add the time of a step, and the charges that the engine reports with it."""
+        computed = event.prefill_tokens or event.attended_tokens
+        if self._device is not None:
+            self._device.busy_s += event.step_s
+            if computed:
+                self._device.attributed_s += event.step_s
+        if computed:
+            self._uncharged_s += event.step_s
+        for number, total_us in event.device_us.items():
+            sequence = live.get(number)
+            if sequence is None and (ended := self._unsettled.get(number)) is not None:
+                sequence = ended[0]
+            if sequence is not None:
+                self._charge(sequence, total_us - sequence.device_us)
+
+    def settle(self, numbers: Iterable[int]) -> None:
+        """Report ended sequences that are charged no more."""
+        for number in numbers:
+            if (ended := self._unsettled.pop(number, None)) is not None:
+                self._report(*ended)
+
+    def share_uncharged(self, running: Iterable[WorkerSequence]) -> None:
+        """Share what an ended engine had not charged equally over the sequences that it ran."""
+        sequences = [*running, *(sequence for sequence, _ in self._unsettled.values())]
+        charge_us = round(max(0.0, self._uncharged_s) * 1e6 / max(1, len(sequences)))
+        for sequence in sequences:
+            self._charge(sequence, charge_us)
+        if self._device is not None:
+            self._device.attributed_s -= self._uncharged_s
+        self._uncharged_s = 0.0
+
+    def settle_all(self) -> None:
+        """Report every ended sequence: the engine process has ended too."""
+        self.settle(list(self._unsettled))
 
     def add_prefill(self, sequence: WorkerSequence) -> None:
         """Charge the prefilled tokens. Called once, with the first token."""
@@ -26,7 +96,7 @@ class UsageAccounting:
         self._tally.add_output(self._key_of(sequence), output - sequence.charged_output)
         sequence.charged_output = output
 
-    def add_ended(self, sequence: WorkerSequence, reason: FinishReason) -> None:
+    def add_ended(self, sequence: WorkerSequence, reason: FinishReason, now_s: float) -> None:
         """Add the final record of a sequence; ``ended`` is true if it completed its output."""
         generation = sequence.spec.generation
         self._tally.add_ended(
@@ -43,6 +113,17 @@ class UsageAccounting:
                 priority=generation.priority,
             )
         )
+        self._unsettled[sequence.number] = sequence, now_s
+        if len(self._unsettled) > self._max_unsettled:
+            self.settle([next(iter(self._unsettled))])
+
+    def _charge(self, sequence: WorkerSequence, charge_us: int) -> None:
+        sequence.device_us += charge_us
+        self._uncharged_s -= charge_us / 1e6
+
+    def _report(self, sequence: WorkerSequence, ended_s: float) -> None:
+        if self._device is not None:
+            self._device.sequence_ended(sequence, self._model, self._version_digest, ended_s)
 
     def _key_of(self, sequence: WorkerSequence) -> Key:
         return sequence.spec.tenant_id, self._version_digest, sequence.spec.generation.priority

@@ -11,6 +11,7 @@ from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
 from services.core.records import Priority
 from services.ports.worker_stream import StepFrame
 from services.worker.kv.prefix_set import PrefixSet
+from services.worker.streams.device_time import DeviceTime
 from services.worker.streams.fallback import FallbackAdmission
 from services.worker.streams.grants import GrantFence
 from services.worker.streams.live_sequence import WorkerSequence
@@ -33,12 +34,15 @@ class SequenceHost:
         changed: Callable[[], None],
         not_admitted: Callable[[NotAdmittedReason], None] = lambda _: None,
         fallback: FallbackAdmission | None = None,
+        device: DeviceTime | None = None,
     ) -> None:
-        """Without ``fallback`` only a leader's grants are admitted."""
+        """Without ``fallback`` only a leader's grants are admitted; without ``device`` no device time is
+        reported."""
         self._not_admitted = not_admitted
         self._fallback = fallback
         self.grants = GrantFence()
         self.tally = Tally()
+        self.device = device
         self.counters = FairnessCounters()
         self.draining = False
         self.changed = changed
@@ -131,9 +135,16 @@ class SequenceHost:
         return refusal
 
     def sweep(self, now_s: float) -> None:
-        """End the sequences past a time limit in every table."""
+        """End the sequences past a time limit in every table, and report the device's time when it is due."""
         for table in self._tables.values():
             table.sweep(now_s)
+        if self.device is not None:
+            self.device.sweep(now_s)
+
+    def close(self) -> None:
+        """Report the rest of the device's time, after the last engine has ended."""
+        if self.device is not None:
+            self.device.close()
 
     def reset_silence(self) -> None:
         """Reset the stall detection after a pause of this process, in which it read no messages."""

@@ -60,6 +60,7 @@ class WorkerSequence:
     first_token_s: float | None = None  # None: no token yet
     blocked_since_s: float | None = None  # None: it has credit
     charged_output: int = 0  # output offset up to which the tenant was charged
+    device_us: int = 0  # its shares of engine steps, as reported by the engine
 
     @property
     def fallback(self) -> bool:

@@ -23,7 +23,6 @@ from services.worker.streams.outbox import Outbox
 from services.worker.streams.prefills import Prefills
 from services.worker.streams.sequence_slots import SequenceSlots
 from services.worker.streams.submit import submit_command
-from services.worker.streams.usage_tally import Tally
 from services.worker.telemetry import VersionTelemetry
 from services.worker.text.detokenizer import Vocabulary
 from services.worker.text.text_stream import TextStream
@@ -48,7 +47,7 @@ class SequenceTable:
     """Single writer: the worker's event loop. ``send`` passes a command to the engine, False if it cannot.
 
     ``slots`` contains the batch slots, ``kv`` the reservations of running sequences, ``prefills`` those of
-    them without a token.
+    them without a token, ``charges`` what they used.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class SequenceTable:
         vocabulary: Vocabulary,
         send: Callable[[wire.Command], bool],
         clock: Clock,
-        tally: Tally,
+        charges: UsageAccounting,
         changed: Callable[[], None],
         slow_reader_s: float = 30.0,
         telemetry: VersionTelemetry | None = None,
@@ -75,7 +74,7 @@ class SequenceTable:
         self._texts = vocabulary.texts
         self._send = send
         self._clock = clock
-        self._charges = UsageAccounting(version_digest, tally)
+        self.charges = charges
         self._changed = changed
         self._slow_reader_s = slow_reader_s
         self._telemetry = telemetry
@@ -139,6 +138,7 @@ class SequenceTable:
             outbox.touch(sequence)
         if sequence.text.stop:  # the earlier run found the stop string, but its end was lost
             self._end(sequence, FinishReason.STOP)
+            self.charges.settle((sequence.number,))  # it was never submitted
         self._changed()
         return True
 
@@ -199,6 +199,7 @@ class SequenceTable:
         texts = self._texts
         self._on_message(event.step_s)
         self._note_step(event)
+        self.charges.note_step(event, live)
         ends = _ends(event)
         for number in ends:  # their last token may need to stay without text
             if number in live:
@@ -230,6 +231,8 @@ class SequenceTable:
                     outbox.wake()
         if event.finished:
             self._finish(event)
+        if event.settled:
+            self.charges.settle(event.settled)
 
     def on_heartbeat(self, event: wire.EngineHeartbeat) -> None:
         self._on_message()
@@ -249,8 +252,12 @@ class SequenceTable:
 
     def lost(self) -> None:
         """End every sequence with ENGINE_LOST after the engine process ended; the table is not used again."""
+        self.charges.share_uncharged(
+            sequence for sequence in self._live.values() if sequence.slot is SlotState.RUNNING
+        )
         for sequence in list(self._live.values()):
             self._end(sequence, FinishReason.ENGINE_LOST)
+        self.charges.settle_all()
         self.stats.kv_blocks_used = 0
         self._changed()
 
@@ -265,7 +272,7 @@ class SequenceTable:
             return
         self._charged_s = now_s
         for sequence in self._live.values():
-            self._charges.add_output(sequence)
+            self.charges.add_output(sequence)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a reservation leaked, or a sequence is missing in its outbox."""
@@ -381,12 +388,13 @@ class SequenceTable:
                 prefill_us=_microseconds(started_s, first_s),
                 error_reason=error[0],
                 error_message=error[1],
+                device_us=sequence.device_us,
             ),
         )
 
     def _forget(self, sequence: WorkerSequence) -> None:
         del self._live[sequence.number]
-        self._charges.add_output(sequence)
+        self.charges.add_output(sequence)
         self.slots.take(sequence)
         if sequence.slot is SlotState.RUNNING:
             self.kv.remove(sequence)
@@ -394,7 +402,7 @@ class SequenceTable:
 
     def _note_ended(self, sequence: WorkerSequence, reason: FinishReason, error: str = "") -> None:
         """Record the end in usage accounting and telemetry."""
-        self._charges.add_ended(sequence, reason)
+        self.charges.add_ended(sequence, reason, self._clock.monotonic_s())
         if self._telemetry is not None:
             self._telemetry.ended(sequence, "not_finite" if error == NOT_FINITE else reason.value)
 
@@ -441,7 +449,7 @@ class SequenceTable:
             self.prefills.remove(sequence)
             self.kv.share_computed(sequence)
         self.stats.decode_tokens -= 1  # a prefill produced it
-        self._charges.add_prefill(sequence)
+        self.charges.add_prefill(sequence)
 
     # --- slots ----------------------------------------------------------------------------------
 

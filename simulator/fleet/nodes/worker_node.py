@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from services.core.usage import SequenceDeviceUse, UsageEvent
+from services.worker.streams.device_time import DeviceKind, DeviceTime
 from services.worker.streams.fallback import FallbackAdmission
 from services.worker.streams.host import SequenceHost
 from services.worker.text.detokenizer import Detokenizer
@@ -28,6 +30,7 @@ class WorkerNode:
         self.born_s = process.clock.monotonic_s()
         number = int(process.name.rpartition("-")[2])
         self.kind = kind = spec.worker_kinds[number % len(spec.worker_kinds)]
+        self.usage = SummedUsage()
         self.host = self.make_host()
         self.host.tally = WatchedTally(self.name, watch)
         self.worker = SimWorker(
@@ -50,7 +53,9 @@ class WorkerNode:
 
     def make_host(self) -> SequenceHost:
         """Return the host of this life; a test overrides it with one that is broken."""
-        return SequenceHost(changed=_nobody, fallback=FallbackAdmission(self.process.clock))
+        clock = self.process.clock
+        device = DeviceTime(DeviceKind(self.name), self.usage, clock)
+        return SequenceHost(changed=_nobody, fallback=FallbackAdmission(clock), device=device)
 
     def start(self) -> None:
         """Begin the tasks of the process."""
@@ -100,6 +105,10 @@ class WorkerNode:
         for table in self.host.tables():
             found["reserved blocks"] = table.kv.blocks
             found["queued prefill tokens"] = table.prefills.queued_tokens
+            found["unsettled sequences"] = table.charges.unsettled
+        if self.host.device is not None:  # shares of steps are rounded to a microsecond
+            uncharged_s = self.host.device.attributed_s - self.usage.device_s
+            found["ms of uncharged steps"] = round(1e3 * uncharged_s)
         for engine in self.worker.engines.running():
             found["blocks in use"] = engine.pool.blocks_used
         return found
@@ -121,6 +130,17 @@ class WorkerNode:
             coalesce_s=spec.coalesce_s,
         )
         return SimVersion(MODEL, MODEL, VERSION_DIGEST, engine, restart_s=spec.engine_restart_s)
+
+
+class SummedUsage:
+    """Implements ``ports.usage.UsageOutbox``: adds up what sequences were charged on a worker."""
+
+    def __init__(self) -> None:
+        self.device_s = 0.0
+
+    def add(self, event: UsageEvent) -> None:
+        if isinstance(event, SequenceDeviceUse):
+            self.device_s += event.device_s
 
 
 class _PlainText:

@@ -47,10 +47,12 @@ from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import EngineTimeouts, process_launcher
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_files import ModelSource, VersionFiles
+from services.worker.streams.device_time import DeviceKind, DeviceTime
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.text.detokenizer import byte_of_char
 from tests.support import local_servers
+from tests.support.kept_usage import KeptUsage
 
 DIGEST = "sha256:" + "a" * 64
 VOCAB = 512
@@ -189,6 +191,7 @@ class Harness:
     server: RpcServer
     run: asyncio.Task[None]
     files: FolderSource
+    usage: KeptUsage
     worker_id: str = "w1"
     digest: str = DIGEST
     metadata: tuple[tuple[str, str], ...] = field(default_factory=lambda: auth_metadata(TOKEN))
@@ -294,7 +297,8 @@ async def start_harness(
     """Start a worker with the null executor, or with none until it is assigned a version."""
     clock = SystemClock()
     supervisor = Supervisor(clock)
-    host = SequenceHost(changed=lambda: None)
+    usage = KeptUsage()
+    host = SequenceHost(changed=lambda: None, device=DeviceTime(DeviceKind("w1", "cpu", 0.36), usage, clock))
     store = MemoryStore(clock)
     address = f"127.0.0.1:{local_servers.free_port()}"
     files = FolderSource(model_dir)
@@ -322,7 +326,7 @@ async def start_harness(
     await server.start()
     client = GrpcWorkers(TOKEN, "g1", clock, supervisor)
     run = supervisor.spawn("agent", agent.run())
-    harness = Harness(agent, host, store, client, supervisor, address, server, run, files)
+    harness = Harness(agent, host, store, client, supervisor, address, server, run, files, usage)
     await agent.wait_registered(5.0)
     if assign:
         await harness.assign(harness.version)

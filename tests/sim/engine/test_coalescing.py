@@ -12,6 +12,7 @@ from msgspec import structs
 
 from services.core.prefix import prefix_chain
 from services.worker import engine_protocol as wire
+from services.worker.engine.step_meter import REPORT_S
 from simulator.engine.cost_model import CostModel
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec
 from simulator.engine.tokens import output_tokens
@@ -47,6 +48,9 @@ class Told:
     prefill_tokens: int = 0
     attended_tokens: int = 0
     preemptions: int = 0
+    computing_s: float = 0.0
+    device_us: dict[int, int] = field(default_factory=dict)
+    settled: list[int] = field(default_factory=list)
 
     def observe(self, ends_s: list[float], event: wire.Stepped) -> None:
         rows = len(event.handles) // len(ends_s)
@@ -65,6 +69,11 @@ class Told:
         self.prefill_tokens += event.prefill_tokens
         self.attended_tokens += event.attended_tokens
         self.preemptions = event.preemptions
+        if event.prefill_tokens or event.attended_tokens:
+            self.computing_s += event.step_s
+        assert not event.device_us.keys() & set(self.settled), "charged after it was settled"
+        self.device_us |= event.device_us
+        self.settled += event.settled
 
 
 class _Clock:
@@ -137,6 +146,15 @@ def same(script: list[tuple[float, Any]], spec: SimEngineSpec = SPEC) -> tuple[T
     assert together.step_s == pytest.approx(one_by_one.step_s)
     for name in ("steps", "prefill_tokens", "attended_tokens", "preemptions"):
         assert getattr(together, name) == getattr(one_by_one, name), name
+    assert sorted(together.settled) == sorted(one_by_one.settled)
+    for told in (together, one_by_one):
+        assert len(told.settled) == len(set(told.settled))
+        live_s = REPORT_S + SPEC.full_step_s * 3  # of sequences that wait for credit: not reported yet
+        charged_s = sum(told.device_us.values()) / 1e6
+        assert told.computing_s - live_s <= charged_s <= told.computing_s + 1e-4
+    for handle in together.settled:
+        charge_us = pytest.approx(one_by_one.device_us[handle], rel=0.02, abs=2.0)
+        assert together.device_us[handle] == charge_us
     return one_by_one, together
 
 

@@ -31,6 +31,7 @@ from services.scheduler.policy.step_time import StepTimes
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import ReportIdentity, take_snapshot
 from services.worker.kv.pool import PoolLimits
+from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec
@@ -96,7 +97,7 @@ class Rig:
             vocabulary=_PlainText(),
             send=self.engine.send,
             clock=clock,
-            tally=self.host.tally,
+            charges=UsageAccounting(DIGEST, self.host.tally),
             changed=lambda: None,
         )
         self.host.add(self.table)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from services.core.generation import Grant, NotAdmittedReason, StartSpec
+from services.core.generation import FinishReason, Grant, NotAdmittedReason, StartSpec
+from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.fallback import FallbackAdmission, FallbackRules
 from services.worker.streams.grants import GrantFence
 from services.worker.streams.host import SequenceHost
+from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.sequences import SequenceTable
 from simulator.fleet.nodes.worker_node import WorkerNode
@@ -48,6 +50,14 @@ class BooksTooMuch(WorkerNode):
         return _Greedy(changed=made.changed)
 
 
+class ForgetsDeviceTime(WorkerNode):
+    """Reports no share of the steps that were under way when a sequence ended."""
+
+    def make_host(self) -> SequenceHost:
+        made = super().make_host()
+        return _Forgetting(changed=made.changed, device=made.device)
+
+
 class LosesSequences(WorkerNode):
     """Forgets to tell of the sequences of an engine that is gone."""
 
@@ -68,6 +78,18 @@ class _Greedy(SequenceHost):
         if refusal is None:
             self._tables[spec.grant.version_digest].kv.blocks += 1
         return refusal
+
+
+class _Forgetting(SequenceHost):
+    def add(self, table: SequenceTable) -> None:
+        table.charges = _AtOnce(table.version_digest, self.tally, self.device)
+        super().add(table)
+
+
+class _AtOnce(UsageAccounting):
+    def add_ended(self, sequence: WorkerSequence, reason: FinishReason, now_s: float) -> None:
+        super().add_ended(sequence, reason, now_s)
+        self.settle((sequence.number,))
 
 
 class _Forgetful(SequenceHost):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,10 +12,13 @@ from services.core.generation import GenerationSpec, Grant, OutputLimits, Prompt
 from services.core.records import Priority
 from services.worker import engine_protocol as wire
 from services.worker.kv.pool import PoolLimits
+from services.worker.streams.charges import UsageAccounting
+from services.worker.streams.device_time import DeviceKind, DeviceTime
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.text.detokenizer import ByteLevelVocabulary, byte_of_char
 from tests.support.clocks import HandClock
+from tests.support.kept_usage import KeptUsage
 
 Kind = TypeVar("Kind", bound=wire.EngineMessage)
 DIGEST = "sha256:" + "b" * 64
@@ -51,6 +54,7 @@ class Bench:
     table: SequenceTable
     clock: HandClock
     new_table: Callable[[PoolLimits], SequenceTable]
+    usage: KeptUsage
     sent: list[wire.Command] = field(default_factory=list)
     connected: bool = True
     changes: int = 0
@@ -114,6 +118,8 @@ class Bench:
         logprobs: dict[int, wire.SampledLogprobs] | None = None,
         errors: dict[int, str] | None = None,
         step_s: float = 0.01,
+        device_us: dict[int, int] | None = None,
+        settled: Sequence[int] = (),
     ) -> None:
         """One engine step that made these tokens, by the engine's handle."""
         self.step += 1
@@ -132,6 +138,9 @@ class Bench:
                 waiting=0,
                 logprobs={number: [entry] for number, entry in (logprobs or {}).items()},
                 errors=errors or {},
+                attended_tokens=len(tokens),
+                device_us=device_us or {},
+                settled=list(settled),
             )
         )
         self.host.check_integrity()
@@ -176,7 +185,8 @@ class Bench:
 def new_bench(byte_level: Tokenizer) -> Bench:
     """Total 10 blocks of 16 tokens, at most 8 sequences; slow readers after 30 s."""
     clock = HandClock(100.0)
-    host = SequenceHost(changed=lambda: None)
+    usage = KeptUsage()
+    host = SequenceHost(changed=lambda: None, device=DeviceTime(DeviceKind("w1", "h100", 3.6), usage, clock))
     host.grants.registered(5)
 
     def send(command: wire.Command) -> bool:
@@ -194,13 +204,13 @@ def new_bench(byte_level: Tokenizer) -> Bench:
             vocabulary=vocabulary,
             send=send,
             clock=clock,
-            tally=host.tally,
+            charges=UsageAccounting(DIGEST, host.tally, host.device, model="m"),
             changed=host.note_change,
             slow_reader_s=30.0,
         )
 
     table = new_table(PoolLimits(kv_blocks_total=10, block_size=16, max_model_len=160, max_sequences=8))
-    made = Bench(host, table, clock, new_table)
+    made = Bench(host, table, clock, new_table, usage)
     host.changed = lambda: setattr(made, "changes", made.changes + 1)
     host.add(table)
     return made

@@ -88,3 +88,15 @@ def test_proposals_are_counted_and_a_sequence_once_a_step() -> None:
     assert values(text, "fairway_worker_accepted_tokens_total")[model] == 2.0
     assert values(text, "fairway_worker_step_sequences_sum")[model] == 2.0 + 4.0
     assert values(text, "fairway_worker_tokens_total")[("kind", "output"), *model] == 8.0
+
+
+def test_device_time_is_counted_by_what_it_was_spent_on() -> None:
+    metrics = Metrics()
+    version = WorkerTelemetry(metrics, clock=SystemClock()).version("chat")
+    version.stepped(Stepped(1, 0.5, [], [], {}, 16, 0, 2, 0, attended_tokens=30, prefill_s=0.375))
+    version.stepped(Stepped(2, 0.25, [1], [5], {}, 0, 0, 2, 0, attended_tokens=30))
+    version.stepped(Stepped(3, 0.125, [], [], {}, 0, 0, 2, 0))
+    text = generate_latest(metrics.registry).decode()
+    found = values(text, "fairway_worker_device_seconds_total")
+    by_kind = {dict(labels)["kind"]: value for labels, value in found.items()}
+    assert by_kind == {"prefill": 0.375, "decode": 0.375, "unattributed": 0.125}

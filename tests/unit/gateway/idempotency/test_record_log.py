@@ -41,7 +41,7 @@ from services.gateway.idempotency.record_log import (
 from services.gateway.policy.degrade import Degradation, DegradationKind
 
 ACCEPTED = Accepted("r", "m", "d", 1, 7, 3)
-END = Finished((ChoiceResult(0, FinishReason.STOP, "", 9),), Usage(3, 9), StageClock(1))
+END = Finished((ChoiceResult(0, FinishReason.STOP, "", 9),), Usage(3, 9, device_s=0.25), StageClock(1))
 
 
 def text_of(token: int) -> str:
@@ -160,6 +160,7 @@ def test_entries_survive_their_encoding() -> None:
     assert logprobs_out(found[2].logprobs) == piece(0, 2).logprobs
     assert isinstance(found[3], End)
     assert end_out(found[3]) == END
+    assert end_out(found[3]).usage.device_s == END.usage.device_s
     assert found[4] == entries[4]
     assert encode(()) == b""
 

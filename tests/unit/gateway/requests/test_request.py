@@ -283,6 +283,21 @@ async def test_what_a_request_computed_itself_is_not_told_as_cached(
     assert end.usage.cached_tokens == told
 
 
+async def test_device_time_is_that_of_all_choices_and_runs_whose_end_was_reported() -> None:
+    preempted = replace(ended(2, FinishReason.PREEMPTED), device_us=1_000_000)
+    harness = Harness(
+        emit(2, preempted),
+        emit(1, replace(ended(1), device_us=20_000)),
+        emit(1, "gone"),
+        emit(1, replace(ended(4), device_us=300)),
+        choices=2,
+    )
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert end.usage.device_s == pytest.approx(1.0203)
+    assert harness.limiter.usage[0].device_s == end.usage.device_s
+
+
 @pytest.mark.parametrize("refusal", [errors.QueueTimeout, errors.NoWorkerAvailable, errors.NoLeader])
 async def test_the_only_worker_is_taken_again_when_no_other_is_there(
     refusal: type[errors.FairwayError],

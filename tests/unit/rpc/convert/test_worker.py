@@ -105,6 +105,7 @@ ends = st.builds(
     prefill_us=uint64,
     error_reason=short,
     error_message=short,
+    device_us=uint64,
 )
 logprobs = st.builds(
     TokenLogprobs,

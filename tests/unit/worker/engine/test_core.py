@@ -159,6 +159,8 @@ def test_cancelling_what_is_not_there_changes_nothing(make_bench: Any, submit: A
     bench = make_bench()
     bench.engine.apply(submit(0, [1000]))
     bench.engine.apply(Cancel([0, 5]))
+    event = bench.step()
+    assert (event.finished, event.handles, event.settled) == ({}, [], [0])
     assert not bench.engine.has_work
 
 

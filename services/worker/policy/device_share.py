@@ -1,0 +1,145 @@
+"""How the duration of an engine step is shared over the sequences in it. Pure: the caller supplies the times.
+
+The duration is modelled as in the scheduler's step times and the simulator's cost model:
+
+    step_s = base + decode rows * a + KV tokens they read * b + prompt tokens * c + tokens before them * d
+
+A sequence weighs what it adds to the step: a decode its rows and its context, a prefill chunk its tokens and
+the tokens before each of them. The base, which is there for all of them, weighs on each sequence alike. The
+weights are scaled to the measured duration, so that the shares of a step sum to it. The coefficients are
+fitted to the engine's own steps; only their ratios matter.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from services.core.least_squares import NormalEquations, non_negative
+
+MIN_SAMPLES: Final = 8.0  # before the fit is used
+MAX_ERROR_RATIO: Final = 0.5  # of a fit that is used
+FIT_S: Final = 2.0  # step time between two fits
+_SAMPLE_S: Final = 0.01  # least step time of a sample
+_KEEP_RATIO: Final = 0.998  # per sample: the fit covers about five hundred
+
+
+class StepCosts(NamedTuple):
+    """Seconds per step, decode row, KV token that a decode reads, prompt token, and token before it."""
+
+    step_s: float
+    row_s: float
+    attended_s: float
+    prefill_s: float
+    prefill_attended_s: float
+
+
+# Before there are enough samples, as the scheduler's prior: prompt tokens and decode rows cost alike.
+PRIOR: Final = StepCosts(10e-3, 50e-6, 0.0, 50e-6, 0.0)
+
+
+class StepWork(NamedTuple):
+    """What the sequences of a step compute together, or of several steps with the same decodes on average.
+
+    ``sequences``: decodes and prefill chunks. ``rows``: of decodes, one each and one per proposal.
+    """
+
+    sequences: int
+    rows: int = 0
+    attended: float = 0.0  # tokens of KV that the decodes read
+    prefill: int = 0  # prompt tokens
+    prefill_attended: int = 0  # sum over the prompt tokens of the tokens before each
+
+
+class StepPrices(NamedTuple):
+    """Charges in one step, in seconds, of each sequence and of each unit of its work."""
+
+    sequence_s: float
+    row_s: float
+    attended_s: float
+    prefill_s: float
+    prefill_attended_s: float
+
+    def decode(self, rows: int, length: int) -> float:
+        """Return the share of a sequence of ``length`` tokens that computes ``rows`` rows."""
+        return self.sequence_s + rows * self.row_s + length * self.attended_s
+
+    def chunk(self, start: int, end: int) -> float:
+        """Return the share of a prefill of the positions from ``start`` to ``end``."""
+        attended = attended_before(start, end)
+        return self.sequence_s + (end - start) * self.prefill_s + attended * self.prefill_attended_s
+
+
+def attended_before(start: int, end: int) -> int:
+    """Return the sum over positions ``start`` to ``end`` of the tokens before each."""
+    return (start + end - 1) * (end - start) // 2
+
+
+def prices(costs: StepCosts, work: StepWork, step_s: float) -> StepPrices:
+    """Return the prices at which the shares of a step with any sequence sum to ``step_s``."""
+    base, row, attended, prefill, prefill_attended = costs
+    weight = base + work.rows * row + work.attended * attended
+    if work.prefill:
+        weight += work.prefill * prefill + work.prefill_attended * prefill_attended
+    if weight <= 0.0:  # of this work nothing was found to take time
+        return prices(PRIOR, work, step_s)
+    unit = step_s / weight
+    return StepPrices(
+        unit * base / work.sequences, unit * row, unit * attended, unit * prefill, unit * prefill_attended
+    )
+
+
+class MeasuredCosts:
+    """The costs of an engine's steps, fitted while it runs. Steps with and without prefill are sampled apart,
+    since only the difference between them shows what a prompt token costs."""
+
+    def __init__(self, costs: StepCosts = PRIOR) -> None:
+        """``costs`` holds until there are enough samples."""
+        self.costs = costs
+        self._equations = NormalEquations.zero(len(PRIOR), _KEEP_RATIO)
+        self._decoded = _Sample()
+        self._mixed = _Sample()
+        self._unfitted_s = 0.0
+
+    def add(self, work: StepWork, step_s: float, steps: int = 1) -> None:
+        """Add ``steps`` steps that took ``step_s`` together, with ``work`` in each on average."""
+        sample = self._mixed if work.prefill else self._decoded
+        sample.step_s += step_s
+        sums = sample.work
+        sums[0] += steps
+        sums[1] += steps * work.rows
+        sums[2] += steps * work.attended
+        if work.prefill:
+            sums[3] += steps * work.prefill
+            sums[4] += steps * work.prefill_attended
+        if sample.step_s < _SAMPLE_S:
+            return
+        self._equations.add(sample.work, sample.step_s)
+        self._unfitted_s += sample.step_s
+        sample.clear()
+        if self._unfitted_s >= FIT_S:
+            self._unfitted_s = 0.0
+            self._fit()
+
+    def _fit(self) -> None:
+        solution = non_negative([self._equations])
+        if solution.samples < MIN_SAMPLES or solution.error_ratio > MAX_ERROR_RATIO:
+            return
+        step_s, row_s, attended_s, prefill_s, prefill_attended_s = solution.values
+        if row_s is None or prefill_s is None:  # the linear layers compute both alike
+            row_s = prefill_s = row_s if row_s is not None else prefill_s
+        self.costs = StepCosts(
+            step_s or 0.0, row_s or 0.0, attended_s or 0.0, prefill_s or 0.0, prefill_attended_s or 0.0
+        )
+
+
+class _Sample:
+    """Work and time of steps of one kind. ``work`` is in the order of ``StepCosts``."""
+
+    __slots__ = ("step_s", "work")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.step_s = 0.0
+        self.work = [0.0] * len(PRIOR)
