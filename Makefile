@@ -15,7 +15,7 @@ TRITON := 3.6.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test chaos security-drills sim sim-scale bench-overhead bench-idempotency bench-scheduler \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test chaos chaos-streams security-drills sim sim-scale sim-escrow bench-overhead bench-idempotency bench-scheduler \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -128,6 +128,9 @@ triton-test: triton-env ## Run the CUDA kernels in Triton's interpreter, and com
 chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (about 30 minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)
 
+chaos-streams: setup-dev ## Kills under streams, duplicated keys, cancels at random stages (about 20 minutes)
+	$(BIN)/python -m tests.chaos.streams $(ARGS)
+
 security-drills: setup-dev ## Attack an installation from outside, with canaries beside the attacks (about 15 minutes)
 	$(BIN)/python -m tests.security.drills $(ARGS)
 
@@ -140,11 +143,20 @@ sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check eve
 sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run (about an hour)
 	$(BIN)/python -m simulator scale $(ARGS)
 
+sim-escrow: setup-dev ## Simulate a budget in escrow of three regions, one of them cut off (seconds)
+	$(BIN)/python -m simulator escrow $(ARGS)
+
 bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
 	$(BIN)/python -m bench.overhead $(ARGS)
 
 bench-idempotency: setup-dev ## Measure what an idempotency key costs a request
 	$(BIN)/python -m bench.idempotency $(ARGS)
+
+bench-streams: setup-dev ## Measure 2,000 live streams on one gateway: memory, time to first token
+	$(BIN)/python -m bench.open_streams $(ARGS)
+
+bench-admission: setup-dev ## Measure admission against bare Redis and LiteLLM's proxy
+	$(BIN)/python -m bench.admission $(ARGS)
 
 bench-scheduler: setup-dev ## Measure how many placements a scheduler decides per second of a core
 	$(BIN)/python -m bench.scheduler $(ARGS)

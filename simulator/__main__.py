@@ -1,4 +1,4 @@
-"""``python -m simulator``: sim, simulate, compare, calibrate."""
+"""``python -m simulator``: sim, scale, simulate, compare, escrow, calibrate."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ COMMANDS: Final = {
     "scale": ("simulator.fleet.scale", "run a thousand workers and a million requests in one run"),
     "simulate": ("simulator.lab.command", "run a scenario and report latencies, goodput and fairness"),
     "compare": ("simulator.lab.compare", "run traces on this scheduler and on simpler ones"),
+    "escrow": ("simulator.escrow.regions", "spend one budget in three regions, one of them cut off"),
     "calibrate": ("simulator.engine.calibrate", "fit a cost model to measured steps"),
 }
 

@@ -133,11 +133,17 @@ class Fleet:
     """Everything that a drill may touch. Names of processes are those of `fairway up`."""
 
     def __init__(
-        self, state: StateDir, addresses: Addresses, entries: Mapping[str, str], options: UpOptions
+        self,
+        state: StateDir,
+        addresses: Addresses,
+        entries: Mapping[str, str],
+        options: UpOptions,
+        settings: Mapping[str, str],
     ) -> None:
         self.state = state
         self.addresses = addresses
         self.options = options
+        self._own_settings = {**SETTINGS, **settings}
         self.gateways: dict[str, str] = {name: entries[name] for name in addresses.gateway_names}
         self.network: Network
         self.supervisor: ProcessSupervisor
@@ -149,8 +155,10 @@ class Fleet:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def started(cls, root: Path, shape: Shape) -> AsyncIterator[Fleet]:
-        """Yield a fleet that serves; nothing of it is left afterwards."""
+    async def started(
+        cls, root: Path, shape: Shape, *, settings: Mapping[str, str] | None = None
+    ) -> AsyncIterator[Fleet]:
+        """Yield a fleet that serves, every role with ``settings``; nothing of it is left afterwards."""
         state = StateDir.at(root)
         state.create()
         ensure_secrets(state)
@@ -168,7 +176,7 @@ class Fleet:
         ports = choose_ports([*names, *edges], fixed={}, remembered={}, preferred={})
         addresses = Addresses.for_options(options, ports)
         entries = {_process(name): f"127.0.0.1:{ports[f'edge:{name}']}" for name in (*STORES, *proxied)}
-        fleet = cls(state, addresses, entries, options)
+        fleet = cls(state, addresses, entries, options, settings or {})
         pairs: dict[str, tuple[int, int | str]] = {
             _process(name): (ports[f"edge:{name}"], ports[name]) for name in proxied
         }
@@ -195,7 +203,7 @@ class Fleet:
         """What goes over the settings of an installation: every address is that of a proxy."""
         settings = []
         for name in self.addresses.role_names:
-            for variable, value in SETTINGS.items():
+            for variable, value in self._own_settings.items():
                 settings.append((name, variable, value))
             settings += [
                 (name, NAME_VARIABLE, name),
@@ -314,6 +322,11 @@ class Fleet:
             for line in page.splitlines()
             if line.startswith("fairway_scheduler_grants_outstanding")
         )
+
+    async def charged_tokens(self, tenant: str) -> int:
+        """Return the tokens, prompt and output, that a tenant was charged so far."""
+        usage = await self.limiter.usage(tenant)
+        return usage.prompt_tokens + usage.output_tokens
 
     async def create_tenants(self, names: Sequence[str]) -> dict[str, str]:
         """Return an API key per tenant, the tenants being new."""

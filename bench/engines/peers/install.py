@@ -83,7 +83,12 @@ def install_llama_cpp(python: str, there: Path) -> None:
         shutil.copy2(built / SERVER, there / SERVER)
 
 
+def install_litellm(python: str, _: Path) -> None:
+    pip(python, ["install", VERSIONS["litellm"], "redis", "hiredis", "uvloop"])
+
+
 INSTALLERS: Final[Mapping[str, Callable[[str, Path], None]]] = {
+    "litellm": install_litellm,
     "transformers": install_transformers,
     "vllm": install_vllm,
     "llama_cpp": install_llama_cpp,

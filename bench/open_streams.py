@@ -1,0 +1,146 @@
+"""2,000 live streams on one gateway: memory per stream, time to first token, and what is left afterwards.
+
+``make bench-streams``. The null executor makes a token per stream every quarter of a second, so that all
+streams are open at once. ``kib_per_stream`` is the growth of the gateway's resident memory over the streams;
+``ttft_p99_ms`` is of streams opened at 100 a second, one step included. Afterwards half end
+by themselves and half are cancelled, and Redis must hold no slot. The last line is ``RESULT {json}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import grpc
+import psutil
+import uvloop
+
+from bench.admissions.compare import gateway_target
+from bench.overhead import Target, quantile
+from bench.stack import NullStack
+from fairway.cli.state import StateDir
+from fairway.v1 import inference_pb2_grpc
+from services.adapters.redis.limiter import RedisLimiter
+from services.runtime.clock import SystemClock
+
+STREAMS: Final = 2000
+RATE_PER_S: Final = 100.0
+STEP_S: Final = 0.25
+TOKENS: Final = 140  # the last is opened before the first ends
+CHANNELS: Final = 40
+OPENED_S: Final = 60.0
+RESTED_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class StreamFigures:
+    """What the streams showed."""
+
+    first_s: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    finished: int = 0
+    open: int = 0
+
+
+async def stream(target: Target, figures: StreamFigures, *, cancelled: asyncio.Event | None) -> None:
+    """Read one stream to its end, or until it is to be cancelled."""
+    began_s = time.perf_counter()
+    call = target.stub.Generate(target.request(TOKENS), metadata=target.metadata)
+    first = True
+    try:
+        async for event in call:
+            if event.HasField("chunk") and first:
+                first = False
+                figures.first_s.append(time.perf_counter() - began_s)
+                figures.open += 1
+            if cancelled is not None and cancelled.is_set():
+                call.cancel()
+                return
+            figures.finished += event.HasField("finished")
+    except grpc.aio.AioRpcError as error:
+        figures.failed.append(f"{error.code().name} {error.details()}")
+
+
+async def measure(stack: NullStack, state: Path, streams: int) -> dict[str, float]:
+    gateway = psutil.Process(gateway_target(stack, state).pids[0])
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    channels = [grpc.aio.insecure_channel(stack.grpc, options) for _ in range(CHANNELS)]
+    metadata = (("authorization", f"Bearer {stack.api_key}"),)
+    targets = [
+        Target("streams", inference_pb2_grpc.InferenceServiceStub(channel), metadata, stack.model)
+        for channel in channels
+    ]
+    warm = StreamFigures()
+    await asyncio.gather(*(stream(target, warm, cancelled=None) for target in targets))
+    idle_bytes = gateway.memory_info().rss
+    figures, cancel = StreamFigures(), asyncio.Event()
+    begins_s, tasks = time.perf_counter(), []
+    for number in range(streams):
+        await asyncio.sleep(max(0.0, begins_s + number / RATE_PER_S - time.perf_counter()))
+        call = stream(targets[number % CHANNELS], figures, cancelled=cancel if number % 2 else None)
+        tasks.append(asyncio.create_task(call))
+    for _ in range(int(OPENED_S / 0.05)):
+        if figures.open + len(figures.failed) >= streams:
+            break
+        await asyncio.sleep(0.05)
+    live, open_bytes = figures.open - figures.finished, gateway.memory_info().rss
+    cancel.set()
+    await asyncio.gather(*tasks)
+    slots = await slots_held(state)
+    for channel in channels:
+        await channel.close()
+    for failure in sorted(set(figures.failed))[:5]:
+        print(f"failed: {failure}")
+    return {
+        "streams": live,
+        "kib_per_stream": round((open_bytes - idle_bytes) / 1024 / max(live, 1), 1),
+        "ttft_p50_ms": round(quantile(figures.first_s, 0.5) * 1000, 1),
+        "ttft_p99_ms": round(quantile(figures.first_s, 0.99) * 1000, 1),
+        "failed": len(figures.failed),
+        "leaked_slots": slots,
+    }
+
+
+async def slots_held(state: Path) -> int:
+    """Return the tenant's slots once none is held, or after a minute."""
+    limiter = RedisLimiter(StateDir.at(state).redis_url, SystemClock(), timeout_s=5.0)
+    try:
+        held = 0
+        for _ in range(int(RESTED_S / 0.5)):
+            held = await limiter.concurrency("default")
+            if not held:
+                break
+            await asyncio.sleep(0.5)
+        return held
+    finally:
+        await limiter.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--streams", type=int, default=STREAMS)
+    options = parser.parse_args()
+    worker = {
+        "FAIRWAY_MAX_SEQUENCES": options.streams,
+        "FAIRWAY_TOKEN_BUDGET": 2 * options.streams + 4096,
+        "FAIRWAY_ITL_TARGET_S": 0,  # the steps are slow by intent
+    }
+    settings = [f"worker-0:{name}={value}" for name, value in worker.items()]
+    with (
+        tempfile.TemporaryDirectory(prefix="fairway-bench-") as folder,
+        NullStack.started(Path(folder), step_s=STEP_S, settings=settings) as stack,
+    ):
+        figures = uvloop.run(measure(stack, Path(folder) / "state", options.streams))
+    print("RESULT", json.dumps(figures))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    main()

@@ -1,0 +1,360 @@
+"""`make chaos-streams`: kills under streams, keys with concurrent duplicates, cancels at random stages.
+
+Three parts on one fleet of three gateways and two workers, all drawn from ``--seed``:
+
+1. 300 streams, greedy and sampled, each with a key, while engines, workers and gateways are killed at random.
+   A client whose stream breaks sends its request again with its key. Each output must be that of an
+   undisturbed run.
+2. 2,000 keys, each sent by two or three clients at once to different gateways. All clients of a key must
+   receive one output, and the tenant must be charged for each key once.
+3. 20,000 requests without a key that their client cancels: at once, when accepted, at a drawn token, or
+   after a drawn time. Nothing may stay reserved afterwards.
+
+The last line is ``RESULT {json}``. Exits 0 when the ratios are 1 and nothing leaked.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import grpc
+import structlog
+
+from fairway.v1 import inference_pb2 as pb
+from services.core.errors import FairwayError
+from services.rpc.status import from_rpc_error
+from tests.chaos.checker import Reference
+from tests.chaos.driver import until
+from tests.chaos.faults import Kill, inject
+from tests.chaos.fleet import Fleet, Shape
+from tests.chaos.load import Client, make_specs, now_s, references
+from tests.support.stack import metadata
+
+SHAPE: Final = Shape(workers=2, gateways=3)
+KILLED: Final = (
+    "engine:worker-0",
+    "engine:worker-1",
+    "worker-0",
+    "worker-1",
+    "gateway",
+    "gateway-1",
+    "gateway-2",
+)
+STREAMS_AT_ONCE: Final = 24
+KEYS_AT_ONCE: Final = 24
+CANCELS_AT_ONCE: Final = 96
+GIVEN_UP_S: Final = 240.0
+RESTED_S: Final = 90.0
+_RETRIED_S: Final = 0.25
+
+
+@dataclass(slots=True)
+class KeyedResult:
+    """What the clients of one key received. ``outputs`` has one entry per client that reached the end."""
+
+    spec: int
+    outputs: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)  # request id, tokens
+    prompt_tokens: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+class KeyedClients:
+    """Clients that send a request with its key until they have received its end."""
+
+    def __init__(self, client: Client, key: str) -> None:
+        self._client = client
+        self._key = key
+        self.retries = 0
+
+    async def finish(self, generation: pb.Generation, result: KeyedResult, gateway: int) -> None:
+        """Return once the end was received or the time is up; what was wrong is in the result."""
+        deadline_s = now_s() + GIVEN_UP_S
+        last = ""
+        while now_s() < deadline_s:
+            name = self._client.names[gateway % len(self._client.names)]
+            try:
+                await self._once(name, generation, result)
+                return
+            except grpc.aio.AioRpcError as error:
+                found = from_rpc_error(error)
+                last = f"{found.reason} {found.message}"
+                retried = found.retry_after_s is not None or error.code() is grpc.StatusCode.UNAVAILABLE
+                if not retried:
+                    break
+                self.retries += 1
+                gateway += 1
+                await asyncio.sleep(max(found.retry_after_s or 0.0, _RETRIED_S))
+        result.problems.append(f"no end received: {last}")
+
+    async def _once(self, gateway: str, generation: pb.Generation, result: KeyedResult) -> None:
+        call = self._client.stub(gateway).Generate(
+            pb.GenerateRequest(generation=generation), metadata=metadata(self._key), timeout=GIVEN_UP_S
+        )
+        ids: list[int] = []
+        request_id = ""
+        async for event in call:
+            if event.HasField("accepted"):
+                request_id = event.accepted.request_id
+                result.prompt_tokens = event.accepted.prompt_tokens
+            elif event.HasField("chunk"):
+                if event.chunk.offset != len(ids):
+                    result.problems.append(f"offset {event.chunk.offset} after {len(ids)} tokens")
+                ids += event.chunk.ids
+            elif event.HasField("finished"):
+                result.outputs.append((request_id, tuple(ids)))
+
+
+@dataclass(slots=True)
+class Tally:
+    """The figures of the RESULT line, and what went wrong."""
+
+    streams: int = 0
+    identical: int = 0
+    keys: int = 0
+    charged_once: int = 0
+    cancels: int = 0
+    leaked_blocks: int = 0
+    leaked_slots: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def result(self) -> dict[str, float]:
+        return {
+            "streams": self.streams,
+            "identical_ratio": self.identical / max(self.streams, 1),
+            "charged_once_ratio": self.charged_once / max(self.keys, 1),
+            "cancels": self.cancels,
+            "leaked_blocks": self.leaked_blocks,
+            "leaked_slots": self.leaked_slots,
+        }
+
+    @property
+    def passed(self) -> bool:
+        whole = self.identical == self.streams and self.charged_once == self.keys
+        return whole and not (self.leaked_blocks or self.leaked_slots or self.problems)
+
+
+class StreamDrill:
+    """The three parts on one running fleet."""
+
+    def __init__(self, fleet: Fleet, client: Client, keys: Mapping[str, str], seed: int) -> None:
+        """``keys``: the API key of each part's tenant."""
+        self._fleet = fleet
+        self._client = client
+        self._keys = keys
+        self._rng = random.Random(seed)
+        self._specs = make_specs()
+        self.tally = Tally()
+
+    # --- kills ---------------------------------------------------------------------------------------
+
+    async def kills(self, streams: int, undisturbed: Mapping[int, Reference], *, every_s: float) -> None:
+        """Run the streams while a process is killed every few seconds; compare their outputs."""
+        clients = KeyedClients(self._client, self._keys["kills"])
+        results = [KeyedResult(self._rng.randrange(len(self._specs))) for _ in range(streams)]
+        killing = asyncio.create_task(self._kill_forever(every_s))
+        try:
+            turns = asyncio.Semaphore(STREAMS_AT_ONCE)
+
+            async def one(number: int, result: KeyedResult) -> None:
+                async with turns:
+                    generation = self._generation(result.spec, f"kills-{number}")
+                    await clients.finish(generation, result, number)
+
+            await asyncio.gather(*(one(number, result) for number, result in enumerate(results)))
+        finally:
+            killing.cancel()
+            with suppress(asyncio.CancelledError):
+                await killing
+        self.tally.streams = streams
+        for number, result in enumerate(results):
+            same = [ids for _, ids in result.outputs] == [undisturbed[result.spec].ids]
+            self.tally.identical += same
+            if not same or result.problems:
+                self.tally.problems.append(f"stream {number}: {result.problems or 'other tokens'}")
+        print(f"kills: {streams} streams, {clients.retries} sent again", flush=True)
+        await self._whole()
+
+    async def _kill_forever(self, every_s: float) -> None:
+        kills = 0
+        try:
+            while True:
+                await asyncio.sleep(self._rng.uniform(0.5, 1.5) * every_s)
+                target = self._rng.choice(KILLED)
+                # What was killed just before may not run yet.
+                with suppress(grpc.aio.AioRpcError, FairwayError, KeyError, LookupError, ProcessLookupError):
+                    await inject(Kill(target), self._fleet)
+                    kills += 1
+        finally:
+            print(f"kills: {kills} processes killed", flush=True)
+
+    # --- keys ----------------------------------------------------------------------------------------
+
+    async def keys(self, keys: int) -> None:
+        """Send each key from several clients at once; compare their outputs and the tenant's charge."""
+        clients = KeyedClients(self._client, self._keys["keys"])
+        results = [KeyedResult(self._rng.randrange(len(self._specs))) for _ in range(keys)]
+        duplicates = [self._rng.choice((2, 3)) for _ in range(keys)]
+        turns = asyncio.Semaphore(KEYS_AT_ONCE)
+
+        async def one(number: int, result: KeyedResult) -> None:
+            async with turns:
+                generation = self._generation(result.spec, f"keys-{number}", tokens=8)
+                calls = (
+                    clients.finish(generation, result, number + copy) for copy in range(duplicates[number])
+                )
+                await asyncio.gather(*calls)
+
+        await asyncio.gather(*(one(number, result) for number, result in enumerate(results)))
+        self.tally.keys = keys
+        expected = 0
+        for number, result in enumerate(results):
+            outputs = set(result.outputs)
+            once = len(outputs) == 1 and len(result.outputs) == duplicates[number] and not result.problems
+            self.tally.charged_once += once
+            if not once:
+                self.tally.problems.append(f"key {number}: {len(outputs)} outputs, {result.problems}")
+            expected += result.prompt_tokens + sum(len(ids) for _, ids in outputs)
+        await self._charged(expected)
+
+    async def _charged(self, expected: int) -> None:
+        """The tenant is charged ``expected`` tokens in all; one more or less is a charge lost or doubled."""
+        charged = 0
+
+        async def exact() -> str:
+            nonlocal charged
+            charged = await self._fleet.charged_tokens("keys")
+            return "" if charged == expected else f"{charged} tokens are charged of {expected}"
+
+        if missing := await until(exact, RESTED_S):
+            self.tally.charged_once = 0
+            self.tally.problems.append(missing)
+        print(f"keys: {charged} tokens charged of {expected}", flush=True)
+
+    # --- cancels -------------------------------------------------------------------------------------
+
+    async def cancels(self, cancels: int) -> None:
+        """Start requests and cancel each at a drawn stage."""
+        turns = asyncio.Semaphore(CANCELS_AT_ONCE)
+        stages = [(self._rng.randrange(4), self._rng.random()) for _ in range(cancels)]
+
+        async def one(number: int) -> None:
+            async with turns:
+                stage, drawn = stages[number]
+                await self._cancelled(number, stage, drawn)
+
+        await asyncio.gather(*(one(number) for number in range(cancels)))
+        self.tally.cancels = cancels
+
+    async def _cancelled(self, number: int, stage: int, drawn: float) -> None:
+        """Cancel at once (0), when accepted (1), at a token (2), or after a time (3)."""
+        generation = self._specs[number % len(self._specs)].generation(self._client.model)
+        name = self._client.names[number % len(self._client.names)]
+        call = self._client.stub(name).Generate(
+            pb.GenerateRequest(generation=generation), metadata=metadata(self._keys["cancels"]), timeout=60
+        )
+        try:
+            async with asyncio.timeout({0: 0.0, 3: drawn * 0.5}.get(stage)):
+                tokens = 0
+                async for event in call:
+                    tokens += len(event.chunk.ids)
+                    accepted = event.HasField("accepted")
+                    if (stage == 1 and accepted) or (stage == 2 and tokens > drawn * 30):
+                        return
+        except (TimeoutError, grpc.aio.AioRpcError):
+            pass  # shed or cut: what counts is what it leaves behind
+        finally:
+            call.cancel()
+
+    # --- afterwards ----------------------------------------------------------------------------------
+
+    async def rest(self) -> None:
+        """Count the blocks and slots that are still taken when nothing runs any more."""
+
+        async def free() -> str:
+            holdings = await self._fleet.holdings()
+            self.tally.leaked_blocks = sum(each.kv_blocks_reserved + each.kv_blocks_used for each in holdings)
+            self.tally.leaked_slots = sum(
+                [await self._fleet.limiter.concurrency(tenant) for tenant in self._keys]
+            )
+            held = self.tally.leaked_blocks, self.tally.leaked_slots
+            return f"{held[0]} blocks and {held[1]} slots are held" if any(held) else ""
+
+        if missing := await until(free, RESTED_S):
+            self.tally.problems.append(missing)
+
+    async def _whole(self) -> None:
+        """Wait until every process runs and streams again after the kills."""
+
+        async def whole() -> str:
+            absent = set(self._fleet.expected_processes()) - set(self._fleet.pids())
+            return f"{sorted(absent)} do not run" if absent else ""
+
+        if missing := await until(whole, RESTED_S):
+            self.tally.problems.append(missing)
+        await asyncio.sleep(3.0)
+
+    def _generation(self, spec: int, key: str, tokens: int | None = None) -> pb.Generation:
+        generation = self._specs[spec].generation(self._client.model, tokens)
+        generation.idempotency_key = key
+        return generation
+
+
+async def run(options: argparse.Namespace, root: Path) -> Tally:
+    async with Fleet.started(root, SHAPE) as fleet:
+        keys = await fleet.create_tenants(["kills", "keys", "cancels", "reference"])
+        client = Client(fleet.gateways, fleet.options.model_name, timeout_s=GIVEN_UP_S)
+        try:
+            await asyncio.sleep(1.0)  # the gateways receive the keys
+            undisturbed = await references(client, make_specs(), keys["reference"])
+            drill = StreamDrill(fleet, client, keys, options.seed)
+            await drill.kills(options.streams, undisturbed, every_s=options.kill_every_s)
+            await drill.keys(options.keys)
+            await drill.cancels(options.cancels)
+            await drill.rest()
+        finally:
+            await client.close()
+    return drill.tally
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make chaos-streams", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=300)
+    parser.add_argument("--keys", type=int, default=2000)
+    parser.add_argument("--cancels", type=int, default=20_000)
+    parser.add_argument("--kill-every-s", type=float, default=2.0)
+    parser.add_argument("--state-dir", default="", help="keep logs and state here; else they are removed")
+    options = parser.parse_args(arguments)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    root = Path(options.state_dir or tempfile.mkdtemp(prefix="fairway-streams-"))
+    try:
+        tally = asyncio.run(run(options, root))
+    finally:
+        if not options.state_dir:
+            shutil.rmtree(root, ignore_errors=True)
+    for problem in tally.problems[:30]:
+        print(problem)
+    print(f"RESULT {json.dumps(tally.result)}")
+    return 0 if tally.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
