@@ -17,6 +17,7 @@ from typing import Final, Protocol
 import structlog
 
 from services.core.errors import FairwayError, NoWorkerAvailable, Unavailable, VersionGone
+from services.core.limits import Price
 from services.core.records import (
     DEPLOYMENTS,
     Deployment,
@@ -26,6 +27,7 @@ from services.core.records import (
     Worker,
     replicas_in,
 )
+from services.core.usage import list_price
 from services.gateway.text.text_model import TextModel, Texts, is_text_file
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import RecordView, Versioned
@@ -116,6 +118,11 @@ class ModelCatalog:
         if held is None or not held.record.version_digest:
             raise model_not_found(model)
         return self._served(held.record, held.mod_revision)
+
+    def price(self, model: str) -> Price:
+        """Return the list price of a model name's deployment; nothing costs where it was deleted."""
+        held = self._deployments.view.get(DEPLOYMENTS + model)
+        return list_price(held.record if held is not None else None)
 
     def resolve_pinned(self, model: str, pinned: PinnedVersion) -> Route:
         """Return the route of an earlier run, even if the name now has another route.

@@ -55,8 +55,7 @@ class Settings(BaseModel):
         default="folder",
         pattern=r"^(folder|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]{0,512})?)$",
     )
-    # Folder of the usage ledger, shared by all control planes, unless chunks are stored in a bucket: then the
-    # ledger is there too; default: in the state folder.
+    # Folder of the usage ledger, shared by all control planes; default: the bucket, or in the state folder.
     usage_dir: Path | None = None
     # Days that usage records are kept.
     usage_retention_days: int = Field(default=400, ge=1, le=3660)

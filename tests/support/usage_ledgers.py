@@ -6,9 +6,11 @@ import asyncio
 from dataclasses import replace
 from typing import Final
 
+from fairway.v1 import controlplane_pb2 as pb
 from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.policy.book import Report
 from services.controlplane.usage.policy.queries import Dimension, UsageQuery
+from services.core.errors import NoLeader
 from services.core.generation import Usage
 from services.core.usage import RequestUsage, SequenceDeviceUse, UsageEvent
 from services.ports.clock import Clock
@@ -120,3 +122,10 @@ async def booked(ledger: UsageLedger) -> dict[str, tuple[int, int, int]]:
 
 def moved(use: SequenceDeviceUse, hours: int) -> SequenceDeviceUse:
     return replace(use, ended_unix_s=use.ended_unix_s + 3600 * hours)
+
+
+class NoUsage:
+    """``UsagePages`` of a control plane without a ledger."""
+
+    async def page(self, request: pb.ListUsageRequest, *, forwarded: bool) -> pb.ListUsageResponse:
+        raise NoLeader("no control plane leads")

@@ -1,9 +1,10 @@
 """Usage events on the local disk until the ledger has stored them.
 
-Each process life is one source, which numbers its events from 1. Events are appended to a file and synced a
-moment later, outside the event loop. A file is named by its source and its first event. About once a second
-the oldest file is sent; it no longer grows then, and is deleted when the ledger has stored all of it. Files of
-earlier lives are sent first, under their own sources. A torn end, which a crash left, is skipped.
+Each process life is one source, which numbers its events from 1. Events are appended to a file and synced
+a moment later, outside the event loop. A file is named by its source and its first event. About once a
+second the oldest file is sent; it no longer grows then, and is deleted when the ledger has stored all of
+it. Files of earlier lives are sent first, under their own sources. A torn end, which a crash left, is
+skipped.
 """
 
 from __future__ import annotations

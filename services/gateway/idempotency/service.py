@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -11,6 +12,7 @@ from typing import Final
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.generation import Principal
+from services.core.usage import RequestUsage
 from services.gateway.catalog import ModelCatalog, PinnedVersion
 from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.idempotency.record_codec import degraded_out
@@ -109,6 +111,7 @@ class IdempotentService(GatewayService):
         earlier: EarlierRun | None,
         record: Record,
         settle: Settle,
+        report_usage: Callable[[RequestUsage], None],
     ) -> tuple[Request, asyncio.Task[None]]:
         """Start or resume a request. Its clients have deadlines; the request has the server's.
 
@@ -130,7 +133,7 @@ class IdempotentService(GatewayService):
             generation.max_output_tokens = accepted.max_output_tokens
             version = PinnedVersion(accepted.version_digest, accepted.route_revision)
             resume = Resume(version, earlier.produced, degraded_out(accepted.degraded))
-        terms = RunTerms(received, self.limits.max_timeout_s, None, resume, record, settle)
+        terms = RunTerms(received, self.limits.max_timeout_s, None, resume, record, settle, report_usage)
         return self.start(principal, generation, sink, terms)
 
 

@@ -97,6 +97,8 @@ class RequestAdmission:
             self._limits,
             telemetry,
             degradations,
+            key=self._identity.key_of(principal),
+            price=self._validator.price(spec.model),
         )
 
     async def spend(self, principal: Principal) -> None:

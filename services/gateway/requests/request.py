@@ -118,7 +118,7 @@ class Request:
             results = await self._run_choices(admitted)
         finally:
             usage = self._usage()
-            await self._settle(admitted.reservation, usage)
+            await self._settle(admitted, usage)
         # Built after the settlement, so that the clock covers everything that the client waits for.
         return Finished(
             choices=results,
@@ -168,13 +168,15 @@ class Request:
             device_s=sum(run.device_us for run in self._runs) / 1e6,
         )
 
-    async def _settle(self, reservation: Reservation, usage: Usage) -> None:
+    async def _settle(self, admitted: Admitted, usage: Usage) -> None:
         """Release the slot before the terminal event, so that the client's next request finds it free.
 
         A store that does not answer must not delay a finished output: the reservation expires by itself.
         """
         self.reservation = None
-        settling = self._try_settle(reservation, usage)
+        report = self._terms.report_usage or self._ports.report_usage
+        report(admitted.usage_report(usage))
+        settling = self._try_settle(admitted.reservation, usage)
         await asyncio.shield(self._ports.supervisor.spawn(f"settle {self.request_id}", settling))
 
     async def _try_settle(self, reservation: Reservation, usage: Usage) -> None:

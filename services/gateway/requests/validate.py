@@ -15,6 +15,7 @@ from typing import Final
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong
 from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
+from services.core.limits import Price
 from services.core.records import Priority
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
@@ -57,6 +58,10 @@ class Validator:
         self._tokeniser = Tokeniser(catalog.texts)
         self._max_fanout_tokens = max_fanout_tokens
         self._prefixes = prefixes
+
+    def price(self, model: str) -> Price:
+        """Return the list price of a deployment."""
+        return self._catalog.price(model)
 
     def check(
         self,

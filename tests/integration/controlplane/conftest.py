@@ -19,6 +19,7 @@ from services.rpc.channel import open_channel
 from services.rpc.server import RpcServer, Service
 from tests.integration.controlplane.plane import DIGEST, OTHER, SEALER, Plane, TurnedClock
 from tests.support.registry import TOKEN, authenticate
+from tests.support.usage_ledgers import NoUsage
 
 
 @pytest_asyncio.fixture
@@ -42,7 +43,11 @@ async def plane() -> AsyncIterator[Plane]:
                 pb.DESCRIPTOR.services_by_name["ControlPlaneService"],
                 controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
                 ControlPlaneServicer(
-                    ControlPlaneService(store, clock, SEALER), store, queues, require_current=require_current
+                    ControlPlaneService(store, clock, SEALER),
+                    store,
+                    queues,
+                    NoUsage(),
+                    require_current=require_current,
                 ),
             )
         ],

@@ -165,12 +165,12 @@ def _oldest(requests: OrderedDict[str, Open], most: int, before_s: float) -> Ite
 def tokens_of(sequences: Iterable[SequenceDeviceUse]) -> Usage:
     """Return a request's usage by its workers' reports.
 
-    The prompt is that of the first run: a resumed sequence computes its earlier output again, as prompt.
+    All its sequences have one prompt. Later runs find it in a cache more often than the first, which pays.
     """
-    found = list(sequences)
-    first = min(found, key=lambda use: use.usage.prompt_tokens).usage
-    output = sum(use.usage.output_tokens for use in found)
-    return Usage(first.prompt_tokens, output, min(first.cached_tokens, first.prompt_tokens))
+    found = [use.usage for use in sequences]
+    prompt = max(usage.prompt_tokens for usage in found)
+    cached = min(usage.cached_tokens for usage in found if usage.prompt_tokens == prompt)
+    return Usage(prompt, sum(usage.output_tokens for usage in found), cached)
 
 
 def _device_of(sequences: Iterable[SequenceDeviceUse]) -> Amounts:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fairway.v1 import usage_pb2 as pb
-from services.adapters.usage.outbox import DiskOutbox
+from services.adapters.usage.outbox import MAX_BYTES, DiskOutbox
 from services.core.errors import NoLeader
 from services.runtime.clock import SystemClock
 from tests.support.tiny_disk import tiny_disk
@@ -45,8 +45,10 @@ class Reports:
         return last
 
 
-def outbox_of(folder: Path, reports: Reports, source: str = "life-1", **options: int) -> DiskOutbox:
-    return DiskOutbox(folder / "usage", source, reports, SystemClock(), **options)
+def outbox_of(
+    folder: Path, reports: Reports, source: str = "life-1", max_bytes: int = MAX_BYTES
+) -> DiskOutbox:
+    return DiskOutbox(folder / "usage", source, reports, SystemClock(), max_bytes=max_bytes)
 
 
 def add(outbox: DiskOutbox, *names: str) -> None:
@@ -202,7 +204,7 @@ async def test_a_full_disk_keeps_events_in_memory(tmp_path: Path) -> None:
 _CHILD = """
 import asyncio, sys
 from pathlib import Path
-from services.adapters.usage.outbox import DiskOutbox
+from services.adapters.usage.outbox import MAX_BYTES, DiskOutbox
 from services.core.errors import NoLeader
 from services.runtime.clock import SystemClock
 from tests.support.usage_ledgers import request_usage

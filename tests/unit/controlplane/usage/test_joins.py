@@ -38,7 +38,7 @@ SEQUENCE = SequenceDeviceUse(
     usage=Usage(100, 20, 40),
     device_s=2.0,
 )
-MOVED = replace(SEQUENCE, worker_id="w2", usage=Usage(110, 10, 0), device_s=1.0)
+MOVED = replace(SEQUENCE, worker_id="w2", usage=Usage(100, 10, 90), device_s=1.0)
 
 
 class Ledger:
@@ -163,3 +163,6 @@ def test_the_prompt_of_a_moved_sequence_counts_once() -> None:
     assert tokens_of([MOVED, SEQUENCE]) == Usage(100, 30, 40)
     second = replace(SEQUENCE, choice=1, usage=Usage(100, 5, 100))
     assert tokens_of([SEQUENCE, second]) == Usage(100, 25, 40)
+    cut = replace(SEQUENCE, usage=Usage(30, 0, 0))  # cancelled within its prompt
+    assert tokens_of([cut, SEQUENCE]) == Usage(100, 20, 40)
+    assert tokens_of([cut]) == Usage(30, 0, 0)
