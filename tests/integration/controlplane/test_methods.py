@@ -16,7 +16,6 @@ from tests.integration.controlplane.plane import Plane
     [
         ("ListRollouts", pb.ListRolloutsRequest()),
         ("GetBudget", pb.GetBudgetRequest(name="b")),
-        ("ListUsage", pb.ListUsageRequest()),
         ("ListAuditEvents", pb.ListAuditEventsRequest()),
         ("AbortRollout", pb.AbortRolloutRequest(name="r")),
     ],
