@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Final
@@ -58,18 +58,42 @@ class Connection:
         return WAIT_S if self.timeout_s is None else self.timeout_s
 
 
+@dataclass(frozen=True, slots=True)
+class OptionGroup:
+    """Options that several commands have. The command receives those that were given as one mapping.
+
+    ``parameter``: of the command; ``prefix``: of the options' own names, which are the mapping's keys.
+    """
+
+    parameter: str
+    prefix: str
+    options: Mapping[str, object]
+
+
 def command(
-    app: typer.Typer, name: str, *, to: Server, examples: Sequence[str]
+    app: typer.Typer,
+    name: str,
+    *,
+    to: Server,
+    examples: Sequence[str],
+    groups: Sequence[OptionGroup] = (),
 ) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., Coroutine[Any, Any, None]]]:
     """Return a decorator that makes a coroutine a command of ``app``.
 
     The coroutine's first parameter is the Connection, the others are the command's own; the options of the
-    connection are added to them. Its docstring and ``examples`` form the `--help` text.
+    connection and of ``groups`` are added to them. Its docstring and ``examples`` form the `--help` text.
     """
     find, address_option, key_option = to.value
 
     def register(run: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Coroutine[Any, Any, None]]:
-        own = list(inspect.signature(run, eval_str=True).parameters.values())[1:]
+        gathered = {group.parameter for group in groups}
+        declared = list(inspect.signature(run, eval_str=True).parameters.values())[1:]
+        own = [each for each in declared if each.name not in gathered]
+        own += [
+            _option(group.prefix + field, annotation, None)
+            for group in groups
+            for field, annotation in group.options.items()
+        ]
         added = [
             _option(address_option[0], address_option[1], ""),
             _option(key_option[0], key_option[1], ""),
@@ -80,6 +104,11 @@ def command(
         def entry(**values: Any) -> None:
             address, key = values.pop(address_option[0]), values.pop(key_option[0])
             state_dir, timeout_s = values.pop("state_dir"), values.pop("timeout")
+            for group in groups:
+                found = {field: values.pop(group.prefix + field) for field in group.options}
+                values[group.parameter] = {
+                    field: value for field, value in found.items() if value is not None
+                }
             target = find(address, key, state_dir)
             asyncio.run(_connected(to, target, timeout_s, run, values))
 

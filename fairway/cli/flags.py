@@ -10,6 +10,7 @@ import typer
 
 from fairway.cli import completion
 from fairway.cli.terminal.durations import parse_moment, parse_span
+from fairway.cli.terminal.money import parse_money
 from fairway.v1 import common_pb2
 from fairway.v1.controlplane_pb2 import Metadata
 
@@ -57,6 +58,14 @@ def parse_future(text: str) -> datetime:
 def parse_past(text: str) -> datetime:
     """Return an option's moment; a span counts back from now."""
     return _moment(text, past=True)
+
+
+def money(text: str | int) -> int:
+    """Return an option's amount in millionths. Raises BadParameter."""
+    try:
+        return parse_money(str(text))
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
 
 
 def key_values(texts: list[str] | None, *, flag: str) -> dict[str, str]:

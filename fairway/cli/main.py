@@ -14,6 +14,7 @@ import typer
 
 from fairway.cli.commands import bootstrap as bootstrap_command
 from fairway.cli.commands import (
+    budgets,
     deployments,
     events,
     keys,
@@ -79,6 +80,7 @@ app.add_typer(models.app, name="models")
 app.add_typer(deployments.app, name="deployments")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
+app.add_typer(budgets.app, name="budgets")
 app.add_typer(nodes.app, name="nodes")
 queue.add(app)
 placements.add(app)

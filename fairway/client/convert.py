@@ -70,6 +70,7 @@ def generation(model: str, source: Input, options: Options, idempotency_key: str
         stop=options.stop,
         stop_token_ids=options.stop_token_ids,
         session_key=options.session_key,
+        user=options.user,
         ignore_eos=options.ignore_eos,
         idempotency_key=idempotency_key,
         **{name: value for name, value in optional.items() if value is not None},

@@ -80,6 +80,7 @@ class Options:
     priority: Priority | None = None  # None: the server's default class
     # Requests with one key stay on one side of a version split.
     session_key: str = ""
+    user: str = ""  # the caller's name of its end user, whose limits and budgets apply
     ignore_eos: bool = False  # do not stop at the end-of-sequence token
 
 

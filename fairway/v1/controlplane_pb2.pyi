@@ -295,6 +295,52 @@ class DegradePolicy(_message.Message):
 Global___DegradePolicy: _TypeAlias = DegradePolicy  # noqa: Y015
 
 @_typing.final
+class Limits(_message.Message):
+    """Limits of a key, or of each end user of a tenant. 0: no limit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    MAX_CONCURRENCY_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    INPUT_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TIMEOUT_FIELD_NUMBER: _builtins.int
+    requests_per_minute: _builtins.int
+    max_concurrency: _builtins.int
+    tokens_per_minute: _builtins.int
+    """Prompt and output."""
+    input_tokens_per_minute: _builtins.int
+    output_tokens_per_minute: _builtins.int
+    max_context_tokens: _builtins.int
+    """Prompt and most output of one choice of a request."""
+    max_output_tokens: _builtins.int
+    """Of one choice."""
+    @_builtins.property
+    def max_timeout(self) -> _duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        requests_per_minute: _builtins.int = ...,
+        max_concurrency: _builtins.int = ...,
+        tokens_per_minute: _builtins.int = ...,
+        input_tokens_per_minute: _builtins.int = ...,
+        output_tokens_per_minute: _builtins.int = ...,
+        max_context_tokens: _builtins.int = ...,
+        max_output_tokens: _builtins.int = ...,
+        max_timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_timeout", b"max_timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_tokens_per_minute", b"input_tokens_per_minute", "max_concurrency", b"max_concurrency", "max_context_tokens", b"max_context_tokens", "max_output_tokens", b"max_output_tokens", "max_timeout", b"max_timeout", "output_tokens_per_minute", b"output_tokens_per_minute", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Limits: _TypeAlias = Limits  # noqa: Y015
+
+@_typing.final
 class Tenant(_message.Message):
     """A customer: the unit of quotas, fairness, isolation and billing."""
 
@@ -310,6 +356,12 @@ class Tenant(_message.Message):
     DISABLED_FIELD_NUMBER: _builtins.int
     DEGRADE_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    INPUT_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TIMEOUT_FIELD_NUMBER: _builtins.int
+    USER_LIMITS_FIELD_NUMBER: _builtins.int
     display_name: _builtins.str
     requests_per_minute: _builtins.int
     """0: no limit, here and below."""
@@ -324,10 +376,21 @@ class Tenant(_message.Message):
     """Tokens, prompt and output, that are promised to it. What it uses above them is shed before others' work.
     0: no promise, and nothing is above it.
     """
+    input_tokens_per_minute: _builtins.int
+    """As in Limits."""
+    output_tokens_per_minute: _builtins.int
+    max_context_tokens: _builtins.int
+    max_output_tokens: _builtins.int
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
     @_builtins.property
     def degrade(self) -> Global___DegradePolicy: ...
+    @_builtins.property
+    def max_timeout(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def user_limits(self) -> Global___Limits:
+        """Of each of its end users, by the `user` of their requests."""
+
     def __init__(
         self,
         *,
@@ -341,10 +404,16 @@ class Tenant(_message.Message):
         disabled: _builtins.bool = ...,
         degrade: Global___DegradePolicy | None = ...,
         committed_tokens_per_minute: _builtins.int = ...,
+        input_tokens_per_minute: _builtins.int = ...,
+        output_tokens_per_minute: _builtins.int = ...,
+        max_context_tokens: _builtins.int = ...,
+        max_output_tokens: _builtins.int = ...,
+        max_timeout: _duration_pb2.Duration | None = ...,
+        user_limits: Global___Limits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["degrade", b"degrade", "metadata", b"metadata"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["degrade", b"degrade", "max_timeout", b"max_timeout", "metadata", b"metadata", "user_limits", b"user_limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens_per_minute", b"committed_tokens_per_minute", "degrade", b"degrade", "disabled", b"disabled", "display_name", b"display_name", "max_concurrency", b"max_concurrency", "max_priority", b"max_priority", "metadata", b"metadata", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens_per_minute", b"committed_tokens_per_minute", "degrade", b"degrade", "disabled", b"disabled", "display_name", b"display_name", "input_tokens_per_minute", b"input_tokens_per_minute", "max_concurrency", b"max_concurrency", "max_context_tokens", b"max_context_tokens", "max_output_tokens", b"max_output_tokens", "max_priority", b"max_priority", "max_timeout", b"max_timeout", "metadata", b"metadata", "output_tokens_per_minute", b"output_tokens_per_minute", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "user_limits", b"user_limits", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -361,6 +430,7 @@ class Key(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
     role: Global___KeyRole.ValueType
     tenant: _builtins.str
     @_builtins.property
@@ -371,6 +441,10 @@ class Key(_message.Message):
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Models that the key may use. Empty: every one of its tenant."""
 
+    @_builtins.property
+    def limits(self) -> Global___Limits:
+        """Within those of its tenant."""
+
     def __init__(
         self,
         *,
@@ -379,14 +453,43 @@ class Key(_message.Message):
         tenant: _builtins.str = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         models: _abc.Iterable[_builtins.str] | None = ...,
+        limits: Global___Limits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "metadata", b"metadata"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "limits", b"limits", "metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "metadata", b"metadata", "models", b"models", "role", b"role", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "limits", b"limits", "metadata", b"metadata", "models", b"models", "role", b"role", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Key: _TypeAlias = Key  # noqa: Y015
+
+@_typing.final
+class Price(_message.Message):
+    """List price in millionths of the currency unit per million tokens. All 0: requests cost nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INPUT_MICROS_FIELD_NUMBER: _builtins.int
+    CACHED_MICROS_FIELD_NUMBER: _builtins.int
+    OUTPUT_MICROS_FIELD_NUMBER: _builtins.int
+    input_micros: _builtins.int
+    cached_micros: _builtins.int
+    """Prompt tokens from the prefix cache; at most the price of other prompt tokens."""
+    output_micros: _builtins.int
+    def __init__(
+        self,
+        *,
+        input_micros: _builtins.int = ...,
+        cached_micros: _builtins.int = ...,
+        output_micros: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_micros", b"cached_micros", "input_micros", b"input_micros", "output_micros", b"output_micros"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Price: _TypeAlias = Price  # noqa: Y015
 
 @_typing.final
 class Deployment(_message.Message):
@@ -423,6 +526,7 @@ class Deployment(_message.Message):
     VERSION_DIGEST_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     EXECUTOR_FIELD_NUMBER: _builtins.int
+    PRICE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     """A digest or a tag; resolved to a digest when it is applied."""
@@ -442,6 +546,8 @@ class Deployment(_message.Message):
 
     @_builtins.property
     def status(self) -> Global___DeploymentStatus: ...
+    @_builtins.property
+    def price(self) -> Global___Price: ...
     def __init__(
         self,
         *,
@@ -454,10 +560,11 @@ class Deployment(_message.Message):
         version_digest: _builtins.str = ...,
         status: Global___DeploymentStatus | None = ...,
         executor: _builtins.str = ...,
+        price: Global___Price | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "price", b"price", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "metadata", b"metadata", "model", b"model", "node_selector", b"node_selector", "priority", b"priority", "replicas", b"replicas", "status", b"status", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "metadata", b"metadata", "model", b"model", "node_selector", b"node_selector", "price", b"price", "priority", b"priority", "replicas", b"replicas", "status", b"status", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -707,6 +814,10 @@ Global___Node: _TypeAlias = Node  # noqa: Y015
 
 @_typing.final
 class Budget(_message.Message):
+    """What requests may cost, by the list prices of their deployments. Requests over it are rejected.
+    Of several budgets of one scope the lowest limit holds.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     METADATA_FIELD_NUMBER: _builtins.int
@@ -714,11 +825,32 @@ class Budget(_message.Message):
     LIMIT_MICROS_FIELD_NUMBER: _builtins.int
     CURRENCY_FIELD_NUMBER: _builtins.int
     SPENT_MICROS_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    DAY_LIMIT_MICROS_FIELD_NUMBER: _builtins.int
+    RESERVED_MICROS_FIELD_NUMBER: _builtins.int
+    DAY_SPENT_MICROS_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
+    """The scope: a tenant, one of its keys, or an end user of it. It never changes."""
     limit_micros: _builtins.int
-    """Millionths of the currency unit, per calendar month (UTC)."""
+    """Millionths of the currency unit, per calendar month (UTC). 0: no limit."""
     currency: _builtins.str
+    """ISO 4217. Empty: USD. All prices and budgets of an installation are in one currency."""
     spent_micros: _builtins.int
+    """Set by the server, here and below: settled in this month. Absent: unknown."""
+    key: _builtins.str
+    """Only of this key."""
+    user: _builtins.str
+    """Only of this end user; "*": of each end user that has no budget of its own."""
+    day_limit_micros: _builtins.int
+    """Per day (UTC). 0: no limit."""
+    reserved_micros: _builtins.int
+    """Worst case of the running requests."""
+    day_spent_micros: _builtins.int
+    """Settled on this day."""
+    message: _builtins.str
+    """Why the amounts are unknown, or what the budget does not cover."""
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
     def __init__(
@@ -728,13 +860,30 @@ class Budget(_message.Message):
         tenant: _builtins.str = ...,
         limit_micros: _builtins.int = ...,
         currency: _builtins.str = ...,
-        spent_micros: _builtins.int = ...,
+        spent_micros: _builtins.int | None = ...,
+        key: _builtins.str = ...,
+        user: _builtins.str = ...,
+        day_limit_micros: _builtins.int = ...,
+        reserved_micros: _builtins.int | None = ...,
+        day_spent_micros: _builtins.int | None = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_day_spent_micros", b"_day_spent_micros", "_reserved_micros", b"_reserved_micros", "_spent_micros", b"_spent_micros", "day_spent_micros", b"day_spent_micros", "metadata", b"metadata", "reserved_micros", b"reserved_micros", "spent_micros", b"spent_micros"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["currency", b"currency", "limit_micros", b"limit_micros", "metadata", b"metadata", "spent_micros", b"spent_micros", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_day_spent_micros", b"_day_spent_micros", "_reserved_micros", b"_reserved_micros", "_spent_micros", b"_spent_micros", "currency", b"currency", "day_limit_micros", b"day_limit_micros", "day_spent_micros", b"day_spent_micros", "key", b"key", "limit_micros", b"limit_micros", "message", b"message", "metadata", b"metadata", "reserved_micros", b"reserved_micros", "spent_micros", b"spent_micros", "tenant", b"tenant", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__day_spent_micros: _TypeAlias = _typing.Literal["day_spent_micros"]  # noqa: Y015
+    _WhichOneofArgType__day_spent_micros: _TypeAlias = _typing.Literal["_day_spent_micros", b"_day_spent_micros"]  # noqa: Y015
+    _WhichOneofReturnType__reserved_micros: _TypeAlias = _typing.Literal["reserved_micros"]  # noqa: Y015
+    _WhichOneofArgType__reserved_micros: _TypeAlias = _typing.Literal["_reserved_micros", b"_reserved_micros"]  # noqa: Y015
+    _WhichOneofReturnType__spent_micros: _TypeAlias = _typing.Literal["spent_micros"]  # noqa: Y015
+    _WhichOneofArgType__spent_micros: _TypeAlias = _typing.Literal["_spent_micros", b"_spent_micros"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__day_spent_micros) -> _WhichOneofReturnType__day_spent_micros | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reserved_micros) -> _WhichOneofReturnType__reserved_micros | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__spent_micros) -> _WhichOneofReturnType__spent_micros | None: ...
 
 Global___Budget: _TypeAlias = Budget  # noqa: Y015
 

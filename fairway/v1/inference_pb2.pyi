@@ -130,6 +130,7 @@ class Generation(_message.Message):
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     SESSION_KEY_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     prompt: _builtins.str
     max_output_tokens: _builtins.int
@@ -147,6 +148,8 @@ class Generation(_message.Message):
     """What makes a version split sticky."""
     ignore_eos: _builtins.bool
     """Go on past end-of-sequence (benchmarks)."""
+    user: _builtins.str
+    """The caller's name of its end user, whose limits and budgets apply."""
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
@@ -182,10 +185,11 @@ class Generation(_message.Message):
         idempotency_key: _builtins.str = ...,
         session_key: _builtins.str = ...,
         ignore_eos: _builtins.bool = ...,
+        user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "chat", b"chat", "choices", b"choices", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "sampling", b"sampling", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "chat", b"chat", "choices", b"choices", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "session_key", b"session_key", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "chat", b"chat", "choices", b"choices", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "session_key", b"session_key", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout", b"timeout", "token_ids", b"token_ids", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choices: _TypeAlias = _typing.Literal["choices"]  # noqa: Y015
     _WhichOneofArgType__choices: _TypeAlias = _typing.Literal["_choices", b"_choices"]  # noqa: Y015

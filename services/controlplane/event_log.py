@@ -37,9 +37,11 @@ from services.ports.store import (
     Removed,
     Store,
 )
+from services.runtime.idempotent_writes import WriteSet
 
 log = structlog.get_logger()
 
+_ALONE: Final = WriteSet()
 KEEP_S: Final = 3600
 MAX_EVENTS: Final = 2000
 MAX_PENDING: Final = 2000
@@ -133,8 +135,14 @@ class EventRecorder:
         Raises StoreUnavailable. Recovers from LeaseLost.
         """
         for one in events:
-            mark = hashlib.sha256(f"{one.kind}\0{one.resource}\0{one.reason}".encode()).hexdigest()[:8]
-            await self._write(_Batch((f"{revision:016x}-p{mark}",), (self._stored_event(one),)), fence)
+            await self.record_with((one,), revision, WriteSet((fence,)))
+
+    async def record_with(self, events: Sequence[FleetEvent], revision: int, together: WriteSet) -> None:
+        """Write a few findings as of a revision and ``together`` in one commit, or nothing if a condition
+        fails. Raises as ``record`` does."""
+        assert len(events) <= _PER_COMMIT
+        names = tuple(f"{revision:016x}-p{_mark(one)}" for one in events)
+        await self._write(_Batch(names, tuple(map(self._stored_event, events))), together)
 
     async def latest(self, reasons: Collection[str]) -> dict[str, str]:
         """Return, by resource, the last event among these reasons."""
@@ -205,18 +213,18 @@ class EventRecorder:
             await self._write(self._pending[0])
             self._pending.popleft()
 
-    async def _write(self, batch: _Batch, *fences: Condition) -> None:
+    async def _write(self, batch: _Batch, together: WriteSet = _ALONE) -> None:
         """Write the events unless they are stored. This includes an earlier write whose answer was lost."""
         for start in range(0, len(batch.names), _PER_COMMIT):
             names = batch.names[start : start + _PER_COMMIT]
             records = batch.records[start : start + _PER_COMMIT]
-            unwritten = [ModRevisionIs(EVENTS + names[0], 0), *fences]
+            unwritten = [ModRevisionIs(EVENTS + names[0], 0), *together.conditions]
             try:
                 lease_id = await self._lease_id()
                 puts = [
                     Put(EVENTS + name, dump(one), lease_id) for name, one in zip(names, records, strict=True)
                 ]
-                await self._store.commit(puts, unwritten)
+                await self._store.commit([*puts, *together.operations], unwritten)
             except LeaseLost:
                 self._lease = _Lease()
                 raise
@@ -241,6 +249,10 @@ class EventRecorder:
     def _stored_event(self, one: FleetEvent) -> EventRecord:
         now_s = self._clock.unix_s()
         return EventRecord(now_s, one.kind, one.resource, one.reason, one.message, one.warning)
+
+
+def _mark(event: FleetEvent) -> str:
+    return hashlib.sha256(f"{event.kind}\0{event.resource}\0{event.reason}".encode()).hexdigest()[:8]
 
 
 async def page_of_events(

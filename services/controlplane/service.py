@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.controlplane.resources.accounts import Accounts
+from services.controlplane.resources.budgets import Budgets
 from services.controlplane.resources.deployments import Deployments
 from services.controlplane.resources.nodes import Nodes
 from services.controlplane.resources.sealing import Sealer
 from services.ports.clock import Clock
+from services.ports.spending import Spending
 from services.ports.store import Store
 from services.runtime import secrets
 
@@ -21,9 +23,11 @@ class ControlPlaneService:
         store: Store,
         clock: Clock,
         sealer: Sealer,
+        spending: Spending,
         *,
         new_secret: Callable[[], bytes] = secrets.new_secret,
     ) -> None:
         self.accounts = Accounts(store, clock, sealer, new_secret=new_secret)
+        self.budgets = Budgets(store, clock, spending)
         self.deployments = Deployments(store, clock)
         self.nodes = Nodes(store)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import grpc
@@ -12,6 +13,7 @@ import grpc
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import scheduler_pb2
 from services.controlplane.event_log import Filter, page_of_events, watch_events
+from services.controlplane.resources.budgets import BudgetView
 from services.controlplane.resources.resources import Stored
 from services.controlplane.resources.status import DeploymentView, NodeView
 from services.controlplane.service import ControlPlaneService
@@ -19,7 +21,7 @@ from services.controlplane.unimplemented import NotYetServed
 from services.controlplane.watcher import ResourceChange, ResourceChanges, ResourceKind, watch_resources
 from services.core.errors import InvalidInput
 from services.core.generation import Principal
-from services.core.records import ApiKey, Tag, Tenant, VersionRecord
+from services.core.records import ApiKey, Budget, Tag, Tenant, VersionRecord
 from services.ports.store import Store
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert import controlplane as convert
@@ -35,6 +37,7 @@ _WATCHED: Final = {
     pb.RESOURCE_KIND_KEY: (ResourceKind.KEY,),
     pb.RESOURCE_KIND_DEPLOYMENT: (ResourceKind.DEPLOYMENT,),
     pb.RESOURCE_KIND_NODE: (ResourceKind.NODE,),
+    pb.RESOURCE_KIND_BUDGET: (ResourceKind.BUDGET,),
     pb.RESOURCE_KIND_MODEL: (ResourceKind.MODEL_VERSION, ResourceKind.MODEL_TAG),
 }
 
@@ -180,6 +183,36 @@ class ControlPlaneServicer(NotYetServed):
         await self._service.deployments.delete(request.name, etag=request.etag, request_id=request.request_id)
         return pb.DeleteDeploymentResponse()
 
+    async def CreateBudget(
+        self, request: pb.CreateBudgetRequest, context: Context
+    ) -> pb.CreateBudgetResponse:
+        budget = convert.budget_from_proto(request.budget)
+        view = await self._service.budgets.create(budget, request_id=request.request_id)
+        return pb.CreateBudgetResponse(budget=_budget(view))
+
+    async def GetBudget(self, request: pb.GetBudgetRequest, context: Context) -> pb.GetBudgetResponse:
+        return pb.GetBudgetResponse(budget=_budget(await self._service.budgets.get(request.name)))
+
+    async def ListBudgets(self, request: pb.ListBudgetsRequest, context: Context) -> pb.ListBudgetsResponse:
+        page, token = await self._service.budgets.page(size=request.page_size, token=request.page_token)
+        return pb.ListBudgetsResponse(budgets=[_budget(view) for view in page], next_page_token=token)
+
+    async def UpdateBudget(
+        self, request: pb.UpdateBudgetRequest, context: Context
+    ) -> pb.UpdateBudgetResponse:
+        view = await self._service.budgets.update(
+            convert.budget_from_proto(request.budget),
+            etag=request.budget.metadata.etag,
+            request_id=request.request_id,
+        )
+        return pb.UpdateBudgetResponse(budget=_budget(view))
+
+    async def DeleteBudget(
+        self, request: pb.DeleteBudgetRequest, context: Context
+    ) -> pb.DeleteBudgetResponse:
+        await self._service.budgets.delete(request.name, etag=request.etag, request_id=request.request_id)
+        return pb.DeleteBudgetResponse()
+
     async def GetNode(self, request: pb.GetNodeRequest, context: Context) -> pb.GetNodeResponse:
         return pb.GetNodeResponse(node=_node(await self._service.nodes.get(request.name)))
 
@@ -282,23 +315,32 @@ class ControlPlaneServicer(NotYetServed):
             async with aclosing(batches):
                 async for batch in batches:
                     self._require_current(principal())
-                    await _write(stream, batch)
+                    await self._write(stream, batch)
 
-
-async def _write(stream: BoundedWrites, batch: ResourceChanges) -> None:
-    """Write a batch in messages of bounded size; only the last one carries the revision."""
-    chunks = [batch.changes[at : at + _PER_MESSAGE] for at in range(0, len(batch.changes), _PER_MESSAGE)] or [
-        ()
-    ]
-    for number, chunk in enumerate(chunks, 1):
-        last = number == len(chunks)
-        await stream.write(
-            pb.WatchResourcesResponse(
-                revision=batch.revision if last else 0,
-                changes=[_change(change) for change in chunk],
-                snapshot_end=batch.snapshot_end and last,
+    async def _write(self, stream: BoundedWrites, batch: ResourceChanges) -> None:
+        """Write a batch in messages of bounded size; only the last one carries the revision."""
+        chunks = [
+            batch.changes[at : at + _PER_MESSAGE] for at in range(0, len(batch.changes), _PER_MESSAGE)
+        ] or [()]
+        for number, chunk in enumerate(chunks, 1):
+            last = number == len(chunks)
+            await stream.write(
+                pb.WatchResourcesResponse(
+                    revision=batch.revision if last else 0,
+                    changes=[_change(change) for change in await self._with_amounts(chunk)],
+                    snapshot_end=batch.snapshot_end and last,
+                )
             )
-        )
+
+    async def _with_amounts(self, changes: Sequence[ResourceChange]) -> list[ResourceChange]:
+        """Return the changes; those of budgets with what was spent until now."""
+        stored = [one.view for one in changes if isinstance(one.view, Stored)]
+        budgets = [one for one in stored if isinstance(one.record, Budget)]
+        views = {one.stored.record.meta.name: one for one in await self._service.budgets.views(budgets)}
+        return [
+            replace(one, view=views[one.name]) if one.kind is ResourceKind.BUDGET and one.view else one
+            for one in changes
+        ]
 
 
 def _tenant(stored: Stored[Tenant]) -> pb.Tenant:
@@ -325,6 +367,11 @@ def _deployment(view: DeploymentView) -> pb.Deployment:
     return convert.deployment_to_proto(view.stored.record, view.stored.etag, status)
 
 
+def _budget(view: BudgetView) -> pb.Budget:
+    amounts = (view.spent_micros, view.reserved_micros, view.day_spent_micros)
+    return convert.budget_to_proto(view.stored.record, view.stored.etag, amounts, view.message)
+
+
 def _node(view: NodeView) -> pb.Node:
     drain = None
     if view.drain is not None:
@@ -346,6 +393,8 @@ def _change(change: ResourceChange) -> pb.ResourceChange:
             found.deployment.CopyFrom(_deployment(view))
         case NodeView():
             found.node.CopyFrom(_node(view))
+        case BudgetView():
+            found.budget.CopyFrom(_budget(view))
         case VersionRecord():
             found.model_version.CopyFrom(convert.model_version_to_proto(view))
         case Tag():
@@ -364,6 +413,8 @@ def _name_deleted(found: pb.ResourceChange, change: ResourceChange) -> None:
             found.tenant.metadata.name = change.name
         case ResourceKind.KEY:
             found.key.metadata.name = change.name
+        case ResourceKind.BUDGET:
+            found.budget.metadata.name = change.name
         case ResourceKind.DEPLOYMENT:
             found.deployment.metadata.name = change.name
         case ResourceKind.NODE:

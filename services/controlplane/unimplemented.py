@@ -14,12 +14,11 @@ def _refuse(what: str, instead: str) -> NoReturn:
 
 
 _ROLLOUTS = "update a deployment's version instead, which moves all its replicas"
-_BUDGETS = "limit a tenant by requests per minute and concurrency instead"
 _AUDIT = "read the control plane's log instead, which has every change"
 
 
 class NotYetServed(controlplane_pb2_grpc.ControlPlaneServiceServicer):
-    """Base of the servicer: rollouts, budgets and audit answer UNIMPLEMENTED."""
+    """Base of the servicer: rollouts and audit answer UNIMPLEMENTED."""
 
     async def CreateRollout(
         self, request: pb.CreateRolloutRequest, context: object
@@ -47,21 +46,6 @@ class NotYetServed(controlplane_pb2_grpc.ControlPlaneServiceServicer):
 
     async def AbortRollout(self, request: pb.AbortRolloutRequest, context: object) -> pb.AbortRolloutResponse:
         _refuse("rollouts", _ROLLOUTS)
-
-    async def CreateBudget(self, request: pb.CreateBudgetRequest, context: object) -> pb.CreateBudgetResponse:
-        _refuse("budgets", _BUDGETS)
-
-    async def GetBudget(self, request: pb.GetBudgetRequest, context: object) -> pb.GetBudgetResponse:
-        _refuse("budgets", _BUDGETS)
-
-    async def ListBudgets(self, request: pb.ListBudgetsRequest, context: object) -> pb.ListBudgetsResponse:
-        _refuse("budgets", _BUDGETS)
-
-    async def UpdateBudget(self, request: pb.UpdateBudgetRequest, context: object) -> pb.UpdateBudgetResponse:
-        _refuse("budgets", _BUDGETS)
-
-    async def DeleteBudget(self, request: pb.DeleteBudgetRequest, context: object) -> pb.DeleteBudgetResponse:
-        _refuse("budgets", _BUDGETS)
 
     async def ListAuditEvents(
         self, request: pb.ListAuditEventsRequest, context: object

@@ -1,9 +1,9 @@
 """The watch of resources: the current state, then every change, with the fleet state of each.
 
-Tenants, keys, versions and tags are reported change by change. Deployments and nodes are reported with their
-fleet state: after each batch of store changes their views are computed again, and those that differ from the
-last report are reported. Nothing is queued here: the next batch is taken from the store once the previous one
-was written, so a slow reader holds one batch.
+Tenants, keys, budgets, versions and tags are reported change by change. Deployments and nodes are reported
+with their fleet state: after each batch of store changes their views are computed again, and those that
+differ from the last report are reported. Nothing is queued here: the next batch is taken from the store once
+the previous one was written, so a slow reader holds one batch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Final
 
 from services.controlplane.fleet import Snapshot, read_snapshot, readable, snapshot_of
+from services.controlplane.resources.budgets import BudgetView
 from services.controlplane.resources.resources import Stored
 from services.controlplane.resources.status import (
     DeploymentView,
@@ -27,6 +28,7 @@ from services.controlplane.resources.status import (
 from services.core.errors import FailedPrecondition
 from services.core.records import (
     ASSIGNMENTS,
+    BUDGETS,
     DEPLOYMENTS,
     KEYS,
     MODELS,
@@ -35,6 +37,7 @@ from services.core.records import (
     TENANTS,
     WORKERS,
     ApiKey,
+    Budget,
     Deployment,
     Tag,
     Tenant,
@@ -46,13 +49,23 @@ from services.ports.store import Changed, Compacted, Entry, Removed, Store, Watc
 class ResourceKind(StrEnum):
     TENANT = "tenant"
     KEY = "key"
+    BUDGET = "budget"
     DEPLOYMENT = "deployment"
     NODE = "node"
     MODEL_VERSION = "model_version"
     MODEL_TAG = "model_tag"
 
 
-View = Stored[Tenant] | Stored[ApiKey] | DeploymentView | NodeView | VersionRecord | Tag
+View = (
+    Stored[Tenant]
+    | Stored[ApiKey]
+    | Stored[Budget]
+    | BudgetView
+    | DeploymentView
+    | NodeView
+    | VersionRecord
+    | Tag
+)
 Name = tuple[ResourceKind, str]
 # Deployments and nodes are built from several records. These are the prefixes whose keys contain their name.
 _COMPOSED: Final[Mapping[ResourceKind, tuple[str, ...]]] = {
@@ -211,6 +224,9 @@ def _change_of(key: str, entry: Entry | None, kinds: Collection[ResourceKind]) -
         case ResourceKind.KEY:
             api_key = readable(entry, ApiKey)
             view = None if api_key is None else Stored(api_key, entry.create_revision, entry.mod_revision)
+        case ResourceKind.BUDGET:
+            budget = readable(entry, Budget)
+            view = None if budget is None else Stored(budget, entry.create_revision, entry.mod_revision)
         case ResourceKind.MODEL_TAG:
             view = readable(entry, Tag)
         case _:
@@ -223,6 +239,8 @@ def _plain_name(key: str) -> Name | None:
         return ResourceKind.TENANT, key.removeprefix(TENANTS)
     if key.startswith(KEYS):
         return ResourceKind.KEY, key.removeprefix(KEYS)
+    if key.startswith(BUDGETS):
+        return ResourceKind.BUDGET, key.removeprefix(BUDGETS)
     if not key.startswith(MODELS):
         return None
     model, kind, name = [*key.removeprefix(MODELS).split("/", 2), "", ""][:3]

@@ -8,7 +8,7 @@
     ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
     ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone
     ├── OverQuota               RequestRateExceeded, TokenRateExceeded, ConcurrencyExceeded,
-    │                           IdempotencyKeysExceeded, OverCommitment, ShareExceeded
+    │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced), NoLeader, StreamBroken, Overloaded,
     │                           DeadlineUnmeetable, VersionFailing, TicketExpired
@@ -136,6 +136,12 @@ class TokenRateExceeded(OverQuota):
 
 class ConcurrencyExceeded(OverQuota):
     reason = "CONCURRENCY_EXCEEDED"
+
+
+class BudgetExceeded(OverQuota):
+    """``retry_after_s`` is until the period ends; without it the request alone exceeds the budget."""
+
+    reason = "BUDGET_EXCEEDED"
 
 
 class IdempotencyKeysExceeded(OverQuota):

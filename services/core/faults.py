@@ -42,6 +42,7 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "OVER_QUOTA": (Fault.CLIENT, "Wait, or send less"),
     "REQUEST_RATE_EXCEEDED": (Fault.CLIENT, "Wait for the time in retry-after"),
     "TOKEN_RATE_EXCEEDED": (Fault.CLIENT, "Wait for the time in retry-after, or send a shorter prompt"),
+    "BUDGET_EXCEEDED": (Fault.CLIENT, "Wait for the next period, raise the budget, or allow fewer tokens"),
     "CONCURRENCY_EXCEEDED": (Fault.CLIENT, "Wait until a request of the tenant has ended"),
     "IDEMPOTENCY_KEYS_EXCEEDED": (Fault.CLIENT, "Send without a key, or wait until old keys expire"),
     "OVER_COMMITMENT": (Fault.CLIENT, "Wait, or stay within the committed rate"),

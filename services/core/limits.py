@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from services.core.generation import Usage
+if TYPE_CHECKING:  # records, which generations use, contain these types
+    from services.core.generation import Usage
 
 PRICED_TOKENS: Final = 1_000_000  # prices are per this many tokens
+MICROS: Final = 1_000_000  # of a currency unit
 
 
 class Scope(StrEnum):

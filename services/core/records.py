@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from services.core.errors import IntegrityError
+from services.core.limits import Limit, LimitKind, Price, Scope, UsageLimits
 
 ROOT: Final = "/fairway/v1/"
 TENANTS: Final = ROOT + "tenants/"
@@ -27,6 +28,8 @@ WORKERS: Final = ROOT + "workers/"
 LEADERS: Final = ROOT + "leaders/"
 STORE_GENERATION: Final = ROOT + "store/generation"
 GATEWAYS: Final = ROOT + "gateways/"
+BUDGETS: Final = ROOT + "budgets/"
+BUDGET_ALERTS: Final = ROOT + "budget-alerts/"
 # Outside the root: writing an event does not wake the watchers of the fleet's state.
 EVENTS: Final = "/fairway/v1-events/"
 
@@ -119,6 +122,26 @@ class Tenant:
     disabled: bool = False
     degrade: Degrade = field(default_factory=Degrade)
     committed_tokens_per_minute: int = 0  # 0: no commitment, so no use exceeds it
+    input_tokens_per_minute: int = 0
+    output_tokens_per_minute: int = 0
+    max_context_tokens: int = 0
+    max_output_tokens: int = 0
+    max_timeout_s: float = 0.0
+    user_limits: UsageLimits = field(default_factory=UsageLimits)  # of each end user
+
+    @property
+    def limits(self) -> UsageLimits:
+        """Return the limits of all its requests together."""
+        return UsageLimits(
+            self.requests_per_minute,
+            self.max_concurrency,
+            self.tokens_per_minute,
+            self.input_tokens_per_minute,
+            self.output_tokens_per_minute,
+            self.max_context_tokens,
+            self.max_output_tokens,
+            self.max_timeout_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +156,7 @@ class ApiKey:
     expire_unix_s: float = 0.0
     previous_secret_hash: str = ""
     previous_expire_unix_s: float = 0.0
+    limits: UsageLimits = field(default_factory=UsageLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +171,7 @@ class Deployment:
     node_selector: dict[str, str] = field(default_factory=dict)
     priority: Priority = Priority.STANDARD
     executor: str = "torch"
+    price: Price = field(default_factory=Price)
 
     def serving_digest(self, ready: Mapping[str, int], restarting: Mapping[str, int]) -> str:
         """Return the version that takes new requests, from the READY and RESTARTING replicas of each version.
@@ -164,6 +189,46 @@ class Deployment:
         if not before or new >= min(max(1, self.replicas), max(before.values())):
             return self.version_digest
         return max(before, key=lambda digest: (before[digest], digest))
+
+
+EACH_USER: Final = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What the requests of a tenant, one of its keys or an end user may cost, in micro-dollars. 0: no limit.
+
+    ``user``: an end user, or ``EACH_USER``: each that has no budget of its own. Periods are UTC.
+    """
+
+    meta: Meta
+    tenant: str
+    key: str = ""
+    user: str = ""
+    limit_micros: int = 0  # per calendar month
+    day_limit_micros: int = 0
+    currency: str = "USD"
+
+    @property
+    def scope(self) -> Scope:
+        """Return whose requests it covers."""
+        return Scope.KEY if self.key else Scope.USER if self.user else Scope.TENANT
+
+    def limits(self, user: str = "") -> tuple[Limit, ...]:
+        """Return its limits. ``user`` names the end user, where the budget is of each."""
+        name = self.key or user or self.user
+        both = ((LimitKind.MONTH_MICROS, self.limit_micros), (LimitKind.DAY_MICROS, self.day_limit_micros))
+        return tuple(Limit(kind, micros, self.scope, name) for kind, micros in both if micros)
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetAlert:
+    """The highest threshold that was reported of a budget in its month and on its day."""
+
+    month: str = ""
+    month_percent: int = 0
+    day: str = ""
+    day_percent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +366,7 @@ class EventKind(StrEnum):
     NODE = "node"
     MODEL = "model"
     LEADER = "leader"
+    BUDGET = "budget"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.core.generation import Usage
-from services.core.limits import Price
-from services.core.records import Deployment
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +57,6 @@ class DeviceInterval:
     ended_unix_s: float
     busy_s: float
     attributed_s: float  # part of ``busy_s`` that sequences were charged
-
-
-def list_price(deployment: Deployment | None) -> Price:
-    """Return the list price of a deployment; nothing for one that is gone."""
-    found = getattr(deployment, "price", None)
-    return found if isinstance(found, Price) else Price()
 
 
 UsageEvent = RequestUsage | SequenceDeviceUse | DeviceInterval

@@ -27,7 +27,6 @@ from services.core.records import (
     Worker,
     replicas_in,
 )
-from services.core.usage import list_price
 from services.gateway.text.text_model import TextModel, Texts, is_text_file
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import RecordView, Versioned
@@ -119,11 +118,6 @@ class ModelCatalog:
             raise model_not_found(model)
         return self._served(held.record, held.mod_revision)
 
-    def price(self, model: str) -> Price:
-        """Return the list price of a model name's deployment; nothing costs where it was deleted."""
-        held = self._deployments.view.get(DEPLOYMENTS + model)
-        return list_price(held.record if held is not None else None)
-
     def resolve_pinned(self, model: str, pinned: PinnedVersion) -> Route:
         """Return the route of an earlier run, even if the name now has another route.
 
@@ -152,6 +146,11 @@ class ModelCatalog:
         deployment = Deployment(Meta(model), found.model, "", pinned.version_digest, replicas=1)
         self._remember(found.model, pinned.version_digest)
         return self._route(deployment, pinned.route_revision)
+
+    def price(self, model: str) -> Price:
+        """Return the list price of a model name's deployment; nothing costs where it was deleted."""
+        held = self._deployments.view.get(DEPLOYMENTS + model)
+        return held.record.price if held is not None else Price()
 
     def require_servable(self, route: Route) -> None:
         """Return unless the deployment has 0 replicas, or every one failed. Raises NoWorkerAvailable.

@@ -52,7 +52,7 @@ class GatewayService:
     ) -> None:
         self.capacity = RequestCapacity(limits.max_requests, limits.max_tenant_requests)
         self._validator = validator
-        self._admission = RequestAdmission(validator, identity, ports, limits)
+        self._admission = RequestAdmission(validator, identity, catalog, ports, limits)
         self._catalog = catalog
         self._ports = ports
         self.limits = limits
@@ -96,7 +96,9 @@ class GatewayService:
         client window. Raises Draining, ShareExceeded and QueueFull at once.
         """
         self.check_open(principal.tenant_id, received)
-        terms = RunTerms(received, self.limits.timeout_of(generation, timeout_s), client_window)
+        longest_s = self.max_timeout_s(principal, generation)
+        timeout_s = min(self.limits.timeout_of(generation, timeout_s), longest_s)
+        terms = RunTerms(received, timeout_s, client_window)
         request, _ = self.start(principal, generation, sink, terms)
         return request
 
@@ -167,6 +169,10 @@ class GatewayService:
             )
         return found
 
+    def max_timeout_s(self, principal: Principal, generation: inference_pb2.Generation) -> float:
+        """Return the longest time that the caller's limits allow. Raises Unauthenticated."""
+        return self._admission.max_timeout_s(principal, generation.user)
+
     async def renew_forever(self) -> None:
         """Keep the reservations of running requests alive; a task of the process.
 
@@ -178,7 +184,11 @@ class GatewayService:
 
     async def flush(self) -> None:
         """Renew the reservations once; the limiter also retries settlements that a store outage deferred."""
-        held = [request.reservation for request in self._requests if request.reservation is not None]
+        held = [
+            (request.reservation, request.usage)
+            for request in self._requests
+            if request.reservation is not None
+        ]
         for start in range(0, max(1, len(held)), self.limits.renew_batch):
             try:
                 await self._ports.limiter.renew(held[start : start + self.limits.renew_batch])

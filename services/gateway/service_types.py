@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, QueueFull, ShareExceeded
+from services.core.output_quantile import OutputPolicy, OutputQuantiles
+from services.core.records import Budget
 from services.core.shares import share_of
 from services.core.usage import RequestUsage
 from services.gateway.policy.degrade import DegradeLevels
@@ -18,6 +20,7 @@ from services.ports.clock import Clock
 from services.ports.limiter import Limiter
 from services.ports.placement import PlacementClient
 from services.ports.worker import WorkerClient
+from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
 
 
@@ -43,8 +46,6 @@ class GatewayLimits:
     renew_batch: int = 512
     # Leading blocks of a prompt that a placement names; 0: placement ignores cached prefixes.
     placed_prefix_blocks: int = 1024
-    # The output tokens of a choice that a token rate reserves, if its limit is higher.
-    predicted_output_tokens: int = 256
     degrade: DegradeLevels = field(default_factory=DegradeLevels)
 
     @property
@@ -72,8 +73,7 @@ class Ports:
     clock: Clock
     supervisor: Supervisor
     rng: Random
-    # Signs a placement ticket.
-    sign_ticket: Callable[[str, str, float], bytes]
+    sign_ticket: Callable[[Ticket], bytes]
     new_incident: Callable[[], str]
     # Builds the domain error of (reason, message) from a worker.
     error_of: Callable[[str, str], FairwayError]
@@ -82,6 +82,10 @@ class Ports:
     report_usage: Callable[[RequestUsage], None] = lambda _event: None
     # Returns the pressure of a version, 0..1, as far as it is reported.
     pressure: Callable[[str], float] = lambda _digest: 0.0
+    # Returns the budgets of a tenant.
+    budgets_of: Callable[[str], Sequence[Budget]] = lambda _tenant: ()
+    # Predicts the output that token rates reserve.
+    outputs: OutputQuantiles = field(default_factory=lambda: OutputQuantiles(OutputPolicy()))
     # The budget of placements after losses.
     retries: RetryBudget = field(default_factory=RetryBudget)
 

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from services.core.generation import Usage
+from services.core.limits import Claim, Limit, Price
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """A tenant's limits; 0 means no limit."""
-
-    requests_per_minute: int = 0
-    max_concurrency: int = 0
-    # Prompt and output together.
-    tokens_per_minute: int = 0
+NO_PRICE: Final = Price()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,56 +25,90 @@ class RateState:
 
 
 @dataclass(frozen=True, slots=True)
+class Spent:
+    """A budget in its current period. ``reserved_micros``: worst-case costs of requests that run now."""
+
+    limit: Limit
+    settled_micros: int
+    reserved_micros: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """An admitted request. It expires at its deadline unless renewed, so that a killed gateway leaks no slot.
 
-    ``local`` marks a reservation made while the shared store was unreachable. ``record`` is set to settle a
-    request under an idempotency key separately from its record: the digest of that record, which contains the
-    usage charged so far. ``tokens`` are reserved against a rate of ``tokens_per_minute``; 0: none are.
+    ``local`` marks a reservation made while the shared store was unreachable. ``claims`` are what its
+    settlement replaces by the real use: slots, and after ``reserve`` tokens and budgets at ``price``.
+    ``admitted_us`` is the store's time of the admission: it names the budgets' periods.
     """
 
     tenant_id: str
     request_id: str
     local: bool = False
-    record: str = ""
-    tokens: int = 0
-    tokens_per_minute: int = 0
-    # None where no rate applies, or where the request had been counted before.
+    claims: tuple[Claim, ...] = ()
+    price: Price = NO_PRICE
+    admitted_us: int = field(default=0, compare=False)
+    # The rate with the least room; None where none applies, or where the request had been counted before.
     request_rate: RateState | None = field(default=None, compare=False)
     token_rate: RateState | None = field(default=None, compare=False)
 
 
 class Limiter(Protocol):
-    """Raises StoreUnavailable, within a bounded time, when the shared state cannot be reached."""
+    """Raises StoreUnavailable, within a bounded time, when the shared state cannot be reached.
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
-        """Count the request against every limit, or against none if one is exceeded.
+    A limit of 0 or less is no limit. What a request is charged is the element-wise maximum of all usage that
+    was reported for its id: a repeated settlement adds nothing, and a request that is admitted again under
+    its id (resumed after a release) reserves and pays only what is new.
+    """
+
+    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
+        """Count the request against every limit of requests and slots, or against none if one is exceeded.
 
         Raises RequestRateExceeded or ConcurrencyExceeded, with ``retry_after_s``. A repeated request id is
-        admitted while it holds its slot, and counts once.
+        admitted while it holds its slot, and counts once. Settles a few lapsed reservations of the tenant.
         """
 
-    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
-        """Count the tokens that an admitted request is expected to use. ``settle`` replaces them by those
-        used.
+    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
+        """Reserve tokens and budgets for an admitted request, all of them or none.
 
-        Called at most once per request. Raises TokenRateExceeded, with ``retry_after_s`` unless ``tokens``
-        exceed a minute's; nothing is counted then, and the slot stays held.
+        Called at most once per admission, with at most one claim per limit. A budget's claim is the worst
+        case of the request's cost at ``price``. Raises TokenRateExceeded or BudgetExceeded, with
+        ``retry_after_s`` unless the request alone exceeds the limit; nothing is reserved then, and the slot
+        stays held.
         """
 
-    async def spend(self, tenant_id: str, limits: Limits) -> None:
-        """Count work without a slot, such as counting tokens, against a separate rate limit with the same
-        number per minute as requests. Raises RequestRateExceeded, with ``retry_after_s``."""
+    async def spend(self, tenant_id: str, per_minute: int) -> None:
+        """Count work without a slot, such as counting tokens, against a rate of its own. 0: no limit.
 
-    async def renew(self, reservations: Sequence[Reservation]) -> None:
-        """Extend the deadlines of running requests."""
+        Raises RequestRateExceeded, with ``retry_after_s``.
+        """
+
+    async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
+        """Extend the deadlines of running requests. The usage so far becomes the checkpoint that a lapse
+        charges, and raises token rates where it exceeds what was reserved."""
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
-        """Release the slot and count the tokens, once for any number of calls.
+        """Release the slot and replace the claims by the request's use, once for any number of calls.
 
         After a success the caller repeats it only within a short time, unless ``spooled``: a restarted
-        process may read the settlement from its disk again.
+        process may read the settlement from its disk again, or the request may be resumed.
         """
+
+    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
+        """Raise the checkpoint of a request whose gateway has not settled it, as others observed its usage.
+
+        A reservation that has lapsed and was charged already is charged the difference. No effect on a
+        settled or unknown request.
+        """
+
+    async def settle_lapsed(self, tenant_id: str) -> int:
+        """Settle a bounded number of reservations that were not renewed in time, each with its checkpoint.
+
+        Returns how many; the caller repeats it until 0.
+        """
+
+    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
+        """Return the state of these budgets in their current periods."""
 
     async def concurrency(self, tenant_id: str) -> int:
         """Return how many requests of the tenant hold a slot now."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from services.core.errors import FairwayError, ModelNotFound, PermissionDenied, Unauthenticated
 from services.core.generation import Principal
-from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Tenant
 from services.ports.clock import Clock
 from services.runtime import secrets
 from services.runtime.fleet_state.informer import RecordView
@@ -59,6 +59,11 @@ class KeyDirectory:
         self.require_current(principal)
         return self.tenant(principal.tenant_id)
 
+    def tenant_and_key(self, principal: Principal) -> tuple[Tenant, ApiKey]:
+        """Return the tenant and the key of a caller authenticated earlier. Raises as ``still_valid``."""
+        tenant = self.still_valid(principal)
+        return tenant, self._keys.view[KEYS + principal.key_id].record
+
     def require_current(self, principal: Principal) -> None:
         """Return if the key with which a stream was opened is still valid.
 
@@ -77,11 +82,6 @@ class KeyDirectory:
         if held is None or held.record.disabled:
             raise Unauthenticated("the tenant of this API key is not active")
         return held.record
-
-    def key_of(self, principal: Principal) -> Meta:
-        """Return name and labels of the caller's key; without labels once it is deleted."""
-        held = self._keys.view.get(KEYS + principal.key_id)
-        return held.record.meta if held is not None else Meta(principal.key_id)
 
     def may_use(self, principal: Principal, model: str) -> bool:
         """Return whether the key currently permits this model, which may not exist."""

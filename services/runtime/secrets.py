@@ -67,11 +67,17 @@ def verify(secret: str, stored_hash: str) -> bool:
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A request that passed admission. ``expire_unix_s`` by the gateway's clock."""
+    """A request that passed admission, and what it reserved.
+
+    ``expire_unix_s`` by the gateway's clock. ``max_tokens``: prompt and most output of each of its
+    ``choices``.
+    """
 
     tenant_id: str
     request_id: str
     expire_unix_s: int
+    max_tokens: int
+    choices: int
 
 
 _tickets: Final = msgspec.msgpack.Decoder(Ticket)

@@ -154,11 +154,24 @@ class SchedulerService:
         return term.epoch, page, following
 
     def admitted(self, spec: PlaceSpec) -> None:
-        """Return if the ticket is authentic and belongs to the placement. Raises PermissionDenied, and
-        TicketExpired where the gateway's clock is far behind."""
+        """Return if the ticket is authentic, belongs to the placement, and reserved its tokens.
+
+        Raises PermissionDenied, and TicketExpired where the gateway's clock is far behind. A choice that is
+        placed again has the same tokens, so no number of placements uses more than was reserved.
+        """
         ticket = check_ticket(self._ticket_key, spec.ticket, self._clock.unix_s())
         if ticket.tenant_id != spec.tenant_id or ticket.request_id != spec.request_id:
             raise PermissionDenied("the placement ticket belongs to another request")
+        tokens = spec.prompt_tokens + spec.max_output_tokens
+        if tokens > ticket.max_tokens or spec.choice >= ticket.choices:
+            raise PermissionDenied(
+                f"choice {spec.choice} needs {tokens} tokens; the placement ticket is for {ticket.choices} "
+                f"choices of {ticket.max_tokens}",
+                tokens=tokens,
+                max_tokens=ticket.max_tokens,
+                choice=spec.choice,
+                choices=ticket.choices,
+            )
 
     def arrival_unix_us(self, spec: PlaceSpec) -> int:
         """Return the arrival within a plausible range, so that a gateway's clock gains little priority."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 
 from services.core.errors import IdempotencyKeysExceeded, TokenRateExceeded
 from services.core.generation import Usage
+from services.core.limits import Claim as LimitClaim
+from services.core.limits import Limit, LimitKind
 from services.ports.idempotency import (
     Addition,
     Ended,
@@ -25,8 +26,9 @@ from services.ports.idempotency import (
     Running,
     Written,
 )
-from services.ports.limiter import Limits, Reservation
+from services.ports.limiter import Reservation
 from tests.support.idempotency import Bench, memory_bench, redis_bench
+from tests.support.metered import PRICE, admit_metered, charged
 
 Make = Callable[[RecordLimits], Awaitable[Bench]]
 NONE = Usage(0, 0)
@@ -60,7 +62,7 @@ async def add(bench: Bench, hold: Hold, *chunks: bytes) -> list[Written]:
 
 
 async def admitted(bench: Bench, request_id: str = "r") -> Reservation:
-    return await bench.limiter.admit(bench.tenant, request_id, Limits())
+    return await admit_metered(bench.limiter, bench.tenant, request_id)
 
 
 async def test_a_new_key_is_owned_and_a_second_claim_finds_it_running(bench: Bench) -> None:
@@ -147,12 +149,12 @@ async def test_a_lapsed_owner_is_replaced_and_can_do_nothing_more(bench: Bench) 
     assert await add(bench, old, b"stale", b"") == [Written.FENCED] * 2
     assert await bench.store.finish(old, b"stale", slot, Usage(9, 9)) is Written.FENCED
     assert await bench.store.release(old, b"stale", slot, Usage(9, 9)) is Written.FENCED
-    assert await bench.limiter.usage(bench.tenant) == NONE
+    assert await charged(bench.limiter, bench.tenant) == NONE
     assert await bench.limiter.concurrency(bench.tenant) == 1
     assert await bench.store.finish(claim.hold, b"end", slot, Usage(2, 1)) is Written.KEPT
     assert await bench.store.finish(old, b"stale", slot, Usage(9, 9)) is Written.FENCED
     assert (await bench.store.read(bench.key(), 0, watch=False)).chunks == (b"1", b"end")
-    assert await bench.limiter.usage(bench.tenant) == Usage(2, 1)
+    assert await charged(bench.limiter, bench.tenant) == Usage(2, 1)
     assert await bench.limiter.concurrency(bench.tenant) == 0
 
 
@@ -195,25 +197,25 @@ async def test_a_release_with_a_log_is_gone_on_from_and_charged_once(bench: Benc
     assert await bench.store.release(hold, b"2", slot, Usage(10, 3, 4)) is Written.KEPT
     assert await add(bench, hold, b"late") == [Written.FENCED]
     assert await bench.limiter.concurrency(bench.tenant) == 0
-    assert await bench.limiter.usage(bench.tenant) == Usage(10, 3, 4)
+    assert await charged(bench.limiter, bench.tenant) == Usage(10, 3, 4)
     claim = await bench.store.claim(bench.key(), "f", "b")
     assert isinstance(claim, Owned)
     assert claim.chunks == 2
     slot = await admitted(bench)
     await bench.store.finish(claim.hold, b"end", slot, Usage(10, 8, 2))
-    assert await bench.limiter.usage(bench.tenant) == Usage(10, 8, 4)
+    assert await charged(bench.limiter, bench.tenant) == Usage(10, 8, 4)
     assert await bench.limiter.concurrency(bench.tenant) == 0
 
 
 async def test_the_end_of_a_record_corrects_the_reserved_tokens_once(bench: Bench) -> None:
-    limits = Limits(tokens_per_minute=1200)  # 20 a second
+    rate = Limit(LimitKind.TOKENS, 1200)  # 20 a second
     hold = await owned(bench)
-    slot = await bench.limiter.reserve_tokens(await admitted(bench), 1200, limits)
+    slot = await bench.limiter.reserve(await admitted(bench), [LimitClaim(rate, 1200)], PRICE)
     await bench.store.finish(hold, b"end", slot, Usage(100, 500))
     await bench.limiter.settle(slot, Usage(100, 500))
-    await bench.limiter.reserve_tokens(await admitted(bench, "fits"), 600, limits)
+    await bench.limiter.reserve(await admitted(bench, "fits"), [LimitClaim(rate, 600)], PRICE)
     with pytest.raises(TokenRateExceeded):
-        await bench.limiter.reserve_tokens(await admitted(bench, "more"), 150, limits)
+        await bench.limiter.reserve(await admitted(bench, "more"), [LimitClaim(rate, 150)], PRICE)
 
 
 async def test_a_settlement_after_the_end_counts_nothing(bench: Bench) -> None:
@@ -221,8 +223,8 @@ async def test_a_settlement_after_the_end_counts_nothing(bench: Bench) -> None:
     slot = await admitted(bench)
     await bench.store.finish(hold, b"end", slot, Usage(5, 5))
     await bench.limiter.settle(slot, Usage(5, 5))
-    await bench.limiter.renew([slot])
-    assert await bench.limiter.usage(bench.tenant) == Usage(5, 5)
+    await bench.limiter.renew([(slot, Usage(0, 0))])
+    assert await charged(bench.limiter, bench.tenant) == Usage(5, 5)
     assert await bench.limiter.concurrency(bench.tenant) == 0
 
 
@@ -233,18 +235,18 @@ async def test_a_run_that_is_settled_apart_from_its_record_is_charged_once(
     """The store was away at its end, so its usage waited elsewhere; another gateway went on meanwhile."""
     hold, reservation = await owned(bench), await admitted(bench)
     await add(bench, hold, b"part")
-    apart = replace(reservation, record=hold.key.digest)
+    apart = reservation
     if apart_first:
         await bench.limiter.settle(apart, Usage(3, 4, 1))
         await bench.limiter.settle(apart, Usage(3, 4, 1))
-        assert await bench.limiter.usage(bench.tenant) == Usage(3, 4, 1)
+        assert await charged(bench.limiter, bench.tenant) == Usage(3, 4, 1)
     await bench.lapse_leases()
     other = await owned(bench, "b")
     again = await admitted(bench)
     assert await bench.store.finish(other, b"rest", again, Usage(3, 9, 1)) is Written.KEPT
-    assert await bench.limiter.usage(bench.tenant) == Usage(3, 9, 1)
+    assert await charged(bench.limiter, bench.tenant) == Usage(3, 9, 1)
     await bench.limiter.settle(apart, Usage(3, 4, 1))
-    assert await bench.limiter.usage(bench.tenant) == Usage(3, 9, 1)
+    assert await charged(bench.limiter, bench.tenant) == Usage(3, 9, 1)
     assert await bench.limiter.concurrency(bench.tenant) == 0
 
 
@@ -282,7 +284,7 @@ async def test_a_record_that_outgrows_its_bound_becomes_a_tombstone(make: Make) 
     assert await bench.store.claim(bench.key(), "f", "b") == Expired()
     assert (await bench.store.read(bench.key(), 0, watch=False)).state is RecordState.EXPIRED
     assert await bench.store.finish(hold, b"end", slot, Usage(1, 9)) is Written.TOO_LARGE
-    assert await bench.limiter.usage(bench.tenant) == Usage(1, 9)
+    assert await charged(bench.limiter, bench.tenant) == Usage(1, 9)
     assert await bench.store.claim(bench.key(), "f", "b") == Expired()
 
 

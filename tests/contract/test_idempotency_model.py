@@ -26,8 +26,8 @@ from services.ports.idempotency import (
     Running,
     Written,
 )
-from services.ports.limiter import Limits, Reservation
 from tests.support.idempotency import Bench, memory_bench, redis_bench
+from tests.support.metered import admit_metered, charged
 
 LIMITS = RecordLimits(lease_s=1e3, body_s=1e6, tombstone_s=1e9, max_record_bytes=6)
 NAMES = st.sampled_from(["k", "l"])
@@ -39,6 +39,7 @@ class Modelled:
     """What the port promises of one record. ``hold`` is of its one owner, None without a live claim."""
 
     fingerprint: str
+    life: int
     hold: Hold | None
     lapsed: bool = False
     ended: bool = False
@@ -89,7 +90,7 @@ class Lives(RuleBasedStateMachine):
         if record is None:
             assert isinstance(found, Owned)
             assert found.chunks == 0
-            self.records[name] = Modelled(fingerprint, found.hold)
+            self.records[name] = Modelled(fingerprint, len(self.holds), found.hold)
         elif record.fingerprint != fingerprint:
             assert found == OtherBody()
         elif record.state is RecordState.FREE:
@@ -123,8 +124,9 @@ class Lives(RuleBasedStateMachine):
         if not self.holds:
             return
         hold = data.draw(st.sampled_from(self.holds))
-        slot = Reservation(self.bench.tenant, f"r-{hold.key.digest}")
-        self.run(self.bench.limiter.admit(self.bench.tenant, slot.request_id, Limits()))
+        life = self.records[hold.key.digest].life if hold.key.digest in self.records else 0
+        request_id = f"r-{hold.key.digest}-{life}"  # a record goes on with one request
+        slot = self.run(admit_metered(self.bench.limiter, self.bench.tenant, request_id))
         self.slots.add(slot.request_id)
         write = self.bench.store.finish if final else self.bench.store.release
         found = self.run(write(hold, chunk, slot, Usage(0, tokens)))
@@ -186,7 +188,7 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def every_token_is_charged_once(self) -> None:
-        assert self.run(self.bench.limiter.usage(self.bench.tenant)) == Usage(0, self.charged)
+        assert self.run(charged(self.bench.limiter, self.bench.tenant)) == Usage(0, self.charged)
         assert self.run(self.bench.limiter.concurrency(self.bench.tenant)) == len(self.slots)
 
 

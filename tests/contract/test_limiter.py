@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 
 import pytest
@@ -15,12 +15,15 @@ from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded, TokenRateExceeded
 from services.core.generation import Usage
-from services.ports.limiter import Limits, Reservation
+from services.core.limits import Claim, Limit, LimitKind
+from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
+from tests.support.metered import PRICE, admit_metered, charged, limits
 
 AnyLimiter = RedisLimiter | MemoryLimiter
 Make = Callable[[float], AnyLimiter]
-NONE = Limits()
+NONE: tuple[Limit, ...] = ()
+NOTHING = Usage(0, 0)
 
 
 @pytest_asyncio.fixture(params=["redis", "memory"])
@@ -31,7 +34,7 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
             if request.param == "memory":
                 return MemoryLimiter(SystemClock(), lease_s=lease_s)
             url: str = request.getfixturevalue("redis_url")
-            limiter = RedisLimiter(url, SystemClock(), timeout_s=5.0, lease_s=lease_s)
+            limiter = RedisLimiter(url, SystemClock(), timeout_s=5.0, lease_s=lease_s, grace_s=0.0)
             stack.push_async_callback(limiter.close)
             return limiter
 
@@ -49,24 +52,24 @@ def tenant() -> str:
 
 
 async def test_concurrency_is_capped_until_one_settles(limiter: AnyLimiter, tenant: str) -> None:
-    limits = Limits(max_concurrency=2)
-    first = await limiter.admit(tenant, "r1", limits)
-    assert first == Reservation(tenant, "r1")
-    await limiter.admit(tenant, "r2", limits)
+    most = limits(slots=2)
+    first = await limiter.admit(tenant, "r1", most)
+    assert first == Reservation(tenant, "r1", claims=(Claim(most[1]),))
+    await limiter.admit(tenant, "r2", most)
     with pytest.raises(ConcurrencyExceeded) as caught:
-        await limiter.admit(tenant, "r3", limits)
+        await limiter.admit(tenant, "r3", most)
     assert caught.value.retry_after_s is not None
     assert 0 < caught.value.retry_after_s <= 1
-    assert caught.value.metadata == {"limit": "2"}
+    assert caught.value.metadata == {"limit": "2", "scope": "tenant", "kind": "concurrency"}
     assert await limiter.concurrency(tenant) == 2
     await limiter.settle(first, Usage(1, 1))
-    await limiter.admit(tenant, "r3", limits)
+    await limiter.admit(tenant, "r3", most)
     assert await limiter.concurrency(tenant) == 2
 
 
 async def test_simultaneous_requests_get_exactly_the_cap(limiter: AnyLimiter, tenant: str) -> None:
     outcomes = await asyncio.gather(
-        *(limiter.admit(tenant, f"r{n}", Limits(max_concurrency=7)) for n in range(40)),
+        *(limiter.admit(tenant, f"r{n}", limits(slots=7)) for n in range(40)),
         return_exceptions=True,
     )
     assert sum(isinstance(outcome, Reservation) for outcome in outcomes) == 7
@@ -74,70 +77,70 @@ async def test_simultaneous_requests_get_exactly_the_cap(limiter: AnyLimiter, te
 
 
 async def test_rate_admits_a_minutes_worth_then_says_when(limiter: AnyLimiter, tenant: str) -> None:
-    limits = Limits(requests_per_minute=3)
+    most = limits(3)
     for number in range(3):
-        await limiter.admit(tenant, f"r{number}", limits)
+        await limiter.admit(tenant, f"r{number}", most)
     with pytest.raises(RequestRateExceeded) as caught:
-        await limiter.admit(tenant, "r3", limits)
+        await limiter.admit(tenant, "r3", most)
     assert caught.value.retry_after_s is not None
     assert 19 < caught.value.retry_after_s <= 20
-    assert caught.value.metadata == {"limit": "3"}
-    await limiter.admit(tenant + "-other", "r3", limits)
+    assert caught.value.metadata == {"limit": "3", "scope": "tenant", "kind": "requests"}
+    await limiter.admit(tenant + "-other", "r3", most)
 
 
 async def test_the_stated_wait_is_exact(limiter: AnyLimiter, tenant: str) -> None:
-    limits = Limits(requests_per_minute=300)  # one per 0.2 s
+    most = limits(300)  # one per 0.2 s
     admitted = 0
     wait_s = 0.0
     while not wait_s:
-        wait_s = await wait_of(limiter, tenant, f"r{admitted}", limits)
+        wait_s = await wait_of(limiter, tenant, f"r{admitted}", most)
         admitted += not wait_s
     assert admitted >= 300, "a minute's worth is let in at once"
     for number in range(3):
         assert 0 < wait_s <= 0.2
         await asyncio.sleep(wait_s / 2)
-        wait_s = await wait_of(limiter, tenant, "early", limits)
+        wait_s = await wait_of(limiter, tenant, "early", most)
         assert wait_s, "let in before the stated time"
         await asyncio.sleep(wait_s)
-        assert not await wait_of(limiter, tenant, f"w{number}", limits), "turned away at the stated time"
-        wait_s = await wait_of(limiter, tenant, "next", limits)
+        assert not await wait_of(limiter, tenant, f"w{number}", most), "turned away at the stated time"
+        wait_s = await wait_of(limiter, tenant, "next", most)
 
 
-async def wait_of(limiter: AnyLimiter, tenant: str, request_id: str, limits: Limits) -> float:
+async def wait_of(limiter: AnyLimiter, tenant: str, request_id: str, most: Sequence[Limit]) -> float:
     """Seconds to wait, or 0 when the request was let in."""
     try:
-        await limiter.admit(tenant, request_id, limits)
+        await limiter.admit(tenant, request_id, most)
         return 0.0
     except RequestRateExceeded as error:
         return error.retry_after_s or 0.0
 
 
 async def test_a_rejection_takes_nothing(limiter: AnyLimiter, tenant: str) -> None:
-    limits = Limits(requests_per_minute=2, max_concurrency=1)
-    held = await limiter.admit(tenant, "r1", limits)
+    most = limits(2, 1)
+    held = await limiter.admit(tenant, "r1", most)
     for number in range(5):
         with pytest.raises(ConcurrencyExceeded):
-            await limiter.admit(tenant, f"c{number}", limits)
+            await limiter.admit(tenant, f"c{number}", most)
     await limiter.settle(held, Usage(1, 1))
-    held = await limiter.admit(tenant, "r2", limits)
+    held = await limiter.admit(tenant, "r2", most)
     await limiter.settle(held, Usage(1, 1))
     for number in range(5):
         with pytest.raises(RequestRateExceeded):
-            await limiter.admit(tenant, f"d{number}", limits)
+            await limiter.admit(tenant, f"d{number}", most)
     assert await limiter.concurrency(tenant) == 0
 
 
 async def test_the_same_request_counts_once_while_held(limiter: AnyLimiter, tenant: str) -> None:
-    limits = Limits(requests_per_minute=2, max_concurrency=1)
-    held = await limiter.admit(tenant, "r1", limits)
+    most = limits(2, 1)
+    held = await limiter.admit(tenant, "r1", most)
     for _ in range(4):
-        assert await limiter.admit(tenant, "r1", limits) == held
+        assert await limiter.admit(tenant, "r1", most) == held
     assert await limiter.concurrency(tenant) == 1
     await limiter.settle(held, Usage(1, 1))
-    await limiter.admit(tenant, "r2", limits)
+    await limiter.admit(tenant, "r2", most)
     await limiter.settle(Reservation(tenant, "r2"), Usage(1, 1))
     with pytest.raises(RequestRateExceeded):
-        await limiter.admit(tenant, "r3", limits)
+        await limiter.admit(tenant, "r3", most)
 
 
 async def test_no_limit_counts_but_never_rejects(limiter: AnyLimiter, tenant: str) -> None:
@@ -148,144 +151,146 @@ async def test_no_limit_counts_but_never_rejects(limiter: AnyLimiter, tenant: st
 
 async def test_a_lowered_limit_holds_at_once(limiter: AnyLimiter, tenant: str) -> None:
     for number in range(5):
-        await limiter.admit(tenant, f"r{number}", Limits(requests_per_minute=100, max_concurrency=10))
+        await limiter.admit(tenant, f"r{number}", limits(100, 10))
     with pytest.raises(ConcurrencyExceeded):
-        await limiter.admit(tenant, "x", Limits(max_concurrency=5))
+        await limiter.admit(tenant, "x", limits(slots=5))
     with pytest.raises(RequestRateExceeded):
-        await limiter.admit(tenant, "x", Limits(requests_per_minute=5))
-    await limiter.admit(tenant, "x", Limits(requests_per_minute=6, max_concurrency=6))
+        await limiter.admit(tenant, "x", limits(5))
+    await limiter.admit(tenant, "x", limits(6, 6))
 
 
 async def test_a_slot_lapses_unless_renewed(make: Make, tenant: str) -> None:
     limiter = make(0.4)
-    limits = Limits(max_concurrency=2)
-    kept = await limiter.admit(tenant, "kept", limits)
-    left = await limiter.admit(tenant, "left", limits)
+    most = limits(slots=2)
+    kept = await limiter.admit(tenant, "kept", most)
+    left = await limiter.admit(tenant, "left", most)
     for _ in range(3):
         await asyncio.sleep(0.2)
-        await limiter.renew([kept])
+        await limiter.renew([(kept, NOTHING)])
     assert await limiter.concurrency(tenant) == 1
-    await limiter.admit(tenant, "new", limits)
+    await limiter.admit(tenant, "new", most)
     with pytest.raises(ConcurrencyExceeded) as caught:
-        await limiter.admit(tenant, "more", limits)
+        await limiter.admit(tenant, "more", most)
     assert caught.value.retry_after_s is not None
     assert 0 < caught.value.retry_after_s <= 0.4
-    await limiter.renew([left])
+    await limiter.renew([(left, NOTHING)])
     assert await limiter.concurrency(tenant) == 3, "a request that still runs holds its slot again"
 
 
 async def test_a_late_renewal_does_not_bring_a_settled_request_back(limiter: AnyLimiter, tenant: str) -> None:
     reservations = [await limiter.admit(tenant, f"r{number}", NONE) for number in range(450)]
     await limiter.settle(reservations[3], Usage(1, 1))
-    await limiter.renew([*reservations, await limiter.admit(tenant + "-other", "r", NONE)])
+    running = [*reservations, await limiter.admit(tenant + "-other", "r", NONE)]
+    await limiter.renew([(held, NOTHING) for held in running])
     assert await limiter.concurrency(tenant) == 449
 
 
 async def test_usage_counts_once_however_often_it_is_settled(limiter: AnyLimiter, tenant: str) -> None:
-    held = await limiter.admit(tenant, "r1", NONE)
+    held = await admit_metered(limiter, tenant, "r1")
     await asyncio.gather(*(limiter.settle(held, Usage(10, 5, 3)) for _ in range(8)))
-    assert await limiter.usage(tenant) == Usage(10, 5, 3)
-    again = await limiter.admit(tenant, "r1", NONE)
-    await limiter.settle(again, Usage(1, 1, 1))
-    assert await limiter.usage(tenant) == Usage(11, 6, 4)
+    assert await charged(limiter, tenant) == Usage(10, 5, 3)
+    again = await admit_metered(limiter, tenant, "r1")
+    await limiter.settle(again, Usage(11, 5, 1))
+    assert await charged(limiter, tenant) == Usage(11, 5, 3), "what is new of a request that goes on"
     assert await limiter.concurrency(tenant) == 0
 
 
-async def test_a_lapsed_request_is_still_counted(make: Make, tenant: str) -> None:
+async def test_a_lapsed_request_is_still_charged(make: Make, tenant: str) -> None:
     limiter = make(0.1)
-    held = await limiter.admit(tenant, "r1", NONE)
+    held = await admit_metered(limiter, tenant, "r1")
     await asyncio.sleep(0.2)
     await limiter.admit(tenant, "r2", NONE)
     await limiter.settle(held, Usage(7, 7))
     await limiter.settle(held, Usage(7, 7))
-    assert await limiter.usage(tenant) == Usage(7, 7)
+    assert await charged(limiter, tenant) == Usage(7, 7)
 
 
 async def test_other_work_has_a_rate_of_its_own_and_holds_no_slot(limiter: AnyLimiter, tenant: str) -> None:
-    limits = Limits(requests_per_minute=3, max_concurrency=3)
+    most = limits(3, 3)
     for number in range(3):
-        await limiter.spend(tenant, limits)
-        await limiter.admit(tenant, f"r{number}", limits)
+        await limiter.spend(tenant, 3)
+        await limiter.admit(tenant, f"r{number}", most)
     with pytest.raises(RequestRateExceeded) as caught:
-        await limiter.spend(tenant, limits)
+        await limiter.spend(tenant, 3)
     assert caught.value.retry_after_s is not None
     assert 19 < caught.value.retry_after_s <= 20
     assert await limiter.concurrency(tenant) == 3
     for _ in range(50):
-        await limiter.spend(tenant, NONE)
+        await limiter.spend(tenant, 0)
 
 
 async def test_names_are_data(limiter: AnyLimiter, tenant: str) -> None:
     for name in ("}:slots", "ü\n*", "0", "-inf"):
-        held = await limiter.admit(tenant + name, name, Limits(5, 5))
+        held = await admit_metered(limiter, tenant + name, name, limits(5, 5))
         assert await limiter.concurrency(tenant + name) == 1
         await limiter.settle(held, Usage(1, 2))
-        assert await limiter.usage(tenant + name) == Usage(1, 2)
+        assert await charged(limiter, tenant + name) == Usage(1, 2)
 
 
 async def test_a_fallback_with_its_store_there_adds_nothing(limiter: AnyLimiter, tenant: str) -> None:
     clock = SystemClock()
     fallback = FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock)
-    held = await fallback.admit(tenant, "r1", Limits(max_concurrency=1))
-    assert held == Reservation(tenant, "r1", local=False)
+    held = await admit_metered(fallback, tenant, "r1", limits(slots=1))
+    assert not held.local
     with pytest.raises(ConcurrencyExceeded):
-        await fallback.admit(tenant, "r2", Limits(max_concurrency=1))
-    await fallback.renew([held])
+        await fallback.admit(tenant, "r2", limits(slots=1))
+    await fallback.renew([(held, NOTHING)])
     assert await fallback.concurrency(tenant) == 1
     await fallback.settle(held, Usage(4, 2))
-    assert await limiter.usage(tenant) == Usage(4, 2)
+    assert await charged(fallback, tenant) == Usage(4, 2)
     assert (await fallback.concurrency(tenant), fallback.unsettled) == (0, 0)
 
 
 async def test_tokens_are_admitted_up_to_a_minutes_worth_and_the_wait_is_stated(
     limiter: AnyLimiter, tenant: str
 ) -> None:
-    limits = Limits(tokens_per_minute=6000)  # 100 a second
-    first = await limiter.reserve_tokens(await limiter.admit(tenant, "r1", NONE), 5000, limits)
-    assert (first.tokens, first.tokens_per_minute) == (5000, 6000)
+    rate = Limit(LimitKind.TOKENS, 6000)  # 100 a second
+    first = await limiter.reserve(await limiter.admit(tenant, "r1", NONE), [Claim(rate, 5000)], PRICE)
+    assert first.claims == (Claim(rate, 5000),)
     held = await limiter.admit(tenant, "r2", NONE)
     with pytest.raises(TokenRateExceeded) as caught:
-        await limiter.reserve_tokens(held, 1050, limits)
-    assert caught.value.metadata == {"limit": "6000", "tokens": "1050"}
+        await limiter.reserve(held, [Claim(rate, 1050)], PRICE)
+    assert caught.value.metadata == {"limit": "6000", "tokens": "1050", "scope": "tenant", "kind": "tokens"}
     wait_s = caught.value.retry_after_s
     assert wait_s is not None
     assert 0.2 < wait_s <= 0.5
     await asyncio.sleep(wait_s)
-    await limiter.reserve_tokens(held, 1050, limits)
+    await limiter.reserve(held, [Claim(rate, 1050)], PRICE)
     assert await limiter.concurrency(tenant) == 2, "a rejection keeps the slot"
 
 
 async def test_more_tokens_than_a_minute_admits_never_fit(limiter: AnyLimiter, tenant: str) -> None:
-    held = await limiter.admit(tenant, "r1", NONE)
+    held, rate = await limiter.admit(tenant, "r1", NONE), Limit(LimitKind.TOKENS, 100)
     with pytest.raises(TokenRateExceeded, match="more than the limit of 100 per minute") as caught:
-        await limiter.reserve_tokens(held, 101, Limits(tokens_per_minute=100))
+        await limiter.reserve(held, [Claim(rate, 101)], PRICE)
     assert caught.value.retry_after_s is None
-    await limiter.reserve_tokens(held, 100, Limits(tokens_per_minute=100))
-    assert await limiter.reserve_tokens(held, 10**9, NONE) == held, "no limit counts nothing"
+    await limiter.reserve(held, [Claim(rate, 100)], PRICE)
+    none = [Claim(Limit(LimitKind.TOKENS, 0), 10**9)]
+    assert await limiter.reserve(held, none, PRICE) == held, "no limit counts nothing"
 
 
 async def test_a_settlement_replaces_reserved_tokens_by_those_used(limiter: AnyLimiter, tenant: str) -> None:
-    limits = Limits(tokens_per_minute=1200)  # 20 a second
+    rate = Limit(LimitKind.TOKENS, 1200)  # 20 a second
 
     async def room_for(tokens: int) -> bool:
         try:
             probe = await limiter.admit(tenant, f"probe-{uuid.uuid4().hex}", NONE)
-            probe = await limiter.reserve_tokens(probe, tokens, limits)
+            probe = await limiter.reserve(probe, [Claim(rate, tokens)], PRICE)
         except TokenRateExceeded:
             return False
         await limiter.settle(probe, Usage(0, 0))
         return True
 
-    held = await limiter.reserve_tokens(await limiter.admit(tenant, "r1", NONE), 1200, limits)
+    held = await limiter.reserve(await limiter.admit(tenant, "r1", NONE), [Claim(rate, 1200)], PRICE)
     assert not await room_for(300)
     for _ in range(3):  # once, however often it is settled
         await limiter.settle(held, Usage(100, 500))
     assert await room_for(600)
     assert not await room_for(750)
-    held = await limiter.reserve_tokens(await limiter.admit(tenant, "r2", NONE), 100, limits)
+    held = await limiter.reserve(await limiter.admit(tenant, "r2", NONE), [Claim(rate, 100)], PRICE)
     await limiter.settle(held, Usage(100, 1000))  # used more than reserved
     with pytest.raises(TokenRateExceeded) as caught:
-        await limiter.reserve_tokens(await limiter.admit(tenant, "r3", NONE), 100, limits)
+        await limiter.reserve(await limiter.admit(tenant, "r3", NONE), [Claim(rate, 100)], PRICE)
     assert caught.value.retry_after_s is not None
     assert 25 < caught.value.retry_after_s <= 30, "600 tokens above the limit, 20 a second"
 
@@ -293,7 +298,7 @@ async def test_a_settlement_replaces_reserved_tokens_by_those_used(limiter: AnyL
 async def test_simultaneous_reservations_take_exactly_the_tokens(limiter: AnyLimiter, tenant: str) -> None:
     held = [await limiter.admit(tenant, f"r{number}", NONE) for number in range(40)]
     outcomes = await asyncio.gather(
-        *(limiter.reserve_tokens(one, 10, Limits(tokens_per_minute=75)) for one in held),
+        *(limiter.reserve(one, [Claim(Limit(LimitKind.TOKENS, 75), 10)], PRICE) for one in held),
         return_exceptions=True,
     )
     assert sum(isinstance(outcome, Reservation) for outcome in outcomes) == 7
@@ -301,15 +306,15 @@ async def test_simultaneous_reservations_take_exactly_the_tokens(limiter: AnyLim
 
 
 async def test_a_reservation_states_what_its_rates_have_left(limiter: AnyLimiter, tenant: str) -> None:
-    limits = Limits(requests_per_minute=60, tokens_per_minute=6000)
-    await limiter.admit(tenant, "r1", limits)
-    held = await limiter.admit(tenant, "r2", limits)
+    most, rate = limits(60), Limit(LimitKind.TOKENS, 6000)
+    await limiter.admit(tenant, "r1", most)
+    held = await limiter.admit(tenant, "r2", most)
     assert held.request_rate is not None
     assert (held.request_rate.limit, held.request_rate.remaining) == (60, 58)
     assert 1.5 < held.request_rate.reset_s <= 2.0
-    again = await limiter.admit(tenant, "r2", limits)
+    again = await limiter.admit(tenant, "r2", most)
     assert (again.request_rate, again.token_rate) == (None, None)
-    held = await limiter.reserve_tokens(held, 3000, limits)
+    held = await limiter.reserve(held, [Claim(rate, 3000)], PRICE)
     assert held.token_rate is not None
     assert (held.token_rate.limit, held.token_rate.remaining) == (6000, 3000)
     assert held.token_rate.reset_s == pytest.approx(30.0, abs=0.01)

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -186,7 +187,7 @@ async def test_a_forged_ticket_is_refused(rig: Rig) -> None:
 async def test_a_gateway_with_a_late_clock_is_told_so(rig: Rig) -> None:
     """Its clients did nothing wrong, and may try another."""
     rig.lead(1)
-    signed = issue_ticket(TICKET_KEY, Ticket("acme", "req_1", int(SystemClock().unix_s()) - 7200))
+    signed = issue_ticket(TICKET_KEY, Ticket("acme", "req_1", int(SystemClock().unix_s()) - 7200, 140, 1))
     with pytest.raises(TicketExpired, match="clocks of the gateway") as late:
         await rig.place(replace(place_spec("req_1"), ticket=signed))
     assert late.value.retry_after_s == 1.0
@@ -199,6 +200,21 @@ async def test_a_ticket_of_another_request_is_refused(rig: Rig) -> None:
         await rig.place(replace(mine, ticket=place_spec("req_2").ticket))
     with pytest.raises(PermissionDenied, match="another"):
         await rig.place(replace(mine, tenant_id="beta"))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"prompt_tokens": 41}, {"max_output_tokens": 101}, {"choice": 2}],
+    ids=lambda more: next(iter(more)),
+)
+async def test_a_placement_needs_no_more_than_its_ticket_reserved(rig: Rig, more: dict[str, Any]) -> None:
+    rig.lead(1)
+    signed = issue_ticket(TICKET_KEY, Ticket("acme", "req_1", int(SystemClock().unix_s()) + 60, 140, 2))
+    reserved = replace(place_spec("req_1", prompt_tokens=40, max_output_tokens=100), ticket=signed)
+    with pytest.raises(PermissionDenied, match="for 2 choices of 140"):
+        await rig.place(replace(reserved, **more))
+    resumed = replace(reserved, choice=1, prompt_tokens=60, max_output_tokens=80)
+    await rig.place(resumed)  # a choice that is placed again needs no more
 
 
 async def test_without_a_leader_the_queue_time_ends_in_no_leader(rig: Rig) -> None:

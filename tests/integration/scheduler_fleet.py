@@ -42,7 +42,7 @@ def place_spec(
     tenant: str = "acme",
 ) -> PlaceSpec:
     clock = SystemClock()
-    ticket = Ticket(tenant, request_id, int(clock.unix_s()) + 600)
+    ticket = Ticket(tenant, request_id, int(clock.unix_s()) + 600, 10**6, 16)
     return PlaceSpec(
         request_id=request_id,
         choice=0,

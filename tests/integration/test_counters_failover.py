@@ -50,7 +50,7 @@ def spec_of(tenant: str, number: int) -> PlaceSpec:
     """A placement of which the worker holds one at a time."""
     request_id = f"req_{tenant}_{number}"
     spec = place_spec(request_id, prompt_tokens=100, digest=DIGEST, queue_ttl_s=60.0)
-    ticket = Ticket(tenant, request_id, int(SystemClock().unix_s()) + 600)
+    ticket = Ticket(tenant, request_id, int(SystemClock().unix_s()) + 600, 10**6, 16)
     return replace(spec, tenant_id=tenant, ticket=issue_ticket(TICKET_KEY, ticket))
 
 

@@ -13,10 +13,10 @@ from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
 from services.gateway.service import GatewayService, drain
 from services.gateway.service_types import GatewayLimits, Ports
-from services.ports.limiter import Limits
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from tests.support.metered import admit_metered, charged
 
 CLOCK = SystemClock()
 
@@ -30,7 +30,7 @@ def _service(limiter: FallbackLimiter) -> GatewayService:
         clock=CLOCK,
         supervisor=Supervisor(CLOCK),
         rng=Random(0),
-        sign_ticket=lambda tenant, request, expiry: b"t",
+        sign_ticket=lambda ticket: b"t",
         new_incident=lambda: "inc_1",
         error_of=by_reason,
     )
@@ -52,7 +52,7 @@ async def test_a_drain_delivers_settlements_that_were_kept(own_redis: Any) -> No
     shared = RedisLimiter(f"redis://{own_redis.address}/0", CLOCK, timeout_s=2.0)
     limiter = FallbackLimiter(shared, MemoryLimiter(CLOCK, local=True), CLOCK)
     try:
-        reservation = await limiter.admit("t", "r", Limits())
+        reservation = await admit_metered(limiter, "t", "r")
         own_redis.kill()
         await limiter.settle(reservation, Usage(prompt_tokens=3, output_tokens=4))
         own_redis.start()
@@ -63,6 +63,6 @@ async def test_a_drain_delivers_settlements_that_were_kept(own_redis: Any) -> No
         await drain(_service(limiter), CLOCK, 0.0)
         assert limiter.unsettled == 0
         assert await shared.concurrency("t") == 0
-        assert (await shared.usage("t")).output_tokens == 4
+        assert (await charged(shared, "t")).output_tokens == 4
     finally:
         await shared.close()

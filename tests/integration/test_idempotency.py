@@ -13,6 +13,7 @@ from services.core.generation import Usage
 from services.gateway.service import drain
 from services.ports.idempotency import RecordLimits
 from tests.support.keyed_gateways import CLOCK, Answer, Fleet, Gateway, gateways, keyed_limits, token
+from tests.support.metered import charged
 from tests.support.waiting import until
 
 TIMEOUT_S = 60
@@ -29,7 +30,7 @@ def expected(answer: Answer, tokens: int, choice: int = 0) -> list[int]:
 
 
 async def usage(gateway: Gateway) -> Usage:
-    return await gateway.limiter.usage(gateway.fleet.tenant)
+    return await charged(gateway.limiter, gateway.fleet.tenant)
 
 
 async def test_the_first_request_of_a_key_is_as_any_other(redis_url: str, fleet: Fleet) -> None:

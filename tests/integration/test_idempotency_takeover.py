@@ -13,6 +13,7 @@ from services.core.records import Degrade
 from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.ports.idempotency import IdempotencyStore, RecordState, Written
 from tests.support.keyed_gateways import Answer, Fleet, Gateway, gateways, keyed_limits, token
+from tests.support.metered import charged
 from tests.support.waiting import until
 
 TIMEOUT_S = 60
@@ -29,7 +30,7 @@ def expected(answer: Answer, tokens: int, choice: int = 0) -> list[int]:
 
 
 async def usage(gateway: Gateway) -> Usage:
-    return await gateway.limiter.usage(gateway.fleet.tenant)
+    return await charged(gateway.limiter, gateway.fleet.tenant)
 
 
 async def test_a_version_that_is_gone_ends_the_record(redis_url: str, fleet: Fleet) -> None:

@@ -16,13 +16,15 @@ from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded, StoreUnavailable
 from services.core.generation import Usage
-from services.ports.limiter import Limits, Reservation
+from services.core.limits import Claim, Limit, LimitKind
+from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
+from tests.support.metered import PRICE, admit_metered, charged, limits
 
 TIMEOUT_S = 0.25
 MARGIN_S = 5.0  # for a busy machine; one after the other, the calls would take 25 s
 PAUSE_S = 1.1  # after which an open breaker lets one call through
-NONE = Limits()
+NONE = limits()
 
 
 @pytest_asyncio.fixture
@@ -73,17 +75,17 @@ async def test_a_frozen_redis_costs_one_timeout_then_nothing(own_redis: Any, lim
 async def test_a_redis_that_is_gone_is_refused_at_once_and_found_again(
     own_redis: Any, limiter: RedisLimiter
 ) -> None:
-    held = await limiter.admit("t", "r1", Limits(2, 2))
+    held = await admit_metered(limiter, "t", "r1", limits(2, 2))
     await limiter.settle(held, Usage(5, 5))
-    await limiter.admit("t", "r2", Limits(2, 2))
+    await limiter.admit("t", "r2", limits(2, 2))
     own_redis.kill()
     assert await seconds_until_refused(limiter, "r3") < TIMEOUT_S + MARGIN_S
     await asyncio.to_thread(own_redis.start)
     await back_within(limiter, 3.0)
-    assert await limiter.usage("t") == Usage(5, 5), "what was acknowledged is on disk"
+    assert await charged(limiter, "t") == Usage(5, 5), "what was acknowledged is on disk"
     assert await limiter.concurrency("t") == 1
     with pytest.raises(RequestRateExceeded):
-        await limiter.admit("t", "r3", Limits(2, 2))
+        await limiter.admit("t", "r3", limits(2, 2))
 
 
 async def test_scripts_that_redis_forgot_are_sent_again(own_redis: Any, limiter: RedisLimiter) -> None:
@@ -98,22 +100,22 @@ async def test_scripts_that_redis_forgot_are_sent_again(own_redis: Any, limiter:
 async def test_a_flushed_redis_counts_from_zero_and_nothing_is_stuck(
     own_redis: Any, limiter: RedisLimiter
 ) -> None:
-    limits = Limits(requests_per_minute=4, max_concurrency=2)
-    held = [await limiter.admit("t", f"r{number}", limits) for number in range(2)]
+    most = limits(4, 2)
+    held = [await limiter.admit("t", f"r{number}", most) for number in range(2)]
     with pytest.raises(ConcurrencyExceeded):
-        await limiter.admit("t", "r2", limits)
+        await limiter.admit("t", "r2", most)
     client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0")
     await client.flushall()
     await client.aclose()
     assert await limiter.concurrency("t") == 0
-    anew = [await limiter.admit("t", f"n{number}", limits) for number in range(2)]
+    anew = [await limiter.admit("t", f"n{number}", most) for number in range(2)]
     for each in (*held, *anew):
         await limiter.settle(each, Usage(1, 1))
     assert await limiter.concurrency("t") == 0, "what ended twice as often as it began is not below zero"
     for number in range(2):
-        await limiter.settle(await limiter.admit("t", f"m{number}", limits), Usage(1, 1))
+        await limiter.settle(await limiter.admit("t", f"m{number}", most), Usage(1, 1))
     with pytest.raises(RequestRateExceeded):
-        await limiter.admit("t", "late", limits)
+        await limiter.admit("t", "late", most)
 
 
 async def test_a_redis_without_memory_is_unavailable(own_redis: Any, limiter: RedisLimiter) -> None:
@@ -129,14 +131,15 @@ async def test_a_redis_without_memory_is_unavailable(own_redis: Any, limiter: Re
 
 async def test_every_key_expires_and_carries_the_tenants_tag(own_redis: Any, limiter: RedisLimiter) -> None:
     for tenant in ("t1", "t2"):
-        held = await limiter.admit(tenant, "r1", Limits(10, 10))
-        await limiter.admit(tenant, "r2", Limits(10, 10))
+        held = await admit_metered(limiter, tenant, "r1", limits(10, 10))
+        await limiter.reserve(held, [Claim(Limit(LimitKind.TOKENS, 100), 10)], PRICE)
+        running = await limiter.admit(tenant, "r2", limits(10, 10))
         await limiter.settle(held, Usage(1, 1))
-        await limiter.renew([Reservation(tenant, "r2")])
+        await limiter.renew([(running, Usage(1, 0))])
     client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0", decode_responses=True)
     keys = sorted([key async for key in client.scan_iter()])
-    expected = [f"fw:{{{t}}}:{kind}" for t in ("t1", "t2") for kind in ("rate", "settled", "slots", "usage")]
-    assert keys == expected
+    kinds = ("month_micros", "request:r1", "request:r2", "requests", "slots", "tokens")
+    assert keys == [f"fw:{{{tenant}}}:{kind}" for tenant in ("t1", "t2") for kind in kinds]
     for key in keys:
         assert 0 < await client.pttl(key) <= 63 * 86400 * 1000, key
     await client.aclose()
@@ -146,9 +149,9 @@ async def test_a_bucket_outlives_its_key_exactly(own_redis: Any, limiter: RedisL
     """The rate's key is gone only when the bucket is empty anyway."""
     began_s = time.monotonic()
     for number in range(600):
-        await limiter.admit("t", f"r{number}", Limits(requests_per_minute=600))
+        await limiter.admit("t", f"r{number}", limits(600))
     client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0")
-    remaining_ms = await client.pttl("fw:{t}:rate")
+    remaining_ms = await client.pttl("fw:{t}:requests")
     leaked_ms = 1000 * (time.monotonic() - began_s)  # since the first, at most
     await client.aclose()
     assert 60_000 - leaked_ms < remaining_ms <= 61_001
@@ -161,11 +164,11 @@ async def test_cancelled_calls_leave_usable_connections(own_redis: Any, limiter:
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait({task})
-    for _ in range(5):
-        held = await limiter.admit("u", "r", Limits(max_concurrency=1))
+    for number in range(5):
+        held = await admit_metered(limiter, "u", f"r{number}", limits(slots=1))
         assert await limiter.concurrency("u") == 1
         await limiter.settle(held, Usage(1, 1))
-    assert (await limiter.usage("u")).prompt_tokens == 5
+    assert (await charged(limiter, "u")).prompt_tokens == 5
 
 
 async def test_two_gateways_share_one_limit(own_redis: Any) -> None:
@@ -173,7 +176,7 @@ async def test_two_gateways_share_one_limit(own_redis: Any) -> None:
         RedisLimiter(f"redis://{own_redis.address}/0", SystemClock(), timeout_s=5.0) for _ in range(2)
     ]
     outcomes = await asyncio.gather(
-        *(gateways[n % 2].admit("t", f"r{n}", Limits(max_concurrency=5)) for n in range(30)),
+        *(gateways[n % 2].admit("t", f"r{n}", limits(slots=5)) for n in range(30)),
         return_exceptions=True,
     )
     assert sum(isinstance(outcome, Reservation) for outcome in outcomes) == 5
@@ -186,7 +189,7 @@ async def test_what_waits_is_settled_soon_after_the_store_is_back(
 ) -> None:
     clock = SystemClock()
     fallback = FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock)
-    held = await fallback.admit("t", "r", Limits(max_concurrency=1))
+    held = await admit_metered(fallback, "t", "r", limits(slots=1))
     settling = asyncio.create_task(fallback.settle_forever())
     try:
         for round_ in range(2):  # the second outage comes while nothing renews either
@@ -198,8 +201,8 @@ async def test_what_waits_is_settled_soon_after_the_store_is_back(
                 while fallback.unsettled:
                     await asyncio.sleep(0.05)
             assert await limiter.concurrency("t") == 0
-            assert await limiter.usage("t") == Usage(round_ + 1, round_ + 1)
-            held = await fallback.admit("t", f"r{round_}", Limits(max_concurrency=1))
+            assert await charged(limiter, "t") == Usage(round_ + 1, round_ + 1)
+            held = await admit_metered(fallback, "t", f"r{round_}", limits(slots=1))
     finally:
         settling.cancel()
         await asyncio.wait({settling})
@@ -210,34 +213,34 @@ async def test_an_outage_fails_open_to_the_local_cap_and_settles_afterwards(
 ) -> None:
     clock = SystemClock()
     fallback = FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock)
-    limits = Limits(requests_per_minute=4, max_concurrency=2)
-    before = await fallback.admit("t", "before", limits)
+    most = limits(4, 2)
+    before = await admit_metered(fallback, "t", "before", most)
     assert not before.local
     own_redis.freeze()
     try:
-        during = [await fallback.admit("t", f"d{n}", limits) for n in range(2)]
+        during = [await fallback.admit("t", f"d{n}", most) for n in range(2)]
         assert all(reservation.local for reservation in during)
         with pytest.raises(ConcurrencyExceeded):
-            await fallback.admit("t", "d2", limits)
+            await fallback.admit("t", "d2", most)
         await fallback.settle(before, Usage(10, 1))
         await fallback.settle(before, Usage(10, 1))
         for reservation in during:
             await fallback.settle(reservation, Usage(100, 1))
-        await fallback.renew([before])
+        await fallback.renew([(before, Usage(1, 1))])
         assert await fallback.concurrency("t") == 0
         for number in range(2):
-            await fallback.settle(await fallback.admit("t", f"e{number}", limits), Usage(1000, 1))
+            await fallback.settle(await fallback.admit("t", f"e{number}", most), Usage(1000, 1))
         with pytest.raises(RequestRateExceeded):
-            await fallback.admit("t", "f", limits)
+            await fallback.admit("t", "f", most)
         assert fallback.unsettled == 5
     finally:
         own_redis.thaw()
     await back_within(limiter, 3.0)
     await fallback.renew([])
     assert fallback.unsettled == 0
-    assert await limiter.usage("t") == Usage(2210, 5)
+    assert await charged(limiter, "t") == Usage(10, 1), "nothing is metered without the store"
     assert await limiter.concurrency("t") == 0
-    after = await fallback.admit("t", "after", limits)
+    after = await fallback.admit("t", "after", most)
     assert not after.local
 
 
@@ -246,8 +249,8 @@ async def test_slots_of_requests_that_ended_in_an_outage_are_free_right_after_it
 ) -> None:
     clock = SystemClock()
     fallback = FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock)
-    limits = Limits(max_concurrency=2)
-    held = [await fallback.admit("t", f"r{number}", limits) for number in range(2)]
+    most = limits(slots=2)
+    held = [await fallback.admit("t", f"r{number}", most) for number in range(2)]
     own_redis.freeze()
     try:
         for reservation in held:
@@ -256,6 +259,6 @@ async def test_slots_of_requests_that_ended_in_an_outage_are_free_right_after_it
         own_redis.thaw()
     await back_within(limiter, 3.0)
     for number in range(2):
-        assert not (await fallback.admit("t", f"s{number}", limits)).local
+        assert not (await fallback.admit("t", f"s{number}", most)).local
     with pytest.raises(ConcurrencyExceeded):
-        await fallback.admit("t", "s2", limits)
+        await fallback.admit("t", "s2", most)

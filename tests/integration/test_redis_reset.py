@@ -10,10 +10,10 @@ import uvloop
 
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import StoreUnavailable
-from services.ports.limiter import Limits
 from services.runtime.clock import SystemClock
 from tests.chaos.proxy import Proxy, Rule
 from tests.support.local_servers import free_port
+from tests.support.metered import limits
 
 CALLERS = 16
 CUTS = 3
@@ -27,7 +27,7 @@ async def _ask_all_the_time(limiter: RedisLimiter, name: str, stop: asyncio.Even
         if stop.is_set():
             break
         try:
-            await limiter.admit("t", f"{name}-{number}", Limits())
+            await limiter.admit("t", f"{name}-{number}", limits())
         except StoreUnavailable:
             refused += 1
         await asyncio.sleep(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +14,10 @@ from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded
-from services.ports.limiter import Limits, Reservation
+from services.core.limits import Limit
+from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
+from tests.support.metered import limits
 
 CLOCK = SystemClock()
 
@@ -32,10 +34,10 @@ async def busy(seconds: float) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("limits", [Limits(0, 5), Limits(5, 0)], ids=["concurrency", "rate"])
+@pytest.mark.parametrize("most", [limits(0, 5), limits(5, 0)], ids=["concurrency", "rate"])
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "never connected"])
 async def test_two_cold_gateways_let_exactly_the_limit_through(
-    own_redis: Any, limits: Limits, connected: bool
+    own_redis: Any, most: Sequence[Limit], connected: bool
 ) -> None:
     for attempt in range(5):
         pairs = [gateway(f"redis://{own_redis.address}/0") for _ in range(2)]
@@ -44,7 +46,7 @@ async def test_two_cold_gateways_let_exactly_the_limit_through(
         outcomes, *_ = await asyncio.gather(
             asyncio.gather(
                 *(
-                    pairs[number % 2][0].admit(f"t{attempt}", f"r{attempt}-{number}", limits)
+                    pairs[number % 2][0].admit(f"t{attempt}", f"r{attempt}-{number}", most)
                     for number in range(60)
                 ),
                 return_exceptions=True,
@@ -61,12 +63,9 @@ async def test_two_cold_gateways_let_exactly_the_limit_through(
 async def test_gateways_that_never_reached_redis_admit_their_shares() -> None:
     """Nobody listens at that port; two gateways are known."""
     pairs = [gateway("redis://127.0.0.1:1/0") for _ in range(2)]
-    for limits, refusal in ((Limits(0, 5), ConcurrencyExceeded), (Limits(5, 0), RequestRateExceeded)):
+    for most, refusal in ((limits(0, 5), ConcurrencyExceeded), (limits(5, 0), RequestRateExceeded)):
         outcomes = await asyncio.gather(
-            *(
-                pairs[number % 2][0].admit(f"t{limits.max_concurrency}", f"r{number}", limits)
-                for number in range(60)
-            ),
+            *(pairs[number % 2][0].admit(f"t{refusal.reason}", f"r{number}", most) for number in range(60)),
             return_exceptions=True,
         )
         assert sum(isinstance(outcome, Reservation) for outcome in outcomes) == 4
@@ -78,23 +77,23 @@ async def test_gateways_that_never_reached_redis_admit_their_shares() -> None:
 @pytest.mark.parametrize(("gateways", "admitted"), [(0, 3), (1, 3), (3, 1), (9, 1)])
 async def test_a_share_is_at_least_one_and_at_most_the_limit(gateways: int, admitted: int) -> None:
     limiter, shared = gateway("redis://127.0.0.1:1/0", lambda: gateways)
-    outcomes = [limiter.admit("t", f"r{number}", Limits(0, 3)) for number in range(5)]
+    outcomes = [limiter.admit("t", f"r{number}", limits(0, 3)) for number in range(5)]
     found = await asyncio.gather(*outcomes, return_exceptions=True)
     assert sum(isinstance(outcome, Reservation) for outcome in found) == admitted
-    assert (await limiter.admit("free", "r", Limits())).local
+    assert (await limiter.admit("free", "r", limits())).local
     await shared.close()
 
 
 async def test_a_clock_that_is_set_back_blocks_no_tenant(own_redis: Any) -> None:
     """Redis' clock was an hour ahead when the bucket was filled; a request drains in a tenth of a second."""
-    limits = Limits(600, 0)
+    most = limits(600, 0)
     limiter, shared = gateway(f"redis://{own_redis.address}/0")
     async with redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0") as client:
         ahead_us = round((time.time() + 3600) * 1e6)
-        await client.hset("fw:{t}:rate", mapping={"used": 600 * 60_000_000, "at": ahead_us})
-        await client.pexpire("fw:{t}:rate", 3_661_000)
+        await client.hset("fw:{t}:requests", mapping={"used": 600 * 60_000_000, "at": ahead_us})
+        await client.pexpire("fw:{t}:requests", 3_661_000)
     with pytest.raises(RequestRateExceeded):
-        await limiter.admit("t", "r0", limits)
+        await limiter.admit("t", "r0", most)
     await asyncio.sleep(0.3)
-    await limiter.admit("t", "r1", limits)
+    await limiter.admit("t", "r1", most)
     await shared.close()

@@ -9,7 +9,7 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,8 +21,10 @@ from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.adapters.redis.limiter import MAX_ADMITTING, RedisLimiter
 from services.core.errors import ConcurrencyExceeded, OverQuota, RequestRateExceeded
 from services.core.generation import Usage
-from services.ports.limiter import Limits, Reservation
+from services.core.limits import Limit
+from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
+from tests.support.metered import MeteredLimiter, charged, limits
 
 STARTS = 20_000
 CLOCK = SystemClock()
@@ -33,13 +35,13 @@ class Rig:
 
     def __init__(self, url: str) -> None:
         self.shared = RedisLimiter(url, CLOCK)
-        self.limiter = FallbackLimiter(self.shared, MemoryLimiter(CLOCK, local=True), CLOCK)
+        self.limiter = FallbackLimiter(MeteredLimiter(self.shared), MemoryLimiter(CLOCK, local=True), CLOCK)
         self.outcomes: Counter[str] = Counter()
         self.held: list[Reservation] = []
 
-    async def start(self, tenant: str, number: int, limits: Limits) -> None:
+    async def start(self, tenant: str, number: int, most: Sequence[Limit]) -> None:
         try:
-            reservation = await self.limiter.admit(tenant, f"{tenant}-{number}", limits)
+            reservation = await self.limiter.admit(tenant, f"{tenant}-{number}", most)
         except OverQuota as error:
             self.outcomes[error.reason if error.retry_after_s else "no time to retry"] += 1
         else:
@@ -59,11 +61,11 @@ def tenant() -> str:
     return f"t-{uuid.uuid4().hex}"
 
 
-@pytest.mark.parametrize("limits", [Limits(0, 5), Limits(30, 0)], ids=["concurrency", "rate"])
-async def test_a_storm_of_starts_gets_exactly_its_limit(rig: Rig, limits: Limits) -> None:
+@pytest.mark.parametrize("most", [limits(0, 5), limits(30, 0)], ids=["concurrency", "rate"])
+async def test_a_storm_of_starts_gets_exactly_its_limit(rig: Rig, most: Sequence[Limit]) -> None:
     flood = tenant()
-    await asyncio.gather(*(rig.start(flood, number, limits) for number in range(STARTS)))
-    assert rig.outcomes["shared"] == max(limits.max_concurrency, limits.requests_per_minute)
+    await asyncio.gather(*(rig.start(flood, number, most) for number in range(STARTS)))
+    assert rig.outcomes["shared"] == max(limit.limit for limit in most)
     assert rig.outcomes["local"] == 0
     assert sum(rig.outcomes.values()) == STARTS
     assert not rig.shared.breaker_open
@@ -74,7 +76,7 @@ async def test_starts_that_are_cancelled_poison_nothing(rig: Rig) -> None:
     flood, rng = tenant(), random.Random(1)
     tasks: list[asyncio.Task[None]] = []
     for number in range(STARTS):
-        tasks.append(asyncio.create_task(rig.start(flood, number, Limits(0, 5))))
+        tasks.append(asyncio.create_task(rig.start(flood, number, limits(0, 5))))
         if rng.random() < 0.05:
             await asyncio.sleep(0)
         tasks[rng.randrange(max(0, len(tasks) - 200), len(tasks))].cancel()
@@ -82,12 +84,12 @@ async def test_starts_that_are_cancelled_poison_nothing(rig: Rig) -> None:
     assert rig.outcomes["local"] == 0
     assert not rig.shared.breaker_open
     other = tenant()
-    for _ in range(5):
-        held = await rig.limiter.admit(other, "r", Limits(max_concurrency=1))
+    for number in range(5):
+        held = await rig.limiter.admit(other, f"r{number}", limits(slots=1))
         assert not held.local
         assert await rig.limiter.concurrency(other) == 1
         await rig.limiter.settle(held, Usage(1, 1))
-    assert await rig.shared.usage(other) == Usage(5, 5)
+    assert await charged(rig.shared, other) == Usage(5, 5)
 
 
 async def test_others_are_admitted_and_settled_beside_a_storm(rig: Rig) -> None:
@@ -101,14 +103,14 @@ async def test_others_are_admitted_and_settled_beside_a_storm(rig: Rig) -> None:
             for number in range(500):
                 if number % 10 == 0:
                     await asyncio.sleep(0)
-                await rig.start(flood, part, Limits(0, 5))
+                await rig.start(flood, part, limits(0, 5))
 
     storms = [asyncio.create_task(storm(part)) for part in range(400)]
     await asyncio.sleep(0.2)
     settled = 0
     for number in range(40):
         began_s = time.monotonic()
-        held = await rig.limiter.admit(canary, f"c{number}", Limits(1000, 1))
+        held = await rig.limiter.admit(canary, f"c{number}", limits(1000, 1))
         waits_s.append(time.monotonic() - began_s)
         assert not held.local
         await rig.limiter.settle(held, Usage(3, 2))
@@ -117,7 +119,7 @@ async def test_others_are_admitted_and_settled_beside_a_storm(rig: Rig) -> None:
     over.set()
     await asyncio.gather(*storms)
     assert max(waits_s) < 1.0
-    assert await rig.shared.usage(canary) == Usage(3 * settled, 2 * settled)
+    assert await charged(rig.shared, canary) == Usage(3 * settled, 2 * settled)
     assert rig.outcomes["local"] == 0
     assert len(rig.held) == 5 or {held.request_id for held in rig.held} <= {
         f"{flood}-{n}" for n in range(400)
@@ -127,7 +129,7 @@ async def test_others_are_admitted_and_settled_beside_a_storm(rig: Rig) -> None:
 
 async def test_a_tenant_has_a_bounded_number_of_admissions_under_way(rig: Rig) -> None:
     flood = tenant()
-    starts = [asyncio.create_task(rig.start(flood, number, Limits())) for number in range(MAX_ADMITTING + 50)]
+    starts = [asyncio.create_task(rig.start(flood, number, limits())) for number in range(MAX_ADMITTING + 50)]
     await asyncio.gather(*starts)
     assert rig.outcomes == {"shared": MAX_ADMITTING, RequestRateExceeded.reason: 50}
 
@@ -141,7 +143,7 @@ async def test_a_gateway_whose_loop_stands_still_does_not_blame_redis(rig: Rig) 
             await asyncio.sleep(0.01)
             time.sleep(0.4)
 
-    starts = (rig.start(flood, number, Limits(0, 5)) for number in range(2000))
+    starts = (rig.start(flood, number, limits(0, 5)) for number in range(2000))
     await asyncio.gather(stall(), *starts)
     assert (rig.outcomes["shared"], rig.outcomes["local"]) == (5, 0)
     assert not rig.shared.breaker_open
@@ -151,7 +153,7 @@ async def test_a_connection_that_is_cut_is_not_an_outage(rig: Rig, own_redis: An
     """Redis closes idle and slow clients, and so do boxes on the way."""
     async with redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0") as client:
         for number in range(20):
-            starts = asyncio.gather(*(rig.start(f"t{number}", n, Limits(0, 5)) for n in range(100)))
+            starts = asyncio.gather(*(rig.start(f"t{number}", n, limits(0, 5)) for n in range(100)))
             await asyncio.sleep(0)
             await client.client_kill_filter(_type="normal", skipme=True)
             await starts

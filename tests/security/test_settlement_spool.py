@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,16 +20,24 @@ from services.adapters.quotas.settlement_spool import SettlementSpool
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, FailedPrecondition, StoreUnavailable, Unavailable
 from services.core.generation import Usage
+from services.core.limits import Claim
 from services.ports.idempotency import IdempotencyStore
-from services.ports.limiter import Limits
+from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
 from tests.chaos.proxy import Proxy, Rule
 from tests.support.keyed_gateways import Fleet, gateways
 from tests.support.local_servers import free_port
+from tests.support.metered import METER, PRICE, MeteredLimiter, charged, limits
 
 CLOCK = SystemClock()
-NONE = Limits()
+NONE = limits()
 KEEP_S = 0.3
+
+
+def metered(reservation: Reservation) -> Reservation:
+    """Return a reservation as its claims would be read from a spool."""
+    admitted_us = round(CLOCK.unix_s() * 1e6)
+    return replace(reservation, claims=(Claim(METER, 0),), price=PRICE, admitted_us=admitted_us)
 
 
 class Gateway:
@@ -39,7 +48,7 @@ class Gateway:
         self.shared = RedisLimiter(url, CLOCK, settled_keep_s=KEEP_S)
         self.spool = SettlementSpool(folder, max_bytes=max_bytes)
         local = MemoryLimiter(CLOCK, local=True)
-        self.limiter = FallbackLimiter(self.shared, local, CLOCK, spool=self.spool)
+        self.limiter = FallbackLimiter(MeteredLimiter(self.shared), local, CLOCK, spool=self.spool)
 
     async def written(self) -> None:
         """The spool has nothing under way."""
@@ -82,14 +91,14 @@ async def test_settlements_of_an_outage_survive_the_gateway_and_count_once(
     await asyncio.to_thread(own_redis.start)
     await gateway.reached()
     await gateway.limiter.renew([])
-    assert await gateway.shared.usage("t") == Usage(1000, 500)
+    assert await charged(gateway.shared, "t") == Usage(1000, 500)
     await asyncio.sleep(2 * KEEP_S)
     after = Gateway(own_redis.port, tmp_path / "copy")
     await after.limiter.recover()
     assert after.limiter.unsettled == 500
     await after.limiter.renew([])
     assert after.limiter.unsettled == 0
-    assert await after.shared.usage("t") == Usage(1000, 500), "counted once, also long after"
+    assert await charged(after.shared, "t") == Usage(1000, 500), "counted once, also long after"
     await after.close()
     assert (tmp_path / "copy" / "settlements.log").read_bytes() == b""
 
@@ -113,7 +122,7 @@ async def test_a_settlement_whose_answer_was_lost_counts_once_long_after(
         await settling
         own_redis.thaw()
         async with asyncio.timeout(5):
-            while await direct.usage("t") != Usage(11, 6):
+            while await charged(direct, "t") != Usage(11, 6):
                 await asyncio.sleep(0.01)
         assert gateway.limiter.unsettled == 1
         await asyncio.sleep(2 * KEEP_S)  # an hour, where settlements are remembered for ten minutes
@@ -121,7 +130,7 @@ async def test_a_settlement_whose_answer_was_lost_counts_once_long_after(
         await gateway.reached()
         await gateway.limiter.renew([])
         assert gateway.limiter.unsettled == 0
-        assert await direct.usage("t") == Usage(11, 6)
+        assert await charged(direct, "t") == Usage(11, 6)
     finally:
         await gateway.close()
         await direct.close()
@@ -136,37 +145,37 @@ async def test_confirmed_settlements_are_forgotten(own_redis: Any, gateway: Gate
     await asyncio.sleep(2 * KEEP_S)
     await gateway.limiter.settle(await gateway.limiter.admit("t", "last", NONE), Usage(1, 1))
     async with redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0") as client:
-        assert await client.zcard("fw:{t}:settled") == 1
+        assert [key async for key in client.scan_iter("fw:{t}:request:*")] == [b"fw:{t}:request:last"]
 
 
-@pytest.mark.parametrize("key", ["slots", "usage"])
+@pytest.mark.parametrize("key", ["slots", "month_micros"])
 async def test_settlements_that_fail_for_ever_hold_no_other_back(
     own_redis: Any, gateway: Gateway, key: str
 ) -> None:
     """More of them than are sent at once, of a tenant whose keys in the store are damaged."""
-    own_redis.kill()
     limiter = gateway.limiter
-    for number in range(300):
-        await limiter.settle(await limiter.admit("damaged", f"r{number}", NONE), Usage(1, 1))
-    for number in range(3):
-        await limiter.settle(await limiter.admit("t", f"r{number}", NONE), Usage(1, 1))
+    damaged = [await limiter.admit("damaged", f"r{number}", NONE) for number in range(300)]
+    whole = [await limiter.admit("t", f"r{number}", NONE) for number in range(3)]
+    own_redis.kill()
+    for each in (*damaged, *whole):
+        await limiter.settle(each, Usage(1, 1))
     await asyncio.to_thread(own_redis.start)
     await gateway.reached()
     async with Redis(port=own_redis.port) as store:
         await store.set(f"fw:{{damaged}}:{key}", "of another type")
-    held = await limiter.admit("u", "r", Limits(max_concurrency=1))
+    held = await limiter.admit("u", "r", limits(slots=1))
     for _ in range(3):
         await limiter.renew([])
         with pytest.raises(ConcurrencyExceeded):
-            await limiter.admit("u", "another", Limits(max_concurrency=1))
+            await limiter.admit("u", "another", limits(slots=1))
     await limiter.settle(held, Usage(1, 1))
     assert limiter.unsettled == 300
-    assert (await gateway.shared.usage("t")).output_tokens == 3
+    assert (await charged(gateway.shared, "t")).output_tokens == 3
     async with Redis(port=own_redis.port) as store:
         await store.delete(f"fw:{{damaged}}:{key}")
     await limiter.renew([])
     assert limiter.unsettled == 0
-    assert (await gateway.shared.usage("damaged")).output_tokens == 300
+    assert (await charged(gateway.shared, "damaged")).output_tokens == 300
 
 
 async def test_a_full_spool_refuses_new_work_until_it_drains(own_redis: Any, tmp_path: Path) -> None:
@@ -185,7 +194,7 @@ async def test_a_full_spool_refuses_new_work_until_it_drains(own_redis: Any, tmp
         await gateway.limiter.renew([])
         await gateway.written()
         assert not (await gateway.limiter.admit("t", "after", NONE)).local
-        assert await gateway.shared.usage("t") == Usage(100, 100)
+        assert await charged(gateway.shared, "t") == Usage(100, 100)
     finally:
         await gateway.close()
 
@@ -231,7 +240,7 @@ async def test_a_disk_that_refuses_is_tried_again(own_redis: Any, gateway: Gatew
 async def test_a_torn_line_costs_no_other(own_redis: Any, tmp_path: Path) -> None:
     first = Gateway(1, tmp_path / "spool")
     for number in range(3):
-        await first.limiter.settle(await first.limiter.admit("t", f"r{number}", NONE), Usage(1, 1))
+        await first.limiter.settle(metered(await first.limiter.admit("t", f"r{number}", NONE)), Usage(1, 1))
     await first.written()
     await first.close()
     path = tmp_path / "spool" / "settlements.log"
@@ -241,19 +250,19 @@ async def test_a_torn_line_costs_no_other(own_redis: Any, tmp_path: Path) -> Non
     second = Gateway(1, tmp_path / "spool")
     await second.limiter.recover()
     assert second.limiter.unsettled == 2
-    await second.limiter.settle(await second.limiter.admit("t", "r9", NONE), Usage(1, 1))
+    await second.limiter.settle(metered(await second.limiter.admit("t", "r9", NONE)), Usage(1, 1))
     await second.close()
     third = Gateway(own_redis.port, tmp_path / "spool")
     await third.limiter.recover()
     await third.limiter.renew([])
-    assert await third.shared.usage("t") == Usage(3, 3)
+    assert await charged(third.shared, "t") == Usage(3, 3)
     await third.close()
 
 
 async def test_a_damaged_line_costs_no_other(tmp_path: Path) -> None:
     """A bit that flipped in a name is no UTF-8 any more; the gateway starts all the same."""
     (tmp_path / "spool").mkdir()
-    good = b'["t","r1",false,"",1,1,0]\n'
+    good = b'["t","r1",false,[1,1,0],0,[[0,0,0],[]]]\n'
     (tmp_path / "spool" / "settlements.log").write_bytes(good.replace(b"r1", b"\xff1") + good)
     gateway = Gateway(1, tmp_path / "spool")
     await gateway.limiter.recover()
@@ -329,11 +338,11 @@ async def test_the_usage_of_a_keyed_request_does_not_wait_for_its_record(redis_u
     async with gateways(redis_url, fleet, 1, wrap=wrap) as (gateway,):
         answer = await gateway.ask("k")
         assert answer.finished is not None, answer.error
-        assert await gateway.limiter.usage(fleet.tenant) == Usage(5, 20)
+        assert await charged(gateway.limiter, fleet.tenant) == Usage(5, 20)
         assert await gateway.limiter.concurrency(fleet.tenant) == 0
         lost[0].away = False
         await gateway.at_rest()
         async with asyncio.timeout(5):
             while gateway.keyed._pending_ends._runs:
                 await asyncio.sleep(0.01)
-        assert await gateway.limiter.usage(fleet.tenant) == Usage(5, 20), "counted once, by either way"
+        assert await charged(gateway.limiter, fleet.tenant) == Usage(5, 20), "counted once, by either way"

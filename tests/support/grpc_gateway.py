@@ -29,9 +29,11 @@ from services.core.generation import (
     SequenceEnd,
     StartSpec,
 )
-from services.core.records import KeyRole, Meta, Tenant
+from services.core.limits import Price
+from services.core.records import ApiKey, KeyRole, Meta, Tenant
 from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
+from services.gateway.policy.claims import RequestBounds
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.worker import SequenceSink
@@ -52,7 +54,12 @@ class Validator:
             raise errors.ModelNotFound("no model none", model="none")
 
     async def resolve(
-        self, principal: Principal, generation: pb.Generation, request_id: str, checked: None
+        self,
+        principal: Principal,
+        generation: pb.Generation,
+        request_id: str,
+        checked: None,
+        request_bounds: RequestBounds,
     ) -> GenerationSpec:
         return GenerationSpec(
             request_id=request_id,
@@ -76,6 +83,17 @@ class Identity:
         if self.revoked:
             raise errors.Unauthenticated("the API key is not valid any more")
         return Tenant(Meta(principal.tenant_id), max_concurrency=40)
+
+    def tenant_and_key(self, principal: Principal) -> tuple[Tenant, ApiKey]:
+        tenant = self.still_valid(principal)
+        return tenant, ApiKey(Meta(principal.key_id), KeyRole.TENANT, "h", principal.tenant_id)
+
+
+class Prices:
+    """A catalog in which nothing costs."""
+
+    def price(self, model: str) -> Price:
+        return Price()
 
 
 class Placement:
@@ -178,7 +196,7 @@ async def running_gateway() -> AsyncIterator[Gateway]:
     service = GatewayService(
         validator=Validator(),  # type: ignore[arg-type]
         identity=identity,  # type: ignore[arg-type]
-        catalog=None,  # type: ignore[arg-type]
+        catalog=Prices(),  # type: ignore[arg-type]
         ports=Ports(
             limiter=limiter,
             placement=placement,
@@ -186,7 +204,7 @@ async def running_gateway() -> AsyncIterator[Gateway]:
             clock=CLOCK,
             supervisor=supervisor,
             rng=Random(0),
-            sign_ticket=lambda tenant, request, expiry: b"t",
+            sign_ticket=lambda ticket: b"t",
             new_incident=lambda: "inc_1",
             error_of=by_reason,
         ),

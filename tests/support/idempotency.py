@@ -18,6 +18,13 @@ from services.runtime.clock import SystemClock
 from tests.support.clocks import HandClock
 
 
+class StillCalendar(HandClock):
+    """Its date does not change, so that all charges are of one month."""
+
+    def unix_s(self) -> float:
+        return 1e9
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """A store, the limiter that its settlements count in, and a tenant of its own."""
@@ -35,7 +42,7 @@ class Bench:
 
 @asynccontextmanager
 async def memory_bench(limits: RecordLimits) -> AsyncIterator[Bench]:
-    clock = HandClock()
+    clock = StillCalendar()
     limiter = MemoryLimiter(clock, lease_s=1e12)
 
     async def leases() -> None:

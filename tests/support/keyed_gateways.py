@@ -31,13 +31,14 @@ from services.core.generation import (
     StartSpec,
     TokenLogprobs,
 )
-from services.core.records import Degrade, KeyRole, Meta, Tenant
+from services.core.records import ApiKey, Degrade, KeyRole, Meta, Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Accepted, Finished, Received, Tokens
 from services.gateway.idempotency.runs import KeyedRuns
 from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
+from services.gateway.policy.claims import RequestBounds
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.idempotency import IdempotencyStore, RecordLimits
@@ -46,6 +47,8 @@ from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
+from tests.support.grpc_gateway import Prices
+from tests.support.metered import MeteredLimiter
 
 CLOCK = SystemClock()
 
@@ -95,6 +98,7 @@ class Validator:
         generation: pb.Generation,
         request_id: str,
         pinned: PinnedVersion | None,
+        request_bounds: RequestBounds,
     ) -> GenerationSpec:
         digest = self._fleet.digests.get(generation.model, self._fleet.digest)
         digest = digest if pinned is None else pinned.version_digest
@@ -127,6 +131,10 @@ class Identity:
     def still_valid(self, principal: Principal) -> Tenant:
         fleet = self._fleet
         return Tenant(Meta(principal.tenant_id), max_concurrency=fleet.max_concurrency, degrade=fleet.degrade)
+
+    def tenant_and_key(self, principal: Principal) -> tuple[Tenant, ApiKey]:
+        key = ApiKey(Meta(principal.key_id), KeyRole.TENANT, "h", principal.tenant_id)
+        return self.still_valid(principal), key
 
 
 class Placement:
@@ -376,13 +384,13 @@ async def _gateway(
     metrics = Metrics()
     workers = Workers(fleet, supervisor)
     ports = Ports(
-        limiter=FallbackLimiter(limiter, MemoryLimiter(CLOCK, local=True), CLOCK),
+        limiter=FallbackLimiter(MeteredLimiter(limiter), MemoryLimiter(CLOCK, local=True), CLOCK),
         placement=Placement(fleet),
         workers=workers,
         clock=CLOCK,
         supervisor=supervisor,
         rng=Random(0),
-        sign_ticket=lambda tenant, request, expiry: b"t",
+        sign_ticket=lambda ticket: b"t",
         new_incident=lambda: "inc_1",
         error_of=by_reason,
         telemetry=GatewayTelemetry(metrics, clock=CLOCK),
@@ -404,7 +412,7 @@ async def _gateway(
         keyed,
         validator=Validator(fleet),  # type: ignore[arg-type]
         identity=identity,
-        catalog=None,  # type: ignore[arg-type]
+        catalog=Prices(),  # type: ignore[arg-type]
         ports=ports,
         limits=limits,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Final
 
 import typer
 
 from fairway.cli import completion
 from fairway.cli.calls import checked
-from fairway.cli.connection import Connection, Server, command
+from fairway.cli.connection import Connection, OptionGroup, Server, command
 from fairway.cli.flags import (
     EtagOption,
     Format,
@@ -18,11 +19,13 @@ from fairway.cli.flags import (
     PriorityName,
     WaitOption,
     key_values,
+    money,
     replace_labels,
 )
 from fairway.cli.terminal.bars import Bars
 from fairway.cli.terminal.cells import age, labels, priority, short_digest
 from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
+from fairway.cli.terminal.money import show_money
 from fairway.cli.terminal.table import Column
 from fairway.cli.waiting import show_replicas, until_deployed
 from fairway.v1 import controlplane_pb2 as cp
@@ -40,6 +43,36 @@ PriorityOption = Annotated[
     PriorityName | None,
     typer.Option("--priority", help="Which deployment gets workers first when not all fit."),
 ]
+
+
+def _price(flag: str, help_: str) -> object:
+    return Annotated[int | None, typer.Option(flag, parser=money, metavar="AMOUNT", help=help_)]
+
+
+PRICES: Final = OptionGroup(
+    "price",
+    "",
+    {
+        "input_price": _price("--input-price", "Price of a million prompt tokens."),
+        "cached_price": _price("--cached-price", "The same for cached ones. Default: the input price."),
+        "output_price": _price("--output-price", "Price of a million output tokens."),
+    },
+)
+
+
+def _set_price(deployment: cp.Deployment, price: Mapping[str, int]) -> None:
+    """Set the prices that were given. A new input price without another applies to cached tokens too."""
+    given = dict(price)
+    if "input_price" in given:
+        given.setdefault("cached_price", given["input_price"])
+    for name, micros in given.items():
+        setattr(deployment.price, name.replace("_price", "_micros"), micros)
+
+
+def _prices(deployment: cp.Deployment) -> str:
+    price = deployment.price
+    amounts = (price.input_micros, price.cached_micros, price.output_micros)
+    return "/".join(map(show_money, amounts)) if any(amounts) else ""
 
 
 def _version(deployment: cp.Deployment) -> str:
@@ -63,6 +96,7 @@ DEPLOYMENTS: Final[Resource[cp.Deployment]] = resource(
             lambda found: ",".join(f"{k}={v}" for k, v in sorted(found.node_selector.items())),
             wide=True,
         ),
+        Column("price in/cached/out", _prices, wide=True),
         Column("labels", lambda deployment: labels(deployment.metadata), wide=True),
         Column("digest", lambda deployment: deployment.version_digest, wide=True),
         Column("age", lambda deployment: age(deployment.metadata), wide=True),
@@ -81,11 +115,14 @@ add_show(app, DEPLOYMENTS, about="Show a deployment with the state of each repli
     examples=(
         "fairway deployments create my-model --wait",
         "fairway deployments create chat --model my-model --version v2 --replicas 3 --selector gpu=h100",
+        "fairway deployments create chat --input-price 0.50 --cached-price 0.05 --output-price 1.50",
     ),
+    groups=(PRICES,),
 )
 async def create(
     connection: Connection,
     name: NameArgument,
+    price: Mapping[str, int],
     model: Annotated[
         str,
         typer.Option(
@@ -117,6 +154,7 @@ async def create(
         node_selector=key_values(selector, flag="--selector"),
         priority=priority.proto if priority else 0,  # type: ignore[arg-type]
     )
+    _set_price(wanted, price)
     creation = connection.admin.deployments.create(wanted)
     made = await checked(creation, what=f"cannot create the deployment {name}")
     await _show(connection, made, wait, output)
@@ -130,11 +168,14 @@ async def create(
         "fairway deployments update chat --version v3 --wait",
         "fairway deployments update chat --version latest    # follow a tag that moved",
         "fairway deployments update chat --selector gpu=h100 --priority interactive",
+        "fairway deployments update chat --output-price 2",
     ),
+    groups=(PRICES,),
 )
 async def update(
     connection: Connection,
     name: NameArgument,
+    price: Mapping[str, int],
     model: Annotated[
         str, typer.Option("--model", help="Another model of the registry.", autocompletion=completion.models)
     ] = "",
@@ -168,6 +209,7 @@ async def update(
             deployment.node_selector.update(key_values(selector, flag="--selector"))
         if priority is not None:
             deployment.priority = priority.proto
+        _set_price(deployment, price)
         replace_labels(deployment.metadata, label)
 
     changed = connection.admin.deployments.change(name, change, etag=etag)

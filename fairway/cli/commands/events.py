@@ -44,6 +44,7 @@ class KindName(StrEnum):
     NODE = "node"
     MODEL = "model"
     LEADER = "leader"
+    BUDGET = "budget"
 
     @property
     def proto(self) -> cp.ResourceKind.ValueType:

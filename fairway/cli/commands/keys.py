@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -22,6 +23,7 @@ from fairway.cli.flags import (
     replace_labels,
     span_s,
 )
+from fairway.cli.limit_options import LIMITS, set_limits, show_limits
 from fairway.cli.terminal.cells import age, enum_name, labels, moment
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
@@ -65,6 +67,7 @@ KEYS: Final[Resource[cp.Key]] = resource(
         Column("tenant", lambda key: key.tenant),
         Column("expires", _expiry),
         Column("models", lambda key: ",".join(key.models) or "all", wide=True),
+        Column("limits", lambda key: show_limits(key.limits), wide=True),
         Column("labels", lambda key: labels(key.metadata), wide=True),
         Column("age", lambda key: age(key.metadata), wide=True),
         Column("etag", lambda key: key.metadata.etag, wide=True),
@@ -81,14 +84,16 @@ add_show(app, KEYS, about="Show a key, without its secret.")
     to=Server.CONTROLPLANE,
     examples=(
         "fairway keys create ci --tenant acme --expires 90d",
-        "fairway keys create kiosk --tenant acme --model fairway-tiny",
+        "fairway keys create kiosk --tenant acme --model fairway-tiny --requests-per-minute 60",
         "fairway keys create ops-anna --admin",
         "export FAIRWAY_API_KEY=$(fairway keys create laptop)",
     ),
+    groups=(LIMITS,),
 )
 async def create(
     connection: Connection,
     name: NameArgument,
+    limits: Mapping[str, Any],
     tenant: Annotated[
         str, typer.Option("--tenant", help="Tenant of the key.", autocompletion=completion.tenants)
     ] = "default",
@@ -109,6 +114,7 @@ async def create(
     )
     if expires is not None:
         wanted.expire_time.FromDatetime(expires)
+    set_limits(wanted.limits, limits)
     made = await checked(connection.admin.keys.create(wanted), what=f"cannot create the key {name}")
     _show_secret(made.key, made.secret, output)
 
@@ -157,10 +163,12 @@ async def rotate(
         "fairway keys update kiosk --model fairway-tiny --model other",
         "fairway keys update kiosk --all-models",
     ),
+    groups=(LIMITS,),
 )
 async def update(
     connection: Connection,
     name: NameArgument,
+    limits: Mapping[str, Any],
     model: ModelsOption = None,
     all_models: Annotated[bool, typer.Option("--all-models", help="Allow all models of the tenant.")] = False,
     expires: ExpiresOption = None,
@@ -184,6 +192,7 @@ async def update(
             key.expire_time.FromDatetime(expires)
         if no_expiry:
             key.ClearField("expire_time")
+        set_limits(key.limits, limits)
         replace_labels(key.metadata, label)
 
     changed = connection.admin.keys.change(name, change, etag=etag)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -21,6 +21,7 @@ from fairway.cli.flags import (
     key_values,
     replace_labels,
 )
+from fairway.cli.limit_options import LIMITS, USER_LIMITS, set_limits, show_limits
 from fairway.cli.terminal.cells import age, labels, limit, priority
 from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
 from fairway.cli.terminal.output import confirm
@@ -30,18 +31,6 @@ from fairway.v1 import controlplane_pb2 as cp
 app = typer.Typer(help="Tenants: the unit of quotas and isolation.", no_args_is_help=True)
 
 DisplayNameOption = Annotated[str | None, typer.Option("--display-name", help="Name to show to users.")]
-RequestsOption = Annotated[
-    int | None, typer.Option("--requests-per-minute", min=0, max=100_000_000, help="0: no limit.")
-]
-ConcurrencyOption = Annotated[
-    int | None, typer.Option("--max-concurrency", min=0, max=1_000_000, help="0: no limit.")
-]
-TokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--tokens-per-minute", min=0, max=100_000_000_000, help="Prompt and output tokens. 0: no limit."
-    ),
-]
 PriorityOption = Annotated[
     PriorityName | None, typer.Option("--max-priority", help="Highest priority that its requests may have.")
 ]
@@ -80,9 +69,6 @@ DegradeModelOption = Annotated[
 
 _PLAIN_FIELDS: Final = (
     "display_name",
-    "requests_per_minute",
-    "max_concurrency",
-    "tokens_per_minute",
     "weight",
     "committed_tokens_per_minute",
 )
@@ -92,10 +78,9 @@ _PLAIN_FIELDS: Final = (
 class _Changes:
     """The options of `create` and `update`; None: unchanged."""
 
+    limits: Mapping[str, Any]
+    user_limits: Mapping[str, Any]
     display_name: str | None
-    requests_per_minute: int | None
-    max_concurrency: int | None
-    tokens_per_minute: int | None
     max_priority: PriorityName | None
     weight: float | None
     committed_tokens_per_minute: int | None
@@ -104,6 +89,8 @@ class _Changes:
     labels: list[str] | None
 
     def apply(self, tenant: cp.Tenant) -> None:
+        set_limits(tenant, self.limits)
+        set_limits(tenant.user_limits, self.user_limits)
         for name in _PLAIN_FIELDS:
             if (value := getattr(self, name)) is not None:
                 setattr(tenant, name, value)
@@ -135,6 +122,7 @@ TENANTS: Final[Resource[cp.Tenant]] = resource(
         Column("tokens/min", lambda tenant: limit(tenant.tokens_per_minute), wide=True),
         Column("weight", lambda tenant: f"{tenant.weight or 1:g}", wide=True),
         Column("committed/min", lambda tenant: str(tenant.committed_tokens_per_minute or ""), wide=True),
+        Column("each user", lambda tenant: show_limits(tenant.user_limits), wide=True),
         Column("degrade", _degrade, wide=True),
         Column("state", lambda tenant: "disabled" if tenant.disabled else "enabled"),
         Column("max priority", lambda tenant: priority(tenant.max_priority) or "standard", wide=True),
@@ -155,16 +143,17 @@ add_show(app, TENANTS, about="Show a tenant with all its fields.")
     examples=(
         "fairway tenants create acme --display-name 'Acme Inc.'",
         "fairway tenants create acme --requests-per-minute 600 --max-concurrency 32",
+        "fairway tenants create acme --user-tokens-per-minute 20000 --max-output-tokens 4096",
         "fairway tenants create acme --degrade-max-output-tokens 256 --degrade-model chat=chat-small",
     ),
+    groups=(LIMITS, USER_LIMITS),
 )
 async def create(
     connection: Connection,
     name: NameArgument,
+    limits: Mapping[str, Any],
+    user_limits: Mapping[str, Any],
     display_name: DisplayNameOption = None,
-    requests_per_minute: RequestsOption = None,
-    max_concurrency: ConcurrencyOption = None,
-    tokens_per_minute: TokensOption = None,
     max_priority: PriorityOption = None,
     weight: WeightOption = None,
     committed_tokens_per_minute: CommittedOption = None,
@@ -176,10 +165,9 @@ async def create(
     """Create a tenant with its limits."""
     wanted = cp.Tenant(metadata=cp.Metadata(name=name))
     changes = _Changes(
+        limits,
+        user_limits,
         display_name,
-        requests_per_minute,
-        max_concurrency,
-        tokens_per_minute,
         max_priority,
         weight,
         committed_tokens_per_minute,
@@ -200,14 +188,14 @@ async def create(
         "fairway tenants update acme --requests-per-minute 1200",
         "fairway tenants update acme --label tier=gold --etag 4711",
     ),
+    groups=(LIMITS, USER_LIMITS),
 )
 async def update(
     connection: Connection,
     name: NameArgument,
+    limits: Mapping[str, Any],
+    user_limits: Mapping[str, Any],
     display_name: DisplayNameOption = None,
-    requests_per_minute: RequestsOption = None,
-    max_concurrency: ConcurrencyOption = None,
-    tokens_per_minute: TokensOption = None,
     max_priority: PriorityOption = None,
     weight: WeightOption = None,
     committed_tokens_per_minute: CommittedOption = None,
@@ -222,10 +210,9 @@ async def update(
     --label replaces all present labels.
     """
     changes = _Changes(
+        limits,
+        user_limits,
         display_name,
-        requests_per_minute,
-        max_concurrency,
-        tokens_per_minute,
         max_priority,
         weight,
         committed_tokens_per_minute,
@@ -261,7 +248,7 @@ add_delete(
     app,
     TENANTS,
     question="Delete the tenant {name}?",
-    about="Delete a tenant. Rejected while it has keys.",
+    about="Delete a tenant. Rejected while it has keys or budgets.",
     examples=("fairway tenants delete acme", "fairway tenants delete acme --yes"),
 )
 

@@ -21,7 +21,7 @@ import grpc
 from fairway.client.admin.calls import Service
 from fairway.client.admin.fleet import Events, Placements, Queues
 from fairway.client.admin.models import Models
-from fairway.client.admin.resources import Deployments, Keys, Nodes, Tenants
+from fairway.client.admin.resources import Budgets, Deployments, Keys, Nodes, Tenants
 from fairway.client.attempts import Core
 from fairway.client.endpoints import check_addresses
 from fairway.client.guard import Guard
@@ -116,6 +116,10 @@ class AdminClient:
     @property
     def keys(self) -> Keys:
         return Keys(self._control())
+
+    @property
+    def budgets(self) -> Budgets:
+        return Budgets(self._control())
 
     @property
     def deployments(self) -> Deployments:

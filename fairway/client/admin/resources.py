@@ -1,4 +1,4 @@
-"""Tenants, keys, deployments and nodes: their common operations, and those of each kind.
+"""Tenants, keys, budgets, deployments and nodes: their common operations, and those of each kind.
 
 Arguments and results are the messages of ``fairway.v1.controlplane_pb2``, as the server sends them.
 ``metadata.etag`` identifies the state that was read.
@@ -18,7 +18,7 @@ from fairway.client.errors import Conflict
 from fairway.client.values import checked_timeout_s
 from fairway.v1 import controlplane_pb2 as cp
 
-T = TypeVar("T", cp.Tenant, cp.Key, cp.Deployment, cp.Node)
+T = TypeVar("T", cp.Tenant, cp.Key, cp.Budget, cp.Deployment, cp.Node)
 R = TypeVar("R")
 _TRIES: Final = 4
 _ETAG_MISMATCH: Final = "ETAG_MISMATCH"
@@ -159,6 +159,17 @@ class Keys(Writing[cp.Key]):
             "RotateKey", name=name, grace=grace, etag=etag, timeout_s=timeout_s
         )
         return answer
+
+
+class Budgets(Writing[cp.Budget]):
+    """What the requests of a tenant, a key or an end user may cost. Their scope never changes."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service, "Budget", cp.RESOURCE_KIND_BUDGET)
+
+    async def create(self, budget: cp.Budget, *, timeout_s: float | None = None) -> cp.Budget:
+        """Return it as stored. Raises Conflict for a name that is taken."""
+        return await self._changed("Create", budget=budget, timeout_s=timeout_s)
 
 
 class Deployments(Writing[cp.Deployment]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from services.adapters.idempotency_rules import READ_CHUNKS, WATCH_S, keys_exceeded
 from services.adapters.memory.limiter import MemoryLimiter
@@ -149,9 +149,8 @@ class MemoryIdempotency:
         # Marked before the limiter is called: no other task runs between the record's end and its charge.
         record.owner = ""
         if reservation is not None:
-            await self._limiter.settle(replace(reservation, record=hold.key.digest), usage)
-        if dropped:
-            self._limiter.forget(hold.key.tenant_id, hold.key.digest)
+            # A released request may be resumed for as long as its record is kept.
+            self._limiter.settle_for(self._limits.tombstone_s, reservation, usage)
         return Written.KEPT if fits else Written.TOO_LARGE
 
     def _put(self, records: dict[str, _Record], record: _Record, chunk: bytes, now_s: float) -> bool:
@@ -190,7 +189,6 @@ class MemoryIdempotency:
         records = self._tenants.setdefault(tenant_id, {})
         for digest in [digest for digest, held in records.items() if held.expire_s <= now_s]:
             del records[digest]
-            self._limiter.forget(tenant_id, digest)
         for held in records.values():
             if held.chunks and held.body_expire_s <= now_s:
                 _drop(held)

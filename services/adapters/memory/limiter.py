@@ -1,68 +1,104 @@
-"""Quotas in this process: the same arithmetic as the Redis scripts, by the injected clock."""
+"""Quotas in this process: the same rules as the Redis scripts, by the injected clock."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import Final
 
+from services.adapters.memory.meters import Budget, RequestBucket, Times, TokenBucket, new_meter
 from services.adapters.quotas.quota import (
-    MAX_REQUESTS_PER_MINUTE,
-    REQUEST_UNITS,
+    LAPSED_AT_ONCE,
+    LAPSED_BATCH,
     SETTLED_KEEP_S,
-    TOKEN_UNITS,
+    largest,
+    limited,
+    most,
+    period_of,
     rate_state,
     rejection,
-    token_rate,
-    token_rejection,
+    tightest,
+    unclaimed,
+    used_of,
 )
 from services.core.generation import Usage
+from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Price, Scope
 from services.ports.clock import Clock
-from services.ports.limiter import Limits, RateState, Reservation
+from services.ports.limiter import NO_PRICE, Reservation, Spent
 
-_MAX_RECORDS: Final = 10_000
+_MAX_METERS: Final = 10_000  # of one tenant
+_LAPSED_KEEP_S: Final = 7 * 86_400.0
+_NOTHING: Final = Usage(0, 0)
+_WHOLE: Final = (Scope.TENANT, "")  # the slots of all requests of a tenant
 
 
-@dataclass(slots=True)
-class _Bucket:
-    """``used`` units at ``at_us``."""
-
-    used: int = 0
-    at_us: int = 0
-
-    def with_one_more(self, now_us: int, rate: int) -> tuple[int, int]:
-        """Return the content with one more request, and the time in us until it fits."""
-        elapsed_us = max(0, min(now_us - self.at_us, REQUEST_UNITS))
-        used = max(0, self.used - elapsed_us * rate) + REQUEST_UNITS
-        return used, max(0, -(-(used - rate * REQUEST_UNITS) // rate))
+class _State(Enum):
+    RUNNING = auto()
+    LAPSED = auto()  # settled with its checkpoint, because it was not renewed
+    SETTLED = auto()
 
 
 @dataclass(slots=True)
-class _TokenBucket:
-    """``used`` units at ``at_ms``, drained by ``rate`` units per millisecond."""
+class _Record:
+    """One request id. ``claims`` are counted while it is RUNNING. ``charged`` outlives its admissions."""
 
-    used: int = 0
-    at_ms: int = 0
-    rate: int = 0
+    state: _State
+    admitted_us: int
+    claims: tuple[Claim, ...] = ()
+    price: Price = NO_PRICE
+    checkpoint: Usage = _NOTHING
+    charged: Usage = _NOTHING
+    charged_micros: int = 0
 
-    def at(self, now_ms: int) -> int:
-        """Return the units in the bucket."""
-        return max(0, self.used - max(0, now_ms - self.at_ms) * self.rate)
+    def remember(self, before: _Record | None) -> None:
+        """Take over what an earlier admission of the id was charged."""
+        if before is not None:
+            self.charged, self.charged_micros = before.charged, before.charged_micros
+            self.checkpoint = before.charged
+
+    def charged_of(self, limit: Limit) -> int:
+        """Return what was charged to the request of this kind of limit."""
+        if limit.kind in TOKEN_RATES:
+            return used_of(limit.kind, self.charged, self.price)
+        return self.charged_micros
+
+    def reserved(self, claim: Claim) -> int:
+        """Return what the request reserves while it runs: what it claimed or used, less what was charged."""
+        used = used_of(claim.limit.kind, self.checkpoint, self.price)
+        return max(0, max(claim.amount, used) - self.charged_of(claim.limit))
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """``slots`` and ``settled`` map a request to its expiry, in us. ``charged`` maps the record of an
-    idempotency key to its request and the usage counted for it."""
+    """``slots`` map requests to their deadlines, by scope, in the order of deadlines."""
 
-    rate: _Bucket = field(default_factory=_Bucket)
-    work: _Bucket = field(default_factory=_Bucket)
-    tokens: _TokenBucket = field(default_factory=_TokenBucket)
-    slots: dict[str, int] = field(default_factory=dict)
-    settled: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    charged: OrderedDict[str, tuple[str, Usage]] = field(default_factory=OrderedDict)
-    usage: Usage = field(default_factory=lambda: Usage(0, 0))
+    work: RequestBucket = field(default_factory=RequestBucket)
+    meters: OrderedDict[tuple[LimitKind, Scope, str], RequestBucket | TokenBucket | Budget] = field(
+        default_factory=OrderedDict
+    )
+    slots: dict[tuple[Scope, str], dict[str, int]] = field(default_factory=dict)
+    records: dict[str, _Record] = field(default_factory=dict)
+    # By the time for which records are kept: requests, and when they are dropped.
+    ended: dict[int, OrderedDict[str, int]] = field(default_factory=dict)
+
+    def meter(self, limit: Limit) -> RequestBucket | TokenBucket | Budget:
+        key = (limit.kind, limit.scope, limit.name)
+        if key not in self.meters:
+            self.meters[key] = new_meter(limit.kind)
+            if len(self.meters) > _MAX_METERS:
+                self.meters.popitem(last=False)
+        self.meters.move_to_end(key)
+        return self.meters[key]
+
+    def kept(self, request_id: str) -> None:
+        """Keep a record until it ends again."""
+        for ended in self.ended.values():
+            ended.pop(request_id, None)
+
+    def deadline_us(self, request_id: str) -> int:
+        return self.slots.get(_WHOLE, {}).get(request_id, 0)
 
 
 class MemoryLimiter:
@@ -78,7 +114,7 @@ class MemoryLimiter:
         settled_keep_s: float = SETTLED_KEEP_S,
     ) -> None:
         """``local`` marks the reservations as made without the shared store. ``settled_keep_s``: for how long
-        a second settlement of a request is detected."""
+        the charges of a settled request are remembered."""
         self._clock = clock
         self._lease_us = round(lease_s * 1e6)
         self._local = local
@@ -86,119 +122,252 @@ class MemoryLimiter:
         self._settled_keep_us = round(settled_keep_s * 1e6)
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
         tenant, now_us = self._tenant(tenant_id), self._now_us()
-        state: RateState | None = None
-        self._lapse(tenant, now_us)
-        if request_id not in tenant.slots:
-            used = self._check(tenant, now_us, limits)
-            if limits.requests_per_minute > 0:
-                tenant.rate = _Bucket(used, now_us)
-                state = rate_state(
-                    min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE), used, REQUEST_UNITS
+        held = tenant.records.get(request_id)
+        if held is not None and held.state is _State.RUNNING:
+            if tenant.deadline_us(request_id) > now_us:
+                self._hold(tenant, request_id, held.claims)
+                return Reservation(
+                    tenant_id, request_id, self._local, held.claims, held.price, held.admitted_us
                 )
-            tenant.settled.pop(request_id, None)
-        self._hold(tenant, request_id, now_us)
-        return Reservation(tenant_id, request_id, self._local, request_rate=state)
+            self._lapse(tenant, request_id, held)
+        claims = limited(Claim(limit) for limit in limits)
+        slots = tuple(claim for claim in claims if claim.limit.kind is LimitKind.CONCURRENCY)
+        admitted_us = 0 if self._local else round(self._clock.unix_s() * 1e6)
+        record = _Record(_State.LAPSED, admitted_us)
+        if (over := self._first_over(tenant, record, claims)) is not None:
+            raise rejection(*over)
+        times = self._times(record)
+        rates = [
+            rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, claim.amount, times))
+            for claim in claims
+            if claim.limit.kind is LimitKind.REQUESTS
+        ]
+        self._begin(tenant, request_id, record, slots, NO_PRICE)
+        self._settle_lapsed(tenant, LAPSED_AT_ONCE)
+        return Reservation(
+            tenant_id, request_id, self._local, slots, admitted_us=admitted_us, request_rate=tightest(rates)
+        )
 
-    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
-        rate = token_rate(tokens, limits)
-        if rate <= 0:
+    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
+        claims = limited(unclaimed(reservation, claims))
+        if not claims:
             return reservation
-        tenant, now_ms = self._tenant(reservation.tenant_id), self._now_us() // 1000
-        used = tenant.tokens.at(now_ms) + tokens * TOKEN_UNITS
-        wait_ms = -(-(used - rate * TOKEN_UNITS) // rate)
-        if wait_ms > 0:
-            raise token_rejection(wait_ms / 1e3, tokens, limits)
-        tenant.tokens = _TokenBucket(used, now_ms, rate)
-        state = rate_state(rate, used, TOKEN_UNITS)
-        return replace(reservation, tokens=tokens, tokens_per_minute=rate, token_rate=state)
+        tenant, request_id = self._tenant(reservation.tenant_id), reservation.request_id
+        record, held = tenant.records.get(request_id), len(reservation.claims)
+        if record is None or record.state is not _State.RUNNING:
+            record, held = _Record(_State.LAPSED, reservation.admitted_us), 0
+            record.remember(tenant.records.get(request_id))
+        wanted = replace(reservation, claims=reservation.claims + claims, price=price)
+        if record.state is _State.RUNNING and len(record.claims) == len(wanted.claims):
+            return wanted  # the answer of an earlier call was lost
+        before, record.price = record.price, price
+        while (over := self._first_over(tenant, record, wanted.claims[held:])) is not None:
+            if not self._settle_lapsed(tenant, LAPSED_BATCH):
+                record.price = before
+                raise rejection(*over)
+        self._begin(tenant, request_id, record, wanted.claims, price)
+        rates = [
+            rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, 0, self._times(record)))
+            for claim in wanted.claims
+            if claim.limit.kind in TOKEN_RATES
+        ]
+        return replace(wanted, token_rate=tightest(rates))
 
-    async def spend(self, tenant_id: str, limits: Limits) -> None:
-        rate = min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
-        if rate > 0:
-            tenant, now_us = self._tenant(tenant_id), self._now_us()
-            used, wait_us = tenant.work.with_one_more(now_us, rate)
-            if wait_us > 0:
-                raise rejection(True, wait_us / 1e6, limits)
-            tenant.work = _Bucket(used, now_us)
+    async def spend(self, tenant_id: str, per_minute: int) -> None:
+        limit = Limit(LimitKind.REQUESTS, per_minute)
+        if per_minute > 0:
+            tenant, times = self._tenant(tenant_id), self._times(_Record(_State.LAPSED, 0))
+            if (wait_us := tenant.work.wait_us(limit, 1, times)) > 0:
+                raise rejection(Claim(limit), wait_us / 1e6)
+            tenant.work.count(limit, 1, 0, times)
 
-    async def renew(self, reservations: Sequence[Reservation]) -> None:
-        now_us = self._now_us()
-        for reservation in reservations:
-            tenant = self._tenant(reservation.tenant_id)
-            if reservation.request_id not in tenant.settled:
-                self._hold(tenant, reservation.request_id, now_us)
+    async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
+        for reservation, usage in running:
+            tenant, request_id = self._tenant(reservation.tenant_id), reservation.request_id
+            record = tenant.records.get(request_id)
+            if record is None or record.state is _State.LAPSED:
+                # What it holds counts again, also above a limit: the request does run.
+                lapsed, record = record, _Record(_State.LAPSED, reservation.admitted_us)
+                record.remember(lapsed)
+                self._begin(tenant, request_id, record, reservation.claims, reservation.price)
+                self._change(tenant, record, checkpoint=usage)
+            elif record.state is _State.RUNNING:
+                self._hold(tenant, request_id, record.claims)
+                self._change(tenant, record, checkpoint=usage)
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
-        tenant, now_us = self._tenant(reservation.tenant_id), self._now_us()
-        tenant.slots.pop(reservation.request_id, None)
-        while tenant.settled and next(iter(tenant.settled.values())) <= now_us:
-            tenant.settled.popitem(last=False)
-        first = reservation.request_id not in tenant.settled
-        tenant.settled.setdefault(reservation.request_id, now_us + self._settled_keep_us)
-        if first:
-            _correct_tokens(tenant, reservation, usage, now_us // 1000)
-        if reservation.record:
-            usage = self._not_charged(tenant, reservation, usage)
-        elif not first:
+        self.settle_for(self._settled_keep_us / 1e6, reservation, usage)
+
+    def settle_for(self, keep_s: float, reservation: Reservation, usage: Usage) -> None:
+        """The same, with a time for which the charges are remembered."""
+        tenant, request_id = self._tenant(reservation.tenant_id), reservation.request_id
+        record = tenant.records.get(request_id)
+        if record is None or record.state is not _State.RUNNING:
+            ended, record = record, _Record(_State.LAPSED, reservation.admitted_us)
+            record.remember(ended)
+            record.claims, record.price = reservation.claims, reservation.price
+        elif 0 < reservation.admitted_us < record.admitted_us:  # of an earlier admission; a later one runs
+            self._change(tenant, record, charge=usage)
             return
-        tenant.usage = _sum(tenant.usage, usage)
+        self._end(tenant, request_id, record, usage, _State.SETTLED, keep_s)
+        self._forget(tenant)
 
-    def _not_charged(self, tenant: _Tenant, reservation: Reservation, usage: Usage) -> Usage:
-        """Return the usage of a request under a key that was not counted yet, and count it."""
-        nothing = (reservation.request_id, Usage(0, 0))
-        request_id, before = tenant.charged.pop(reservation.record, nothing)
-        if request_id != reservation.request_id:  # a new request uses the key
-            before = Usage(0, 0)
-        due = Usage(
-            max(0, usage.prompt_tokens - before.prompt_tokens),
-            max(0, usage.output_tokens - before.output_tokens),
-            max(0, usage.cached_tokens - before.cached_tokens),
-        )
-        tenant.charged[reservation.record] = (reservation.request_id, _sum(before, due))
-        if len(tenant.charged) > _MAX_RECORDS:
-            tenant.charged.popitem(last=False)
-        return due
+    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
+        tenant = self._tenant(tenant_id)
+        record = tenant.records.get(request_id)
+        if record is not None and record.state is _State.RUNNING:
+            self._change(tenant, record, checkpoint=usage)
+        elif record is not None and record.state is _State.LAPSED:
+            self._change(tenant, record, charge=usage)
 
-    def forget(self, tenant_id: str, record: str) -> None:
-        """Drop the charges of a deleted idempotency record."""
-        self._tenant(tenant_id).charged.pop(record, None)
+    async def settle_lapsed(self, tenant_id: str) -> int:
+        return self._settle_lapsed(self._tenant(tenant_id), LAPSED_BATCH)
+
+    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
+        tenant, now_s = self._tenant(tenant_id), self._clock.unix_s()
+        found = []
+        for limit in limits:
+            budget = tenant.meter(limit)
+            assert isinstance(budget, Budget), "only budgets are spent"
+            period = period_of(limit.kind, now_s)
+            found.append(Spent(limit, budget.settled[period], budget.reserved[period]))
+        return tuple(found)
 
     async def concurrency(self, tenant_id: str) -> int:
         return self.held(tenant_id)
 
     def held(self, tenant_id: str) -> int:
         """Return the value of ``concurrency`` without awaiting."""
+        tenant = self._tenants.get(tenant_id)
+        return 0 if tenant is None else self._live(tenant, _WHOLE, self._now_us())
+
+    # --- the life of a record ----------------------------------------------------------------------
+
+    def _begin(
+        self, tenant: _Tenant, request_id: str, record: _Record, claims: tuple[Claim, ...], price: Price
+    ) -> None:
+        """Run the record with these claims. What earlier admissions were charged stays charged."""
+        if record.state is not _State.RUNNING:
+            record.remember(tenant.records.get(request_id))
+        tenant.records[request_id] = record
+        tenant.kept(request_id)
+        self._hold(tenant, request_id, claims)
+        self._change(tenant, record, _State.RUNNING, claims=claims, price=price)
+
+    def _end(
+        self,
+        tenant: _Tenant,
+        request_id: str,
+        record: _Record,
+        usage: Usage,
+        state: _State,
+        keep_s: float,
+    ) -> None:
+        for scope in list(tenant.slots):
+            tenant.slots[scope].pop(request_id, None)
+            if not tenant.slots[scope]:
+                del tenant.slots[scope]
+        tenant.records[request_id] = record
+        self._change(tenant, record, state, charge=usage)
+        tenant.kept(request_id)
+        keep_us = round(keep_s * 1e6)
+        tenant.ended.setdefault(keep_us, OrderedDict())[request_id] = self._now_us() + keep_us
+
+    def _change(
+        self,
+        tenant: _Tenant,
+        record: _Record,
+        state: _State | None = None,
+        *,
+        claims: tuple[Claim, ...] | None = None,
+        price: Price | None = None,
+        checkpoint: Usage = _NOTHING,
+        charge: Usage = _NOTHING,
+    ) -> None:
+        """Change a record, and the meters with it: the only place that does either.
+
+        So a meter is the sum of what records reserved and were charged, whatever the order of the calls.
+        """
+        record.price = record.price if price is None else price
+        counted = record.claims if record.state is _State.RUNNING else ()
+        before = {claim: record.reserved(claim) for claim in counted}
+        record.claims = record.claims if claims is None else claims
+        paid = {claim: record.charged_of(claim.limit) for claim in record.claims}
+        record.state = record.state if state is None else state
+        record.checkpoint = largest(record.checkpoint, checkpoint)
+        record.charged = largest(record.charged, charge)
+        record.charged_micros = max(record.charged_micros, record.price.cost_micros(record.charged))
+        for claim in record.claims:
+            after = record.reserved(claim) if record.state is _State.RUNNING else 0
+            more, due = after - before.get(claim, 0), record.charged_of(claim.limit) - paid[claim]
+            if claim.limit.kind is not LimitKind.CONCURRENCY and (more or due):
+                tenant.meter(claim.limit).count(claim.limit, more, due, self._times(record))
+
+    def _lapse(self, tenant: _Tenant, request_id: str, record: _Record) -> None:
+        self._end(tenant, request_id, record, record.checkpoint, _State.LAPSED, _LAPSED_KEEP_S)
+
+    def _settle_lapsed(self, tenant: _Tenant, at_most: int) -> int:
+        now_us, settled = self._now_us(), 0
+        slots = tenant.slots.get(_WHOLE, {})
+        while slots and settled < at_most and slots[request_id := next(iter(slots))] <= now_us:
+            self._lapse(tenant, request_id, tenant.records[request_id])
+            settled += 1
+        self._forget(tenant)
+        return settled
+
+    def _forget(self, tenant: _Tenant) -> None:
         now_us = self._now_us()
-        tenant = self._tenants.get(tenant_id)
-        return 0 if tenant is None else sum(deadline > now_us for deadline in tenant.slots.values())
+        for ended in tenant.ended.values():
+            while ended and next(iter(ended.values())) <= now_us:
+                request_id, _ = ended.popitem(last=False)
+                del tenant.records[request_id]
 
-    async def usage(self, tenant_id: str) -> Usage:
-        """Return the usage counted for the tenant so far."""
-        tenant = self._tenants.get(tenant_id)
-        return Usage(0, 0) if tenant is None else tenant.usage
+    # --- what limits count -------------------------------------------------------------------------
 
-    def _check(self, tenant: _Tenant, now_us: int, limits: Limits) -> int:
-        """Return the bucket's content with this request. Raises when a limit is reached."""
-        used, rate = 0, min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
-        if rate > 0:
-            used, wait_us = tenant.rate.with_one_more(now_us, rate)
+    def _first_over(
+        self, tenant: _Tenant, record: _Record, claims: Sequence[Claim]
+    ) -> tuple[Claim, float] | None:
+        """Return the first claim without room, and the time in seconds until it has; None if all have."""
+        times = self._times(record)
+        for claim in claims:
+            limit = claim.limit
+            if limit.kind is LimitKind.CONCURRENCY:
+                wait_us = self._slot_wait_us(tenant, limit, times.now_us)
+            else:
+                amount = claim.amount if limit.kind is LimitKind.REQUESTS else record.reserved(claim)
+                wait_us = tenant.meter(limit).wait_us(limit, amount, times)
             if wait_us > 0:
-                raise rejection(True, wait_us / 1e6, limits)
-        if 0 < limits.max_concurrency <= len(tenant.slots):
-            raise rejection(False, (next(iter(tenant.slots.values())) - now_us) / 1e6, limits)
-        return used
+                return claim, wait_us / 1e6
+        return None
 
-    def _hold(self, tenant: _Tenant, request_id: str, now_us: int) -> None:
-        """Add the slot or extend its deadline. Leases are equal, so slots stay in the order of deadlines."""
-        tenant.slots.pop(request_id, None)
-        tenant.slots[request_id] = now_us + self._lease_us
+    def _slot_wait_us(self, tenant: _Tenant, limit: Limit, now_us: int) -> int:
+        scope = (limit.scope, limit.name)
+        if self._live(tenant, scope, now_us) < most(limit):
+            return 0
+        return next(at for at in tenant.slots[scope].values() if at > now_us) - now_us
 
-    def _lapse(self, tenant: _Tenant, now_us: int) -> None:
-        slots = tenant.slots
-        while slots and slots[request_id := next(iter(slots))] <= now_us:
-            del slots[request_id]
+    def _live(self, tenant: _Tenant, scope: tuple[Scope, str], now_us: int) -> int:
+        slots = tenant.slots.get(scope, {})
+        lapsed = 0
+        for deadline_us in slots.values():
+            if deadline_us > now_us:
+                break
+            lapsed += 1
+        return len(slots) - lapsed
+
+    def _hold(self, tenant: _Tenant, request_id: str, claims: Sequence[Claim]) -> None:
+        """Add the slots or extend their deadlines. Leases are equal, so they stay in order of deadlines."""
+        held = [
+            (claim.limit.scope, claim.limit.name)
+            for claim in claims
+            if claim.limit.kind is LimitKind.CONCURRENCY and claim.limit.scope is not Scope.TENANT
+        ]
+        for scope in (_WHOLE, *held):
+            slots = tenant.slots.setdefault(scope, {})
+            slots.pop(request_id, None)
+            slots[request_id] = self._now_us() + self._lease_us
 
     def _tenant(self, tenant_id: str) -> _Tenant:
         tenant = self._tenants.setdefault(tenant_id, _Tenant())
@@ -207,21 +376,8 @@ class MemoryLimiter:
             self._tenants.popitem(last=False)
         return tenant
 
+    def _times(self, record: _Record) -> Times:
+        return Times(self._now_us(), self._clock.unix_s(), record.admitted_us / 1e6)
+
     def _now_us(self) -> int:
         return round(self._clock.monotonic_s() * 1e6)
-
-
-def _correct_tokens(tenant: _Tenant, reservation: Reservation, usage: Usage, now_ms: int) -> None:
-    """Replace the reserved tokens of an ended request by those that it used."""
-    if (rate := reservation.tokens_per_minute) > 0:
-        more = usage.prompt_tokens + usage.output_tokens - reservation.tokens
-        used = max(0, tenant.tokens.at(now_ms) + more * TOKEN_UNITS)
-        tenant.tokens = _TokenBucket(used, now_ms, rate)
-
-
-def _sum(left: Usage, right: Usage) -> Usage:
-    return Usage(
-        left.prompt_tokens + right.prompt_tokens,
-        left.output_tokens + right.output_tokens,
-        left.cached_tokens + right.cached_tokens,
-    )

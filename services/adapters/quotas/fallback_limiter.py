@@ -18,8 +18,9 @@ from services.core.errors import (
     Unavailable,
 )
 from services.core.generation import Usage
+from services.core.limits import BUDGETS, Claim, Limit, LimitKind, Price
 from services.ports.clock import Clock
-from services.ports.limiter import Limiter, Limits, Reservation
+from services.ports.limiter import Limiter, Reservation, Spent
 
 log = structlog.get_logger()
 _MAX_UNSETTLED: Final = 100_000
@@ -27,6 +28,7 @@ _SETTLE_BATCH: Final = 256
 _LOG_EVERY_S: Final = 10.0
 _FULL_RETRY_S: Final = 5.0
 _SETTLE_RETRY_S: Final = 1.0
+_CLOSED_RETRY_S: Final = 1.0
 
 
 class FallbackLimiter:
@@ -85,35 +87,41 @@ class FallbackLimiter:
         if self._unsettled:
             self._waiting.set()
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
         self._require_room(tenant_id)
         try:
             return await self._admit_shared(tenant_id, request_id, limits)
         except StoreUnavailable as error:
             self._on_store_failure("admit", error)
-            return await self._local.admit(tenant_id, request_id, self._share(limits))
+            shares = self._without_store(limits)
+            return await self._local.admit(tenant_id, request_id, shares)
 
-    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
+    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         try:
             if not reservation.local:
-                return await self._primary.reserve_tokens(reservation, tokens, limits)
+                return await self._primary.reserve(reservation, claims, price)
         except StoreUnavailable as error:
-            self._on_store_failure("reserve_tokens", error)
+            self._on_store_failure("reserve", error)
+        shares = self._without_store([claim.limit for claim in claims])
+        lowered = [
+            Claim(share, min(claim.amount, share.limit)) for claim, share in zip(claims, shares, strict=True)
+        ]
         # Not corrected at the end: a local bucket lives as long as an outage.
-        taken = await self._local.reserve_tokens(reservation, tokens, self._share(limits))
+        taken = await self._local.reserve(replace(reservation, claims=()), lowered, price)
         return replace(reservation, token_rate=taken.token_rate)
 
-    async def spend(self, tenant_id: str, limits: Limits) -> None:
+    async def spend(self, tenant_id: str, per_minute: int) -> None:
         try:
-            await self._primary.spend(tenant_id, limits)
+            await self._primary.spend(tenant_id, per_minute)
         except StoreUnavailable as error:
             self._on_store_failure("spend", error)
-            await self._local.spend(tenant_id, self._share(limits))
+            (share,) = self._without_store([Limit(LimitKind.REQUESTS, per_minute)])
+            await self._local.spend(tenant_id, share.limit)
 
-    async def renew(self, reservations: Sequence[Reservation]) -> None:
-        await self._local.renew([r for r in reservations if r.local])
+    async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
+        await self._local.renew([(held, usage) for held, usage in running if held.local])
         try:
-            await self._primary.renew([r for r in reservations if not r.local])
+            await self._primary.renew([(held, usage) for held, usage in running if not held.local])
             async with self._settling:
                 await self._settle_kept()
         except StoreUnavailable as error:
@@ -139,6 +147,18 @@ class FallbackLimiter:
             async with self._settling:
                 await self._settle_kept()
 
+    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
+        """Raises StoreUnavailable: only the shared store has other gateways' requests."""
+        await self._primary.checkpoint(tenant_id, request_id, usage)
+
+    async def settle_lapsed(self, tenant_id: str) -> int:
+        """Raises StoreUnavailable."""
+        return await self._primary.settle_lapsed(tenant_id)
+
+    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
+        """Raises StoreUnavailable: no budget is tracked without the shared store."""
+        return await self._primary.spent(tenant_id, limits)
+
     async def concurrency(self, tenant_id: str) -> int:
         local = await self._local.concurrency(tenant_id)
         try:
@@ -152,7 +172,7 @@ class FallbackLimiter:
         """Number of settlements that wait for the store; ``renew`` and ``settle_forever`` retry them."""
         return len(self._unsettled)
 
-    async def _admit_shared(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+    async def _admit_shared(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
         """Admit in the shared store. If it rejects, release the slots of ended requests and try again."""
         try:
             return await self._primary.admit(tenant_id, request_id, limits)
@@ -222,18 +242,19 @@ class FallbackLimiter:
                 retry_after_s=_FULL_RETRY_S,
             )
 
-    def _share(self, limits: Limits) -> Limits:
-        """Return this gateway's share of the limits; no limit stays no limit."""
+    def _without_store(self, limits: Sequence[Limit]) -> list[Limit]:
+        """Return this gateway's share of each limit. Raises Unavailable for a limit that fails closed."""
+        for limit in limits:
+            if limit.kind in BUDGETS and limit.limit > 0:
+                raise Unavailable(
+                    "the budget cannot be checked while the quota store is away",
+                    retry_after_s=_CLOSED_RETRY_S,
+                )
         gateways = max(1, self._gateways())
-
-        def share(limit: int) -> int:
-            return max(1, limit // gateways) if limit > 0 else 0
-
-        return Limits(
-            share(limits.requests_per_minute),
-            share(limits.max_concurrency),
-            share(limits.tokens_per_minute),
-        )
+        return [
+            replace(limit, limit=max(1, limit.limit // gateways)) if limit.limit > 0 else limit
+            for limit in limits
+        ]
 
     def _on_store_failure(self, operation: str, error: StoreUnavailable) -> None:
         """Log at most once in ten seconds: an outage is one event, not one per request."""

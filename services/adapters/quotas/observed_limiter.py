@@ -7,8 +7,9 @@ from typing import TypeVar
 
 from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
+from services.core.limits import Claim, Limit, Price
 from services.ports.clock import Clock
-from services.ports.limiter import Limiter, Limits, Reservation
+from services.ports.limiter import Limiter, Reservation, Spent
 from services.runtime.telemetry.metrics import SHORT_S, Metrics
 
 T = TypeVar("T")
@@ -56,20 +57,29 @@ class ObservedLimiter:
             lambda: float(spool_bytes()),
         )
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
         return await self._timed("admit", self._inner.admit(tenant_id, request_id, limits))
 
-    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
-        return await self._timed("reserve_tokens", self._inner.reserve_tokens(reservation, tokens, limits))
+    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
+        return await self._timed("reserve", self._inner.reserve(reservation, claims, price))
 
-    async def spend(self, tenant_id: str, limits: Limits) -> None:
-        await self._timed("spend", self._inner.spend(tenant_id, limits))
+    async def spend(self, tenant_id: str, per_minute: int) -> None:
+        await self._timed("spend", self._inner.spend(tenant_id, per_minute))
 
-    async def renew(self, reservations: Sequence[Reservation]) -> None:
-        await self._timed("renew", self._inner.renew(reservations))
+    async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
+        await self._timed("renew", self._inner.renew(running))
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         await self._timed("settle", self._inner.settle(reservation, usage, spooled=spooled))
+
+    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
+        await self._timed("checkpoint", self._inner.checkpoint(tenant_id, request_id, usage))
+
+    async def settle_lapsed(self, tenant_id: str) -> int:
+        return await self._timed("settle_lapsed", self._inner.settle_lapsed(tenant_id))
+
+    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
+        return await self._timed("spent", self._inner.spent(tenant_id, limits))
 
     async def concurrency(self, tenant_id: str) -> int:
         return await self._timed("concurrency", self._inner.concurrency(tenant_id))

@@ -1,68 +1,162 @@
-"""Limits and rejections that all limiters share."""
+"""Arithmetic and rejections that all limiters share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Final
 
-from services.core.errors import ConcurrencyExceeded, RequestRateExceeded, TokenRateExceeded
-from services.ports.limiter import Limits, RateState
+from services.core.errors import (
+    BudgetExceeded,
+    ConcurrencyExceeded,
+    OverQuota,
+    RequestRateExceeded,
+    TokenRateExceeded,
+)
+from services.core.generation import Usage
+from services.core.limits import BUDGETS, TOKEN_RATES, Claim, Limit, LimitKind, Price, Scope
+from services.ports.limiter import RateState, Reservation
 
 # What one request and one token weigh in a bucket, which drains by its limit per microsecond or millisecond.
 REQUEST_UNITS: Final = 60_000_000
 TOKEN_UNITS: Final = 60_000
-MAX_REQUESTS_PER_MINUTE: Final = 100_000_000  # a higher limit counts as this: integers up to 2^53 in Lua
-MAX_TOKENS_PER_MINUTE: Final = 100_000_000_000  # the same for tokens
-SETTLED_KEEP_S: Final = 600  # for how long a second settlement of a request is detected
+# A higher limit counts as this: integers up to 2^53 in Lua.
+MOST: Final = {
+    LimitKind.REQUESTS: 100_000_000,
+    LimitKind.CONCURRENCY: 1_000_000_000,
+    LimitKind.MONTH_MICROS: 10**15,
+    LimitKind.DAY_MICROS: 10**15,
+}
+MAX_TOKENS_PER_MINUTE: Final = 100_000_000_000
+SETTLED_KEEP_S: Final = 600  # for how long a confirmed settlement is stored
+LAPSED_AT_ONCE: Final = 8  # lapsed reservations that one admission settles
+LAPSED_BATCH: Final = 64  # and one call of ``settle_lapsed``
+DAY_S: Final = 86_400
 _CONCURRENCY_RETRY_S: Final = 1.0
+_WHOSE: Final = {Scope.TENANT: "the", Scope.KEY: "this key's", Scope.USER: "this end user's"}
 
 
-def rejection(over_rate: bool, wait_s: float, limits: Limits) -> RequestRateExceeded | ConcurrencyExceeded:
-    """Return the error for a limit that is reached.
+def most(limit: Limit) -> int:
+    """Return the limit that applies; 0: none."""
+    return max(0, min(limit.limit, MOST.get(limit.kind, MAX_TOKENS_PER_MINUTE)))
 
-    The wait for a rate is exact. The end of a running request is unknown, so the wait for a slot is a second,
-    or less when a slot lapses earlier.
-    """
-    if over_rate:
-        limit = limits.requests_per_minute
-        return RequestRateExceeded(
-            f"the limit of {limit} requests per minute is reached", retry_after_s=wait_s, limit=limit
-        )
-    limit = limits.max_concurrency
-    return ConcurrencyExceeded(
-        f"the limit of {limit} requests at once is reached",
-        retry_after_s=min(max(wait_s, 0.0), _CONCURRENCY_RETRY_S),
-        limit=limit,
+
+def limited(claims: Iterable[Claim]) -> tuple[Claim, ...]:
+    """Return the claims on a limit. Raises what ``too_large`` returns for a claim that never fits."""
+    found = tuple(claim for claim in claims if claim.limit.limit > 0)
+    for claim in found:
+        if claim.amount > most(claim.limit):
+            raise too_large(claim)
+    return found
+
+
+def unclaimed(reservation: Reservation, claims: Iterable[Claim]) -> list[Claim]:
+    """Return the claims on limits that the reservation, admitted again while it runs, does not claim yet."""
+    claimed = {(held.limit.kind, held.limit.scope, held.limit.name) for held in reservation.claims}
+    return [one for one in claims if (one.limit.kind, one.limit.scope, one.limit.name) not in claimed]
+
+
+def used_of(kind: LimitKind, usage: Usage, price: Price) -> int:
+    """Return what a request's usage counts of a limit: tokens, or its cost."""
+    match kind:
+        case LimitKind.TOKENS:
+            return usage.prompt_tokens + usage.output_tokens
+        case LimitKind.INPUT_TOKENS:
+            return usage.prompt_tokens
+        case LimitKind.OUTPUT_TOKENS:
+            return usage.output_tokens
+        case LimitKind.MONTH_MICROS | LimitKind.DAY_MICROS:
+            return price.cost_micros(usage)
+        case _:
+            return 0
+
+
+def largest(left: Usage, right: Usage) -> Usage:
+    """Return the element-wise maximum."""
+    return Usage(
+        max(left.prompt_tokens, right.prompt_tokens),
+        max(left.output_tokens, right.output_tokens),
+        max(left.cached_tokens, right.cached_tokens),
     )
 
 
-def token_rate(tokens: int, limits: Limits) -> int:
-    """Return the rate that applies, in tokens per minute; 0: none.
+def period_of(kind: LimitKind, unix_s: float) -> int:
+    """Return the number of the budget's day or month (UTC)."""
+    if kind is LimitKind.DAY_MICROS:
+        return int(unix_s // DAY_S)
+    day = datetime.fromtimestamp(unix_s, UTC)
+    return day.year * 12 + day.month - 1
 
-    Raises TokenRateExceeded for more tokens than it admits in a minute.
+
+def period_end_s(kind: LimitKind, unix_s: float) -> float:
+    """Return the Unix time at which the budget's day or month ends."""
+    period = period_of(kind, unix_s) + 1
+    if kind is LimitKind.DAY_MICROS:
+        return float(period * DAY_S)
+    return datetime(period // 12, period % 12 + 1, 1, tzinfo=UTC).timestamp()
+
+
+def rejection(claim: Claim, wait_s: float) -> OverQuota:
+    """Return the error for a limit that has no room for a claim.
+
+    The wait for a rate or a budget is exact if no other request takes its place. The end of a running request
+    is unknown, so the wait for a slot is a second, or less when a slot lapses earlier.
     """
-    rate = min(limits.tokens_per_minute, MAX_TOKENS_PER_MINUTE)
-    if 0 < rate < tokens:
-        raise TokenRateExceeded(
-            f"the request needs {tokens} tokens, more than the limit of {rate} per minute; "
-            "shorten its prompt",
-            limit=rate,
-            tokens=tokens,
-        )
-    return rate
-
-
-def token_rejection(wait_s: float, tokens: int, limits: Limits) -> TokenRateExceeded:
-    """Return the error for a token rate that is reached. The wait is exact if no other request takes them."""
-    limit = limits.tokens_per_minute
-    return TokenRateExceeded(
-        f"the limit of {limit} tokens per minute has no room for {tokens}",
-        retry_after_s=wait_s,
-        limit=limit,
-        tokens=tokens,
+    limit, kind, whose = most(claim.limit), claim.limit.kind, _WHOSE[claim.limit.scope]
+    if kind is LimitKind.REQUESTS:
+        text = f"{whose} limit of {limit} requests per minute is reached"
+        return _about(RequestRateExceeded(text, retry_after_s=wait_s), claim)
+    if kind is LimitKind.CONCURRENCY:
+        wait_s = min(max(wait_s, 0.0), _CONCURRENCY_RETRY_S)
+        text = f"{whose} limit of {limit} requests at once is reached"
+        return _about(ConcurrencyExceeded(text, retry_after_s=wait_s), claim)
+    if kind in TOKEN_RATES:
+        text = f"{whose} limit of {limit} {_tokens(kind)} per minute has no room for {claim.amount}"
+        return _about(TokenRateExceeded(text, retry_after_s=wait_s, tokens=claim.amount), claim)
+    text = (
+        f"{whose} budget of {limit} micro-dollars per {_period(kind)} has no room for {claim.amount}, the "
+        "most that the request may cost"
     )
+    return _about(BudgetExceeded(text, retry_after_s=wait_s, micros=claim.amount), claim)
 
 
-def rate_state(limit: int, used: int, unit: int) -> RateState:
-    """Return the state of a bucket for ``limit`` per minute with ``used`` units, of which one weighs
-    ``unit``."""
-    return RateState(limit, max(0, limit - -(-used // unit)), used * 60 / (unit * limit))
+def too_large(claim: Claim) -> OverQuota:
+    """Return the error for a claim above its whole limit."""
+    limit, kind, whose = most(claim.limit), claim.limit.kind, _WHOSE[claim.limit.scope]
+    if kind in BUDGETS:
+        text = (
+            f"the request may cost {claim.amount} micro-dollars, more than {whose} budget of {limit} per "
+            f"{_period(kind)}; allow fewer output tokens"
+        )
+        return _about(BudgetExceeded(text, micros=claim.amount), claim)
+    text = (
+        f"the request needs {claim.amount} {_tokens(kind)}, more than {whose} limit of {limit} per minute; "
+        "shorten its prompt"
+    )
+    return _about(TokenRateExceeded(text, tokens=claim.amount), claim)
+
+
+def rate_state(limit: Limit, used: int) -> RateState:
+    """Return the state of a rate whose bucket contains ``used`` units."""
+    unit = REQUEST_UNITS if limit.kind is LimitKind.REQUESTS else TOKEN_UNITS
+    rate = most(limit)
+    return RateState(rate, max(0, rate - -(-used // unit)), used * 60 / (unit * rate))
+
+
+def tightest(states: Iterable[RateState]) -> RateState | None:
+    """Return the rate with the least room."""
+    return min(states, key=lambda state: state.remaining, default=None)
+
+
+def _about(error: OverQuota, claim: Claim) -> OverQuota:
+    limit = claim.limit
+    error.metadata |= {"limit": str(most(limit)), "scope": limit.scope.value, "kind": limit.kind.value}
+    return error
+
+
+def _tokens(kind: LimitKind) -> str:
+    return kind.value.replace("_", " ")
+
+
+def _period(kind: LimitKind) -> str:
+    return "day" if kind is LimitKind.DAY_MICROS else "month"

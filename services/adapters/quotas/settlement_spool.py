@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,7 @@ from typing import Final
 import msgspec
 import structlog
 
+from services.adapters.quotas.held_claims import HeldClaims, held_by, with_held
 from services.adapters.synced_files import append_to_file, own_folder, replace_file
 from services.adapters.threads import in_thread
 from services.core.generation import Usage
@@ -32,17 +34,14 @@ _FILE: Final = "settlements.log"
 
 
 class _Line(msgspec.Struct, array_like=True):
-    """One settlement. The fields after ``cached_tokens`` are absent in lines of earlier releases."""
+    """One settlement. ``usage``: prompt, output and cached tokens."""
 
     tenant_id: str
     request_id: str
     local: bool
-    record: str
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    reserved_tokens: int = 0
-    tokens_per_minute: int = 0
+    usage: tuple[int, int, int]
+    admitted_us: int
+    held: HeldClaims
 
 
 _LINES: Final = msgspec.json.Decoder(_Line)
@@ -165,12 +164,9 @@ def _line(reservation: Reservation, usage: Usage) -> bytes:
         reservation.tenant_id,
         reservation.request_id,
         reservation.local,
-        reservation.record,
-        usage.prompt_tokens,
-        usage.output_tokens,
-        usage.cached_tokens,
-        reservation.tokens,
-        reservation.tokens_per_minute,
+        astuple(usage),
+        reservation.admitted_us,
+        held_by(reservation),
     )
     return msgspec.json.encode(line) + b"\n"
 
@@ -187,13 +183,6 @@ def _load(path: Path) -> tuple[list[Settlement], int]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             log.warning("settlements.line_torn", line=number + 1)
             continue
-        reservation = Reservation(
-            read.tenant_id,
-            read.request_id,
-            read.local,
-            read.record,
-            read.reserved_tokens,
-            read.tokens_per_minute,
-        )
-        found.append((reservation, Usage(read.prompt_tokens, read.output_tokens, read.cached_tokens)))
+        reservation = Reservation(read.tenant_id, read.request_id, read.local, admitted_us=read.admitted_us)
+        found.append((with_held(reservation, read.held), Usage(*read.usage)))
     return found, len(data)

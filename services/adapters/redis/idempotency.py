@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from services.adapters.idempotency_rules import READ_CHUNKS, WATCH_S, keys_exceeded
-from services.adapters.quotas.quota import SETTLED_KEEP_S
-from services.adapters.redis.limiter import USAGE_KEEP_DAYS
+from services.adapters.quotas.held_claims import decoded
+from services.adapters.redis.reservation_calls import RESERVATION, arguments_of, keys_of, slots_key
 from services.adapters.redis.scripts import RedisScripts
 from services.core.generation import Usage
 from services.ports.clock import Clock
@@ -63,10 +63,10 @@ class RedisIdempotency:
     ) -> None:
         self._limits = limits if limits is not None else RecordLimits()
         self._scripts = RedisScripts(url, clock, timeout_s=timeout_s, password=password)
-        self._claim = self._scripts.script("idem_common", "idem_claim")
-        self._append = self._scripts.script("idem_common", "idem_append")
-        self._end = self._scripts.script("idem_common", "token_bucket", "usage", "idem_end")
-        self._read = self._scripts.script("idem_common", "idem_read")
+        self._claim = self._scripts.script("common", "idem_common", "idem_claim")
+        self._append = self._scripts.script("common", "idem_common", "idem_append")
+        self._end = self._scripts.script(*RESERVATION, "idem_common", "idem_end")
+        self._read = self._scripts.script("common", "idem_common", "idem_read")
 
     async def claim(self, key: RecordKey, fingerprint: str, owner: str) -> Claim:
         limits = self._limits
@@ -143,12 +143,9 @@ class RedisIdempotency:
         self, hold: Hold, chunk: bytes, state: str, reservation: Reservation | None, usage: Usage
     ) -> Written:
         limits, tenant_id = self._limits, hold.key.tenant_id
-        quotas = [f"fw:{{{tenant_id}}}:{name}" for name in ("slots", "settled", "usage", "tokens")]
-        word = await self._scripts.run(
-            tenant_id,
-            self._end,
-            (*_record(hold.key), *_usage_keys(tenant_id), *quotas),
-            (
+        while True:
+            keys: list[str] = [*_record(hold.key), *_usage_keys(tenant_id)]
+            arguments: list[str | int | bytes] = [
                 _prefix(tenant_id),
                 hold.key.digest,
                 hold.owner,
@@ -159,17 +156,15 @@ class RedisIdempotency:
                 limits.max_record_bytes,
                 limits.max_tenant_bytes,
                 _us(limits.tombstone_s),
-                reservation.request_id if reservation is not None else "",
-                SETTLED_KEEP_S * 1_000_000,
-                USAGE_KEEP_DAYS,
-                usage.prompt_tokens,
-                usage.output_tokens,
-                usage.cached_tokens,
-                reservation.tokens if reservation is not None else 0,
-                reservation.tokens_per_minute if reservation is not None else 0,
-            ),
-        )
-        return Written(word.decode())
+            ]
+            if reservation is not None:
+                keys += [slots_key(tenant_id), *keys_of(reservation, reservation.claims)]
+                arguments += arguments_of(reservation, usage, reservation.claims)
+            answer = await self._scripts.run(tenant_id, self._end, keys, arguments)
+            if isinstance(answer, bytes):
+                return Written(answer.decode())
+            assert reservation is not None, "only a reservation has claims"
+            reservation = decoded(reservation, answer[0])  # its record has others: repeat with those
 
 
 def _us(seconds: float) -> int:

@@ -1,50 +1,62 @@
 """Quotas in Redis, shared by all gateways: one Lua script per operation, with Redis time.
 
-A tenant's keys share a hash tag, so that one script may use all of them in a cluster. All expire:
+A tenant's keys share a hash tag, so that one script may use all of them in a cluster. All expire. Those of an
+API key's limits end in ``:key:ID``, those of an end user's in ``:user:DIGEST``:
 
-    fw:{tenant}:rate     hash   the bucket of requests per minute
-    fw:{tenant}:work     hash   the bucket of other work per minute, such as counting tokens
-    fw:{tenant}:tokens   hash   the bucket of tokens per minute
-    fw:{tenant}:reserved:{request}  marks a request whose tokens are reserved, for seconds
-    fw:{tenant}:slots    zset   running requests by the time their slots lapse
-    fw:{tenant}:settled  zset   settled requests: for ten minutes, for a week while unconfirmed
-    fw:{tenant}:usage    hash   counts per day, for 62 days
+    fw:{tenant}:request:ID      hash   one request: what it reserved, its checkpoint and what it was charged
+    fw:{tenant}:slots           zset   requests that are not settled, by the time their leases lapse
+    fw:{tenant}:requests        hash   the bucket of requests per minute
+    fw:{tenant}:tokens          hash   the bucket of tokens per minute; also input_tokens, output_tokens
+    fw:{tenant}:month_micros    hash   settled and reserved micro-dollars by month; also day_micros
+    fw:{tenant}:work            hash   the bucket of other work per minute, such as counting tokens
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
+from services.adapters.quotas.held_claims import decoded
 from services.adapters.quotas.quota import (
-    MAX_REQUESTS_PER_MINUTE,
-    REQUEST_UNITS,
+    LAPSED_AT_ONCE,
+    LAPSED_BATCH,
     SETTLED_KEEP_S,
-    TOKEN_UNITS,
+    limited,
+    most,
     rate_state,
     rejection,
-    token_rate,
-    token_rejection,
+    tightest,
+    unclaimed,
+)
+from services.adapters.redis.reservation_calls import (
+    RESERVATION,
+    arguments_of,
+    key,
+    keys_of,
+    limit_key,
+    record_key,
+    slots_key,
 )
 from services.adapters.redis.scripts import RedisScripts
-from services.core.errors import RequestRateExceeded
+from services.core.errors import RequestRateExceeded, StoreUnavailable
 from services.core.generation import Usage
+from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Price
 from services.ports.clock import Clock
-from services.ports.limiter import Limits, Reservation
+from services.ports.limiter import RateState, Reservation, Spent
 
 # A Redis that syncs every write answers no call during the sync: a third of a second on a busy disk. A limit
 # that fails open during a sync would not be exact.
 TIMEOUT_S: Final = 1.0
-USAGE_KEEP_DAYS: Final = 62
 # Admissions of one tenant that wait at one gateway. More are rejected at once.
 MAX_ADMITTING: Final = 256
-_UNCONFIRMED_KEEP_S: Final = 7 * 86400
-_RENEW_BATCH: Final = 200
+_UNCONFIRMED_KEEP_MS: Final = 7 * 86_400_000
+_RENEW_BATCH: Final = 100
 _CONFIRM_BATCH: Final = 200
-_ADMITTED: Final = 0
-_OVER_RATE: Final = 1
+_ATTEMPTS: Final = 5
+_NOTHING: Final = Usage(0, 0)
 
 
 class RedisLimiter:
@@ -63,21 +75,27 @@ class RedisLimiter:
         timeout_s: float = TIMEOUT_S,
         lease_s: float = 60.0,
         settled_keep_s: float = SETTLED_KEEP_S,
+        grace_s: float | None = None,
     ) -> None:
-        """``settled_keep_s``: for how long a confirmed settlement is stored.
+        """``settled_keep_s``: for how long a confirmed settlement is stored. ``grace_s``: for how long no
+        lapsed reservation is settled after Redis was found again, since nobody could renew it meanwhile; by
+        default half a lease.
 
         A password in the URL takes precedence over ``password``, which keeps it out of the environment.
         """
+        self._clock = clock
         self._lease_us = round(lease_s * 1e6)
-        self._settled_keep_us = round(settled_keep_s * 1e6)
+        self._settled_keep_ms = round(settled_keep_s * 1e3)
+        self._grace_s = lease_s / 2 if grace_s is None else grace_s
         self._scripts = RedisScripts(url, clock, timeout_s=timeout_s, password=password, repeatable=True)
-        self._admit = self._scripts.script("bucket", "admit")
-        self._spend = self._scripts.script("bucket", "spend")
-        self._reserve_tokens = self._scripts.script("token_bucket", "reserve_tokens")
-        self._renew = self._scripts.script("renew")
-        self._settle = self._scripts.script("token_bucket", "usage", "settle")
+        self._reserve = self._scripts.script(*RESERVATION, "reserve")
+        self._renew = self._scripts.script(*RESERVATION, "renew")
+        self._settle = self._scripts.script(*RESERVATION, "settle")
+        self._spend = self._scripts.script("common", "meters", "spend")
+        self._spent = self._scripts.script("common", "meters", "spent")
+        self._lapsed = self._scripts.script("common", "lapsed")
         self._confirm = self._scripts.script("confirm")
-        self._concurrency = self._scripts.script("concurrency")
+        self._concurrency = self._scripts.script("common", "concurrency")
         self._admitting: Counter[str] = Counter()
         # by tenant; at most the settlements between two renewals
         self._unconfirmed: dict[str, list[str]] = {}
@@ -86,8 +104,7 @@ class RedisLimiter:
         """Return once Redis responded and has the scripts. Raises StoreUnavailable."""
         await self._scripts.connect()
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
-        rate = min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
+    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
         if self._admitting[tenant_id] >= MAX_ADMITTING:
             raise RequestRateExceeded(
                 f"{MAX_ADMITTING} requests of this tenant wait to be admitted here, the most that may",
@@ -96,97 +113,74 @@ class RedisLimiter:
             )
         self._admitting[tenant_id] += 1
         try:
-            outcome, wait_us, used = await self._scripts.run(
-                tenant_id,
-                self._admit,
-                _keys(tenant_id, "rate", "slots", "settled"),
-                (request_id, rate, limits.max_concurrency, self._lease_us),
-            )
+            return await self._admit(tenant_id, request_id, limited(Claim(limit) for limit in limits))
         finally:
             self._admitting[tenant_id] -= 1
             if not self._admitting[tenant_id]:
                 del self._admitting[tenant_id]
-        if outcome == _ADMITTED:
-            state = rate_state(rate, used, REQUEST_UNITS) if used >= 0 else None
-            return Reservation(tenant_id, request_id, request_rate=state)
-        raise rejection(outcome == _OVER_RATE, wait_us / 1e6, limits)
 
-    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
-        rate, tenant_id = token_rate(tokens, limits), reservation.tenant_id
-        if rate <= 0:
+    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
+        claims = limited(unclaimed(reservation, claims))
+        if not claims:
             return reservation
-        keys = _keys(tenant_id, "tokens", f"reserved:{reservation.request_id}")
-        wait_ms, used = await self._scripts.run(tenant_id, self._reserve_tokens, keys, (tokens, rate))
-        if wait_ms:
-            raise token_rejection(wait_ms / 1e3, tokens, limits)
-        state = rate_state(rate, used, TOKEN_UNITS)
-        return replace(reservation, tokens=tokens, tokens_per_minute=rate, token_rate=state)
+        held = len(reservation.claims)
+        wanted = replace(reservation, claims=reservation.claims + claims, price=price)
+        while True:
+            answer = await self._call_reserve("reserve", wanted, wanted.claims, held)
+            if answer[0] == b"ok":
+                break
+            # A lapsed reservation must not take the room of a request.
+            if not (answer[3] and await self._settle_requests(reservation.tenant_id, answer[3])):
+                raise rejection(wanted.claims[answer[1] - 1], answer[2] / 1e6)
+        rates = _rates(wanted.claims, answer[2], TOKEN_RATES)
+        return replace(wanted, token_rate=tightest(rates))
 
-    async def spend(self, tenant_id: str, limits: Limits) -> None:
-        rate = min(limits.requests_per_minute, MAX_REQUESTS_PER_MINUTE)
-        if rate <= 0:
-            return
-        wait_us = await self._scripts.run(tenant_id, self._spend, _keys(tenant_id, "work"), (rate,))
-        if wait_us:
-            raise rejection(True, wait_us / 1e6, limits)
+    async def spend(self, tenant_id: str, per_minute: int) -> None:
+        limit = Limit(LimitKind.REQUESTS, per_minute)
+        if per_minute > 0:
+            keys = (key(tenant_id, "work"),)
+            wait_us = await self._scripts.run(tenant_id, self._spend, keys, (most(limit),))
+            if wait_us:
+                raise rejection(Claim(limit), wait_us / 1e6)
 
-    async def renew(self, reservations: Sequence[Reservation]) -> None:
-        by_tenant: dict[str, list[str]] = {}
-        for reservation in reservations:
-            by_tenant.setdefault(reservation.tenant_id, []).append(reservation.request_id)
-        for tenant_id, ids in by_tenant.items():
-            for start in range(0, len(ids), _RENEW_BATCH):
-                batch = ids[start : start + _RENEW_BATCH]
-                keys = _keys(tenant_id, "slots", "settled")
-                await self._scripts.run(tenant_id, self._renew, keys, (self._lease_us, *batch))
+    async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
+        by_tenant: dict[str, list[tuple[Reservation, Usage]]] = {}
+        for held in running:
+            by_tenant.setdefault(held[0].tenant_id, []).append(held)
+        for tenant_id, of_tenant in by_tenant.items():
+            for start in range(0, len(of_tenant), _RENEW_BATCH):
+                keys = [slots_key(tenant_id)]
+                arguments: list[str | int | bytes] = [self._lease_us, _UNCONFIRMED_KEEP_MS]
+                for reservation, usage in of_tenant[start : start + _RENEW_BATCH]:
+                    keys += keys_of(reservation, reservation.claims)
+                    arguments += arguments_of(reservation, usage, reservation.claims)
+                await self._scripts.run(tenant_id, self._renew, keys, arguments)
         for tenant_id in list(self._unconfirmed):
-            while ids := self._take_unconfirmed(tenant_id):
-                keys = _keys(tenant_id, "settled")
-                await self._scripts.run(tenant_id, self._confirm, keys, (self._settled_keep_us, *ids))
+            while keys := self._take_unconfirmed(tenant_id):
+                await self._scripts.run(tenant_id, self._confirm, keys, (self._settled_keep_ms,))
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
-        tenant_id = reservation.tenant_id
-        names = ["slots", "settled", "usage", "tokens"]
-        if reservation.record:
-            names.append(f"idem:{reservation.record}")
-        await self._scripts.run(
-            tenant_id,
-            self._settle,
-            _keys(tenant_id, *names),
-            (
-                reservation.request_id,
-                _UNCONFIRMED_KEEP_S * 1_000_000,
-                self._settled_keep_us,
-                USAGE_KEEP_DAYS,
-                usage.prompt_tokens,
-                usage.output_tokens,
-                usage.cached_tokens,
-                reservation.tokens,
-                reservation.tokens_per_minute,
-                *self._take_unconfirmed(tenant_id),
-            ),
-        )
+        await self._call_settle("settle", reservation, usage)
         if not spooled:
-            self._unconfirmed.setdefault(tenant_id, []).append(reservation.request_id)
+            ids = self._unconfirmed.setdefault(reservation.tenant_id, [])
+            ids.append(record_key(reservation.tenant_id, reservation.request_id))
 
-    def _take_unconfirmed(self, tenant_id: str) -> list[str]:
-        """Return settlements to confirm. If the call fails, they stay stored for the longer time."""
-        ids = self._unconfirmed.pop(tenant_id, [])
-        if len(ids) > _CONFIRM_BATCH:
-            self._unconfirmed[tenant_id] = ids[_CONFIRM_BATCH:]
-        return ids[:_CONFIRM_BATCH]
+    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
+        await self._settle_recorded("checkpoint", tenant_id, request_id, usage)
+
+    async def settle_lapsed(self, tenant_id: str) -> int:
+        keys = (slots_key(tenant_id),)
+        found = await self._scripts.run(tenant_id, self._lapsed, keys, (LAPSED_BATCH,))
+        return await self._settle_requests(tenant_id, found)
+
+    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
+        keys = [limit_key(tenant_id, limit) for limit in limits]
+        kinds = [limit.kind.value for limit in limits]
+        found = await self._scripts.run(tenant_id, self._spent, keys, kinds)
+        return tuple(Spent(limit, *amounts) for limit, amounts in zip(limits, found, strict=True))
 
     async def concurrency(self, tenant_id: str) -> int:
-        return int(await self._scripts.run(tenant_id, self._concurrency, _keys(tenant_id, "slots"), ()))
-
-    async def usage(self, tenant_id: str) -> Usage:
-        """Return the tenant's usage over the stored days."""
-        (key,) = _keys(tenant_id, "usage")
-        counts = await self._scripts.hash(tenant_id, key)
-        totals = {"prompt_tokens": 0, "output_tokens": 0, "cached_tokens": 0, "requests": 0}
-        for name, count in counts.items():
-            totals[name.decode().partition(":")[2]] += int(count)
-        return Usage(totals["prompt_tokens"], totals["output_tokens"], totals["cached_tokens"])
+        return int(await self._scripts.run(tenant_id, self._concurrency, (slots_key(tenant_id),), ()))
 
     @property
     def breaker_open(self) -> bool:
@@ -196,6 +190,104 @@ class RedisLimiter:
     async def close(self) -> None:
         await self._scripts.close()
 
+    # --- the scripts -------------------------------------------------------------------------------
 
-def _keys(tenant_id: str, *names: str) -> list[str]:
-    return [f"fw:{{{tenant_id}}}:{name}" for name in names]
+    async def _admit(self, tenant_id: str, request_id: str, claims: tuple[Claim, ...]) -> Reservation:
+        slots = tuple(claim for claim in claims if claim.limit.kind is LimitKind.CONCURRENCY)
+        wanted = Reservation(tenant_id, request_id, claims=slots)
+        for _ in range(_ATTEMPTS):
+            answer = await self._call_reserve("admit", wanted, claims, 0)
+            match answer[0]:
+                case b"held":
+                    return decoded(replace(wanted, admitted_us=answer[1]), answer[2])
+                case b"over":
+                    raise rejection(claims[answer[1] - 1], answer[2] / 1e6)
+                case b"ok":
+                    await self._settle_few(tenant_id, answer[3])
+                    rate = tightest(_rates(claims, answer[2], (LimitKind.REQUESTS,)))
+                    return replace(wanted, admitted_us=answer[1], request_rate=rate)
+            await self._settle_recorded("lapse", tenant_id, request_id, _NOTHING)
+        raise StoreUnavailable("the request's earlier admission changes all the time", retry_after_s=1.0)
+
+    async def _call_reserve(
+        self, how: str, reservation: Reservation, claims: Sequence[Claim], held: int
+    ) -> list[Any]:
+        tenant_id = reservation.tenant_id
+        most_lapsed = LAPSED_AT_ONCE if how == "admit" else LAPSED_BATCH
+        answer: list[Any] = await self._scripts.run(
+            tenant_id,
+            self._reserve,
+            (slots_key(tenant_id), *keys_of(reservation, claims)),
+            (
+                how,
+                self._lease_us,
+                _UNCONFIRMED_KEEP_MS,
+                held,
+                most_lapsed if self._may_settle_lapsed() else 0,
+                *arguments_of(reservation, _NOTHING, claims),
+            ),
+        )
+        return answer
+
+    async def _call_settle(self, how: str, reservation: Reservation, usage: Usage) -> int:
+        """Settle the claims of the reservation, or those of its record where they differ."""
+        tenant_id = reservation.tenant_id
+        confirmed = self._take_unconfirmed(tenant_id) if how == "settle" else []
+        for _ in range(_ATTEMPTS):
+            answer = await self._scripts.run(
+                tenant_id,
+                self._settle,
+                (slots_key(tenant_id), *keys_of(reservation, reservation.claims), *confirmed),
+                (
+                    how,
+                    _UNCONFIRMED_KEEP_MS,
+                    self._settled_keep_ms,
+                    *arguments_of(reservation, usage, reservation.claims),
+                ),
+            )
+            if isinstance(answer, int):
+                return answer
+            reservation = decoded(reservation, answer)
+        raise StoreUnavailable("the request's claims change all the time", retry_after_s=1.0)
+
+    async def _settle_recorded(self, how: str, tenant_id: str, request_id: str, usage: Usage) -> int:
+        """Settle a request of which only its record is at hand."""
+        reservation = Reservation(tenant_id, request_id)
+        record = await self._scripts.hash(tenant_id, record_key(tenant_id, request_id))
+        if b"w" in record:
+            reservation = decoded(replace(reservation, admitted_us=int(record[b"e"])), record[b"w"])
+        return await self._call_settle(how, reservation, usage)
+
+    async def _settle_requests(self, tenant_id: str, found: Sequence[bytes]) -> int:
+        """Settle requests that were not renewed in time. Returns how many it did."""
+        if not self._may_settle_lapsed():
+            return 0
+        ids = [request_id.decode() for request_id in found]
+        lapses = [self._settle_recorded("lapse", tenant_id, request_id, _NOTHING) for request_id in ids]
+        return sum(await asyncio.gather(*lapses))
+
+    async def _settle_few(self, tenant_id: str, found: Sequence[bytes]) -> None:
+        """Settle lapsed requests on the way of an admission, which does not depend on it."""
+        try:
+            await self._settle_requests(tenant_id, found)
+        except StoreUnavailable:
+            return
+
+    def _may_settle_lapsed(self) -> bool:
+        """Return False while running requests may be unrenewed because Redis was away."""
+        return self._clock.monotonic_s() - self._scripts.available_since_s >= self._grace_s
+
+    def _take_unconfirmed(self, tenant_id: str) -> list[str]:
+        """Return records to confirm. If the call fails, they stay stored for the longer time."""
+        keys = self._unconfirmed.pop(tenant_id, [])
+        if len(keys) > _CONFIRM_BATCH:
+            self._unconfirmed[tenant_id] = keys[_CONFIRM_BATCH:]
+        return keys[:_CONFIRM_BATCH]
+
+
+def _rates(claims: Sequence[Claim], units: Sequence[int], kinds: Sequence[LimitKind]) -> list[RateState]:
+    return [
+        rate_state(claim.limit, used)
+        for claim, used in zip(claims, units, strict=True)
+        if claim.limit.kind in kinds and used >= 0
+    ]

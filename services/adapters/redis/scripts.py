@@ -69,6 +69,7 @@ class RedisScripts:
         self._timeout_s = timeout_s
         self._repeatable = repeatable
         self._breaker = CircuitBreaker()
+        self._available_since_s = clock.monotonic_s()
         self._pool: Any = redis.asyncio.ConnectionPool.from_url(
             url,
             password=password,
@@ -94,6 +95,11 @@ class RedisScripts:
     def breaker_open(self) -> bool:
         """Redis counts as unavailable: one call per second is tried."""
         return self._breaker.open
+
+    @property
+    def available_since_s(self) -> float:
+        """The monotonic time at which Redis was last found available again."""
+        return self._available_since_s
 
     async def connect(self) -> None:
         """Return once a lane is connected and Redis has every script. Raises StoreUnavailable."""
@@ -179,8 +185,10 @@ class RedisScripts:
                     await self._connected(lane, [])
                     return
             else:
-                self._breaker.succeeded()
                 lane.used_s = self._clock.monotonic_s()
+                if self._breaker.open:
+                    self._available_since_s = lane.used_s
+                self._breaker.succeeded()
                 for call, answer in zip(batch, answers, strict=True):
                     call.answered(answer)
                 return

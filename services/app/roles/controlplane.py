@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from fairway.v1 import (
     controlplane_pb2,
     controlplane_pb2_grpc,
     usage_pb2,
     usage_pb2_grpc,
 )
-from services.adapters.blobs.s3_bucket import open_bucket
 from services.adapters.grpc.queues import GrpcQueues
-from services.adapters.grpc.usage import GrpcUsage
-from services.adapters.ledger.folder import FolderLedger
-from services.adapters.ledger.s3 import S3Ledger
 from services.app.environment import Environment
 from services.app.process import Role
-from services.app.roles.shared import leader_record, open_directory, open_election
+from services.app.roles.ledger import open_ledger
+from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
@@ -26,22 +21,15 @@ from services.controlplane.resources.bootstrap import bootstrap
 from services.controlplane.resources.sealing import Sealer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
+from services.controlplane.spend_alerts import SpendAlerts
 from services.controlplane.telemetry import ReconcilerTelemetry
-from services.controlplane.usage.ledger import UsageLedger
-from services.controlplane.usage.listing import UsageListing
 from services.controlplane.usage.servicer import UsageServicer
-from services.controlplane.usage.telemetry import LedgerTelemetry
-from services.core.records import (
-    ROOT,
-    leader_key,
-)
-from services.ports.ledger_store import LedgerStore
+from services.controlplane.usage.settler import UsageSettler
+from services.core.limits import Price
+from services.core.records import DEPLOYMENTS, ROOT, Deployment, leader_key
 from services.rpc.server import Service
 from services.runtime.fleet_state.informer import Informer
-from services.runtime.fleet_state.leadership import Election
 from services.runtime.process.health import Check
-
-_DAY_S: Final = 86_400.0
 
 
 def controlplane(environment: Environment) -> Role:
@@ -56,10 +44,19 @@ def controlplane(environment: Environment) -> Role:
         store, fleet, election, leader_key("controlplane"), clock, rounds, events=recorder
     )
     identity = environment.identity()
-    service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()))
+    sealer = Sealer(environment.internal_token.encode())
+    limiter = open_redis(environment)
+    service = ControlPlaneService(store, clock, sealer, limiter)
+    alerts = SpendAlerts(store, service.budgets, election, leader_key("controlplane"), clock, events=recorder)
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
     environment.closing.push_async_callback(queues.close)
-    ledger, listing = _usage(environment, election)
+    ledger, listing = open_ledger(environment, election)
+
+    def price_of(model: str) -> Price:
+        held = fleet.view.get(DEPLOYMENTS + model)
+        return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
+
+    settler = UsageSettler(ledger, limiter, clock, price_of=price_of)
 
     async def start() -> None:
         await environment.store.found(environment.ids.store_generation())
@@ -70,6 +67,8 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("reconciler", reconciler.run())
         environment.supervisor.spawn("event recorder", recorder.run())
         environment.supervisor.spawn("usage ledger", ledger.run())
+        environment.supervisor.spawn("usage settler", settler.run())
+        environment.supervisor.spawn("spend alerts", alerts.run())
 
     server = environment.server(
         Service(
@@ -85,28 +84,3 @@ def controlplane(environment: Environment) -> Role:
         identity=identity,
     )
     return Role(server, start=start, checks=(Check("rounds", rounds.problem),))
-
-
-def _usage(environment: Environment, election: Election) -> tuple[UsageLedger, UsageListing]:
-    """The usage ledger, and the queries of it."""
-    settings, clock = environment.settings, environment.clock
-    telemetry = LedgerTelemetry(environment.metrics, waiting=lambda: ledger.waiting)
-    ledger = UsageLedger(
-        open_ledger_store(environment),
-        clock,
-        election,
-        writer=environment.ids.request_id(),
-        retention_s=settings.usage_retention_days * _DAY_S,
-        telemetry=telemetry,
-    )
-    leader = GrpcUsage(open_directory(environment, "controlplane"), environment.internal_token, clock)
-    environment.closing.push_async_callback(leader.close)
-    return ledger, UsageListing(ledger, leader, clock)
-
-
-def open_ledger_store(environment: Environment) -> LedgerStore:
-    """Return the store of the settings. Raises ConfigError, StoreUnavailable for an unusable folder."""
-    settings = environment.settings
-    if settings.usage_dir is None and settings.blob_store != "folder":
-        return S3Ledger(open_bucket(settings, environment.clock))
-    return FolderLedger(settings.usage_dir or settings.state_dir / "usage")

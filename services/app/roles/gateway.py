@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import structlog
@@ -20,20 +21,29 @@ from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.adapters.quotas.observed_limiter import ObservedLimiter
 from services.adapters.quotas.settlement_spool import SettlementSpool
 from services.adapters.redis.idempotency import RedisIdempotency
-from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
 from services.app.process import Role
-from services.app.roles.shared import open_directory, open_model_files, open_usage_outbox, start_outbox
+from services.app.roles.ledger import open_usage_outbox, start_outbox
+from services.app.roles.shared import (
+    open_directory,
+    open_model_files,
+    open_redis,
+    redis_password,
+)
 from services.core.errors import StoreUnavailable
+from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import (
+    BUDGETS,
     DEPLOYMENTS,
     GATEWAYS,
     WORKERS,
+    Budget,
     Deployment,
     Gateway,
     Worker,
     dump,
 )
+from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
@@ -56,11 +66,11 @@ from services.ports.usage import UsageOutbox
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
-from services.runtime.config import Settings, read_password, read_secret
+from services.runtime.config import Settings, read_secret
 from services.runtime.fleet_state.registration import Registration
 from services.runtime.identity import KeyDirectory
 from services.runtime.process.health import Check
-from services.runtime.secrets import Ticket, issue_ticket, prefix_secret
+from services.runtime.secrets import issue_ticket, prefix_secret
 from services.runtime.telemetry.metrics import Metrics
 
 log = structlog.get_logger()
@@ -155,12 +165,9 @@ class _Quotas:
     def __init__(self, environment: Environment) -> None:
         settings, clock = environment.settings, environment.clock
         self._supervisor = environment.supervisor
-        password_file = settings.redis_password_file
-        password = read_password(password_file) if password_file is not None else None
-        self._redis = redis = RedisLimiter(settings.redis_url, clock, password=password)
-        environment.closing.push_async_callback(redis.close)
+        self._redis = redis = open_redis(environment)
         self.records = RedisIdempotency(
-            settings.redis_url, clock, _record_limits(settings), password=password
+            settings.redis_url, clock, _record_limits(settings), password=redis_password(settings)
         )
         environment.closing.push_async_callback(self.records.close)
         spool = SettlementSpool(settings.state_dir / "settlements")
@@ -268,7 +275,6 @@ def _limits(settings: Settings) -> GatewayLimits:
         queue_ttl_s=settings.queue_ttl_s,
         heartbeat_s=settings.heartbeat_s,
         placed_prefix_blocks=_PLACED_BLOCKS if settings.prefix_routing else 0,
-        predicted_output_tokens=settings.predicted_output_tokens,
         degrade=DegradeLevels(settings.degrade_cap_pressure_ratio, settings.degrade_model_pressure_ratio),
     )
 
@@ -324,11 +330,6 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         placements_pending=lambda: placement.pending,
         scheduler_connected=lambda: placement.connected,
     )
-    ticket_key = _ticket_key(settings)
-
-    def sign_ticket(tenant_id: str, request_id: str, expire_unix_s: float) -> bytes:
-        return issue_ticket(ticket_key, Ticket(tenant_id, request_id, int(expire_unix_s) + 1))
-
     return Ports(
         limiter=quotas.limiter,
         placement=placement,
@@ -336,10 +337,14 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         clock=clock,
         supervisor=supervisor,
         rng=environment.rng,
-        sign_ticket=sign_ticket,
+        sign_ticket=partial(issue_ticket, _ticket_key(settings)),
         new_incident=environment.ids.incident_id,
         error_of=by_reason,
         pressure=placement.pressure,
+        budgets_of=TenantBudgets(environment.informer(BUDGETS, Budget)).of,
+        outputs=OutputQuantiles(
+            OutputPolicy(settings.output_quantile, default_tokens=settings.predicted_output_tokens)
+        ),
         telemetry=GatewayTelemetry(
             environment.metrics,
             clock=clock,

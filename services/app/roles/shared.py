@@ -6,14 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.adapters.grpc.registry_client import RegistryClient
-from services.adapters.grpc.usage import GrpcUsage
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.model_files.cache import ModelFiles
-from services.adapters.usage.outbox import DiskOutbox
+from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
-from services.core.errors import FailedPrecondition
 from services.core.records import Leader, dump, leader_key
 from services.rpc.channel import open_channel
+from services.runtime.config import Settings, read_password
 from services.runtime.fleet_state.leadership import Election
 
 
@@ -46,31 +45,17 @@ def open_directory(environment: Environment, role: str = "scheduler") -> Schedul
     return directory
 
 
-def open_usage_outbox(environment: Environment) -> DiskOutbox:
-    """Return the process's outbox of usage events. ``start_outbox`` follows before the first event."""
-    reports = GrpcUsage(
-        open_directory(environment, "controlplane"), environment.internal_token, environment.clock
-    )
-    environment.closing.push_async_callback(reports.close)
-    outbox = DiskOutbox(
-        environment.settings.state_dir / "usage",
-        environment.ids.request_id().replace("req_", "src-"),
-        reports,
-        environment.clock,
-        metrics=environment.metrics,
-    )
-    environment.closing.push_async_callback(outbox.close)
-    return outbox
+def redis_password(settings: Settings) -> str | None:
+    file = settings.redis_password_file
+    return read_password(file) if file is not None else None
 
 
-async def start_outbox(environment: Environment, outbox: DiskOutbox) -> None:
-    """Own the outbox's folder, and deliver from now on. Raises FailedPrecondition when another process owns
-    it."""
-    try:
-        await outbox.recover()
-    except OSError as error:
-        raise FailedPrecondition(f"the folder of usage events cannot be used: {error.strerror}") from error
-    environment.supervisor.spawn("usage outbox", outbox.run())
+def open_redis(environment: Environment) -> RedisLimiter:
+    """Return the limiter's store, which connects with the first call."""
+    settings = environment.settings
+    redis = RedisLimiter(settings.redis_url, environment.clock, password=redis_password(settings))
+    environment.closing.push_async_callback(redis.close)
+    return redis
 
 
 def open_model_files(

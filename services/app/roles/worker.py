@@ -11,7 +11,8 @@ from services.adapters.links.reporter import Reporter
 from services.adapters.model_files.cache import ModelFiles
 from services.app.environment import Environment
 from services.app.process import Role
-from services.app.roles.shared import open_directory, open_model_files, open_usage_outbox, start_outbox
+from services.app.roles.ledger import open_usage_outbox, start_outbox
+from services.app.roles.shared import open_directory, open_model_files
 from services.gateway.text.check import TextProcessCheck
 from services.ports.clock import Clock
 from services.rpc.server import Service

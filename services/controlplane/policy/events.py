@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 
 from services.core.records import (
     ASSIGNMENTS,
+    BUDGETS,
     DEPLOYMENTS,
     KEYS,
     LEADERS,
@@ -23,6 +24,7 @@ from services.core.records import (
     ApiKey,
     AssignedVersion,
     Assignment,
+    Budget,
     Deployment,
     EventKind,
     Leader,
@@ -35,13 +37,14 @@ from services.core.records import (
     Worker,
 )
 
-Observed = Tenant | ApiKey | Deployment | Node | Worker | Assignment | Leader | Tag | VersionRecord
+Observed = Tenant | ApiKey | Budget | Deployment | Node | Worker | Assignment | Leader | Tag | VersionRecord
 State = Mapping[str, Observed]
 T = TypeVar("T")
 MAX_MESSAGE_CHARS: Final = 512
 _KINDS: Final[Mapping[str, type[Observed]]] = {
     TENANTS: Tenant,
     KEYS: ApiKey,
+    BUDGETS: Budget,
     DEPLOYMENTS: Deployment,
     NODES: Node,
     WORKERS: Worker,
@@ -91,6 +94,8 @@ def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterat
             yield from _tenant(_as(before, Tenant), _as(after, Tenant))
         case ApiKey():
             yield from _api_key(_as(before, ApiKey), _as(after, ApiKey))
+        case Budget():
+            yield from _budget(_as(before, Budget), _as(after, Budget))
         case Deployment():
             yield from _deployment(_as(before, Deployment), _as(after, Deployment))
         case Node():
@@ -141,11 +146,26 @@ def _api_key(before: ApiKey | None, after: ApiKey | None) -> Iterator[FleetEvent
     elif before.secret_hash != after.secret_hash:
         yield FleetEvent(kind, after.meta.name, "KEY_ROTATED", _owner(after))
     elif replace(before, meta=after.meta) != after:
-        yield FleetEvent(kind, after.meta.name, "KEY_UPDATED", f"models or expiry changed; {_owner(after)}")
+        yield FleetEvent(
+            kind, after.meta.name, "KEY_UPDATED", f"models, limits or expiry changed; {_owner(after)}"
+        )
 
 
 def _owner(key: ApiKey) -> str:
     return f"key of tenant {key.tenant}" if key.tenant else "admin key"
+
+
+def _budget(before: Budget | None, after: Budget | None) -> Iterator[FleetEvent]:
+    budget = after or before
+    assert budget is not None
+    of = f"key {budget.key}" if budget.key else f"user {budget.user}" if budget.user else "all requests"
+    message = f"of tenant {budget.tenant}, {of}"
+    if after is None:
+        yield FleetEvent(EventKind.BUDGET, budget.meta.name, "BUDGET_DELETED", message)
+    elif before is None:
+        yield FleetEvent(EventKind.BUDGET, budget.meta.name, "BUDGET_CREATED", message)
+    elif replace(before, meta=after.meta) != after:
+        yield FleetEvent(EventKind.BUDGET, budget.meta.name, "BUDGET_UPDATED", f"limits changed; {message}")
 
 
 def _deployment(before: Deployment | None, after: Deployment | None) -> Iterator[FleetEvent]:
@@ -175,7 +195,7 @@ def _deployment(before: Deployment | None, after: Deployment | None) -> Iterator
         replicas=before.replicas,
     )
     if same != before:
-        yield FleetEvent(kind, name, "DEPLOYMENT_UPDATED", "selector, priority or executor changed")
+        yield FleetEvent(kind, name, "DEPLOYMENT_UPDATED", "selector, priority, price or executor changed")
 
 
 def _node(name: str, before: Node | None, after: Node | None) -> Iterator[FleetEvent]:

@@ -17,7 +17,8 @@ from services.core.errors import (
     InvalidInput,
     ModelNotFound,
 )
-from services.core.records import DEPLOYMENTS, KEYS, ROOT, TENANTS, ApiKey, KeyRole, Tenant
+from services.core.limits import UsageLimits
+from services.core.records import BUDGETS, DEPLOYMENTS, KEYS, ROOT, TENANTS, ApiKey, Budget, KeyRole, Tenant
 from services.ports.clock import Clock
 from services.ports.store import Delete, ModRevisionIs, Put, Store
 from services.runtime import secrets
@@ -28,7 +29,7 @@ log = structlog.get_logger()
 # A name that fits a key, a placement and a limit.
 _TENANT_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,62}[a-z0-9])?")
 _DEPLOYMENT: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,126}[a-z0-9])?")
-_KEYS_OF_TENANT: Final = ROOT + "guards/tenant-keys/"
+_USERS_OF_TENANT: Final = ROOT + "guards/tenant-keys/"
 
 
 class Accounts:
@@ -43,6 +44,7 @@ class Accounts:
         self._new_secret = new_secret
         self._tenants = Resources(store, clock, TENANTS, Tenant)
         self._keys = Resources(store, clock, KEYS, ApiKey)
+        self._budgets = Resources(store, clock, BUDGETS, Budget)
 
     # --- tenants ---------------------------------------------------------------------------------
 
@@ -83,11 +85,11 @@ class Accounts:
         return updated
 
     async def delete_tenant(self, name: str, *, etag: str = "", request_id: str = "") -> None:
-        """Remove a tenant. Raises FailedPrecondition while it has keys."""
+        """Remove a tenant. Raises FailedPrecondition while it has keys or budgets."""
         request = self._tenants.request("delete", name, request_id, etag=etag)
         if await self._tenants.done(request):
             return
-        guard = await self._store.get(_KEYS_OF_TENANT + name)
+        guard = await self._store.get(_USERS_OF_TENANT + name)
         owned = [key.record.meta.name for key in await self._keys.all() if key.record.tenant == name]
         if owned:
             raise FailedPrecondition(
@@ -95,9 +97,16 @@ class Accounts:
                 name=name,
                 keys=len(owned),
             )
-        # A key created after that read moved the guard; the commit then fails.
-        unmoved = ModRevisionIs(_KEYS_OF_TENANT + name, guard.mod_revision if guard else 0)
-        together = WriteSet((unmoved,), (Delete(_KEYS_OF_TENANT + name),))
+        budgets = [one.record.meta.name for one in await self._budgets.all() if one.record.tenant == name]
+        if budgets:
+            raise FailedPrecondition(
+                f"tenant {name} has {len(budgets)} budgets, {budgets[0]} among them; delete them first",
+                name=name,
+                budgets=len(budgets),
+            )
+        # A key or a budget created after that read moved the guard; the commit then fails.
+        unmoved = ModRevisionIs(_USERS_OF_TENANT + name, guard.mod_revision if guard else 0)
+        together = WriteSet((unmoved,), (Delete(_USERS_OF_TENANT + name),))
         await self._tenants.delete(name, request, etag=etag, together=together)
         log.info("tenant.deleted", tenant=name)
 
@@ -142,7 +151,7 @@ class Accounts:
         log.info("key.deleted", key=name)
 
     async def update_key(self, wanted: ApiKey, *, etag: str = "", request_id: str = "") -> Stored[ApiKey]:
-        """Replace a key's models, expiry and labels. Rejects changes of its role, tenant or secret.
+        """Replace a key's models, expiry, limits and labels. Rejects changes of its role, tenant or secret.
 
         Raises ModelNotFound for a model that is new and not deployed.
         """
@@ -150,10 +159,11 @@ class Accounts:
         def changed(key: ApiKey) -> ApiKey:
             if wanted.role is not key.role or wanted.tenant != key.tenant:
                 raise InvalidInput("the role and the tenant of a key never change", field="key.role")
-            if key.role is KeyRole.ADMIN and wanted.models:
-                raise InvalidInput("an admin key has no models", field="key.models")
+            if key.role is KeyRole.ADMIN:
+                _require_bare_admin(wanted)
             meta = replace(key.meta, labels=wanted.meta.labels)
-            return replace(key, meta=meta, models=wanted.models, expire_unix_s=wanted.expire_unix_s)
+            changed = replace(key, meta=meta, models=wanted.models, expire_unix_s=wanted.expire_unix_s)
+            return replace(changed, limits=wanted.limits)
 
         request = self._keys.request("update", wanted, request_id, etag=etag)
         if wanted.role is KeyRole.TENANT and await self._keys.replayed(request) is None:
@@ -216,18 +226,34 @@ class Accounts:
     async def _owner_of(self, key: ApiKey) -> WriteSet:
         """The condition that ties a key to its tenant: it exists, and its deletion detects the key."""
         if key.role is KeyRole.ADMIN:
-            if key.tenant or key.models:
-                raise InvalidInput("an admin key has no tenant and no models", field="key.tenant")
+            _require_bare_admin(key)
             return WriteSet()
         if not key.tenant:
             raise InvalidInput("a tenant key needs its tenant", field="key.tenant")
-        entry = await self._store.get(TENANTS + key.tenant)
-        if entry is None:
-            raise FailedPrecondition(f"there is no tenant {key.tenant}", tenant=key.tenant)
-        return WriteSet(
-            conditions=(ModRevisionIs(entry.key, entry.mod_revision),),
-            operations=(Put(_KEYS_OF_TENANT + key.tenant, key.meta.name.encode()),),
-        )
+        return await tenant_exists(self._store, key.tenant, user=key.meta.name)
+
+
+async def tenant_exists(store: Store, tenant: str, *, user: str) -> WriteSet:
+    """Return what ties ``user``, a new key or budget, to its tenant: the tenant exists, and its deletion
+    detects the user. Raises FailedPrecondition.
+    """
+    entry = await store.get(TENANTS + tenant)
+    if entry is None:
+        raise FailedPrecondition(f"there is no tenant {tenant}", tenant=tenant)
+    return WriteSet(
+        conditions=(ModRevisionIs(entry.key, entry.mod_revision),),
+        operations=(Put(_USERS_OF_TENANT + tenant, user.encode()),),
+    )
+
+
+def _require_bare_admin(key: ApiKey) -> None:
+    """Raises InvalidInput for an operator's key with what only a tenant's key has."""
+    if key.tenant:
+        raise InvalidInput("an admin key has no tenant", field="key.tenant")
+    if key.models:
+        raise InvalidInput("an admin key has no models", field="key.models")
+    if key.limits != UsageLimits():
+        raise InvalidInput("an admin key has no limits", field="key.limits")
 
 
 def _require_consistent(tenant: Tenant) -> None:

@@ -96,6 +96,10 @@ class Deployments:
 
     async def _pinned(self, deployment: Deployment) -> tuple[Deployment, WriteSet]:
         """Return the deployment with its digest, and the condition that the version still exists."""
+        if deployment.price.cached_micros > deployment.price.input_micros:
+            raise InvalidInput(
+                "cached prompt tokens cannot cost more than others", field="deployment.price.cached_micros"
+            )
         digest = deployment.version
         if not is_digest(digest):
             if not is_tag(digest):

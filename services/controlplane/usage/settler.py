@@ -31,10 +31,11 @@ class LapsedReservations(Protocol):
     """The part of the limiter that charges requests without a gateway. Raises StoreUnavailable."""
 
     async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
-        """Set the usage with which the reservation is settled if it lapses. Without effect once settled."""
+        """Raise the usage with which the reservation is settled if it lapses. A lapsed one that was charged is
+        charged the difference. Without effect once its gateway settled it."""
 
-    async def settle_lapsed(self, tenant_id: str) -> None:
-        """Settle the tenant's lapsed reservations, each with its checkpoint."""
+    async def settle_lapsed(self, tenant_id: str) -> int:
+        """Settle some of the tenant's lapsed reservations, each with its checkpoint. Returns how many."""
 
 
 class UsageSettler:
@@ -73,7 +74,8 @@ class UsageSettler:
         for one in found:
             await self._reservations.checkpoint(one.tenant, one.request_id, one.usage)
         for tenant in sorted({one.tenant for one in found}):
-            await self._reservations.settle_lapsed(tenant)
+            while await self._reservations.settle_lapsed(tenant):
+                continue
         if found:
             await self._ledger.charge([self._charge(one) for one in found])
             log.info("usage.charged_from_workers", requests=len(found))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from typing import Final
@@ -234,8 +233,8 @@ class KeyedRun:
             log.warning("idempotency.end_deferred", record=self.key.digest[:12], reason=error.reason)
             self.pending_end, found = ending, EndingOutcome.DEFERRED
             if ending.reservation is not None:  # its usage outlives this process, as any other request's does
-                apart = replace(ending.reservation, record=self.key.digest)
-                await self._ports.limiter.settle(apart, ending.usage)
+                # Spooled: the record may be continued elsewhere, which must find these charges.
+                await self._ports.limiter.settle(ending.reservation, ending.usage, spooled=True)
         self._ports.telemetry.ending(found)
         if found is EndingOutcome.FENCED:
             log.info("idempotency.fenced", record=self.key.digest[:12])

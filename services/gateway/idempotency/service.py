@@ -133,7 +133,8 @@ class IdempotentService(GatewayService):
             generation.max_output_tokens = accepted.max_output_tokens
             version = PinnedVersion(accepted.version_digest, accepted.route_revision)
             resume = Resume(version, earlier.produced, degraded_out(accepted.degraded))
-        terms = RunTerms(received, self.limits.max_timeout_s, None, resume, record, settle, report_usage)
+        longest_s = min(self.limits.max_timeout_s, self.max_timeout_s(principal, generation))
+        terms = RunTerms(received, longest_s, None, resume, record, settle, report_usage)
         return self.start(principal, generation, sink, terms)
 
 

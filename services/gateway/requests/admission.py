@@ -1,30 +1,42 @@
 """Admission: from a request to a runnable one, within its tenant's quotas and validated.
 
-The cheapest checks run first, then the quotas; only requests within them are tokenised. The token rate
-follows, because it needs the exact prompt. A request that is rejected after its admission releases its slot,
-but still counts against the rate of requests.
+The cheapest checks run first, then the quotas; only requests within them are tokenised. Token rates and
+budgets follow, because they need the exact prompt. A request that is rejected after its admission releases
+its slot, but still counts against the rate of requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import math
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import FairwayError
+from services.core.errors import FairwayError, InvalidInput
 from services.core.generation import GenerationSpec, Principal, Usage
+from services.core.limits import Claim, Limit
 from services.core.records import Tenant
+from services.gateway.catalog import ModelCatalog
+from services.gateway.policy.claims import (
+    Payer,
+    RequestBound,
+    RequestBounds,
+    admission_limits,
+    bounds_of,
+    usage_claims,
+)
 from services.gateway.policy.degrade import Degradation, DegradationKind, output_cap, smaller_model
 from services.gateway.requests.stage_timer import Stage, StageTimer
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
-from services.ports.limiter import Limits, Reservation
+from services.ports.limiter import Reservation
 from services.runtime.identity import KeyDirectory
+from services.runtime.secrets import Ticket
 
 log = structlog.get_logger()
 
@@ -33,8 +45,14 @@ class RequestAdmission:
     """Acquires the slot of every request. It releases what it acquired and cannot use."""
 
     def __init__(
-        self, validator: Validator, identity: KeyDirectory, ports: Ports, limits: GatewayLimits
+        self,
+        validator: Validator,
+        identity: KeyDirectory,
+        catalog: ModelCatalog,
+        ports: Ports,
+        limits: GatewayLimits,
     ) -> None:
+        self._catalog = catalog
         self._validator = validator
         self._identity = identity
         self._ports = ports
@@ -51,28 +69,26 @@ class RequestAdmission:
         resume, request_id = terms.resume, terms.received.request_id
         pinned = resume.version if resume is not None else None
         checked = self._validator.check(principal, generation, pinned=pinned)
-        tenant = self._identity.still_valid(principal)
+        payer = self._payer(principal, generation.user)
+        bounds = bounds_of(payer) if resume is None else RequestBounds()  # a resumed request keeps its terms
+        _check_timeout(generation, bounds.timeout_s)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
-        # A resumed request was counted against the rate when it began.
-        rate = tenant.requests_per_minute if resume is None else 0
-        reservation = await self._reserve(tenant.meta.name, request_id, Limits(rate, tenant.max_concurrency))
+        # A resumed request was counted against the rates when it began.
+        limits = admission_limits(payer, anew=resume is None)
+        reservation = await self._reserve(principal.tenant_id, request_id, limits)
         reserving: asyncio.Task[Reservation | FairwayError] | None = None
         try:
             timer.enter(Stage.VALIDATE, self._ports.clock.monotonic_s())
-            spec = await self._validator.resolve(principal, generation, request_id, checked)
+            spec = await self._validator.resolve(principal, generation, request_id, checked, bounds)
             if resume is None:
-                spec, degradations = await self._degraded(principal, generation, spec, tenant)
+                spec, degradations = await self._degraded(principal, generation, spec, payer.tenant, bounds)
             else:  # a resumed request keeps its terms, regardless of the present pressure
                 degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
-            if tenant.tokens_per_minute > 0 and resume is not None:
-                # The earlier run was charged for these; the settlement charges what this run adds.
-                had = len(spec.prompt.ids) + sum(len(produced.ids) for produced in resume.produced)
-                rate = tenant.tokens_per_minute
-                reservation = replace(reservation, tokens=had, tokens_per_minute=rate)
-            elif tenant.tokens_per_minute > 0:
+            claims = self._claims(payer, spec)
+            if claims:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
-                reserving = self._begin_reserving(reservation, spec, tenant)
+                reserving = self._begin_reserving(reservation, spec, claims)
                 reservation = self._granted(await asyncio.shield(reserving))
             if terms.record is not None:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
@@ -86,28 +102,40 @@ class RequestAdmission:
             await asyncio.shield(releasing)
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
-        expire_unix_s = self._ports.clock.unix_s() + terms.timeout_s
         return Admitted(
             spec,
             reservation,
-            tenant,
-            self._ports.sign_ticket(tenant.meta.name, request_id, expire_unix_s),
+            payer,
+            self._ticket(principal.tenant_id, spec, terms.timeout_s),
             terms,
             self._ports,
             self._limits,
             telemetry,
             degradations,
-            key=self._identity.key_of(principal),
-            price=self._validator.price(spec.model),
+            self._catalog.price(spec.model),
         )
+
+    def max_timeout_s(self, principal: Principal, user: str) -> float:
+        """Return the longest time of a request of the caller; infinite without a limit."""
+        return bounds_of(self._payer(principal, user)).timeout_s.value or math.inf
+
+    def _payer(self, principal: Principal, user: str) -> Payer:
+        """Return whose limits and budgets apply. Raises Unauthenticated for a key that is not valid now."""
+        tenant, key = self._identity.tenant_and_key(principal)
+        return Payer(tenant, key, user, self._ports.budgets_of(tenant.meta.name))
 
     async def spend(self, principal: Principal) -> None:
         """Return if the tenant's rate of other calls has room. Raises RequestRateExceeded."""
         tenant = self._identity.still_valid(principal)
-        await self._ports.limiter.spend(tenant.meta.name, Limits(tenant.requests_per_minute))
+        await self._ports.limiter.spend(tenant.meta.name, tenant.requests_per_minute)
 
     async def _degraded(
-        self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, tenant: Tenant
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        spec: GenerationSpec,
+        tenant: Tenant,
+        bounds: RequestBounds,
     ) -> tuple[GenerationSpec, tuple[Degradation, ...]]:
         """Return what is served while the model is under pressure, and its differences from the request."""
         pressure_ratio, levels = self._ports.pressure(spec.version_digest), self._limits.degrade
@@ -115,7 +143,7 @@ class RequestAdmission:
         by_ids = generation.WhichOneof("input") == "token_ids"
         smaller = smaller_model(spec, tenant.degrade, pressure_ratio, levels, by_ids=by_ids)
         if smaller is not None:
-            instead = await self._by_model(principal, generation, spec, smaller)
+            instead = await self._by_model(principal, generation, spec, smaller, bounds)
             if instead is not None:
                 found.append(
                     Degradation(DegradationKind.SMALLER_MODEL, spec.model, instead.model, pressure_ratio)
@@ -129,7 +157,12 @@ class RequestAdmission:
         return spec, tuple(found)
 
     async def _by_model(
-        self, principal: Principal, generation: inference_pb2.Generation, spec: GenerationSpec, model: str
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        spec: GenerationSpec,
+        model: str,
+        bounds: RequestBounds,
     ) -> GenerationSpec | None:
         """Return the request for another model; None where that brings no relief or is impossible."""
         asked = inference_pb2.Generation()
@@ -137,14 +170,14 @@ class RequestAdmission:
         asked.model = model
         try:
             checked = self._validator.check(principal, asked)
-            found = await self._validator.resolve(principal, asked, spec.request_id, checked)
+            found = await self._validator.resolve(principal, asked, spec.request_id, checked, bounds)
         except FairwayError as error:  # not deployed, not allowed for this key, or too short for the prompt
             log.info("request.not_degraded", model=model, reason=error.reason)
             return None
         eased = self._ports.pressure(found.version_digest) < self._limits.degrade.smaller_from_ratio
         return found if eased else None
 
-    async def _reserve(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+    async def _reserve(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
         """Return the slot. A call cancelled before the store's answer releases the slot afterwards."""
         ports = self._ports
         admission = ports.supervisor.spawn(
@@ -158,18 +191,23 @@ class RequestAdmission:
         ports.telemetry.admission("ADMITTED_LOCALLY" if reservation.local else "ADMITTED")
         return reservation
 
-    def _begin_reserving(
-        self, reservation: Reservation, spec: GenerationSpec, tenant: Tenant
-    ) -> asyncio.Task[Reservation | FairwayError]:
-        """Start to reserve the prompt and the predicted output.
+    def _claims(self, payer: Payer, spec: GenerationSpec) -> tuple[Claim, ...]:
+        predicted = self._ports.outputs.predict(payer.tenant.meta.name, spec.version_digest)
+        return usage_claims(payer, spec, self._catalog.price(spec.model), predicted)
 
-        The prediction yields to what a minute admits beside the prompt. ``settle`` corrects it.
-        """
-        rate, prompt_tokens = tenant.tokens_per_minute, len(spec.prompt.ids)
-        predicted = spec.choices * min(spec.limits.max_tokens, self._limits.predicted_output_tokens)
-        tokens = max(prompt_tokens, min(prompt_tokens + predicted, rate))
-        reserving = self._ports.limiter.reserve_tokens(reservation, tokens, Limits(tokens_per_minute=rate))
+    def _begin_reserving(
+        self, reservation: Reservation, spec: GenerationSpec, claims: Sequence[Claim]
+    ) -> asyncio.Task[Reservation | FairwayError]:
+        reserving = self._ports.limiter.reserve(reservation, claims, self._catalog.price(spec.model))
         return self._ports.supervisor.spawn(f"reserve {spec.request_id}", _as_value(reserving))
+
+    def _ticket(self, tenant_id: str, spec: GenerationSpec, timeout_s: float) -> bytes:
+        """Return the signed ticket of a request: its placements use no more than was reserved for it."""
+        expire_unix_s = int(self._ports.clock.unix_s() + timeout_s) + 1
+        tokens = len(spec.prompt.ids) + spec.limits.max_tokens
+        return self._ports.sign_ticket(
+            Ticket(tenant_id, spec.request_id, expire_unix_s, tokens, spec.choices)
+        )
 
     def _granted(self, outcome: Reservation | FairwayError) -> Reservation:
         """Return the reservation. Raises the refusal, and counts it."""
@@ -193,6 +231,18 @@ class RequestAdmission:
             await self._ports.limiter.settle(reservation, Usage(prompt_tokens=0, output_tokens=0))
         except FairwayError as error:
             log.info("reservation.undo_failed", reason=error.reason)
+
+
+def _check_timeout(generation: inference_pb2.Generation, longest: RequestBound) -> None:
+    """Raises InvalidInput for a requested time above the limit. Without a request the limit applies."""
+    asked_s = generation.timeout.seconds + generation.timeout.nanos / 1e9
+    if longest.exceeded(asked_s):
+        raise InvalidInput(
+            f"timeout {asked_s:g} s is above {longest.name}, {longest.value:g} s",
+            field="timeout",
+            timeout_s=asked_s,
+            limit_s=longest.value,
+        )
 
 
 async def _as_value(call: Awaitable[Reservation]) -> Reservation | FairwayError:

@@ -117,8 +117,12 @@ class Request:
         try:
             results = await self._run_choices(admitted)
         finally:
-            usage = self._usage()
+            usage = self.usage
             await self._settle(admitted, usage)
+        for result in results:
+            self._ports.outputs.note(
+                admitted.payer.tenant.meta.name, admitted.spec.version_digest, result.output_tokens
+            )
         # Built after the settlement, so that the clock covers everything that the client waits for.
         return Finished(
             choices=results,
@@ -160,7 +164,9 @@ class Request:
             raise first_failure(failures) from None
         return tuple(task.result() for task in tasks)
 
-    def _usage(self) -> Usage:
+    @property
+    def usage(self) -> Usage:
+        """The tokens used so far."""
         return Usage(
             prompt_tokens=self._prompt_tokens,
             output_tokens=sum(run.output_tokens for run in self._runs),
@@ -209,5 +215,5 @@ class Request:
         error.metadata.setdefault("request_id", self.request_id)
         clock = self._last_timer().finish(self._ports.clock.monotonic_s())
         self._end_stages()
-        self.telemetry.failed(error, clock, self._usage())
+        self.telemetry.failed(error, clock, self.usage)
         self._sink.on_failed(error)

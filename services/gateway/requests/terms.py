@@ -8,10 +8,11 @@ from typing import Final, Protocol
 
 from services.core.generation import GenerationSpec, Usage
 from services.core.limits import Price
-from services.core.records import Meta, Tenant
+from services.core.records import Tenant
 from services.core.usage import RequestUsage
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
+from services.gateway.policy.claims import Payer
 from services.gateway.policy.degrade import Degradation
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
@@ -70,8 +71,8 @@ class Admitted:
 
     spec: GenerationSpec
     reservation: Reservation
-    tenant: Tenant
-    # Signed: tenant, request id and expiry.
+    payer: Payer
+    # Signed: tenant, request id, expiry, and the most tokens of a choice.
     ticket: bytes
     terms: RunTerms
     ports: Ports
@@ -79,23 +80,27 @@ class Admitted:
     telemetry: RequestTelemetry
     # The differences from the client's request.
     degradations: tuple[Degradation, ...] = ()
-    key: Meta = field(default_factory=lambda: Meta(""))
+    # At its admission.
     price: Price = field(default_factory=Price)
 
     def usage_report(self, usage: Usage) -> RequestUsage:
         """Return the event of the usage ledger for the settled request."""
         return RequestUsage(
             request_id=self.spec.request_id,
-            tenant=self.tenant.meta.name,
-            key_id=self.key.name,
-            user="",
+            tenant=self.payer.tenant.meta.name,
+            key_id=self.payer.key.meta.name,
+            user=self.payer.user,
             model=self.spec.model,
             version_digest=self.spec.version_digest,
             ended_unix_s=self.ports.clock.unix_s(),
             usage=usage,
             list_micros=self.price.cost_micros(usage),
-            labels=self.key.labels,
+            labels=self.payer.key.meta.labels,
         )
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.payer.tenant
 
     @property
     def deadline_s(self) -> float:

@@ -15,9 +15,9 @@ from typing import Final
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong
 from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
-from services.core.limits import Price
 from services.core.records import Priority
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
+from services.gateway.policy.claims import RequestBound, RequestBounds
 from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
 from services.gateway.text.tokenise import PrefixNames, Tokeniser
 from services.rpc import bounds
@@ -27,6 +27,7 @@ from services.runtime.identity import KeyDirectory
 # A nucleus without mass means the most likely token alone.
 _LEAST_TOP_P: Final = 1e-6
 _MAX_FANOUT_TOKENS: Final = 1_048_576
+_UNBOUNDED: Final = RequestBounds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,6 @@ class Validator:
         self._max_fanout_tokens = max_fanout_tokens
         self._prefixes = prefixes
 
-    def price(self, model: str) -> Price:
-        """Return the list price of a deployment."""
-        return self._catalog.price(model)
-
     def check(
         self,
         principal: Principal,
@@ -89,17 +86,19 @@ class Validator:
         generation: inference_pb2.Generation,
         request_id: str,
         checked: Checked,
+        request_bounds: RequestBounds = _UNBOUNDED,
     ) -> GenerationSpec:
         """Return the generation with its version pinned, prompt tokenised and every default applied.
 
-        Raises InvalidInput, PromptTooLong, or the errors of fetching the model's tokenizer.
+        Within ``request_bounds``: an output limit that is absent is capped, another one is rejected. Raises
+        InvalidInput, PromptTooLong, or the errors of fetching the model's tokenizer.
         """
         route = checked.route
         model = await self._catalog.text_model(route.version_digest)
         context = self._context(route, model)
         _check_ids(generation, model.vocab_size)
         ids = await self._prompt_ids(principal, generation, model)
-        limits = self._limits(generation, len(ids), context)
+        limits = self._limits(generation, len(ids), context, request_bounds)
         prompt = Prompt(ids)
         if self._prefixes is not None:
             prompt = await self._prefixes.prompt(ids, principal.tenant_id, route.version_digest)
@@ -185,11 +184,20 @@ class Validator:
             raise InvalidInput("the prompt has no tokens", field="prompt")
         return ids
 
-    def _limits(self, generation: inference_pb2.Generation, prompt_tokens: int, context: int) -> OutputLimits:
+    def _limits(
+        self,
+        generation: inference_pb2.Generation,
+        prompt_tokens: int,
+        context: int,
+        request_bounds: RequestBounds,
+    ) -> OutputLimits:
+        what = "the model's context"
+        if request_bounds.context_tokens.exceeded(context):
+            context, what = int(request_bounds.context_tokens.value), request_bounds.context_tokens.name
         room, choices = context - prompt_tokens, _choices(generation)
         if room < 1:
             raise PromptTooLong(
-                f"the prompt has {prompt_tokens} tokens; the context of {context} leaves no room for output",
+                f"the prompt has {prompt_tokens} tokens; {what} of {context} leaves no room for output",
                 field=_input_field(generation),
                 prompt_tokens=prompt_tokens,
                 max_context_tokens=context,
@@ -197,14 +205,16 @@ class Validator:
         asked = generation.max_output_tokens if generation.HasField("max_output_tokens") else None
         if asked is not None and asked > room:
             raise PromptTooLong(
-                f"max_output_tokens {asked} and {prompt_tokens} prompt tokens exceed the model's context "
-                f"of {context}: at most {room} are left",
+                f"max_output_tokens {asked} and {prompt_tokens} prompt tokens exceed {what} of {context}: "
+                f"at most {room} are left",
                 field="max_output_tokens",
                 max_output_tokens=asked,
                 prompt_tokens=prompt_tokens,
                 max_context_tokens=context,
                 room_tokens=room,
             )
+        if asked is not None:
+            _check_output(asked, request_bounds.output_tokens)
         share = max(1, self._max_fanout_tokens // choices)
         if asked is not None and asked > share:
             raise InvalidInput(
@@ -214,7 +224,7 @@ class Validator:
                 choices=choices,
                 max_fanout_tokens=self._max_fanout_tokens,
             )
-        longest = asked if asked is not None else min(room, share)
+        longest = asked if asked is not None else request_bounds.output_tokens.cap(min(room, share))
         if generation.min_output_tokens > longest:
             raise InvalidInput(
                 f"min_output_tokens {generation.min_output_tokens} is above the {longest} that may be made",
@@ -245,6 +255,16 @@ class Validator:
             repetition_penalty=asked.repetition_penalty if repetition else defaults.repetition_penalty,
             logit_bias=tuple(sorted(asked.logit_bias.items())),
             logprobs=generation.logprobs if generation.HasField("logprobs") else None,
+        )
+
+
+def _check_output(asked: int, longest: RequestBound) -> None:
+    if longest.exceeded(asked):
+        raise InvalidInput(
+            f"max_output_tokens {asked} is above {longest.name}, {longest.value:.0f}",
+            field="max_output_tokens",
+            max_output_tokens=asked,
+            limit=round(longest.value),
         )
 
 

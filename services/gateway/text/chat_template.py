@@ -27,10 +27,10 @@ from services.core.errors import FailedPrecondition, InvalidInput
 from services.gateway.text.sandbox import (
     BUDGET,
     MAX_TEMPLATE_BYTES,
-    Budget,
     BudgetedEnvironment,
-    BudgetExceeded,
+    TemplateBudget,
     TemplateRefused,
+    TemplateTooCostly,
 )
 from services.gateway.text.text_model import ChatMessage
 from services.gateway.text.traced_text import MESSAGE, OriginText, concat, origin_of
@@ -123,7 +123,7 @@ class ChatTemplate:
         Raises InvalidInput when the template rejects the messages or exceeds its budget, FailedPrecondition
         when it fails on them.
         """
-        budget = Budget(
+        budget = TemplateBudget(
             max_chars=8 * max_chars + MAX_WORK_CHARS,
             max_steps=MAX_STEPS,
             deadline_s=self._clock.monotonic_s() + RENDER_TIMEOUT_S,
@@ -141,7 +141,7 @@ class ChatTemplate:
             text = concat(_bounded(self._template.generate(variables), max_chars))
         except TemplateRefused as exc:
             raise InvalidInput(f"the chat template refuses the messages: {exc}", field="messages") from exc
-        except BudgetExceeded as exc:
+        except TemplateTooCostly as exc:
             raise InvalidInput(
                 f"the chat template needs too much for these messages: {exc}", field="messages"
             ) from exc
@@ -173,7 +173,7 @@ def _bounded(pieces: Iterable[str], max_chars: int) -> list[str]:
     for piece in pieces:
         size += len(piece)
         if size > max_chars:
-            raise BudgetExceeded("too much text")
+            raise TemplateTooCostly("too much text")
         kept.append(piece)
     return kept
 
@@ -182,7 +182,7 @@ def _strftime(clock: Clock) -> Callable[..., object]:
     def strftime_now(text: str) -> str:
         # A large width (%0999d) exhausts memory.
         if len(text) > 256 or not _STRFTIME.fullmatch(text):
-            raise BudgetExceeded("strftime_now takes no widths and at most 256 characters")
+            raise TemplateTooCostly("strftime_now takes no widths and at most 256 characters")
         return datetime.fromtimestamp(clock.unix_s(), UTC).strftime(text)
 
     return strftime_now

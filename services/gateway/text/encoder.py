@@ -24,7 +24,7 @@ from services.core.errors import (
     UnsupportedFeature,
 )
 from services.gateway.text.chat_template import ChatTemplate, ControlTokens
-from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES, BudgetExceeded, TemplateRefused
+from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES, TemplateRefused, TemplateTooCostly
 from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
 from services.ports.clock import Clock
 
@@ -283,7 +283,7 @@ def _open_template(
         except (FailedPrecondition, InvalidInput) as error:
             if isinstance(error.__cause__, TemplateRefused):  # a deliberate rejection: the template works
                 return template, ""
-            if isinstance(error.__cause__, BudgetExceeded):  # other conversations would take as long
+            if isinstance(error.__cause__, TemplateTooCostly):  # other conversations would take as long
                 return template, _shown(error)
             faults.append(_shown(error))
         else:

@@ -75,11 +75,11 @@ class TemplateRefused(Exception):
     """The template called ``raise_exception``; the text is from its author."""
 
 
-class BudgetExceeded(Exception):
+class TemplateTooCostly(Exception):
     """The template exceeded its characters, steps or time."""
 
 
-class Budget:
+class TemplateBudget:
     """The remaining budget of one rendering. Any thread, one at a time."""
 
     def __init__(
@@ -91,18 +91,18 @@ class Budget:
         self._monotonic_s = monotonic_s
 
     def charge(self, chars: int = 0) -> None:
-        """Count one step and some characters. Raises BudgetExceeded."""
+        """Count one step and some characters. Raises TemplateTooCostly."""
         self._steps_left -= 1
         self._chars_left -= chars
         if self._chars_left < 0:
-            raise BudgetExceeded("too much text")
+            raise TemplateTooCostly("too much text")
         if self._steps_left < 0:
-            raise BudgetExceeded("too many steps")
+            raise TemplateTooCostly("too many steps")
         if self._monotonic_s() > self._deadline_s:
-            raise BudgetExceeded("too much time")
+            raise TemplateTooCostly("too much time")
 
 
-def weight(value: object, budget: Budget) -> int:
+def weight(value: object, budget: TemplateBudget) -> int:
     """Charge and return the approximate length of ``str(value)``, without building it."""
     if isinstance(value, str):
         budget.charge(len(value))
@@ -120,12 +120,12 @@ def weight(value: object, budget: Budget) -> int:
 
 def _check_int(value: int) -> None:
     if value.bit_length() > MAX_INT_BITS:
-        raise BudgetExceeded("a number is too large")
+        raise TemplateTooCostly("a number is too large")
 
 
-def _budget(context: Context) -> Budget:
+def _budget(context: Context) -> TemplateBudget:
     found = context.resolve_or_missing(BUDGET)
-    assert isinstance(found, Budget), "a template is rendered without a budget"
+    assert isinstance(found, TemplateBudget), "a template is rendered without a budget"
     return found
 
 
@@ -319,12 +319,12 @@ class _Formatter(SandboxedFormatter):
         text = super().format_field(value, format_spec)
         self.chars += len(text)
         if self.chars > MAX_FORMAT_CHARS:
-            raise BudgetExceeded("too much text")
+            raise TemplateTooCostly("too much text")
         return text
 
 
 class BudgetedEnvironment(ImmutableSandboxedEnvironment):
-    """Rendering needs a Budget in the context under the name ``BUDGET``."""
+    """Rendering needs a TemplateBudget in the context under the name ``BUDGET``."""
 
     intercepted_binops = frozenset(("*", "**", "%", "+"))
 
@@ -461,11 +461,11 @@ def _moves_values(obj: Any, owner: Any) -> bool:
 
 def _check_width(value: Any) -> None:
     if isinstance(value, int) and abs(value) > MAX_WIDTH:
-        raise BudgetExceeded("a width is too large")
+        raise TemplateTooCostly("a width is too large")
 
 
-def _check_percent(text: str, values: Any, budget: Budget) -> None:
-    """Charge ``text % values``. Raises BudgetExceeded."""
+def _check_percent(text: str, values: Any, budget: TemplateBudget) -> None:
+    """Charge ``text % values``. Raises TemplateTooCostly."""
     budget.charge(len(text) + text.count("%") * weight(values, budget))
     for found in _PERCENT_WIDTH.finditer(text):
         for width in found.groups(""):
@@ -478,15 +478,15 @@ def _check_percent(text: str, values: Any, budget: Budget) -> None:
 
 def _check_items(count: int) -> None:
     if count > MAX_LIST_ITEMS:
-        raise BudgetExceeded("a list is too long")
+        raise TemplateTooCostly("a list is too long")
 
 
-def _check_product(operator: str, left: Any, right: Any, budget: Budget) -> None:
-    """Raise BudgetExceeded if the result of ``left operator right`` would be large, before it is built."""
+def _check_product(operator: str, left: Any, right: Any, budget: TemplateBudget) -> None:
+    """Raise TemplateTooCostly if the result of ``left operator right`` would be large, before it is built."""
     for number, sequence in ((left, right), (right, left)):
         if isinstance(sequence, str | list | tuple):
             if operator != "*" or not isinstance(number, int):
-                raise BudgetExceeded(f"{operator} of text is not offered")
+                raise TemplateTooCostly(f"{operator} of text is not offered")
             budget.charge(len(sequence) * max(0, number))
             if not isinstance(sequence, str):
                 _check_items(len(sequence) * max(0, number))
@@ -494,7 +494,7 @@ def _check_product(operator: str, left: Any, right: Any, budget: Budget) -> None
         bits = left.bit_length()
         bits = bits * max(1, abs(right)) if operator == "**" else bits + right.bit_length()
         if bits > MAX_INT_BITS:
-            raise BudgetExceeded("a number is too large")
+            raise TemplateTooCostly("a number is too large")
 
 
 def _instrument(node: nodes.Node, *, repeated: bool) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import worker_pb2
 from services.core.errors import InvalidInput
+from services.core.limits import Price, UsageLimits
 from services.core.records import (
     ApiKey,
+    Budget,
     Degrade,
     Deployment,
     EventKind,
@@ -57,6 +60,12 @@ def tenant_from_proto(message: pb.Tenant) -> Tenant:
         disabled=message.disabled,
         degrade=Degrade(message.degrade.max_output_tokens, dict(message.degrade.smaller_models)),
         committed_tokens_per_minute=message.committed_tokens_per_minute,
+        input_tokens_per_minute=message.input_tokens_per_minute,
+        output_tokens_per_minute=message.output_tokens_per_minute,
+        max_context_tokens=message.max_context_tokens,
+        max_output_tokens=message.max_output_tokens,
+        max_timeout_s=_span(message.max_timeout),
+        user_limits=_limits_from(message.user_limits),
     )
 
 
@@ -76,6 +85,12 @@ def tenant_to_proto(tenant: Tenant, etag: str) -> pb.Tenant:
         if tenant.degrade != Degrade()
         else None,
         committed_tokens_per_minute=tenant.committed_tokens_per_minute,
+        input_tokens_per_minute=tenant.input_tokens_per_minute,
+        output_tokens_per_minute=tenant.output_tokens_per_minute,
+        max_context_tokens=tenant.max_context_tokens,
+        max_output_tokens=tenant.max_output_tokens,
+        max_timeout=_duration(tenant.max_timeout_s) if tenant.max_timeout_s else None,
+        user_limits=_limits_to(tenant.user_limits),
     )
 
 
@@ -90,6 +105,7 @@ def key_from_proto(message: pb.Key) -> ApiKey:
         tenant=message.tenant,
         models=tuple(message.models),
         expire_unix_s=_seconds(message.expire_time) if message.HasField("expire_time") else 0.0,
+        limits=_limits_from(message.limits),
     )
 
 
@@ -101,6 +117,7 @@ def key_to_proto(key: ApiKey, etag: str) -> pb.Key:
         tenant=key.tenant,
         expire_time=_timestamp(key.expire_unix_s) if key.expire_unix_s else None,
         models=key.models,
+        limits=_limits_to(key.limits),
     )
 
 
@@ -115,6 +132,7 @@ def deployment_from_proto(message: pb.Deployment) -> Deployment:
         node_selector=dict(message.node_selector),
         priority=PRIORITY_OF[message.priority],
         executor=message.executor or "torch",
+        price=Price(message.price.input_micros, message.price.cached_micros, message.price.output_micros),
     )
 
 
@@ -131,6 +149,39 @@ def deployment_to_proto(
         version_digest=deployment.version_digest,
         status=status,
         executor=deployment.executor,
+        price=_price_to(deployment.price),
+    )
+
+
+def budget_from_proto(message: pb.Budget) -> Budget:
+    return Budget(
+        meta=_meta_from(message.metadata),
+        tenant=message.tenant,
+        key=message.key,
+        user=message.user,
+        limit_micros=message.limit_micros,
+        day_limit_micros=message.day_limit_micros,
+        currency=message.currency or "USD",
+    )
+
+
+def budget_to_proto(
+    budget: Budget, etag: str, amounts: tuple[int | None, int | None, int | None], message: str
+) -> pb.Budget:
+    """Return a budget. ``amounts``: spent and reserved in the month, spent on the day; None: unknown."""
+    spent, reserved, day_spent = amounts
+    return pb.Budget(
+        metadata=_meta_to(budget.meta, etag),
+        tenant=budget.tenant,
+        key=budget.key,
+        user=budget.user,
+        limit_micros=budget.limit_micros,
+        day_limit_micros=budget.day_limit_micros,
+        currency=budget.currency,
+        spent_micros=spent,
+        reserved_micros=reserved,
+        day_spent_micros=day_spent,
+        message=message,
     )
 
 
@@ -244,6 +295,53 @@ def _meta_to(meta: Meta, etag: str) -> pb.Metadata:
         update_time=_timestamp(meta.update_unix_s),
         labels=meta.labels,
     )
+
+
+def _limits_from(message: pb.Limits) -> UsageLimits:
+    return UsageLimits(
+        message.requests_per_minute,
+        message.max_concurrency,
+        message.tokens_per_minute,
+        message.input_tokens_per_minute,
+        message.output_tokens_per_minute,
+        message.max_context_tokens,
+        message.max_output_tokens,
+        _span(message.max_timeout),
+    )
+
+
+def _limits_to(limits: UsageLimits) -> pb.Limits | None:
+    """Return None for no limit at all, like a resource that was written without limits."""
+    if limits == UsageLimits():
+        return None
+    return pb.Limits(
+        requests_per_minute=limits.requests_per_minute,
+        max_concurrency=limits.max_concurrency,
+        tokens_per_minute=limits.tokens_per_minute,
+        input_tokens_per_minute=limits.input_tokens_per_minute,
+        output_tokens_per_minute=limits.output_tokens_per_minute,
+        max_context_tokens=limits.max_context_tokens,
+        max_output_tokens=limits.max_output_tokens,
+        max_timeout=_duration(limits.max_timeout_s) if limits.max_timeout_s else None,
+    )
+
+
+def _price_to(price: Price) -> pb.Price | None:
+    if price == Price():
+        return None
+    return pb.Price(
+        input_micros=price.input_micros, cached_micros=price.cached_micros, output_micros=price.output_micros
+    )
+
+
+def _span(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def _duration(seconds: float) -> Duration:
+    found = Duration()
+    found.FromMicroseconds(round(seconds * 1_000_000))
+    return found
 
 
 def _timestamp(unix_s: float) -> Timestamp:

@@ -22,8 +22,8 @@ from typing import Final
 from services.core.errors import FairwayError, InvalidInput, QueueFull, ShareExceeded
 from services.core.fleet import Granted, Outcome, PlacementRefused, ReportSnapshot, TenantCounter
 from services.core.generation import Grant, PlaceSpec
+from services.core.output_quantile import OutputPolicy
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.policy.output_quantile import OutputPolicy
 from services.scheduler.policy.placement.candidate import PlaceQuery
 from services.scheduler.policy.placement.choose import Chosen, PlacementProfile
 from services.scheduler.policy.placement.kv_admission import demand_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import Final, TypedDict
 
@@ -43,7 +44,7 @@ from services.ports.worker import WorkerClient
 from services.rpc.status import by_reason
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.identity import KeyDirectory
-from services.runtime.secrets import Ticket, issue_ticket
+from services.runtime.secrets import issue_ticket
 from services.runtime.telemetry.metrics import Metrics
 from simulator.fleet.nodes.local_texts import LocalTexts
 from simulator.fleet.nodes.shared_redis import RedisLink, RemoteLimiter, RemoteRecords
@@ -135,7 +136,7 @@ class GatewayNode:
             clock=process.clock,
             supervisor=process.supervisor,
             rng=process.rng,
-            sign_ticket=_sign_ticket,
+            sign_ticket=partial(issue_ticket, TICKET_KEY),
             new_incident=process.ids.incident_id,
             error_of=by_reason,
             telemetry=telemetry,
@@ -249,7 +250,3 @@ class _BundledFiles:
     def pin(self, folder: Path) -> None: ...
 
     def unpin(self, folder: Path) -> None: ...
-
-
-def _sign_ticket(tenant_id: str, request_id: str, expire_unix_s: float) -> bytes:
-    return issue_ticket(TICKET_KEY, Ticket(tenant_id, request_id, int(expire_unix_s) + 1))

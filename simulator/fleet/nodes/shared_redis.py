@@ -10,8 +10,10 @@ from services.adapters.memory.idempotency import MemoryIdempotency
 from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
+from services.core.limits import Claim as LimitClaim
+from services.core.limits import Limit, Price
 from services.ports.idempotency import Addition, Claim, Hold, LogTail, RecordKey, Written
-from services.ports.limiter import Limits, Reservation
+from services.ports.limiter import Reservation, Spent
 from simulator.kernel.network import Network, Unreachable
 from simulator.kernel.process import Process
 
@@ -54,21 +56,32 @@ class RemoteLimiter:
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
+    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
         return await self._link.ask(lambda redis: redis.limiter.admit(tenant_id, request_id, limits))
 
-    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
-        return await self._link.ask(lambda redis: redis.limiter.reserve_tokens(reservation, tokens, limits))
+    async def reserve(
+        self, reservation: Reservation, claims: Sequence[LimitClaim], price: Price
+    ) -> Reservation:
+        return await self._link.ask(lambda redis: redis.limiter.reserve(reservation, claims, price))
 
-    async def spend(self, tenant_id: str, limits: Limits) -> None:
-        await self._link.ask(lambda redis: redis.limiter.spend(tenant_id, limits))
+    async def spend(self, tenant_id: str, per_minute: int) -> None:
+        await self._link.ask(lambda redis: redis.limiter.spend(tenant_id, per_minute))
 
-    async def renew(self, reservations: Sequence[Reservation]) -> None:
-        if reservations:
-            await self._link.ask(lambda redis: redis.limiter.renew(reservations))
+    async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
+        if running:
+            await self._link.ask(lambda redis: redis.limiter.renew(running))
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         await self._link.ask(lambda redis: redis.limiter.settle(reservation, usage))
+
+    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
+        await self._link.ask(lambda redis: redis.limiter.checkpoint(tenant_id, request_id, usage))
+
+    async def settle_lapsed(self, tenant_id: str) -> int:
+        return await self._link.ask(lambda redis: redis.limiter.settle_lapsed(tenant_id))
+
+    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
+        return await self._link.ask(lambda redis: redis.limiter.spent(tenant_id, limits))
 
     async def concurrency(self, tenant_id: str) -> int:
         return await self._link.ask(lambda redis: redis.limiter.concurrency(tenant_id))

@@ -16,6 +16,7 @@ from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.grpc.queues import GrpcQueues
 from services.adapters.links.scheduler_directory import SchedulerDirectory
+from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.resources.sealing import Sealer
@@ -40,7 +41,7 @@ class Servicer(ControlPlaneServicer):
 
     def __init__(self, store: MemoryStore) -> None:
         queues = GrpcQueues(SchedulerDirectory(store, CLOCK), TOKEN, CLOCK, timeout_s=0.2)
-        service = ControlPlaneService(store, CLOCK, Sealer(b"k" * 32))
+        service = ControlPlaneService(store, CLOCK, Sealer(b"k" * 32), MemoryLimiter(CLOCK))
         super().__init__(service, store, queues, NoUsage(), require_current=lambda _: None)
         self.lost: dict[str, int] = {}
         self.frozen = False

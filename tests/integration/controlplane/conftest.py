@@ -8,6 +8,7 @@ from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.grpc.queues import GrpcQueues
 from services.adapters.links.scheduler_directory import SchedulerDirectory
+from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
@@ -31,6 +32,7 @@ async def plane() -> AsyncIterator[Plane]:
         await store.commit([Put(version_key("tiny", digest), dump(record))])
     await store.commit([Put(tag_key("tiny", "prod"), dump(Tag("tiny", "prod", DIGEST)))])
     revoked: set[str] = set()
+    limiter = MemoryLimiter(clock)
 
     def require_current(who: Principal) -> None:
         if who.key_id in revoked:
@@ -43,7 +45,7 @@ async def plane() -> AsyncIterator[Plane]:
                 pb.DESCRIPTOR.services_by_name["ControlPlaneService"],
                 controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
                 ControlPlaneServicer(
-                    ControlPlaneService(store, clock, SEALER),
+                    ControlPlaneService(store, clock, SEALER, limiter),
                     store,
                     queues,
                     NoUsage(),
@@ -58,6 +60,6 @@ async def plane() -> AsyncIterator[Plane]:
     )
     await server.start()
     channel = open_channel(f"127.0.0.1:{server.port}")
-    yield Plane(store, clock, controlplane_pb2_grpc.ControlPlaneServiceStub(channel), revoked)
+    yield Plane(store, clock, controlplane_pb2_grpc.ControlPlaneServiceStub(channel), revoked, limiter)
     await channel.close()
     await server.stop(0)

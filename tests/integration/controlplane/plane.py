@@ -8,6 +8,7 @@ import grpc
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
+from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.resources.sealing import Sealer
 from services.core.manifest import sha256_of
@@ -44,6 +45,7 @@ class Plane:
     clock: TurnedClock
     stub: controlplane_pb2_grpc.ControlPlaneServiceAsyncStub
     revoked: set[str]
+    limiter: MemoryLimiter
 
     async def call(self, method: str, request: object) -> object:
         try:
@@ -79,6 +81,16 @@ class Plane:
         answer = await self.call("CreateDeployment", request)
         assert isinstance(answer, pb.CreateDeploymentResponse)
         return answer.deployment
+
+    async def budget(self, name: str, tenant: str = "acme", **fields: object) -> pb.Budget:
+        budget = pb.Budget(
+            metadata=pb.Metadata(name=name),
+            tenant=tenant,
+            **{"limit_micros": 10_000_000, **fields},  # type: ignore[arg-type]
+        )
+        answer = await self.call("CreateBudget", pb.CreateBudgetRequest(budget=budget))
+        assert isinstance(answer, pb.CreateBudgetResponse)
+        return answer.budget
 
     async def put(self, key: str, record: object) -> None:
         await self.store.commit([Put(key, dump(record))])

@@ -60,7 +60,7 @@ async def test_what_a_client_claims_of_server_fields_is_ignored(plane: Plane) ->
 async def test_a_version_that_is_deleted_meanwhile_is_not_deployed(plane: Plane) -> None:
     store: MemoryStore = (interleaving := Interleaving(plane.clock))
     await store.commit([Put(version_key("tiny", DIGEST), dump(VersionRecord("tiny", DIGEST, 1, 0.0)))])
-    service = ControlPlaneService(store, plane.clock, SEALER)
+    service = ControlPlaneService(store, plane.clock, SEALER, plane.limiter)
 
     async def forget() -> None:
         await store.commit([Delete(version_key("tiny", DIGEST))])

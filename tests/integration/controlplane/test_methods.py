@@ -15,7 +15,6 @@ from tests.integration.controlplane.plane import Plane
     ("method", "request_"),
     [
         ("ListRollouts", pb.ListRolloutsRequest()),
-        ("GetBudget", pb.GetBudgetRequest(name="b")),
         ("ListAuditEvents", pb.ListAuditEventsRequest()),
         ("AbortRollout", pb.AbortRolloutRequest(name="r")),
     ],

@@ -16,27 +16,37 @@ from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.queues import GrpcQueues
 from services.adapters.links.scheduler_directory import LeaderAddress
+from services.adapters.memory.limiter import MemoryLimiter
 from services.controlplane.event_log import EventRecorder
+from services.controlplane.resources.budgets import Budgets
 from services.controlplane.resources.sealing import Sealer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
+from services.controlplane.spend_alerts import SpendAlerts
 from services.core.errors import FailedPrecondition, InvalidInput, NoLeader, NotFound
-from services.core.generation import Principal
+from services.core.generation import Principal, Usage
+from services.core.limits import Claim, Price
 from services.core.manifest import sha256_of
 from services.core.records import (
     ASSIGNMENTS,
     EVENTS,
+    TENANTS,
     WORKERS,
     AssignedVersion,
     Assignment,
+    Budget,
     KeyRole,
+    Leader,
     LoadedVersion,
+    Meta,
     Priority,
     Tag,
+    Tenant,
     VersionRecord,
     VersionState,
     Worker,
     dump,
+    leader_key,
     tag_key,
     version_key,
 )
@@ -108,7 +118,7 @@ async def plane(own_etcd: Any) -> AsyncIterator[Plane]:
     for digest in (OLD, NEW):
         await store.commit([Put(version_key("m", digest), dump(VersionRecord("m", digest, 1, 0.0)))])
     supervisor, directory = Supervisor(CLOCK), StaticDirectory()
-    service = ControlPlaneService(store, CLOCK, Sealer(b"k" * 32))
+    service = ControlPlaneService(store, CLOCK, Sealer(b"k" * 32), MemoryLimiter(CLOCK))
     queues = GrpcQueues(directory, TOKEN, CLOCK, timeout_s=1.0)
     server = RpcServer(
         [
@@ -425,7 +435,36 @@ async def test_two_recorders_write_each_event_once_and_they_can_be_filtered(plan
     assert all(entry.lease_id for entry in entries), "every event has its time to live"
     assert all(entry.mod_revision == entry.create_revision for entry in entries), "one was written again"
     with pytest.raises(InvalidInput):
-        await plane.call("ListEvents", pb.ListEventsRequest(kinds=[pb.RESOURCE_KIND_BUDGET]))
+        await plane.call("ListEvents", pb.ListEventsRequest(kinds=[pb.RESOURCE_KIND_ROLLOUT]))
+
+
+async def test_two_control_planes_report_a_threshold_once(plane: Plane) -> None:
+    limiter = MemoryLimiter(CLOCK)
+    budgets = Budgets(plane.store, CLOCK, limiter)
+    await plane.put(TENANTS + "acme", Tenant(Meta("acme")))
+    await budgets.create(Budget(Meta("all"), "acme", limit_micros=100))
+    held = await limiter.reserve(
+        await limiter.admit("acme", "r1", ()),
+        [Claim(limit, 90) for limit in Budget(Meta("all"), "acme", limit_micros=100).limits()],
+        Price(output_micros=1_000_000),
+    )
+    await limiter.settle(held, Usage(0, 90))
+    key = leader_key("controlplane")
+    await plane.put(key, Leader("a", "h:1"))
+    first = await plane.store.get(key)
+    assert first is not None
+    recorders = [EventRecorder(plane.store, CLOCK) for _ in range(2)]
+    leads: Any = None  # each check is made by hand
+    alerts = [SpendAlerts(plane.store, budgets, leads, key, CLOCK, events=one) for one in recorders]
+    await asyncio.gather(*(one.check(first.create_revision) for one in alerts))
+    await plane.store.commit([Delete(key)])
+    await plane.put(key, Leader("b", "h:2"))
+    second = await plane.store.get(key)
+    assert second is not None
+    await alerts[0].check(first.create_revision)
+    await alerts[1].check(second.create_revision)
+    events = (await plane.call("ListEvents", pb.ListEventsRequest(kinds=[pb.RESOURCE_KIND_BUDGET]))).events
+    assert sorted(event.reason for event in events) == ["BUDGET_SPENT_50", "BUDGET_SPENT_80"]
 
 
 async def test_events_are_watched_from_the_newest_and_resumed(plane: Plane) -> None:

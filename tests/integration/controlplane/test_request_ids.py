@@ -124,7 +124,7 @@ async def test_a_deployment_request_is_answered_as_it_was_though_its_tag_moved(p
 
 async def test_marker_of_a_request_is_part_of_its_write(plane: Plane) -> None:
     store = Interleaving(plane.clock)
-    service = ControlPlaneService(store, plane.clock, SEALER)
+    service = ControlPlaneService(store, plane.clock, SEALER, plane.limiter)
 
     async def other() -> None:
         await service.accounts.create_tenant(Tenant(Meta("b")), request_id="r1")

@@ -124,7 +124,7 @@ async def test_tenant_with_keys_is_not_deleted(plane: Plane) -> None:
 
 async def test_key_made_while_its_tenant_is_deleted_leaves_no_orphan(plane: Plane) -> None:
     store = Interleaving(plane.clock)
-    service = ControlPlaneService(store, plane.clock, SEALER)
+    service = ControlPlaneService(store, plane.clock, SEALER, plane.limiter)
     await service.accounts.create_tenant(Tenant(Meta("acme")))
 
     async def make() -> None:

@@ -121,7 +121,7 @@ class SmallFleet:
                 max_output_tokens=32,
                 arrival_unix_us=round(unix_s * 1e6),
                 queue_ttl_s=queue_ttl_s,
-                ticket=issue_ticket(KEY, Ticket("acme", request_id, int(UNIX_START_S) + 3600)),
+                ticket=issue_ticket(KEY, Ticket("acme", request_id, int(UNIX_START_S) + 3600, 10**6, 16)),
             )
         )
 

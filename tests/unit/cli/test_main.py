@@ -28,6 +28,7 @@ GROUPS = {
     "deployments": {"list", "show", "create", "update", "scale", "delete"},
     "tenants": {"list", "show", "create", "update", "disable", "enable", "delete"},
     "keys": {"list", "show", "create", "rotate", "update", "revoke"},
+    "budgets": {"list", "show", "create", "update", "delete"},
     "nodes": {"list", "show", "cordon", "uncordon", "drain", "delete"},
 }
 SINGLE = {"up", "down", "status", "complete", "chat", "queue", "events", "version"}

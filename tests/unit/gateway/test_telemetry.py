@@ -14,46 +14,36 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
+from services.adapters.memory.limiter import MemoryLimiter
 from services.core import errors
 from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling, TokenLogprobs, Usage
-from services.core.records import Meta, Tenant
 from services.gateway.events import Accepted, Finished, Received
 from services.gateway.requests.request import Request
 from services.gateway.requests.stage_timer import STAGE_NAMES, Stage
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
-from services.ports.limiter import Limits, Reservation
+from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.metrics import OTHER, LabelCap, Metrics
 from services.runtime.telemetry.tracing import Tracing
 from tests.support.metrics import values
-from tests.unit.gateway.requests.test_request import Placement, Workers, emit, ended
+from tests.unit.gateway.requests.test_request import Placement, Workers, emit, ended, payer
 
 CLOCK = SystemClock()
 SETTLE_S = 0.2
 
 
-class SlowSettling:
-    """A quota store that takes its time to hear the end of a request."""
+class SlowSettling(MemoryLimiter):
+    """A quota store that takes its time to answer a settlement."""
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
-        return Reservation(tenant_id, request_id)
-
-    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
-        return reservation
-
-    async def spend(self, tenant_id: str, limits: Limits) -> None: ...
-
-    async def renew(self, reservations: Sequence[Reservation]) -> None: ...
+    def __init__(self) -> None:
+        super().__init__(CLOCK)
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         await asyncio.sleep(SETTLE_S)
-
-    async def concurrency(self, tenant_id: str) -> int:
-        return 0
 
 
 class Ends:
@@ -116,9 +106,9 @@ class Rig:
             spec = GenerationSpec(
                 "req_1", "m", "sha256:x", 3, Prompt([1, 2, 3]), Sampling(7), OutputLimits(64)
             )
-            reservation = await self.limiter.admit("acme", "req_1", Limits())
-            tenant, limits = Tenant(Meta("acme")), GatewayLimits(window_tokens=8)
-            return Admitted(spec, reservation, tenant, b"t", terms, ports, limits, request.telemetry)
+            reservation = await self.limiter.admit("acme", "req_1", ())
+            limits = GatewayLimits(window_tokens=8)
+            return Admitted(spec, reservation, payer(), b"t", terms, ports, limits, request.telemetry)
 
         task = self.supervisor.spawn("request", request.run(admit))
         request.bind(task)

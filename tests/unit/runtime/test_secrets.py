@@ -58,7 +58,7 @@ def test_an_empty_hash_matches_nothing() -> None:
 
 
 def test_a_ticket_is_good_until_it_expires() -> None:
-    ticket = secrets.Ticket("tenant-a", "req_1", 100)
+    ticket = secrets.Ticket("tenant-a", "req_1", 100, 140, 1)
     signed = secrets.issue_ticket(KEY, ticket)
     assert len(signed) < 64
     assert secrets.check_ticket(KEY, signed, 99.9) == ticket
@@ -73,13 +73,13 @@ def test_a_ticket_is_good_until_it_expires() -> None:
 
 
 def test_the_longest_ids_fit_a_ticket() -> None:
-    signed = secrets.issue_ticket(KEY, secrets.Ticket("t" * 64, "r" * 64, 2**40))
+    signed = secrets.issue_ticket(KEY, secrets.Ticket("t" * 64, "r" * 64, 2**40, 2**22, 16))
     assert len(signed) <= secrets.MAX_TICKET_BYTES
 
 
 @given(st.integers(min_value=0), st.integers(min_value=1, max_value=255))
 def test_any_changed_byte_is_refused(position: int, mask: int) -> None:
-    signed = bytearray(secrets.issue_ticket(KEY, secrets.Ticket("tenant-a", "req_1", 100)))
+    signed = bytearray(secrets.issue_ticket(KEY, secrets.Ticket("tenant-a", "req_1", 100, 140, 1)))
     signed[position % len(signed)] ^= mask
     with pytest.raises(PermissionDenied):
         secrets.check_ticket(KEY, bytes(signed), 0.0)

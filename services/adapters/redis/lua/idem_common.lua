@@ -1,15 +1,6 @@
--- Shared by the scripts of idempotency records; concatenated before them. Keys: see redis/idempotency.py.
+-- Shared by the scripts of idempotency records; concatenated after common.lua. Keys: see redis/idempotency.py.
 -- Head of a record: f fingerprint, o owner, e epoch, s state (r running, i idle, d ended, x log dropped),
--- l lease deadline us, w watched until us, n chunks that the log must have, cp, co, cc tokens charged so
--- far to request cr.
-local function now_us()
-  local time = redis.call('TIME')
-  return tonumber(time[1]) * 1000000 + tonumber(time[2])
-end
-
-local function int(value)
-  return string.format('%d', value)
-end
+-- l lease deadline us, w watched until us, n chunks that the log must have.
 
 -- A record is a tombstone when it has ended without a log, or when its log was dropped.
 local function state_of(head, log, now)

@@ -1,18 +1,20 @@
--- Extends the deadlines of running requests. A slot that lapsed meanwhile is held again, unless the request was
--- settled.
--- KEYS: slots, settled. ARGV: lease us, request ids...
-local lease_us = tonumber(ARGV[1])
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
-local deadline = string.format('%d', now + lease_us)
-local renewed = 0
-for i = 2, #ARGV do
-  if not redis.call('ZSCORE', KEYS[2], ARGV[i]) then
-    redis.call('ZADD', KEYS[1], deadline, ARGV[i])
-    renewed = renewed + 1
+-- Extends the deadlines of running requests, and stores their usage so far as checkpoints. Concatenated after
+-- reservation.lua.
+-- KEYS: slots, then those of each reservation. ARGV: lease us, retention of an unsettled record ms, reservations...
+--
+-- A request that lapsed, or whose record Redis lost, runs again: what it holds counts, also above a limit. A settled
+-- one stays settled.
+local slots, lease_us, keep_ms, now = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2]), now_us()
+local arg, key, r = 3, 2, nil
+while arg <= #ARGV do
+  r, arg, key = reservation_at(arg, key)
+  local running = r.state == 'r'
+  if not running and r.state ~= 'd' then
+    r.began, r.count, r.checkpoint = r.admitted, #r.claims, largest(r.checkpoint, r.charged)
+    update(r, 'r', largest(r.checkpoint, r.usage), r.charged, 0, now, keep_ms)
+  elseif running and r.count == #r.claims then
+    update(r, 'r', largest(r.checkpoint, r.usage), r.charged, r.count, now, keep_ms)
   end
+  if r.state == 'r' then hold(slots, r, lease_us, keep_ms, now) end
 end
-if renewed > 0 then
-  redis.call('PEXPIRE', KEYS[1], math.ceil(lease_us / 1000) + 1000)
-end
-return renewed
+return 1

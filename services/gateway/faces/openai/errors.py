@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from services.core.errors import (
+    BudgetExceeded,
     FairwayError,
     IdempotencyConflict,
     InternalError,
@@ -63,6 +64,7 @@ _CODES: Final[tuple[tuple[type[FairwayError], str], ...]] = (
     (PromptTooLong, "context_length_exceeded"),
     (ModelNotFound, "model_not_found"),
     (Unauthenticated, "invalid_api_key"),
+    (BudgetExceeded, "insufficient_quota"),
     (RequestRateExceeded, "rate_limit_exceeded"),
     (TokenRateExceeded, "rate_limit_exceeded"),
 )
@@ -94,8 +96,8 @@ def error_headers(error: FairwayError) -> list[Header]:
         headers.append((b"retry-after-ms", str(math.ceil(wait_s * 1000)).encode()))
     if isinstance(error, Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
-    if isinstance(error, IdempotencyConflict):
-        # OpenAI's clients retry after a 409 unless this header forbids it.
+    if isinstance(error, IdempotencyConflict | BudgetExceeded):
+        # OpenAI's clients retry after a 409 or a 429 unless this header forbids it.
         headers.append((b"x-should-retry", b"false"))
     if isinstance(error, HttpProblem) and error.close:
         headers.append((b"connection", b"close"))
@@ -114,6 +116,8 @@ def error_body(error: FairwayError) -> bytes:
         incident = error.metadata.get("incident")
         message = "internal error" + (f"; quote incident {incident} to the operator" if incident else "")
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    if isinstance(error, BudgetExceeded):
+        kind = "insufficient_quota"
     return _encode(_Error(_Detail(message, kind, param, _code(error, status))))
 
 

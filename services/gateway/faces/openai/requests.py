@@ -121,6 +121,7 @@ def _generation(body: Options, max_tokens: int | None) -> inference_pb2.Generati
         stop_token_ids=body.stop_token_ids or (),
         choices=body.n,
         session_key=body.user or "",
+        user=body.user or "",
         ignore_eos=bool(body.ignore_eos),
     )
     if body.priority is not None:

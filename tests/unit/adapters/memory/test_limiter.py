@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded
 from services.core.generation import Usage
-from services.ports.limiter import Limits, Reservation
+from services.ports.limiter import Reservation
+from tests.support.metered import limits
 
 
 class TurnedClock:
@@ -45,7 +46,7 @@ def test_a_request_is_let_in_exactly_when_there_is_room(rate: int, pauses_us: li
             clock.now_us += pause_us
             used = max(Fraction(0), used - Fraction(pause_us * rate, 60_000_000))
             try:
-                held = await limiter.admit("t", f"r{number}", Limits(requests_per_minute=rate))
+                held = await limiter.admit("t", f"r{number}", limits(rate))
             except RequestRateExceeded as error:
                 exact_us = (used + 1 - rate) * 60_000_000 / rate
                 assert exact_us > 0, "a false rejection"
@@ -80,12 +81,12 @@ def test_slots_are_held_by_exactly_those_that_run(steps: list[tuple[str, int]]) 
                 deadlines.pop(name, None)
                 known.discard(name)
             elif kind == "renew" and name in known:
-                await limiter.renew([Reservation("t", name)])
+                await limiter.renew([(Reservation("t", name), Usage(0, 0))])
                 deadlines[name] = clock.now_us + 10_000_000
             elif kind == "admit":
                 room = name in deadlines or len(deadlines) < 3
                 try:
-                    await limiter.admit("t", name, Limits(max_concurrency=3))
+                    await limiter.admit("t", name, limits(slots=3))
                 except ConcurrencyExceeded:
                     assert not room, "a false rejection"
                 else:
@@ -101,7 +102,7 @@ def test_slots_are_held_by_exactly_those_that_run(steps: list[tuple[str, int]]) 
 async def test_the_number_of_tenants_is_bounded() -> None:
     limiter = MemoryLimiter(TurnedClock(), max_tenants=3)
     for number in range(10):
-        await limiter.admit(f"t{number}", "r", Limits(max_concurrency=1))
+        await limiter.admit(f"t{number}", "r", limits(slots=1))
     with pytest.raises(ConcurrencyExceeded):
-        await limiter.admit("t9", "other", Limits(max_concurrency=1))
-    await limiter.admit("t0", "other", Limits(max_concurrency=1))
+        await limiter.admit("t9", "other", limits(slots=1))
+    await limiter.admit("t0", "other", limits(slots=1))

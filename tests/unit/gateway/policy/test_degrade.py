@@ -129,7 +129,7 @@ class Gateway:
                 clock=clock,
                 supervisor=supervisor,
                 rng=Random(0),
-                sign_ticket=lambda tenant, request, expiry: b"t",
+                sign_ticket=lambda ticket: b"t",
                 new_incident=lambda: "inc_1",
                 error_of=by_reason,
                 pressure=lambda digest: self.pressure.get(digest, 0.0),
@@ -168,6 +168,15 @@ async def test_without_pressure_nothing_is_changed(gateway: Gateway) -> None:
     answer = await gateway.ask()
     assert answer.accepted.degradations == ()
     assert gateway.workers.started[0].generation.limits.max_tokens == 50
+
+
+async def test_a_smaller_model_answers_within_the_bounds_of_the_request(gateway: Gateway, fleet: Any) -> None:
+    degrade = Degrade(smaller_models={"chat-small": "chat-tiny"})
+    fleet.tenants.put(TENANTS + "acme", Tenant(Meta("acme"), degrade=degrade, max_output_tokens=7))
+    gateway.pressure[DIGEST] = 0.99
+    answer = await gateway.ask(max_output_tokens=None)
+    assert answer.accepted.model == "chat-tiny"
+    assert gateway.workers.started[0].generation.limits.max_tokens == 7
 
 
 async def test_under_pressure_the_output_is_cut_and_it_is_said(gateway: Gateway) -> None:

@@ -22,7 +22,9 @@ from services.core.errors import (
     TokenRateExceeded,
 )
 from services.core.generation import Principal, Usage
+from services.core.limits import Claim, Limit, LimitKind, Price
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
 from services.gateway.requests.terms import Produced, Resume, RunTerms
@@ -31,14 +33,17 @@ from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
 from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolder, TextModel, Texts
-from services.ports.limiter import Limits, Reservation
+from services.ports.limiter import NO_PRICE, Reservation
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
+from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
+from tests.unit.gateway.conftest import View
 from tests.unit.gateway.requests.test_request import Placement, Workers, emit, ended
 
 DIGEST = "sha256:" + "ab" * 32
 CLOCK = SystemClock()
+RATE = Limit(LimitKind.TOKENS, 1000)
 LONG = "far too long for the context " * 8  # more tokens than fit, and bytes that might
 
 
@@ -78,6 +83,8 @@ class Gateway:
         self.supervisor = Supervisor(CLOCK)
         self.limiter = MemoryLimiter(CLOCK)
         self.requests = 0
+        self.tickets: list[Ticket] = []
+        self.budgets = View()
         validator = Validator(fleet.catalog, fleet.identity, Random(7))
         self.service = GatewayService(
             validator=validator,
@@ -90,12 +97,17 @@ class Gateway:
                 clock=CLOCK,
                 supervisor=self.supervisor,
                 rng=Random(0),
-                sign_ticket=lambda tenant, request, expiry: b"t",
+                sign_ticket=self._sign,
+                budgets_of=TenantBudgets(self.budgets).of,
                 new_incident=lambda: "inc_1",
                 error_of=by_reason,
             ),
             limits=limits,
         )
+
+    def _sign(self, ticket: Ticket) -> bytes:
+        self.tickets.append(ticket)
+        return b"t"
 
     @property
     def encoded(self) -> int:
@@ -120,23 +132,14 @@ class Gateway:
 @pytest.fixture
 async def gateway(fleet: Any) -> AsyncIterator[Gateway]:
     gateway = Gateway(fleet, GatewayLimits(max_requests=6, max_tenant_counts=2))
-    for tenant, limits in (
-        ("acme", Limits(3, 2)),
-        ("free", Limits()),
-        ("tokens", Limits(0, 0, 1000)),
+    for tenant in (
+        Tenant(Meta("acme"), requests_per_minute=3, max_concurrency=2),
+        Tenant(Meta("free")),
+        Tenant(Meta("tokens"), tokens_per_minute=1000),
     ):
-        fleet.tenants.put(
-            TENANTS + tenant,
-            Tenant(
-                Meta(tenant),
-                requests_per_minute=limits.requests_per_minute,
-                max_concurrency=limits.max_concurrency,
-                tokens_per_minute=limits.tokens_per_minute,
-            ),
-        )
-        fleet.keys.put(
-            KEYS + f"key-{tenant}", ApiKey(Meta(f"key-{tenant}"), KeyRole.TENANT, "h", tenant=tenant)
-        )
+        name = tenant.meta.name
+        fleet.tenants.put(TENANTS + name, tenant)
+        fleet.keys.put(KEYS + f"key-{name}", ApiKey(Meta(f"key-{name}"), KeyRole.TENANT, "h", tenant=name))
     yield gateway
     assert gateway.supervisor.healthy, gateway.supervisor.failures
     assert await gateway.limiter.concurrency("acme") == 0
@@ -249,13 +252,16 @@ async def test_a_resumed_request_is_charged_the_tokens_that_it_adds(gateway: Gat
     generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=30)
     earlier = Resume(PinnedVersion(DIGEST, 1), (Produced((7,) * 10, 10),), ())
     terms = RunTerms(gateway.received(), 20.0, resume=earlier)
+    first = await gateway.limiter.admit("tokens", terms.received.request_id, ())
+    first = await gateway.limiter.reserve(first, [Claim(RATE, 100)], NO_PRICE)
+    await gateway.limiter.settle(first, Usage(3, 10), spooled=True)
     telemetry = GatewayTelemetry().begin(terms.received)
     admission = gateway.service._admission
     admitted = await admission.admit(who("tokens"), generation, telemetry.timer(), terms, telemetry)
-    prompt_tokens = len(admitted.spec.prompt.ids)
-    assert await tokens_left(gateway) == 1000
-    await gateway.limiter.settle(admitted.reservation, Usage(prompt_tokens, 30))
-    assert 980 <= await tokens_left(gateway) <= 985, "20 more than the earlier run's 10"
+    assert len(admitted.spec.prompt.ids) == 3
+    assert 967 <= await tokens_left(gateway) <= 969, "20 more than the earlier run's 13 are reserved"
+    await gateway.limiter.settle(admitted.reservation, Usage(3, 30))
+    assert 967 <= await tokens_left(gateway) <= 972
 
 
 async def test_the_stages_of_a_request_sum_to_its_latency(gateway: Gateway) -> None:
@@ -284,7 +290,7 @@ async def tokens_left(gateway: Gateway) -> int:
         middle = (low + high) // 2
         probe = Reservation("tokens", f"probe-{uuid.uuid4().hex}")
         try:
-            held = await gateway.limiter.reserve_tokens(probe, middle, Limits(tokens_per_minute=1000))
+            held = await gateway.limiter.reserve(probe, [Claim(RATE, middle)], NO_PRICE)
         except TokenRateExceeded:
             high = middle
         else:
@@ -301,14 +307,12 @@ async def test_an_ended_request_is_charged_the_tokens_that_it_used(gateway: Gate
 
 
 async def test_a_request_above_the_token_rate_is_refused_without_a_slot_or_tokens(gateway: Gateway) -> None:
-    held = await gateway.limiter.reserve_tokens(
-        Reservation("tokens", "other"), 950, Limits(tokens_per_minute=1000)
-    )
+    held = await gateway.limiter.reserve(Reservation("tokens", "other"), [Claim(RATE, 950)], NO_PRICE)
     with pytest.raises(TokenRateExceeded) as caught:
         await gateway.ask(tenant="tokens", max_output_tokens=60)
     assert caught.value.retry_after_s
-    assert await gateway.limiter.concurrency("tokens") == 0
     await gateway.limiter.settle(held, Usage(0, 0))
+    assert await gateway.limiter.concurrency("tokens") == 0
     assert await tokens_left(gateway) == 1000
 
 
@@ -327,21 +331,21 @@ async def test_a_prompt_longer_than_a_minutes_tokens_is_refused_for_good(
 
 
 async def test_a_request_cancelled_while_it_reserves_returns_the_tokens(gateway: Gateway) -> None:
-    reserve, reserving, go_on = gateway.limiter.reserve_tokens, asyncio.Event(), asyncio.Event()
+    reserve, reserving, go_on = gateway.limiter.reserve, asyncio.Event(), asyncio.Event()
 
-    async def slowly(reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
+    async def slowly(reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         reserving.set()
         await go_on.wait()
-        return await reserve(reservation, tokens, limits)
+        return await reserve(reservation, claims, price)
 
-    gateway.limiter.reserve_tokens = slowly  # type: ignore[method-assign]
+    gateway.limiter.reserve = slowly  # type: ignore[method-assign]
     task = asyncio.create_task(gateway.ask(tenant="tokens", max_output_tokens=20))
     await reserving.wait()
     task.cancel()
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    gateway.limiter.reserve_tokens = reserve  # type: ignore[method-assign]
+    gateway.limiter.reserve = reserve  # type: ignore[method-assign]
     async with asyncio.timeout(5):
         while await gateway.limiter.concurrency("tokens"):
             await asyncio.sleep(0.001)

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from services.adapters.memory.limiter import MemoryLimiter
 from services.core import errors
 from services.core.generation import (
     AnyGrant,
@@ -23,12 +24,14 @@ from services.core.generation import (
     TokenLogprobs,
     Usage,
 )
-from services.core.records import Meta, Tenant
+from services.core.limits import Limit
+from services.core.records import ApiKey, KeyRole, Meta, Tenant
 from services.gateway.events import Accepted, Finished, Received
+from services.gateway.policy.claims import Payer
 from services.gateway.requests.request import Request
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.service_types import GatewayLimits, Ports
-from services.ports.limiter import Limits, Reservation
+from services.ports.limiter import Reservation
 from services.ports.worker import SequenceSink
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -111,29 +114,27 @@ class Workers:
         self.cancelled += 1
 
 
-class SlotLimiter:
+class SlotLimiter(MemoryLimiter):
+    """Notes who holds a slot, and what was settled."""
+
     def __init__(self) -> None:
-        self.held: set[str] = set()
+        super().__init__(CLOCK)
+        self.running: set[str] = set()
         self.usage: list[Usage] = []
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Limits) -> Reservation:
-        self.held.add(request_id)
-        return Reservation(tenant_id, request_id)
-
-    async def reserve_tokens(self, reservation: Reservation, tokens: int, limits: Limits) -> Reservation:
-        return reservation
-
-    async def spend(self, tenant_id: str, limits: Limits) -> None: ...
-
-    async def renew(self, reservations: Sequence[Reservation]) -> None: ...
+    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
+        self.running.add(request_id)
+        return await super().admit(tenant_id, request_id, limits)
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         await asyncio.sleep(0)
-        self.held.remove(reservation.request_id)
+        self.running.remove(reservation.request_id)
         self.usage.append(usage)
+        await super().settle(reservation, usage, spooled=spooled)
 
-    async def concurrency(self, tenant_id: str) -> int:
-        return len(self.held)
+
+def payer() -> Payer:
+    return Payer(Tenant(Meta("acme")), ApiKey(Meta("key"), KeyRole.TENANT, "h", "acme"))
 
 
 def emit(tokens: int, end: SequenceEnd | str | NotAdmittedReason | None) -> Script:
@@ -186,8 +187,8 @@ class Harness:
     async def admit(self) -> Admitted:
         return Admitted(
             self.spec,
-            await self.limiter.admit("acme", "req_1", Limits()),
-            Tenant(Meta("acme")),
+            await self.limiter.admit("acme", "req_1", ()),
+            payer(),
             b"t",
             replace(self.terms, client_window=self.client_window),
             self.ports,
@@ -202,7 +203,7 @@ class Harness:
 
     async def run(self) -> Finished | errors.FairwayError:
         await self.start()
-        assert self.limiter.held == set(), "the slot was not given back"
+        assert self.limiter.running == set(), "the slot was not given back"
         assert self.sink.end is not None
         return self.sink.end
 
@@ -408,7 +409,7 @@ async def test_cancelling_frees_everything(where: str) -> None:
     await task
     assert isinstance(harness.sink.end, errors.RequestCancelled)
     assert harness.workers.cancelled == (1 if where == "running" else 0)
-    assert harness.limiter.held == set()
+    assert harness.limiter.running == set()
 
 
 async def test_the_deadline_ends_a_running_request() -> None:
@@ -458,7 +459,7 @@ async def test_a_settlement_that_fails_is_no_crash_of_the_gateway() -> None:
     harness = Harness(emit(1, ended(1)))
 
     async def away(reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
-        harness.limiter.held.clear()
+        harness.limiter.running.clear()
         raise errors.StoreUnavailable("Redis did not answer")
 
     harness.limiter.settle = away  # type: ignore[method-assign]

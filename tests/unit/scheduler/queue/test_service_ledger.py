@@ -11,8 +11,8 @@ from msgspec import structs
 
 from services.core.fleet import MAX_COUNTER_TOKENS, ReportSnapshot, SequenceUsage, TenantCounter, TenantTokens
 from services.core.generation import Grant
+from services.core.output_quantile import OutputPolicy
 from services.core.records import Priority
-from services.scheduler.policy.output_quantile import OutputPolicy
 from services.scheduler.queue import service_ledger
 from services.scheduler.queue.service_ledger import LedgerPolicy, ServiceLedger
 from tests.unit.scheduler.model import DIGEST, place_spec

@@ -167,6 +167,7 @@ def test_every_error_has_a_shape(kind: type[errors.FairwayError]) -> None:
         (errors.PermissionDenied("x"), 403, "permission_error", "permission_denied"),
         (errors.ModelNotFound("x"), 404, "not_found_error", "model_not_found"),
         (errors.RequestRateExceeded("x"), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (errors.BudgetExceeded("x"), 429, "insufficient_quota", "insufficient_quota"),
         (errors.ConcurrencyExceeded("x"), 429, "rate_limit_error", "concurrency_exceeded"),
         (errors.NoWorkerAvailable("x"), 503, "service_unavailable", "no_worker_available"),
         (errors.DeadlineExceeded("x"), 504, "timeout_error", "deadline_exceeded"),

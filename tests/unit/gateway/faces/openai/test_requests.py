@@ -71,6 +71,7 @@ def test_every_option_arrives() -> None:
     )
     (found,) = wanted.generations
     assert (wanted.stream, wanted.include_usage, wanted.logprobs, wanted.choices) == (True, True, True, 3)
+    assert (found.user, found.session_key) == ("someone", "someone")
     sampling = found.sampling
     assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.25, 0.5, 0.125)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (

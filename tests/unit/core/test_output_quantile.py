@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.policy.output_quantile import (
+from services.core.output_quantile import (
     OutputHistogram,
     OutputPolicy,
     OutputQuantiles,

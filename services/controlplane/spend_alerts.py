@@ -1,0 +1,78 @@
+"""Spend alerts: the leader compares what was spent with the thresholds of each budget.
+
+An event is written in one commit with the record of the reported threshold, under the leader's fence and only
+if the budget is unchanged. So a threshold is reported once in a period, whichever control plane leads.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import structlog
+
+from services.controlplane.event_log import EventRecorder
+from services.controlplane.fleet import readable
+from services.controlplane.policy.spend_alerts import spend_alerts
+from services.controlplane.reconciler import Leadership
+from services.controlplane.resources.budgets import Budgets
+from services.core.errors import StoreUnavailable
+from services.core.records import BUDGET_ALERTS, BUDGETS, BudgetAlert, dump
+from services.ports.clock import Clock
+from services.ports.store import CreateRevisionIs, LeaseLost, ModRevisionIs, Put, Store
+from services.runtime.idempotent_writes import WriteSet
+
+log = structlog.get_logger()
+PERIOD_S: Final = 5.0
+
+
+class SpendAlerts:
+    """Runs in every control plane; acts only while it leads. ``leader_key`` is the election's key."""
+
+    def __init__(
+        self,
+        store: Store,
+        budgets: Budgets,
+        leadership: Leadership,
+        leader_key: str,
+        clock: Clock,
+        *,
+        events: EventRecorder,
+    ) -> None:
+        self._store = store
+        self._budgets = budgets
+        self._leadership = leadership
+        self._leader_key = leader_key
+        self._clock = clock
+        self._events = events
+
+    async def run(self) -> None:
+        """Check every ``PERIOD_S`` while leading, until cancelled; survives a store outage."""
+        while True:
+            epoch = await self._leadership.wait_leading()
+            try:
+                await self.check(epoch)
+            except (StoreUnavailable, LeaseLost) as error:
+                log.info("spend_alerts.store_lost", error=repr(error))
+            await self._clock.sleep(PERIOD_S)
+
+    async def check(self, epoch: int) -> None:
+        """Report the thresholds that were passed since the last check of any leader."""
+        listing = await self._store.list(BUDGET_ALERTS)
+        stored = {entry.key: entry for entry in listing.entries}
+        for view in await self._budgets.all():
+            budget = view.stored.record
+            key = BUDGET_ALERTS + budget.meta.name
+            entry = stored.get(key)
+            last = readable(entry, BudgetAlert) if entry is not None else None
+            alert, events = spend_alerts(
+                budget,
+                last or BudgetAlert(),
+                spent_micros=view.spent_micros or 0,
+                day_spent_micros=view.day_spent_micros or 0,
+                unix_s=self._clock.unix_s(),
+            )
+            if events:
+                fence = CreateRevisionIs(self._leader_key, epoch)
+                unchanged = ModRevisionIs(BUDGETS + budget.meta.name, view.stored.mod_revision)
+                together = WriteSet((fence, unchanged), (Put(key, dump(alert)),))
+                await self._events.record_with(events, listing.revision, together)
