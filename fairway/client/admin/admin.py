@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 import grpc
 
 from fairway.client.admin.calls import Service
-from fairway.client.admin.fleet import Events, Placements, Queues
+from fairway.client.admin.fleet import Events, Placements, Queues, UsageRecords
 from fairway.client.admin.models import Models
 from fairway.client.admin.resources import Budgets, Deployments, Keys, Nodes, Tenants
 from fairway.client.attempts import Core
@@ -140,6 +140,10 @@ class AdminClient:
     @property
     def placements(self) -> Placements:
         return Placements(self._control())
+
+    @property
+    def usage(self) -> UsageRecords:
+        return UsageRecords(self._control())
 
     @property
     def models(self) -> Models:

@@ -31,8 +31,11 @@ class LapsedReservations(Protocol):
     """The part of the limiter that charges requests without a gateway. Raises StoreUnavailable."""
 
     async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
-        """Raise the usage with which the reservation is settled if it lapses. A lapsed one that was charged is
-        charged the difference. Without effect once its gateway settled it."""
+        """Raise the usage with which the reservation is settled if it lapses.
+
+        A lapsed one that was charged already is charged the difference. Without effect once its gateway
+        settled it.
+        """
 
     async def settle_lapsed(self, tenant_id: str) -> int:
         """Settle some of the tenant's lapsed reservations, each with its checkpoint. Returns how many."""
