@@ -125,6 +125,10 @@ class UsageLedger:
         """Return the requests that only workers reported, the last time that long ago. Raises NoLeader."""
         return self._leading().book.requests.unmatched(self._clock.unix_s(), older_than_s)
 
+    def charged_tenants(self, within_s: float) -> tuple[str, ...]:
+        """Return the tenants of requests that were lately charged from workers' reports. Raises NoLeader."""
+        return self._leading().book.requests.charged_tenants(self._clock.unix_s(), within_s)
+
     async def rows(self, query: UsageQuery) -> list[UsageRow]:
         """Return the sums of the query. Raises NoLeader or StoreUnavailable."""
         groups: dict[Line, Amounts] = {}

@@ -1,8 +1,9 @@
 """Charges requests that only workers reported: their gateway died before it settled them.
 
-It writes their tokens into the reservation as its checkpoint, settles the reservations of the tenant that
-have lapsed, and books the request in the ledger. Repeating any of it has no further effect, so a settler
-that dies between two of these steps is continued by the next one.
+It writes their tokens into the reservation as its checkpoint and books the request in the ledger. The
+reservation lapses some time later: for a while, the settler settles the lapsed reservations of these
+tenants. Repeating any of it has no further effect, so a settler that dies between two of these steps is
+continued by the next one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from services.ports.clock import Clock
 log = structlog.get_logger()
 
 UNMATCHED_S: Final = 30.0
+LAPSES_WITHIN_S: Final = 600.0  # after the last report; longer than any lease
 _EACH_S: Final = 5.0
 _AT_ONCE: Final = 1000
 
@@ -76,12 +78,12 @@ class UsageSettler:
         found = self._ledger.unmatched(UNMATCHED_S)[:_AT_ONCE]
         for one in found:
             await self._reservations.checkpoint(one.tenant, one.request_id, one.usage)
-        for tenant in sorted({one.tenant for one in found}):
-            while await self._reservations.settle_lapsed(tenant):
-                continue
         if found:
             await self._ledger.charge([self._charge(one) for one in found])
             log.info("usage.charged_from_workers", requests=len(found))
+        for tenant in self._ledger.charged_tenants(LAPSES_WITHIN_S):
+            while await self._reservations.settle_lapsed(tenant):
+                continue
         return len(found)
 
     def _charge(self, one: Unmatched) -> Charge:

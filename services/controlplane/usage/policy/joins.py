@@ -147,6 +147,16 @@ class OpenRequests:
                 found.append(Unmatched(request_id, first.tenant, first.model, usage))
         return tuple(found)
 
+    def charged_tenants(self, now_s: float, within_s: float) -> tuple[str, ...]:
+        """Return the tenants of requests without a gateway that workers reported within that time."""
+        found = set()
+        for waiting in reversed(self.waiting.values()):  # the newest report first
+            if now_s - waiting.reported_s > within_s:
+                break
+            if waiting.charged is not None:
+                found.add(waiting.sequences[0].tenant)
+        return tuple(sorted(found))
+
     def close(self, now_s: float, post: Post) -> None:
         """Close the requests whose reports are old, and the oldest ones above the bounds."""
         for found in _oldest(self.settled, self._max_settled, now_s - SETTLED_KEEP_S):
