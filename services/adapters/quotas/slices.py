@@ -40,7 +40,7 @@ class Slice:
 
 
 @dataclass(slots=True)
-class Demand:
+class SliceDemand:
     """Decisions and amounts of the present second, and those of the last whole one per second."""
 
     second: int = 0
@@ -68,7 +68,7 @@ class TenantSlices:
     def __init__(self, settings: SliceSettings) -> None:
         self._settings = settings
         self._slices: dict[Limit, Slice] = {}
-        self._demand = Demand()
+        self._demand = SliceDemand()
 
     @property
     def hot(self) -> bool:

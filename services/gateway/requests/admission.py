@@ -112,6 +112,7 @@ class RequestAdmission:
             self._limits,
             telemetry,
             degradations,
+            self._catalog.price(spec.model),
         )
 
     def max_timeout_s(self, principal: Principal, user: str) -> float:
