@@ -111,9 +111,9 @@ class Sender:
         self.acknowledged = max(self.acknowledged, min(last, len(self._events)))
 
 
-async def booked(ledger: UsageLedger) -> dict[str, tuple[int, int, int]]:
+async def booked(ledger: UsageLedger, hour: int = HOUR) -> dict[str, tuple[int, int, int]]:
     """Return requests, output tokens and device microseconds by key."""
-    query = UsageQuery(HOUR - 48, HOUR + 48, group_by=(Dimension.KEY,))
+    query = UsageQuery(hour - 48, hour + 48, group_by=(Dimension.KEY,))
     return {
         row.line.key_id: (row.amounts.requests, row.amounts.output_tokens, row.amounts.device_us)
         for row in await ledger.rows(query)

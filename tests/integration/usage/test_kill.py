@@ -1,5 +1,7 @@
-"""SIGKILL of the ledger and of a source before every change that they make to files: no event is lost or booked
-twice."""
+"""SIGKILL of the ledger and of a source before every change that they make to files.
+
+No event is lost or booked twice.
+"""
 
 from __future__ import annotations
 
