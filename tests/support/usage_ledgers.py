@@ -125,7 +125,7 @@ def moved(use: SequenceDeviceUse, hours: int) -> SequenceDeviceUse:
 
 
 class NoUsage:
-    """``UsagePages`` of a control plane without a ledger."""
+    """``UsagePages`` and ``LeadingLedger`` where no control plane has a ledger."""
 
-    async def page(self, request: pb.ListUsageRequest, *, forwarded: bool) -> pb.ListUsageResponse:
+    async def page(self, request: pb.ListUsageRequest, *, forwarded: bool = False) -> pb.ListUsageResponse:
         raise NoLeader("no control plane leads")

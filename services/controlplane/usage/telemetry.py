@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
 
 from services.controlplane.usage.policy.lines import Lines, Source
 from services.runtime.telemetry.metrics import LATENCY_S, Metrics
-
-_BY_TENANT: Final = ("tenant", "model")
 
 
 class LedgerTelemetry:
@@ -20,21 +17,23 @@ class LedgerTelemetry:
         """``waiting`` returns how many requests only workers have reported."""
         metrics = metrics if metrics is not None else Metrics()
         self._tenants, self._models = metrics.tenants, metrics.models
-        self._requests = metrics.counter("fairway_usage_requests_total", "Requests booked", _BY_TENANT)
+        self._requests = metrics.counter(
+            "fairway_usage_requests_total", "Requests booked", ("tenant", "model")
+        )
         self._tokens = metrics.counter(
             "fairway_usage_tokens_total",
             "Tokens booked; cached is a part of prompt",
-            (*_BY_TENANT, "kind"),
+            ("tenant", "model", "kind"),
         )
         self._device_s = metrics.counter(
             "fairway_usage_device_seconds_total",
             "Device time booked; tenant is (idle) or (unattributed) for time without a request",
-            _BY_TENANT,
+            ("tenant", "model"),
         )
         self._cost = metrics.counter(
             "fairway_usage_cost_micros_total",
             "Cost booked in millionths of the currency unit: at list price, and as measured on devices",
-            (*_BY_TENANT, "kind"),
+            ("tenant", "model", "kind"),
         )
         self._append_s = metrics.histogram(
             "fairway_usage_append_seconds",

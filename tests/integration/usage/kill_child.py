@@ -21,7 +21,7 @@ from services.adapters.usage.outbox import DiskOutbox
 from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.policy.book import Report
 from services.rpc.convert.usage import event_from_proto
-from tests.support.clocks import HandClock
+from tests.support.clocks import QuickClock
 from tests.support.usage_ledgers import (
     UNIX_S,
     SetElection,
@@ -32,16 +32,8 @@ from tests.support.usage_ledgers import (
     until_leading,
 )
 
-LONG_S: Final = 60.0
 CHANGES: Final = ("os.link", "os.remove", "os.rename", "open")
 _WRITES: Final = os.O_WRONLY | os.O_RDWR
-
-
-class QuickClock(HandClock):
-    """Stands still; short sleeps are cut, long ones do not end."""
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(0.001 if seconds < LONG_S else 3600)
 
 
 class KillPoints:
