@@ -90,6 +90,7 @@ def _texts(folder: Path) -> dict[str, Callable[[], str]]:
         "admin_key": lambda: f"fw_admin_{random()}",
         "internal_token": random,
         "ticket_key": random,
+        "record_keys": random,
         "redis_password": random,
         "redis_acl": lambda: redis_acl((folder / "redis_password").read_text().strip()),
         "grafana_password": random,

@@ -166,7 +166,7 @@ rates of requests or tokens, it has OpenAI's `x-ratelimit-*` (not under an idemp
 [errors](errors.md).
 """
     parts = [_head("HTTP API", "services/gateway/faces/openai", head)]
-    face = OpenAiFace(cast(Any, None), cast(Any, None), HttpLimits(0), str)  # only its table is read
+    face = OpenAiFace(cast(Any, None), cast(Any, None), HttpLimits(0), str, b"")  # only its table is read
     routes = [
         (f"`{each.method} {each.path.replace(':path', '')}`", str(each.access), each.accepts)
         for each in face.endpoints()

@@ -9,7 +9,7 @@ from typing import Final
 
 # Each command is a module with ``main(arguments) -> exit status``; it is imported only when it runs.
 COMMANDS: Final = {
-    "sim": ("simulator.fleet.command", "run seeds of mixed faults and check every invariant"),
+    "sim": ("simulator.fleet.seeds", "run seeds of mixed faults and check every invariant"),
     "scale": ("simulator.fleet.scale", "run a thousand workers and a million requests in one run"),
     "simulate": ("simulator.lab.command", "run a scenario and report latencies, goodput and fairness"),
     "compare": ("simulator.lab.compare", "run traces on this scheduler and on simpler ones"),

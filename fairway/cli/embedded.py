@@ -47,8 +47,12 @@ def etcd_command(
         f"--initial-cluster={name}={peer}",
         "--auto-compaction-mode=revision",
         "--auto-compaction-retention=10000",
-        # etcd's answers to progress requests are not ordered with the events; its periodic notices are.
-        "--experimental-watch-progress-notify-interval=2s",
+        # This etcd's answers to progress requests are not ordered with the events; its periodic notices are.
+        # Less than a watch's ``progress_s``, so that no watch at rest has to request one.
+        "--experimental-watch-progress-notify-interval=5s",
+        # A single member elects itself: fewer ticks of its timer. Still, a lease may last 2 s only: etcd's
+        # least is one and a half times the election timeout of 1 s.
+        "--heartbeat-interval=200",
         "--log-level=warn",
         *([] if fsync else ["--unsafe-no-fsync"]),
     ]
@@ -75,6 +79,8 @@ def redis_command(
         *("--save", ""),
         *("--maxmemory", str(max_memory_bytes)),
         *("--maxmemory-policy", "noeviction"),
+        # Its timer per second. A key that has expired is never returned, whenever it is deleted.
+        *("--hz", "1"),
         *("--daemonize", "no"),
         *("--loglevel", "warning"),
     ]

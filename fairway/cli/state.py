@@ -20,6 +20,13 @@ import msgspec
 from fairway.cli.errors import CliError
 
 PRIVATE_UMASK: Final = 0o077
+# The secrets of an installation and what each begins with.
+_SECRETS: Final = (
+    ("admin_key", "fw_admin_"),
+    ("internal_token", ""),
+    ("ticket_key", ""),
+    ("record_keys", ""),
+)
 # Valid unquoted for etcd's client, Redis' client and a socket; macOS limits a socket's path to 103 bytes.
 _SOCKET_FOLDER: Final = re.compile(r"/[A-Za-z0-9_./+@-]{1,90}")
 
@@ -198,8 +205,8 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def ensure_secrets(state: StateDir) -> None:
-    """Create the missing ones of admin_key, internal_token and ticket_key; each is mode 0600 afterwards."""
-    for name, prefix in (("admin_key", "fw_admin_"), ("internal_token", ""), ("ticket_key", "")):
+    """Create the missing secrets; each is mode 0600 afterwards."""
+    for name, prefix in _SECRETS:
         path = state.secret(name)
         if path.exists() and len(path.read_text().strip()) >= 32:
             path.chmod(0o600)

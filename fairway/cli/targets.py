@@ -59,31 +59,22 @@ class Target:
 def gateway(address: str, api_key: str, state_dir: Path) -> Target:
     """Return the gateway to call. Raises CliError if neither flags, environment nor file name one."""
     found = _endpoints(state_dir)
-    return _target(
-        "gateway",
-        address or (_several(found.gateways, found.grpc) if found else ""),
-        api_key or (found.api_key if found else ""),
-    )
+    known = (_several(found.gateways, found.grpc), found.api_key) if found else ("", "")
+    return _target("gateway", address or known[0], api_key or known[1])
 
 
 def controlplane(address: str, admin_key: str, state_dir: Path) -> Target:
     """Return the control plane to call. Raises CliError like ``gateway``."""
     found = _endpoints(state_dir)
-    return _target(
-        "controlplane",
-        address or (_several(found.controlplanes, found.controlplane) if found else ""),
-        admin_key or (found.admin_key if found else ""),
-    )
+    known = (_several(found.controlplanes, found.controlplane), found.admin_key) if found else ("", "")
+    return _target("controlplane", address or known[0], admin_key or known[1])
 
 
 def registry(address: str, admin_key: str, state_dir: Path) -> Target:
     """Return the registry to call. Raises CliError like ``gateway``."""
     found = _endpoints(state_dir)
-    return _target(
-        "registry",
-        address or (found.registry if found else ""),
-        admin_key or (found.admin_key if found else ""),
-    )
+    known = (found.registry, found.admin_key) if found else ("", "")
+    return _target("registry", address or known[0], admin_key or known[1])
 
 
 def default_model(model: str, state_dir: Path) -> str:

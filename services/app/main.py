@@ -20,8 +20,8 @@ from services.app.roles.scheduler import scheduler
 from services.app.roles.worker import worker
 from services.core.errors import FairwayError
 from services.runtime import config
-from services.runtime.process.descriptors import raise_descriptor_limit
 from services.runtime.process.free_memory import limit_fragmentation
+from services.runtime.process.machine import raise_descriptor_limit
 from services.runtime.telemetry import logging
 
 EXIT_USAGE: Final = 2

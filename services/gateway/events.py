@@ -6,6 +6,9 @@ methods run in the event loop, must not block and must not raise.
 
 from __future__ import annotations
 
+import hashlib
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -16,6 +19,34 @@ from services.gateway.policy.degrade import Degradation
 from services.ports.limiter import RateState
 
 MAX_ATTEMPT: Final = 1000  # larger numbers count as this one
+
+
+def request_tag(request_id: str) -> bytes:
+    """Return a short hash that names a request in what its client holds."""
+    return hashlib.sha256(request_id.encode()).digest()[:6]
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveredChoice:
+    """Output of one choice that a client has: tokens, characters of text, CRC-32 of the token ids."""
+
+    tokens: int = 0
+    chars: int = 0
+    checksum: int = 0
+
+    def after(self, ids: Sequence[int], text: str) -> DeliveredChoice:
+        """Return what the client has after it received this too."""
+        checksum = zlib.crc32(struct.pack(f"<{len(ids)}I", *ids), self.checksum)
+        return DeliveredChoice(self.tokens + len(ids), self.chars + len(text), checksum)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What a client has of an answer from earlier connections: it receives the rest of the same request."""
+
+    # ``request_tag`` of the request.
+    request: bytes
+    choices: tuple[DeliveredChoice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +68,8 @@ class Received:
     whole: str = ""
     # How often the client sent it before, by the client's own count.
     attempt: int = 0
+    # What its client already has; only under an idempotency key.
+    delivered: Delivered | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +86,8 @@ class Accepted:
     received_unix_us: int = 0
     # Whether this is the answer of an earlier request with the same idempotency key.
     replayed: bool = False
+    # Whether this is the answer of an equal earlier request of the tenant.
+    cached: bool = False
     # The tenant's rates after this request, where they apply; not under an idempotency key.
     request_rate: RateState | None = None
     token_rate: RateState | None = None

@@ -98,7 +98,9 @@ class GatewayService:
         self.check_open(principal.tenant_id, received)
         longest_s = self.max_timeout_s(principal, generation)
         timeout_s = min(self.limits.timeout_of(generation, timeout_s), longest_s)
-        terms = RunTerms(received, timeout_s, client_window)
+        # A cached answer comes at once, which a client with a window of its own may not take.
+        cache = generation.cache and client_window is None
+        terms = RunTerms(received, timeout_s, client_window, cache)
         request, _ = self.start(principal, generation, sink, terms)
         return request
 

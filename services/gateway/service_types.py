@@ -15,6 +15,7 @@ from services.core.shares import share_of
 from services.core.usage import RequestUsage
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.policy.retry import RetryBudget
+from services.gateway.response_cache import ResponseCache
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
 from services.ports.limiter import Limiter
@@ -86,6 +87,8 @@ class Ports:
     budgets_of: Callable[[str], Sequence[Budget]] = lambda _tenant: ()
     # Predicts the output that token rates reserve.
     outputs: OutputQuantiles = field(default_factory=lambda: OutputQuantiles(OutputPolicy()))
+    # Answers for equal requests; None: every request runs.
+    responses: ResponseCache | None = None
     # The budget of placements after losses.
     retries: RetryBudget = field(default_factory=RetryBudget)
 

@@ -21,8 +21,8 @@ from services.ports.limiter import Reservation
 
 @dataclass(frozen=True, slots=True)
 class RecordKey:
-    """Key of a record. ``digest`` is a hex hash of the client's key; the client's bytes never appear in a
-    name."""
+    """Key of a record. ``digest`` is a keyed hash of the client's key, in hex; the client's bytes never
+    appear in a name."""
 
     tenant_id: str
     digest: str
@@ -41,7 +41,7 @@ class RecordLimits:
     max_tenant_keys: int = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Hold:
     """The right to write to a record, until another owner claims it."""
 

@@ -83,6 +83,12 @@ class Limiter(Protocol):
         Raises RequestRateExceeded, with ``retry_after_s``.
         """
 
+    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        """Count amounts against rates, all or none, without a request. The caller decides on them itself.
+
+        Raises RequestRateExceeded or TokenRateExceeded, with ``retry_after_s``.
+        """
+
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         """Extend the deadlines of running requests. The usage so far becomes the checkpoint that a lapse
         charges, and raises token rates where it exceeds what was reserved."""

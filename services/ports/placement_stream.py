@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from services.core.errors import FairwayError
 from services.core.fleet import PlacementFrame
 from services.core.generation import PlaceSpec
 
@@ -29,6 +30,9 @@ class PlacementStream(Protocol):
 
         An outcome that crosses the call may still arrive.
         """
+
+    def refuse(self, placement_id: int, error: FairwayError) -> None:
+        """Refuse a placement that is not submitted; a later frame has the error."""
 
     def take(self) -> PlacementFrame | None:
         """Return and clear the pending outcomes; None when there are none. Raises the error that ended the

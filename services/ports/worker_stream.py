@@ -37,6 +37,9 @@ class WorkerStream(Protocol):
     def start(self, handle: int, spec: StartSpec) -> None:
         """Request admission; a later frame has the result. Raises InvalidInput for a handle in use."""
 
+    def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
+        """Reject a start that is out of bounds; a later frame has the reason."""
+
     def credit(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
         """Grant ``tokens[i]`` more output tokens to ``handles[i]``. Unknown handles are ignored."""
 

@@ -63,8 +63,7 @@ from services.ports.blob_store import BlobStore
 from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
 from services.ports.text_check import TextCheck
-from services.registry.garbage import Collected, Collector
-from services.registry.sweep_fence import SweepFence
+from services.registry.garbage import Collected, Collector, SweepFence
 from services.registry.verification import VerificationLimiter, verify
 from services.runtime.idempotent_writes import Answer, RequestLog, WriteRequest, WriteSet, fingerprint_of
 

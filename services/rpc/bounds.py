@@ -11,7 +11,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Sized
 from functools import lru_cache
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -46,15 +46,17 @@ def check(message: Message, path: str = "") -> None:
 
 def check_but(message: Message, entries: str) -> None:
     """Check every field, but not the elements of the repeated field ``entries``: of these only the number."""
-    max_items = _bounds(_field(cast(Descriptor, message.DESCRIPTOR), entries)).max_items
+    max_items, checks = _checks_but(message.DESCRIPTOR, entries)
     _check_count(getattr(message, entries), max_items, entries)
-    for name, field_check in _named_checks(message.DESCRIPTOR):
-        if name != entries:
-            field_check(message, "")
+    for field_check in checks:
+        field_check(message, "")
 
 
-def _field(descriptor: Descriptor, name: str) -> FieldDescriptor:
-    return descriptor.fields_by_name[name]
+@lru_cache(maxsize=64)
+def _checks_but(descriptor: Descriptor, entries: str) -> tuple[int, tuple[FieldCheck, ...]]:
+    """Return the most elements of the field, and the checks of the other fields."""
+    max_items = _bounds(descriptor.fields_by_name[entries]).max_items
+    return max_items, tuple(check for name, check in _named_checks(descriptor) if name != entries)
 
 
 def _check_count(values: Sized, max_items: int, path: str) -> None:

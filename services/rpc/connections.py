@@ -21,6 +21,7 @@ import structlog
 
 from services.core.shares import share_of
 from services.ports.clock import Clock
+from services.rpc.new_connections import NewConnections
 from services.runtime import connections
 
 log = structlog.get_logger()
@@ -34,7 +35,9 @@ MAX_WITH_NEW: Final = (
 )  # including those that are new since the last check
 MAX_IDLE_OF_CALLER: Final = 256  # idle connections of one caller; more count as unauthenticated
 AUTHENTICATED_FOR_S: Final = 60.0
-PERIOD_S: Final = 0.2
+PERIOD_S: Final = 0.2  # between a new connection and the check
+# Without new connections. Then only the time since a caller's last call changes; its bound is a minute.
+_CALM_PERIOD_S: Final = 5.0
 _FLOODED_PERIOD_S: Final = 0.05  # while unauthenticated peers open more than their bound
 _PAUSE_S: Final = 0.02
 _FEW_OTHERS: Final = 64
@@ -73,7 +76,8 @@ class Connections:
         self._since_s: dict[str, float] = {}
         self._check_above = _FEW_OTHERS
         self._listed = 0  # descriptors at the last check
-        self._period_s = PERIOD_S
+        self._period_s = self._calm_s = PERIOD_S
+        self._arrivals = NewConnections(self._wanted.set)
 
     def begin(self, peer: str) -> None:
         """Record that an authenticated caller's RPC runs on this connection until ``end``."""
@@ -95,19 +99,36 @@ class Connections:
 
     async def guard(self, clock: Clock, port: Callable[[], int]) -> None:
         """Enforce the bounds until cancelled. ``port`` returns the server's port, 0 before it starts."""
-        while True:
-            await clock.sleep(_PAUSE_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._period_s):
-                    await self._wanted.wait()
-            self._wanted.clear()
-            if not port():
-                continue
-            try:
-                await self._check(port())
-            except OSError as error:  # no descriptor is left for the check, or the folder does not exist
-                log.warning("connections.not_inspected", error=error.strerror)
-                await clock.sleep(10 * PERIOD_S)
+        while not port():
+            await clock.sleep(PERIOD_S)
+        try:
+            self._watch_arrivals(port())
+            while True:
+                await clock.sleep(_PAUSE_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._period_s):
+                        await self._wanted.wait()
+                self._wanted.clear()
+                try:
+                    await self._check(port())
+                except OSError as error:  # no descriptor is left for the check, or the folder does not exist
+                    log.warning("connections.not_inspected", error=error.strerror)
+                    await clock.sleep(10 * PERIOD_S)
+        finally:
+            self._arrivals.stop()
+
+    def port_closes(self) -> None:
+        """Call this before the server closes its port."""
+        self._arrivals.stop()
+
+    def _watch_arrivals(self, port: int) -> None:
+        """Check on new connections where the system shows them, else periodically."""
+        try:
+            is_watched = self._arrivals.watch(port, PERIOD_S)
+        except OSError as error:
+            log.warning("connections.arrivals_not_watched", error=error.strerror)
+            is_watched = False
+        self._calm_s = _CALM_PERIOD_S if is_watched else PERIOD_S
 
     async def _check(self, port: int) -> None:
         now_s = _now_s()
@@ -115,7 +136,7 @@ class Connections:
             peer for peer, idle in self._idle.items() if idle.since_s <= now_s - AUTHENTICATED_FOR_S
         ]:
             del self._idle[peer]
-        self._period_s = PERIOD_S
+        self._period_s = self._calm_s
         # With few descriptors the list costs less than a thread's turn.
         few = self._listed < _FEW_DESCRIPTORS
         descriptors = os.listdir(_DESCRIPTORS) if few else await asyncio.to_thread(os.listdir, _DESCRIPTORS)

@@ -30,7 +30,7 @@ from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
 from services.rpc.interceptors.traces import LogContext, TraceRpcs
 from services.rpc.message_size import limits_of
 from services.rpc.unauthenticated import UnauthenticatedCalls
-from services.runtime.process.descriptors import descriptor_limit
+from services.runtime.process.machine import descriptor_limit
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.tracing import Tracing
 
@@ -173,6 +173,7 @@ class RpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Accept no new RPCs, let running ones finish within ``grace_s``, then cancel them."""
+        self._connections.port_closes()
         await self._server.stop(grace_s)
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 PREFIX = "FAIRWAY_"
+MIN_SECRET_CHARS = 32
 Address = Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$")]
 StoreAddress = Annotated[str, Field(pattern=r"^([^\s:]+:\d{1,5}|unix:/[^\s,]+)$")]
 
@@ -46,6 +47,8 @@ class Settings(BaseModel):
     internal_token_file: Path = Path(".fairway/secrets/internal_token")
     # Secret that signs placement tickets.
     ticket_key_file: Path = Path(".fairway/secrets/ticket_key")
+    # Secrets that encrypt idempotency records, one per line: the first encrypts, all decrypt.
+    record_keys_file: Path = Path(".fairway/secrets/record_keys")
     # File with the first operator's key, fw_admin_ and 64 hex digits.
     admin_key_file: Path | None = None
     # Address of the registry.
@@ -182,6 +185,11 @@ class Settings(BaseModel):
     # Most bytes of stored answers per tenant.
     idempotency_tenant_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
 
+    # Seconds that answers at temperature 0 serve equal requests that permit it; 0: never.
+    response_cache_ttl_s: float = Field(default=0.0, ge=0, le=3600)
+    # Most bytes of such answers per tenant.
+    response_cache_tenant_bytes: int = Field(default=16 * 1024**2, ge=1024**2)
+
     @field_validator("etcd_endpoints", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
@@ -252,9 +260,17 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
 def read_secret(path: Path) -> str:
     """Return the text of a secret file, stripped. Raises ConfigError when it cannot be read or is short."""
     text = _read_file(path, "`fairway up` creates it")
-    if len(text) < 32:
-        raise ConfigError(f"the secret in {path} has less than 32 characters")
+    if len(text) < MIN_SECRET_CHARS:
+        raise ConfigError(f"the secret in {path} has less than {MIN_SECRET_CHARS} characters")
     return text
+
+
+def read_secrets(path: Path) -> tuple[str, ...]:
+    """Return the secrets of a file, one per line. Raises ConfigError without any, or for a short one."""
+    found = tuple(filter(None, map(str.strip, _read_file(path, "`fairway up` creates it").splitlines())))
+    if not found or min(map(len, found)) < MIN_SECRET_CHARS:
+        raise ConfigError(f"a secret in {path} has less than {MIN_SECRET_CHARS} characters")
+    return found
 
 
 def read_password(path: Path) -> str:

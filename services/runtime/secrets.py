@@ -30,6 +30,8 @@ _TICKET_VERSION: Final = b"\x01"
 _TICKET_PURPOSE: Final = b"fairway ticket v1"
 _MAC_BYTES: Final = 32
 _PREFIX_PURPOSE: Final = b"fairway prefix v1"
+_EVENTS_PURPOSE: Final = b"fairway event ids v1"
+_RECORDS_PURPOSE: Final = b"fairway record names v1"
 
 
 def new_secret() -> bytes:
@@ -86,6 +88,16 @@ _tickets: Final = msgspec.msgpack.Decoder(Ticket)
 def prefix_secret(key: bytes) -> bytes:
     """Return the secret for naming prefixes, derived from the installation's ticket key."""
     return hmac.digest(key, _PREFIX_PURPOSE, "sha256")
+
+
+def record_names_secret(key: bytes) -> bytes:
+    """Return the secret for naming idempotency records, derived from the installation's ticket key."""
+    return hmac.digest(key, _RECORDS_PURPOSE, "sha256")
+
+
+def event_ids_secret(key: bytes) -> bytes:
+    """Return the secret for ids of streamed events, derived from the installation's ticket key."""
+    return hmac.digest(key, _EVENTS_PURPOSE, "sha256")
 
 
 def issue_ticket(key: bytes, ticket: Ticket) -> bytes:

@@ -72,3 +72,17 @@ class Supervisor:
             if len(self._failures) < 100:
                 self._failures.append(task.get_name())
             log.error("supervisor.task_crashed", task=task.get_name(), exc_info=error)
+
+
+async def first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Return once one ended; the others are cancelled and have ended too. Raises its exception."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if task in done:
+            task.result()

@@ -21,8 +21,8 @@ from services.core.paging import page_of
 from services.core.queues import PoolQueue
 from services.ports.clock import Clock
 from services.ports.report_stream import ReportAnswer
-from services.runtime.race import first_of
 from services.runtime.secrets import check_ticket
+from services.runtime.supervisor import first_of
 from services.scheduler.explain.decision_log import DecisionLog
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.fleet.worker import NO_SUMS, WorkerState
@@ -232,7 +232,6 @@ class GatewayPlacementStream:
         self._term.streams.send(command)
 
     def refuse(self, placement_id: int, error: FairwayError) -> None:
-        """Refuse a placement that is not submitted."""
         self._session.outbox.append(PlacementRefused(placement_id, error))
         self._session.wake()
 

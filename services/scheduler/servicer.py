@@ -4,9 +4,9 @@ handler."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any, Final
+import math
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
 import structlog
@@ -15,11 +15,12 @@ from fairway.task_group import TaskGroup
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.core.errors import InvalidInput, first_failure
 from services.ports.clock import Clock
-from services.ports.report_stream import ReportAnswer
+from services.ports.message_stream import MessageStream, StreamLost
+from services.ports.placement_stream import PlacementStream
+from services.ports.report_stream import ReportAnswer, ReportStream
 from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
-from services.rpc.convert.decisions import decision_to_proto, timestamp, worker_to_proto
-from services.rpc.convert.queues import pool_to_proto
+from services.rpc.convert.decisions import decision_to_proto, pool_to_proto, timestamp, worker_to_proto
 from services.rpc.convert.scheduler import (
     counters_to_proto,
     frame_to_proto,
@@ -27,10 +28,13 @@ from services.rpc.convert.scheduler import (
     place_from_proto,
     report_from_proto,
 )
-from services.scheduler.service import GatewayPlacementStream, SchedulerService, WorkerReportStream
+from services.rpc.server_stream import GrpcServerStream
+from services.scheduler.service import SchedulerService
 
 log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[Any, Any]
+GatewayMessages: TypeAlias = MessageStream[scheduler_pb2.ConnectResponse, scheduler_pb2.ConnectRequest]
+WorkerMessages: TypeAlias = MessageStream[scheduler_pb2.ReportResponse, scheduler_pb2.ReportRequest]
 
 _HELLO_S: Final = 10.0
 _ANSWER_S: Final = 0.05  # reports of one worker within this time share an answer
@@ -48,38 +52,41 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Connect(  # type: ignore[override]  # a coroutine that writes
         self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: Context
     ) -> None:
-        hello = await _hello(request_iterator)
-        woken = asyncio.Event()
-        stream = self._service.open(hello.gateway_id, woken.set, zone=hello.zone)
-        try:
-            await send_headers(context)
-            async with TaskGroup() as group:
-                reading = group.create_task(_read_places(request_iterator, stream))
-                reading.add_done_callback(lambda _: woken.set())
-                await self._write_outcomes(stream, reading, woken, context)
-        except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
-        finally:
-            stream.close()
+        await send_headers(context)
+        await self.serve_gateway(GrpcServerStream(request_iterator, context))
 
     async def Report(  # type: ignore[override]  # a coroutine that writes
         self, request_iterator: AsyncIterator[scheduler_pb2.ReportRequest], context: Context
     ) -> None:
+        await send_headers(context)
+        await self.serve_worker(GrpcServerStream(request_iterator, context))
+
+    async def serve_gateway(self, stream: GatewayMessages) -> None:
+        """Place for the gateway until its stream ends; what it still has queued is then withdrawn."""
+        hello = await _hello(stream)
         woken = asyncio.Event()
-        stream = self._service.open_report(woken.set)
+        placements = self._service.open(hello.gateway_id, woken.set, zone=hello.zone)
         try:
-            await send_headers(context)
-            async with TaskGroup() as group:
-                # Leadership is written before the first report is read, so that a worker opens its streams in
-                # the same order as this server.
-                await context.write(self._heard(ReportAnswer(stream.epoch)))
-                reading = group.create_task(_read_reports(request_iterator, stream))
-                reading.add_done_callback(lambda _: woken.set())
-                await self._write_answers(stream, reading, woken, context)
-        except BaseExceptionGroup as failures:
-            raise first_failure(failures) from None
+            await _read_and_write(
+                stream.read_each(_Places(placements).read),
+                self._write_outcomes(placements, woken, stream),
+            )
         finally:
-            stream.close()
+            placements.close()
+
+    async def serve_worker(self, stream: WorkerMessages) -> None:
+        """Apply the worker's reports until its stream ends."""
+        woken = asyncio.Event()
+        reports = self._service.open_report(woken.set)
+        try:
+            # Leadership is written before the first report is read, so that a worker opens its streams in
+            # the same order as this server.
+            await stream.write(self._answer(ReportAnswer(reports.epoch)))
+            await _read_and_write(
+                stream.read_each(_Reports(reports).read), self._write_answers(reports, woken, stream)
+            )
+        finally:
+            reports.close()
 
     async def ListPools(
         self, request: scheduler_pb2.ListPoolsRequest, context: Context
@@ -114,48 +121,44 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
     async def _write_outcomes(
-        self,
-        stream: GatewayPlacementStream,
-        reading: asyncio.Task[None],
-        woken: asyncio.Event,
-        context: Context,
-    ) -> None:
-        """Write leadership, then outcomes and heartbeats until the gateway closed its side.
+        self, placements: PlacementStream, woken: asyncio.Event, stream: GatewayMessages
+    ) -> NoReturn:
+        """Write leadership, then outcomes and heartbeats.
 
         A message with leadership contains the pressures of all pools; a heartbeat repeats the last ones.
         """
-        beat = scheduler_pb2.ConnectResponse(leadership=leadership(stream.epoch, self._leader_id))
-        await context.write(beat)
-        beat_s = self._clock.monotonic_s()
-        while not reading.done():
-            due_s = beat_s + self._heartbeat_s - self._clock.monotonic_s()
+        pressures: Iterable[scheduler_pb2.PoolPressure] = ()
+        beat_s = -math.inf
+        while True:
+            # The leader's own message is due first. Gateways accept a silence of several heartbeats.
+            due_s = beat_s + 1.5 * self._heartbeat_s - self._clock.monotonic_s()
             if due_s <= 0:
-                await context.write(beat)
+                leader = leadership(placements.epoch, self._leader_id)
+                await stream.write(scheduler_pb2.ConnectResponse(leadership=leader, pressures=pressures))
                 beat_s = self._clock.monotonic_s()
                 continue
             await _wait(woken, due_s)
-            while (frame := stream.take()) is not None:
+            while (frame := placements.take()) is not None:
                 message = frame_to_proto(frame)
                 if frame.pressures is not None:
-                    message.leadership.CopyFrom(beat.leadership)
-                    del beat.pressures[:]
-                    beat.pressures.extend(message.pressures)
+                    message.leadership.CopyFrom(leadership(placements.epoch, self._leader_id))
+                    pressures = message.pressures
                     beat_s = self._clock.monotonic_s()
-                await context.write(message)
+                await stream.write(message)
 
     async def _write_answers(
-        self, stream: WorkerReportStream, reading: asyncio.Task[None], woken: asyncio.Event, context: Context
-    ) -> None:
-        """Write answers, each for several reports, and heartbeats, until the worker closed its side."""
+        self, reports: ReportStream, woken: asyncio.Event, stream: WorkerMessages
+    ) -> NoReturn:
+        """Write answers, each for several reports, and heartbeats."""
         answered = 0
-        while not reading.done():
+        while True:
             await _wait(woken, self._heartbeat_s)
-            answer = stream.take() or ReportAnswer(stream.epoch, answered)
+            answer = reports.take() or ReportAnswer(reports.epoch, answered)
             answered = answer.report
-            await context.write(self._heard(answer))
+            await stream.write(self._answer(answer))
             await self._clock.sleep(_ANSWER_S)
 
-    def _heard(self, answer: ReportAnswer) -> scheduler_pb2.ReportResponse:
+    def _answer(self, answer: ReportAnswer) -> scheduler_pb2.ReportResponse:
         return scheduler_pb2.ReportResponse(
             leadership=leadership(answer.epoch, self._leader_id),
             report=answer.report,
@@ -163,61 +166,81 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
 
-async def _hello(requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> scheduler_pb2.GatewayHello:
+async def _read_and_write(
+    reading: Coroutine[Any, Any, NoReturn], writing: Coroutine[Any, Any, NoReturn]
+) -> None:
+    """Read and write until the peer ends the stream. Raises the error that ended it instead."""
+    try:
+        async with TaskGroup() as group:
+            group.create_task(reading)
+            await writing
+    except BaseExceptionGroup as failures:
+        failure = first_failure(failures)
+        if not isinstance(failure, StreamLost):
+            raise failure from None
+
+
+async def _hello(stream: GatewayMessages) -> scheduler_pb2.GatewayHello:
     """Return the gateway's first message. Raises InvalidInput when it is no hello or does not arrive in
     time."""
     try:
-        async with asyncio.timeout(_HELLO_S):
-            first = await anext(requests)
-    except (StopAsyncIteration, TimeoutError):
+        first = await stream.read(_HELLO_S)
+    except StreamLost:
         raise InvalidInput("a gateway must send hello first", field="hello") from None
     if not first.HasField("hello") or first.places or first.HasField("cancel"):
         raise InvalidInput("a gateway's first message must contain only hello", field="hello")
     return first.hello
 
 
-def _within_bounds(
-    places: Iterable[scheduler_pb2.PlaceRequest], stream: GatewayPlacementStream
-) -> Iterator[scheduler_pb2.PlaceRequest]:
-    """Yield the valid placements; each invalid one is refused alone."""
-    for place in places:
-        try:
-            bounds.check(place, "place.")
-        except InvalidInput as error:
-            log.error("place.out_of_bounds", field=error.metadata["field"], request_id=place.request_id[:64])
-            stream.refuse(place.placement_id, error)
-        else:
-            yield place
+class _Places:
+    """Reads the messages of a gateway."""
 
+    def __init__(self, placements: PlacementStream) -> None:
+        self._placements = placements
 
-async def _read_places(
-    requests: AsyncIterator[scheduler_pb2.ConnectRequest], stream: GatewayPlacementStream
-) -> None:
-    async for message in requests:
+    def read(self, message: scheduler_pb2.ConnectRequest) -> None:
         if message.HasField("hello"):
             raise InvalidInput("a gateway must send hello only once", field="hello")
         bounds.check_but(message, "places")
         if message.places:
-            stream.submit([place_from_proto(place) for place in _within_bounds(message.places, stream)])
+            self._placements.submit([place_from_proto(place) for place in self._valid(message.places)])
         if message.HasField("cancel"):
-            stream.cancel(message.cancel.placement_ids)
+            self._placements.cancel(message.cancel.placement_ids)
+
+    def _valid(self, places: Iterable[scheduler_pb2.PlaceRequest]) -> Iterator[scheduler_pb2.PlaceRequest]:
+        """Yield the valid placements; each invalid one is refused alone."""
+        for place in places:
+            try:
+                bounds.check(place, "place.")
+            except InvalidInput as error:
+                field, request_id = error.metadata["field"], place.request_id[:64]
+                log.error("place.out_of_bounds", field=field, request_id=request_id)
+                self._placements.refuse(place.placement_id, error)
+            else:
+                yield place
 
 
-async def _read_reports(
-    requests: AsyncIterator[scheduler_pb2.ReportRequest], stream: WorkerReportStream
-) -> None:
-    expected = 1
-    async for message in requests:
-        if message.report != expected:
-            raise InvalidInput(f"report {message.report} received, {expected} expected", field="report")
-        expected += 1
-        stream.report(message.report, report_from_proto(message))
+class _Reports:
+    """Reads the reports of a worker."""
+
+    def __init__(self, reports: ReportStream) -> None:
+        self._reports = reports
+        self._expected = 1
+
+    def read(self, message: scheduler_pb2.ReportRequest) -> None:
+        if message.report != self._expected:
+            text = f"report {message.report} received, {self._expected} expected"
+            raise InvalidInput(text, field="report")
+        self._expected += 1
+        self._reports.report(message.report, report_from_proto(message))
 
 
 async def _wait(woken: asyncio.Event, timeout_s: float) -> None:
     """Return when the event is set or after ``timeout_s``, and clear the event; pending data stays in the
     stream."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await woken.wait()
+    alarm = asyncio.get_running_loop().call_later(timeout_s, woken.set)
+    try:
+        await woken.wait()
+    finally:
+        alarm.cancel()
     woken.clear()

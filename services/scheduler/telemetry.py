@@ -1,7 +1,8 @@
-"""Scheduler telemetry: metrics, a log line per placement, and spans. It makes no decisions."""
+"""Scheduler telemetry: metrics with the levels of the term, a log line per placement, and spans."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import structlog
@@ -11,17 +12,25 @@ from services.ports.clock import Clock
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.metrics import SHORT_S, Metrics, Reading
 from services.runtime.telemetry.tracing import Tracing
-from services.scheduler.levels import TermLevels
+from services.scheduler.fleet.view import FleetView
+from services.scheduler.health.worker_health import FleetHealth
+from services.scheduler.overload.pool_load import Overload
+from services.scheduler.queue.flow_queue import FlowQueue
+from services.scheduler.queue.report import counter_gaps
 from services.scheduler.queue.waiting import GRANTED, WITHDRAWN
+from services.scheduler.term_streams import TermStreams
 
 log = structlog.get_logger()
 
 
 class LedTerm(Protocol):
-    """The current term. ``Term`` has this shape."""
+    """The parts of the current term that metrics read when they are scraped. ``Term`` has this shape."""
 
-    @property
-    def levels(self) -> TermLevels: ...
+    fleet: FleetView
+    queue: FlowQueue
+    health: FleetHealth
+    overload: Overload
+    streams: TermStreams
 
 
 class SchedulerTelemetry:
@@ -40,7 +49,7 @@ class SchedulerTelemetry:
         self._tracing = tracing if tracing is not None else Tracing(clock)
         self._lines = lines
         self._depth: dict[tuple[str, str], int] = {}
-        self._levels: TermLevels | None = None
+        self._term: LedTerm | None = None
         metrics.gauge(
             "fairway_scheduler_queue_placements",
             "Placements in the queue, by deployment and class",
@@ -78,13 +87,13 @@ class SchedulerTelemetry:
         metrics.gauge(
             "fairway_scheduler_workers",
             "Workers of the leader, by state",
-            self._workers,
+            self._by_kind(lambda term: term.fleet.workers_by_state),
             ("state",),
         )
         metrics.gauge(
             "fairway_scheduler_pools_out",
             "Worker pools with reduced traffic: ejected or probed for slowness, failures or a trial",
-            self._pools_out,
+            self._by_kind(lambda term: term.health.pools_by_state()),
             ("state",),
         )
         metrics.gauge(
@@ -102,43 +111,43 @@ class SchedulerTelemetry:
         metrics.level(
             "fairway_scheduler_grants_outstanding",
             "Grants that no worker report confirmed yet",
-            lambda: float(self._levels.grants_outstanding()) if self._levels else 0.0,
+            self._level(lambda term: term.fleet.outstanding),
         )
         metrics.level(
             "fairway_scheduler_gateways",
             "Gateways with an open stream to this leader",
-            lambda: float(self._levels.gateways()) if self._levels else 0.0,
+            self._level(lambda term: len(term.streams.sessions)),
         )
         metrics.level(
             "fairway_scheduler_inbox_commands",
             "Commands that wait for the next decision turn",
-            lambda: float(self._levels.inbox()) if self._levels else 0.0,
+            self._level(lambda term: len(term.streams)),
         )
         metrics.level(
             "fairway_scheduler_view_age_seconds",
             "Time since the oldest last report of a connected worker; 0 without workers",
-            lambda: self._levels.view_age_s() if self._levels else 0.0,
+            self._level(lambda term: term.fleet.view_age_s(self._clock.monotonic_s())),
         )
         metrics.gauge(
             "fairway_scheduler_prompt_tokens",
             "Prompt tokens of this term: granted, predicted cached, reported, reported cached",
-            self._prompt_tokens,
+            self._by_kind(lambda term: term.fleet.prefix_tokens.by_kind()),
             ("kind",),
         )
         metrics.level(
             "fairway_scheduler_prefix_blocks",
             "Cached prefix blocks in the leader's index",
-            lambda: float(self._levels.indexed_blocks()) if self._levels else 0.0,
+            self._level(lambda term: len(term.fleet.prefixes)),
         )
 
     def term_started(self, term: LedTerm) -> None:
         self._depth.clear()
-        self._levels = term.levels
+        self._term = term
 
     def term_ended(self) -> None:
         """Clear the queue metrics, because waiting placements end with the term."""
         self._depth.clear()
-        self._levels = None
+        self._term = None
 
     def entered(self, spec: PlaceSpec) -> None:
         key = self._models.of(spec.model), spec.priority.value
@@ -171,28 +180,29 @@ class SchedulerTelemetry:
                 wait_ms=round(wait_s * 1e3, 3),
             )
 
-    def _prompt_tokens(self) -> Reading:
-        found = self._levels.prompt_tokens() if self._levels else {}
-        return [((kind,), float(tokens)) for kind, tokens in found.items()]
+    def _level(self, read: Callable[[LedTerm], float]) -> Callable[[], float]:
+        """Return a reader of one level of the current term; 0 without one."""
+        return lambda: float(read(self._term)) if self._term is not None else 0.0
 
-    def _pools_out(self) -> Reading:
-        found = self._levels.pools_out_by_state() if self._levels else {}
-        return [((state,), float(count)) for state, count in found.items()]
+    def _by_kind(self, read: Callable[[LedTerm], Mapping[str, int]]) -> Callable[[], Reading]:
+        """Return a reader of several levels of the current term; none without one."""
+
+        def reading() -> Reading:
+            found = read(self._term) if self._term is not None else {}
+            return [((kind,), float(count)) for kind, count in found.items()]
+
+        return reading
 
     def _pressure(self) -> Reading:
         by_label: dict[str, float] = {}
-        for model, ratio in (self._levels.pressure_by_model() if self._levels else {}).items():
+        for model, ratio in (self._term.overload.pressure_by_model() if self._term else {}).items():
             label = self._models.of(model)  # models beyond the label limit share a label
             by_label[label] = max(ratio, by_label.get(label, 0.0))
         return [((label,), ratio) for label, ratio in by_label.items()]
 
     def _counter_gaps(self) -> Reading:
         by_label: dict[tuple[str, str], float] = {}
-        for (model, priority), tokens in (self._levels.counter_gaps() if self._levels else {}).items():
+        for (model, priority), tokens in (counter_gaps(self._term.queue) if self._term else {}).items():
             label = self._models.of(model), priority.value
             by_label[label] = max(tokens, by_label.get(label, 0.0))
         return list(by_label.items())
-
-    def _workers(self) -> Reading:
-        found = self._levels.workers_by_state() if self._levels else {}
-        return [((state,), float(count)) for state, count in found.items()]

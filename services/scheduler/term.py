@@ -18,13 +18,12 @@ from services.core.errors import FairwayError
 from services.core.fleet import Granted, ReportSnapshot
 from services.ports.clock import Clock
 from services.scheduler.explain.decision_log import DecisionLog
-from services.scheduler.fleet.applied_reports import AppliedReports
-from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.fleet.roster import AppliedReports
 from services.scheduler.fleet.view import FleetView
+from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.health.review import HealthReview, ServingCount
 from services.scheduler.health.worker_health import FleetHealth, HealthPolicy
 from services.scheduler.heartbeat import LeaderHeartbeat
-from services.scheduler.levels import TermLevels
 from services.scheduler.overload.pool_load import Overload
 from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.policy.placement.choose import PlacementProfile
@@ -112,7 +111,6 @@ class Term:
         self.applied = AppliedReports(2 * settings.fleet.max_workers)
         limits = StreamLimits(settings.max_gateways, 2 * settings.fleet.max_workers, settings.max_inbox)
         self.streams = TermStreams(epoch, limits, clock, self._heartbeat)
-        self.levels = TermLevels(self.fleet, self.queue, self.health, self.overload, self.streams, clock)
 
     async def run(self, leads: Callable[[], bool]) -> None:
         """Own the state until cancelled or until ``leads`` returns False; it is called before every pass."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterator
 from typing import Any, Final, Protocol
 
 import structlog
@@ -13,11 +13,13 @@ from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.core.errors import InvalidInput
 from services.core.generation import NotAdmittedReason
 from services.ports.clock import Clock
+from services.ports.message_stream import MessageStream, StreamLost
+from services.ports.worker_stream import WorkerStream, WorkerStreams
 from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
 from services.rpc.convert.worker import frame_to_proto, start_from_proto, version_to_proto
+from services.rpc.server_stream import GrpcServerStream
 from services.worker.agent.agent import WorkerStatus
-from services.worker.streams.host import GatewaySequences, SequenceHost
 
 log = structlog.get_logger()
 HEARTBEAT_S: Final = 1.0
@@ -33,33 +35,34 @@ class WorkerOperations(Protocol):
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    def __init__(self, host: SequenceHost, worker: WorkerOperations, clock: Clock) -> None:
+    def __init__(self, host: WorkerStreams, worker: WorkerOperations, clock: Clock) -> None:
         self._host = host
         self._worker = worker
         self._clock = clock
 
     async def Execute(  # type: ignore[override]  # the stubs type generators only
-        self, request_iterator: AsyncIterable[worker_pb2.ExecuteRequest], context: Any
+        self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: Any
+    ) -> None:
+        await send_headers(context)
+        await self.serve_gateway(GrpcServerStream(request_iterator, context))
+
+    async def serve_gateway(
+        self, stream: MessageStream[worker_pb2.ExecuteResponse, worker_pb2.ExecuteRequest]
     ) -> None:
         """Run the gateway's sequences until it ends the stream; those that still run are then cancelled."""
         wake = asyncio.Event()
-        stream = self._host.open(wake.set)
+        sequences = self._host.open(wake.set)
         try:
-            await send_headers(context)
             async with TaskGroup() as group:
-                writer = _Writer(stream, wake, context)
-                tasks = (
-                    group.create_task(writer.run()),
-                    group.create_task(writer.beat(self._clock)),
-                )
-                async for request in request_iterator:
-                    apply(request, stream)
-                for task in tasks:
-                    task.cancel()
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # the first ended the stream; the rest are cancellations
+                writer = _Writer(sequences, wake, stream)
+                group.create_task(writer.run())
+                group.create_task(writer.beat(self._clock))
+                await stream.read_each(lambda request: apply(request, sequences))
+        except BaseExceptionGroup as errors:  # the first ended the stream; the rest are cancellations
+            if not isinstance(errors.exceptions[0], StreamLost):
+                raise errors.exceptions[0] from None
         finally:
-            stream.close()
+            sequences.close()
 
     async def GetWorker(
         self, request: worker_pb2.GetWorkerRequest, context: Any
@@ -74,7 +77,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.DrainWorkerResponse(remaining=remaining)
 
 
-def apply(request: worker_pb2.ExecuteRequest, stream: GatewaySequences) -> None:
+def apply(request: worker_pb2.ExecuteRequest, stream: WorkerStream) -> None:
     """Apply one message: cancels first, since they free blocks for its starts.
 
     A start out of bounds is rejected alone; the stream continues. Raises InvalidInput if another part of the
@@ -98,10 +101,15 @@ def apply(request: worker_pb2.ExecuteRequest, stream: GatewaySequences) -> None:
 class _Writer:
     """The only task that writes to the stream; all changes since its last write form one message."""
 
-    def __init__(self, stream: GatewaySequences, wake: asyncio.Event, context: Any) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        sequences: WorkerStream,
+        wake: asyncio.Event,
+        stream: MessageStream[worker_pb2.ExecuteResponse, worker_pb2.ExecuteRequest],
+    ) -> None:
+        self._sequences = sequences
         self._wake = wake
-        self._context = context
+        self._stream = stream
         self._silent = False
         self._beat_due = False
 
@@ -109,12 +117,12 @@ class _Writer:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while (frame := self._stream.take()) is not None:
+            while (frame := self._sequences.take()) is not None:
                 self._silent = False
-                await self._context.write(frame_to_proto(frame))
+                await self._stream.write(frame_to_proto(frame))
             if self._beat_due:
                 self._beat_due = False
-                await self._context.write(HEARTBEAT)
+                await self._stream.write(HEARTBEAT)
 
     async def beat(self, clock: Clock) -> None:
         """Request a heartbeat after each second without another message."""

@@ -23,12 +23,11 @@ import msgspec
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
 from services.worker.engine.core import Engine
-from services.worker.engine.execute.executor import Batch
-from services.worker.engine.load.launch import Inline
+from services.worker.engine.execute.executor import Batch, Inline
 from services.worker.engine.plan.planner import MAX_LONG_PREFILLS, PlannerLimits
 from services.worker.engine.sequence import Status
 from services.worker.engine.validation import ModelLimits
-from services.worker.policy.prefill_budget import PrefillBudget
+from services.worker.policy.prefill import PrefillBudget
 from simulator.engine.cost_model import CostModel
 from simulator.engine.kv_pool import KvPool
 from simulator.engine.sim_executor import OutputLength, SimExecutor, SimIntake, sim_tokens

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import cast
 
 from services.worker.engine.execute.executor import Batch, Samples
-from services.worker.engine.intake import Intake
 from services.worker.engine.sample.keyed_random import sequence_key
 from services.worker.engine.sequence import SequenceState
-from services.worker.engine.validation import ModelLimits, size_refusal
+from services.worker.engine.validation import Intake, ModelLimits, size_refusal
 from services.worker.engine_protocol import Submit
 from simulator.engine.cost_model import CostModel, span_tokens
 from simulator.engine.tokens import NEVER, SimTokens, Vocabulary

@@ -16,13 +16,17 @@ from typing import Final
 
 import msgspec
 
+from services.adapters.links.leader_streams import StreamReportLinks
 from services.adapters.links.reporter import Reporter
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.core.records import AssignedVersion, Assignment
 from services.ports.worker_stream import WorkerStreams
+from services.rpc.methods import EXECUTE
 from services.worker import engine_protocol as wire
-from services.worker.agent.agent import PAUSE_S, WorkerAgent, WorkerIdentity
+from services.worker.agent.agent import PAUSE_S, WorkerAgent
+from services.worker.agent.report import WorkerIdentity
 from services.worker.policy.engine_silence import ABANDON_STEPS
+from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import (
     Crashed,
     EngineEvents,
@@ -36,7 +40,8 @@ from services.worker.streams.host import SequenceHost
 from services.worker.text.detokenizer import Vocabulary
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec
 from simulator.engine.sim_executor import OutputLength
-from simulator.kernel.links.links import SimReportLinks, SimStore, serve_worker
+from simulator.kernel.links.store_link import SimStore
+from simulator.kernel.links.streams import SimStreams, serve_stream
 from simulator.kernel.network import Network
 from simulator.kernel.process import Process
 
@@ -299,7 +304,7 @@ class SimWorker:
             sweep_s=spec.sweep_s,
         )
         self.reporter = Reporter(
-            SimReportLinks(process, network, self._directory),
+            StreamReportLinks(SimStreams(process, network), self._directory),
             clock,
             process.supervisor,
             self.agent.take_snapshot,
@@ -308,7 +313,8 @@ class SimWorker:
             rng=rng,
         )
         host.changed = self.reporter.changed
-        serve_worker(process, network, spec.address, streams or host)
+        servicer = WorkerServicer(streams or host, self.agent, clock)
+        serve_stream(process, network, spec.address, EXECUTE, servicer.serve_gateway)
 
     def start(self) -> None:
         """Begin to register, run versions, report and sweep."""

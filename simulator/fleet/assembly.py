@@ -30,15 +30,14 @@ from services.ports.store import Put
 from services.scheduler.term import Term
 from simulator.fleet.clients.client import Record, SimRequest
 from simulator.fleet.clients.session import Clients
-from simulator.fleet.grant_watch import GrantWatch
+from simulator.fleet.grant_watch import GrantWatch, Trace
 from simulator.fleet.nodes.gateway_node import GatewayNode, key_name
 from simulator.fleet.nodes.scheduler_node import SchedulerNode
 from simulator.fleet.nodes.shared_redis import REDIS, Redis, serve_redis
 from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.spec import MODEL, VERSION_DIGEST, FleetSpec
-from simulator.fleet.trace import Trace
-from simulator.invariants.violations import Violations
-from simulator.kernel.links.links import StoreServer
+from simulator.invariants.invariant import Violations
+from simulator.kernel.links.store_link import StoreServer
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.kernel.network import Latency, Network
 from simulator.kernel.process import Process, Skew

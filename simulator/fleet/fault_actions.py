@@ -12,7 +12,7 @@ from fairway.task_group import TaskGroup
 from services.core.generation import PlaceSpec, StartSpec
 from services.scheduler.term import Term
 from simulator.fleet.assembly import STORE, SimFleet
-from simulator.fleet.faults import Fault, FaultKind, Moment
+from simulator.fleet.chaos import Fault, FaultKind, Moment
 from simulator.fleet.grant_watch import GrantListener
 from simulator.fleet.nodes.shared_redis import REDIS
 from simulator.kernel.network import Latency

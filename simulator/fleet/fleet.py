@@ -16,11 +16,10 @@ import structlog
 from fairway.task_group import TaskGroup
 from simulator.fleet.assembly import Parts, SimFleet
 from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.grant_watch import Trace
 from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec
-from simulator.fleet.trace import Trace
 from simulator.invariants.balance import leftovers
-from simulator.invariants.instants import Instants, Looks
-from simulator.invariants.invariant import Invariant, Sampling
+from simulator.invariants.invariant import Instants, Invariant, Looks, Sampling
 from simulator.kernel.loop import VirtualTimeLoop
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Every grant and every start of a run, as scheduler and worker observed it: the input of invariants.
+"""What happened in a run: its trace, and every grant and start as scheduler and worker observed it.
 
 The scheduler's side is its queue's observer, called as the grant is given; the worker's side stands between
 the gateway's stream and the worker's host. Both only look.
@@ -6,7 +6,9 @@ the gateway's stream and the worker's host. Both only look.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from services.core.fleet import SequenceUsage
 from services.core.generation import PlaceSpec, StartSpec
@@ -17,6 +19,28 @@ from services.scheduler.fleet.view import FleetView
 from services.scheduler.queue.waiting import GRANTED, WITHDRAWN
 from services.scheduler.telemetry import LedTerm, SchedulerTelemetry
 from services.scheduler.term import Term
+
+
+class Trace:
+    """Two runs with the same digest recorded the same events at the same times."""
+
+    def __init__(self, now_s: Callable[[], float], show: Callable[[str], None] | None = None) -> None:
+        self._now_s = now_s
+        self._show = show
+        self._digest = blake2b(digest_size=16)
+        self.events = 0
+
+    def note(self, subject: str, event: str, detail: str = "") -> None:
+        """Add an event: who, what and with what."""
+        now_s = self._now_s()
+        self.events += 1
+        self._digest.update(f"{now_s!r}\0{subject}\0{event}\0{detail}\n".encode())
+        if self._show is not None:
+            self._show(f"{now_s:12.6f}  {subject:14} {event:20} {detail}")
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import TermSettings
+from simulator.fleet.chaos import Fault, FaultKind, draw_faults
 from simulator.fleet.clients.client import SimRequest
-from simulator.fleet.faults import Fault, FaultKind, draw_faults
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
 
 EVERY: Final = 10

@@ -1,18 +1,22 @@
-"""KV, slots and grants balance: the accounting is always consistent, and empty once nothing runs."""
+"""KV, slots and grants balance, and every queue is bounded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Final
 
+from services.adapters.links.muxed_placement import PlacementSettings
+from services.scheduler.term import Term
+from services.worker.streams.sequence_slots import PARKED_PER_SLOT
 from simulator.fleet.assembly import SimFleet
+from simulator.invariants.invariant import Invariant
 
 BALANCE: Final = "balance"
 CRASHED: Final = "task-crashed"
 
 
-class Balance:
-    def watch(self, fleet: SimFleet) -> None: ...
+class Balance(Invariant):
+    """The accounting is always consistent, and empty once nothing runs."""
 
     def sample(self, fleet: SimFleet) -> None:
         self.touched(fleet, fleet.workers)
@@ -59,3 +63,46 @@ def leftovers(fleet: SimFleet) -> dict[str, int]:
     for tenant in fleet.spec.tenants:
         found[f"slots of {tenant.name}"] = fleet.slots_held(tenant.name)
     return {name: count for name, count in found.items() if count}
+
+
+BOUNDS: Final = "bounded-queues"
+
+
+class Bounds(Invariant):
+    """Nowhere does more wait than its limit allows."""
+
+    def sample(self, fleet: SimFleet) -> None:
+        self.touched(fleet, fleet.workers)
+        self.touched(fleet, fleet.schedulers)
+        self._gateways(fleet)
+
+    def touched(self, fleet: SimFleet, names: Iterable[str]) -> None:
+        for name in names:
+            if (worker := fleet.workers.get(name)) is not None:
+                self._expect(fleet, f"sequences of {name}", worker.running, worker.max_sequences)
+                parked, most = worker.parked, worker.max_sequences * PARKED_PER_SLOT
+                self._expect(fleet, f"sequences without a slot of {name}", parked, most)
+            elif (term := fleet.schedulers[name].term) is not None:
+                self._term(fleet, name, term)
+
+    def at_rest(self, fleet: SimFleet) -> None:
+        self.sample(fleet)
+
+    def _term(self, fleet: SimFleet, name: str, term: Term) -> None:
+        limits = fleet.spec.term.queue
+        self._expect(fleet, f"placements at {name}", len(term.queue), limits.max_total)
+        for waiting in term.queue.waiting.by_version().values():
+            self._expect(fleet, f"placements of a pool at {name}", len(waiting), limits.max_per_pool)
+        self._expect(fleet, f"commands at {name}", len(term.streams), term.settings.max_inbox)
+
+    def _gateways(self, fleet: SimFleet) -> None:
+        limits, settings = fleet.spec.gateway, PlacementSettings()
+        for name, gateway in fleet.gateways.items():
+            running = gateway.service.running
+            self._expect(fleet, f"requests at {name}", running, limits.max_requests)
+            self._expect(fleet, f"placements of {name}", gateway.placement.pending, settings.max_pending)
+            untaken = gateway.service.buffered_tokens
+            self._expect(fleet, f"untaken tokens at {name}", untaken, running * limits.window_tokens)
+
+    def _expect(self, fleet: SimFleet, what: str, count: int, limit: int) -> None:
+        fleet.violations.expect(count <= limit, BOUNDS, lambda: f"{count} {what}, limit {limit}")

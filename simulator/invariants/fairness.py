@@ -11,7 +11,6 @@ and the most by which its advances were wrong together, each over its weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,9 +20,10 @@ from services.core.records import Priority
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from services.scheduler.term import Term
 from simulator.fleet.assembly import SimFleet
-from simulator.fleet.clients.tokens import said_tokens
+from simulator.fleet.clients.client import said_tokens
 from simulator.fleet.grant_watch import GrantListener, Produced
 from simulator.invariants.fairness_bound import granted_bound, service_bound
+from simulator.invariants.invariant import Invariant
 
 FAIRNESS: Final = "fairness"
 _WEIGHTS: Final = ServiceWeights()
@@ -103,7 +103,7 @@ class _Class:
     pairs: dict[tuple[str, str], _Pair] = field(default_factory=dict)
 
 
-class Fairness(GrantListener):
+class Fairness(GrantListener, Invariant):
     """``compared`` counts comparisons; ``widest`` is the largest difference seen, over its bound."""
 
     def __init__(self, *, predictable: bool = False) -> None:
@@ -126,12 +126,6 @@ class Fairness(GrantListener):
         }
         self._window = fleet.spec.term.order.window_tokens(fleet.spec.workers)
         fleet.grants.listeners.append(self)
-
-    def sample(self, fleet: SimFleet) -> None: ...
-
-    def touched(self, fleet: SimFleet, names: Iterable[str]) -> None: ...
-
-    def at_rest(self, fleet: SimFleet) -> None: ...
 
     # --- the scheduler ----------------------------------------------------------------------------
 

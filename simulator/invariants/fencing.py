@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 from services.core.generation import FallbackGrant, PlaceSpec, StartSpec
@@ -11,6 +10,7 @@ from services.scheduler.term import Term
 from services.worker.streams.fallback import FallbackRules
 from simulator.fleet.assembly import SimFleet
 from simulator.fleet.grant_watch import GrantListener
+from simulator.invariants.invariant import Invariant
 
 FENCED: Final = "fenced"
 REPLAYED: Final = "grant-replayed"
@@ -18,7 +18,7 @@ ALONE: Final = "placed-alone"
 _REMEMBERED: Final = 4096
 
 
-class Fencing(GrantListener):
+class Fencing(GrantListener, Invariant):
     """``admitted`` remembers grants for as long as they could be used twice, by worker. ``alone`` counts the
     sequences that gateways placed without a leader."""
 
@@ -30,12 +30,6 @@ class Fencing(GrantListener):
     def watch(self, fleet: SimFleet) -> None:
         self._fleet = fleet
         fleet.grants.listeners.append(self)
-
-    def sample(self, fleet: SimFleet) -> None: ...
-
-    def touched(self, fleet: SimFleet, names: Iterable[str]) -> None: ...
-
-    def at_rest(self, fleet: SimFleet) -> None: ...
 
     def granted(self, term: Term, spec: PlaceSpec, worker_id: str) -> None:
         held = term.fleet.candidates(spec.version_digest)[worker_id]

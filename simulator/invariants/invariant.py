@@ -1,9 +1,59 @@
-"""What every invariant is, and the plan that checks all of them while a fleet runs."""
+"""What every invariant is, when invariants check a running fleet, and the violations that they find."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final
+
+from services.core.fleet import SequenceUsage
+from services.core.generation import PlaceSpec, StartSpec
+from services.core.records import Priority
+from services.scheduler.term import Term
+from simulator.fleet.grant_watch import GrantListener, Produced
+
+MAX_KEPT: Final = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """``invariant`` is the stable name of what did not hold; ``at_s`` is the simulation's time."""
+
+    invariant: str
+    at_s: float
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.invariant} at {self.at_s:.6f} s: {self.text}"
+
+
+class Violations:
+    """The first ``MAX_KEPT`` in full, the rest as counts."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self.found: list[Violation] = []
+        self.counts: Counter[str] = Counter()
+
+    def add(self, invariant: str, text: str) -> None:
+        self.counts[invariant] += 1
+        if len(self.found) < MAX_KEPT:
+            self.found.append(Violation(invariant, self._now_s(), text))
+
+    def expect(self, holds: bool, invariant: str, text: Callable[[], str]) -> None:
+        """Add a violation unless it holds. ``text`` is called only then."""
+        if not holds:
+            self.add(invariant, text())
+
+    def integrity(self, invariant: str, name: str, check: Callable[[], None]) -> None:
+        """Run a ``check_integrity``; what it asserts becomes a violation of ``name``."""
+        try:
+            check()
+        except AssertionError as error:
+            self.add(invariant, f"{name}: {error}")
+
 
 if TYPE_CHECKING:
     from simulator.fleet.assembly import SimFleet
@@ -11,8 +61,9 @@ if TYPE_CHECKING:
 SAMPLE_S: Final = 0.25
 
 
-class Invariant(Protocol):
-    """Adds what does not hold to the fleet's violations, under its own name."""
+class Invariant:
+    """Adds what does not hold to the fleet's violations, under its own name. Each method does nothing by
+    default."""
 
     def watch(self, fleet: SimFleet) -> None:
         """The fleet started: subscribe to the events that are checked."""
@@ -39,3 +90,64 @@ class Sampling:
             await fleet.wait(self._every_s)
             for invariant in self._invariants:
                 invariant.sample(fleet)
+
+
+if TYPE_CHECKING:
+    from simulator.fleet.assembly import SimFleet
+
+
+class Looks(Enum):
+    """``SAMPLES``: every quarter of a second only. ``TOUCHED``: besides, at the end of each instant, at the
+    workers on which a sequence started, was charged for or ended, and at the leader when a placement came to
+    wait or went. ``ALL``: at the end of each instant everything, for small fleets."""
+
+    SAMPLES = auto()
+    TOUCHED = auto()
+    ALL = auto()
+
+
+class Instants(GrantListener):
+    """Checks all invariants at the end of instants. Changes nothing: a run with it has the same trace."""
+
+    def __init__(self, fleet: SimFleet, invariants: Sequence[Invariant], looks: Looks) -> None:
+        """Listen to the fleet from now on."""
+        self._fleet = fleet
+        self._invariants = invariants
+        self._touched: dict[str, None] = {}
+        self._leader_touched = False
+        if looks is Looks.ALL:
+            fleet.loop.after_instant = self._check_all
+        elif looks is Looks.TOUCHED:
+            fleet.grants.listeners.append(self)
+            fleet.loop.after_instant = self._check_touched
+
+    def entered(self, spec: PlaceSpec) -> None:
+        self._leader_touched = True
+
+    def left(self, spec: PlaceSpec) -> None:
+        self._leader_touched = True
+
+    def granted(self, term: Term, spec: PlaceSpec, worker_id: str) -> None:
+        self._leader_touched = True
+
+    def started(self, worker_id: str, spec: StartSpec) -> None:
+        self._touched[worker_id] = None
+
+    def produced(self, worker_id: str, tenant: str, priority: Priority, work: Produced) -> None:
+        self._touched[worker_id] = None
+
+    def ended(self, worker_id: str, usage: SequenceUsage) -> None:
+        self._touched[worker_id] = None
+
+    def _check_all(self) -> None:
+        for invariant in self._invariants:
+            invariant.sample(self._fleet)
+
+    def _check_touched(self) -> None:
+        if self._leader_touched:
+            self._leader_touched = False
+            self._touched |= dict.fromkeys(self._fleet.schedulers)
+        if self._touched:
+            touched, self._touched = self._touched, {}
+            for invariant in self._invariants:
+                invariant.touched(self._fleet, touched)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 from services.core.errors import Overloaded
@@ -11,11 +10,12 @@ from services.scheduler.policy.overload.shedding import ShedRank, shed_rank
 from services.scheduler.term import Term
 from simulator.fleet.assembly import SimFleet
 from simulator.fleet.grant_watch import GrantListener
+from simulator.invariants.invariant import Invariant
 
 INVERSION: Final = "class-inversion"
 
 
-class Shedding(GrantListener):
+class Shedding(GrantListener, Invariant):
     """``refusals`` counts what was refused for overload, so that a test can check that it is not zero."""
 
     def __init__(self) -> None:
@@ -24,12 +24,6 @@ class Shedding(GrantListener):
     def watch(self, fleet: SimFleet) -> None:
         self._fleet = fleet
         fleet.grants.listeners.append(self)
-
-    def sample(self, fleet: SimFleet) -> None: ...
-
-    def touched(self, fleet: SimFleet, names: Iterable[str]) -> None: ...
-
-    def at_rest(self, fleet: SimFleet) -> None: ...
 
     def refused(self, term: Term, spec: PlaceSpec, reason: str) -> None:
         if reason != Overloaded.reason:

@@ -218,6 +218,15 @@ class Connection:
         self._count_read()
         return self._inbox.popleft()
 
+    def read_each(self, on_message: Callable[[Any], None], on_broken: Callable[[Broken], None]) -> None:
+        """Call for each message from now on, those received before included, and once for the end."""
+        self.on_message, self.on_broken = on_message, on_broken
+        while self._inbox:
+            self._count_read()
+            on_message(self._inbox.popleft())
+        if self._over is not None:
+            on_broken(self._over)
+
     def close(self, error: Exception | None = None) -> None:
         """The peer receives what was sent, then Broken with that error. Idempotent."""
         if self._over is None:
@@ -235,10 +244,7 @@ class Connection:
             self._ahead -= WINDOW // 2
             self._wake_writers()
         elif type(message) is _End:
-            broken = Broken(message.text, message.error)
-            self._finish(broken)
-            if self.on_broken is not None:
-                self.on_broken(broken)
+            self._finish(Broken(message.text, message.error))
         elif type(message) is Opened:
             message.settle()
         elif self.on_message is not None:
@@ -275,6 +281,8 @@ class Connection:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
         self._wake_writers()
+        if self.on_broken is not None:
+            self.on_broken(broken)
 
     def _wake_writers(self) -> None:
         while self._writers:

@@ -376,13 +376,15 @@ class VirtualTimeLoop(InsideLoop):
         assert not self._running, "a loop that runs cannot be closed"
         self._closed = True
         tasks = sorted(self.tasks(), key=lambda task: task.number)
-        running = events._get_running_loop()
+        running, hook = events._get_running_loop(), sys.unraisablehook
         events._set_running_loop(self)  # a finaliser that starts a task gets the loop first
+        sys.unraisablehook = _ignore  # for coroutines that wait in their cleanup, as a task group does
         for task in tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             coroutine = task.get_coro()
             with suppress(BaseException):
                 coroutine.close()
+        sys.unraisablehook = hook
         events._set_running_loop(running)
         self._ready.clear()
         self._timers.clear()
@@ -449,3 +451,7 @@ def run(main: Coroutine[Any, Any, T], *, limits: Limits | None = None) -> T:
     """Return what ``main`` returns, on a loop of its own. What it leaves running is dropped, not ended."""
     with VirtualTimeLoop(limits) as loop:
         return loop.run_until_complete(main)
+
+
+def _ignore(_: object) -> None:
+    """Report nothing of what a dropped coroutine raises."""

@@ -15,9 +15,14 @@ from functools import partial
 from typing import Final
 
 from services.core.records import Priority
-from services.scheduler.policy.placement.candidate import Offer, PlaceQuery
+from services.scheduler.policy.placement.candidate import (
+    Offer,
+    PlaceQuery,
+    kv_headroom,
+    prefill_headroom,
+    prefix_hit,
+)
 from services.scheduler.policy.placement.choose import PlacementProfile
-from services.scheduler.policy.placement.scorers import kv_headroom, prefill_headroom, prefix_hit
 from services.scheduler.policy.queue.fair_order import FairOrder
 from services.scheduler.policy.queue.fairness import FairShares
 from services.scheduler.policy.queue.order import MICROSECONDS, OrderPolicy

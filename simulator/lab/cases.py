@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Final
 
 from simulator.lab.baselines import ABLATIONS, POLICIES
-from simulator.lab.load import replay, synthetic
+from simulator.lab.load import replay
 from simulator.lab.load.load import of_trace
 from simulator.lab.load.traces import TraceCut, TraceRow, cut, read_trace
 from simulator.lab.report.measure import Slo
 from simulator.lab.report.report import Report
 from simulator.lab.runner import run
 from simulator.lab.scenario import Options, Scenario, ScenarioError
-from simulator.lab.scenarios import long_prompts, slow_worker, whale
+from simulator.lab.scenarios import faults, loads
 
 WORKERS: Final = 8
 
@@ -38,9 +38,9 @@ class Trace:
 
 
 TRACES: Final = {
-    "azure": Trace("azure_llm_2023_conv.csv", "a10", 600, 1.0, 0.78, Slo(2.0, 0.1), synthetic.azure_like),
+    "azure": Trace("azure_llm_2023_conv.csv", "a10", 600, 1.0, 0.78, Slo(2.0, 0.1), replay.azure_like),
     "mooncake": Trace(
-        "mooncake_conversation.jsonl", "a100", 1200, 0.25, 0.95, Slo(1.0, 0.1), synthetic.mooncake_like
+        "mooncake_conversation.jsonl", "a100", 1200, 0.25, 0.95, Slo(1.0, 0.1), replay.mooncake_like
     ),
 }
 WHALE: Final = "whale"
@@ -100,9 +100,9 @@ def scenario_of(case: Case) -> Scenario:
     if case.workload in TRACES:
         scenario = _of_trace(case, TRACES[case.workload])
     elif case.workload == GRAY:
-        scenario = slow_worker.scenario(_options(case, 100.0))
+        scenario = faults.slow_worker(_options(case, 100.0))
     elif case.workload == LONG:
-        scenario = long_prompts.scenario(_options(case, 120.0))
+        scenario = loads.long_prompts(_options(case, 120.0))
     else:
         scenario = _whale(case)
     policy = next(policy for policy in (*POLICIES, *ABLATIONS) if policy.name == case.policy)
@@ -183,7 +183,7 @@ def _from_zero(rows: Iterator[TraceRow]) -> Iterator[TraceRow]:
 
 def _whale(case: Case) -> Scenario:
     options = _options(case, 120.0)
-    return whale.scenario(options) if case.workload == WHALE else whale.capped(options)
+    return loads.whale(options) if case.workload == WHALE else loads.whale_capped(options)
 
 
 def _options(case: Case, duration_s: float) -> Options:

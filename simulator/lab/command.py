@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from simulator.lab import scenario as scenarios
 from simulator.lab.load import replay
 from simulator.lab.load.traces import TraceError
 from simulator.lab.report.report import Report
 from simulator.lab.report.table import aligned, text
 from simulator.lab.runner import run
 from simulator.lab.scenario import Options, Scenario, ScenarioError
+from simulator.lab.scenarios import catalog
 
 TRACES: Final = "FAIRWAY_TRACES"
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; the result is its exit status: 2 for a wrong use, 1 for violated invariants."""
     parsed = _parser().parse_args(arguments)
     if parsed.list:
-        rows = [(name, scenarios.summary(name)) for name in scenarios.names()]
+        rows = [(name, catalog.summary(name)) for name in catalog.names()]
         print("\n".join(aligned(rows)))
         print("A path that ends in .csv or .jsonl is replayed: an Azure LLM inference or a Mooncake trace.")
         return 0
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _scenario(name: str, options: Options) -> Scenario:
-    return replay.scenario(name, options) if replay.is_trace(name) else scenarios.load(name, options)
+    return replay.scenario(name, options) if replay.is_trace(name) else catalog.load(name, options)
 
 
 def traces_folder(given: Path | None) -> Path | None:

@@ -35,7 +35,7 @@ from simulator.lab.command import traces_folder
 from simulator.lab.load.traces import TraceError
 from simulator.lab.report.table import aligned, seconds
 from simulator.lab.scenario import ScenarioError
-from simulator.lab.scenarios.whale import LOAD_RATIO
+from simulator.lab.scenarios.loads import LOAD_RATIO
 
 Results = dict[Case, Figures]
 _PER_RULE: Final[tuple[tuple[str, str, Callable[[float], str]], ...]] = (

@@ -1,17 +1,108 @@
-"""Runs a scenario and makes its report."""
+"""Runs a scenario, observes the fleet meanwhile, and makes the report."""
 
 from __future__ import annotations
 
-from simulator.fleet.fleet import simulate
-from simulator.invariants.balance import Balance
-from simulator.invariants.bounds import Bounds
+from typing import Final
+
+from services.core.generation import PlaceSpec
+from services.scheduler.term import Term
+from simulator.fleet.fleet import SimFleet, simulate
+from simulator.fleet.grant_watch import GrantListener
+from simulator.fleet.spec import VERSION_DIGEST
+from simulator.invariants.balance import Balance, Bounds
 from simulator.invariants.fairness import Fairness
 from simulator.invariants.fencing import Fencing
 from simulator.invariants.shedding import Shedding
-from simulator.lab.report.measure import Collector
+from simulator.lab.report.measure import Bins, Collector
 from simulator.lab.report.report import Course, Header, Report, build
+from simulator.lab.report.samples import Sample, Timeline, WorkerSample
 from simulator.lab.scenario import Scenario
-from simulator.lab.watch import Watch
+
+SAMPLE_S: Final = 0.5
+
+
+class Watch(GrantListener):
+    """A plan of a run: samples levels at even intervals into ``timeline``, and counts grants over time."""
+
+    def __init__(self, collector: Collector, *, watched: str | None = None) -> None:
+        self.timeline = Timeline()
+        self.grants = Bins(0.5)
+        self.grants_of_watched = Bins(0.5)
+        self.ejected_s: list[float] = []  # when the watched worker was found to be ejected anew
+        self._watched = watched
+        self._collector = collector
+        self._waiting = 0
+        self._is_ejected = False
+
+    async def run(self, fleet: SimFleet) -> None:
+        """Sample until cancelled."""
+        self._fleet = fleet
+        self._collector.origin_s = fleet.load_began_s
+        fleet.grants.listeners.append(self)
+        while True:
+            self._look()
+            await fleet.wait(SAMPLE_S)
+
+    def term_began(self, term: Term) -> None:
+        self._waiting = 0
+
+    def entered(self, spec: PlaceSpec) -> None:
+        self._waiting += 1
+
+    def left(self, spec: PlaceSpec) -> None:
+        self._waiting -= 1
+
+    def granted(self, term: Term, spec: PlaceSpec, worker_id: str) -> None:
+        self.grants.add(self._now_s)
+        if worker_id == self._watched:
+            self.grants_of_watched.add(self._now_s)
+
+    @property
+    def _now_s(self) -> float:
+        return self._fleet.loop.now_s - self._fleet.load_began_s
+
+    def share(self, from_s: float, to_s: float) -> float | None:
+        """Return the watched worker's part of the grants of an interval; None without any."""
+        whole = _between(self.grants, from_s, to_s)
+        return _between(self.grants_of_watched, from_s, to_s) / whole if whole else None
+
+    def _look(self) -> None:
+        term = self._fleet.term
+        pressure = 0.0
+        if term is not None:
+            pressure = term.overload.pressure(VERSION_DIGEST).pressure_ratio
+            self._check_watched(term)
+        workers = tuple(self._worker(name) for name in self._fleet.workers)
+        self.timeline.add(Sample(self._now_s, self._waiting, pressure, workers))
+
+    def _check_watched(self, term: Term) -> None:
+        if self._watched is None:
+            return
+        seen = term.fleet.candidates(VERSION_DIGEST).get(self._watched)
+        is_ejected = seen is not None and seen.ejected
+        if is_ejected and not self._is_ejected:
+            self.ejected_s.append(self._now_s)
+        self._is_ejected = is_ejected
+
+    def _worker(self, name: str) -> WorkerSample:
+        prefill = decode = running = waiting = reserved = total = 0
+        busy_s = 0.0
+        for table in self._fleet.workers[name].host.tables():
+            prefill += table.stats.prefill_tokens
+            decode += table.stats.decode_tokens
+            busy_s += table.stats.step_seconds
+            running += len(table) - table.waiting
+            waiting += table.waiting
+            reserved += table.kv.blocks
+            total += table.limits.kv_blocks_total
+        return WorkerSample(
+            name, prefill, decode, busy_s, running=running, waiting=waiting, kv_ratio=reserved / max(1, total)
+        )
+
+
+def _between(bins: Bins, from_s: float, to_s: float) -> float:
+    first, last = round(from_s / bins.width_s), round(to_s / bins.width_s)
+    return sum(bins.sums[first:last])
 
 
 def run(scenario: Scenario) -> Report:

@@ -1,22 +1,16 @@
-"""What a scenario is: a fleet, a load, and what is done to the fleet meanwhile; how it is found and sized."""
+"""What a scenario is: a fleet, a load, and what is done to the fleet meanwhile; how it is sized."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import pkgutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Final
 
 from simulator.engine.cost_model import CostModel, cost_model
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.fleet import Plan, SimFleet
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
-from simulator.lab import scenarios
 from simulator.lab.report.measure import Slo
 from simulator.lab.report.report import Mark
 
@@ -142,56 +136,6 @@ def rate_of(
     except ValueError as error:
         raise ScenarioError(f"{options.preset} is too small for this scenario: {error}") from None
     return one * fleet.workers * (options.load_ratio if options.load_ratio is not None else load_ratio)
-
-
-def names() -> list[str]:
-    """Return the names of the scenarios that come with the simulator, sorted."""
-    found = pkgutil.iter_modules(scenarios.__path__)
-    return sorted(each.name.replace("_", "-") for each in found if not each.name.startswith("_"))
-
-
-def summary(name: str) -> str:
-    """Return what a scenario shows, in one line."""
-    return (_module(name).__doc__ or "").strip().partition("\n")[0]
-
-
-def load(name: str, options: Options) -> Scenario:
-    """Return a scenario by name, or from the file of a caller's own. Raises ScenarioError.
-
-    Such a file has a function ``scenario(options: Options) -> Scenario``, as those of this project do.
-    """
-    build = getattr(_module(name), "scenario", None)
-    if not callable(build):
-        raise ScenarioError(f"{name} has no function scenario(options)")
-    made = build(options)
-    if not isinstance(made, Scenario):
-        raise ScenarioError(
-            f"scenario(options) of {name} returned {type(made).__name__}, and must return a Scenario"
-        )
-    return made
-
-
-def _module(name: str) -> ModuleType:
-    if name in names():
-        return importlib.import_module(f"{scenarios.__name__}.{name.replace('-', '_')}")
-    path = Path(name)
-    if path.suffix != ".py":
-        raise ScenarioError(
-            f"there is no scenario {name!r}; there are {', '.join(names())}, or give a .py file or a trace, "
-            "which is a .csv or .jsonl"
-        )
-    if not path.is_file():
-        raise ScenarioError(f"there is no file {name}")
-    spec = importlib.util.spec_from_file_location(f"own_scenario_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ScenarioError(f"{name} cannot be loaded as a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses of the file look themselves up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the file raises is its author's to read
-        raise ScenarioError(f"{name} failed while it was read: {type(error).__name__}: {error}") from error
-    return module
 
 
 def requests_per_s(

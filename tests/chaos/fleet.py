@@ -31,6 +31,7 @@ from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import controlplane_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.redis.limiter import RedisLimiter
+from services.core.limits import Limit, LimitKind
 from services.core.records import Leader, leader_key, load
 from services.runtime.clock import SystemClock
 from tests.chaos.checker import Holding
@@ -41,6 +42,7 @@ DRAIN_S: Final = 20.0
 DISK_BYTES: Final = 512 * 1024**2
 SMALL_DISK: Final = "worker-1"  # the worker whose model files are on a disk of their own
 STORES: Final = ("etcd", "redis")
+METERED_MICROS: Final = 10**12
 SETTINGS: Final = {
     "FAIRWAY_DRAIN_S": f"{DRAIN_S:g}",
     "FAIRWAY_ENGINE_THREADS": "1",
@@ -325,8 +327,21 @@ class Fleet:
 
     async def charged_tokens(self, tenant: str) -> int:
         """Return the tokens, prompt and output, that a tenant was charged so far."""
-        usage = await self.limiter.usage(tenant)
-        return usage.prompt_tokens + usage.output_tokens
+        (spent,) = await self.limiter.spent(tenant, [Limit(LimitKind.MONTH_MICROS, METERED_MICROS)])
+        return spent.settled_micros
+
+    async def meter(self, tenant: str) -> None:
+        """Price the bundled model at a micro-dollar per token, and give the tenant a budget that shows it."""
+        admin = metadata(self.admin_key)
+        stub = controlplane_pb2_grpc.ControlPlaneServiceStub(self.channel(self.addresses.of("controlplane")))
+        name = self.options.model_name
+        found = await stub.GetDeployment(cp.GetDeploymentRequest(name=name), metadata=admin, timeout=15)
+        price = cp.Price(input_micros=10**6, cached_micros=10**6, output_micros=10**6)
+        found.deployment.price.CopyFrom(price)
+        changed = cp.UpdateDeploymentRequest(deployment=found.deployment)
+        await stub.UpdateDeployment(changed, metadata=admin, timeout=15)
+        budget = cp.Budget(metadata=cp.Metadata(name=tenant), tenant=tenant, limit_micros=METERED_MICROS)
+        await stub.CreateBudget(cp.CreateBudgetRequest(budget=budget), metadata=admin, timeout=15)
 
     async def create_tenants(self, names: Sequence[str]) -> dict[str, str]:
         """Return an API key per tenant, the tenants being new."""

@@ -322,7 +322,8 @@ async def run(options: argparse.Namespace, root: Path) -> Tally:
         keys = await fleet.create_tenants(["kills", "keys", "cancels", "reference"])
         client = Client(fleet.gateways, fleet.options.model_name, timeout_s=GIVEN_UP_S)
         try:
-            await asyncio.sleep(1.0)  # the gateways receive the keys
+            await fleet.meter("keys")
+            await asyncio.sleep(2.0)  # the gateways receive the keys, the price and the budget
             undisturbed = await references(client, make_specs(), keys["reference"])
             drill = StreamDrill(fleet, client, keys, options.seed)
             await drill.kills(options.streams, undisturbed, every_s=options.kill_every_s)

@@ -26,7 +26,7 @@ import pytest
 from fairway.client import AdminClient
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
-from services.scheduler.policy.placement.ttft import CHUNK_TOKENS
+from services.scheduler.policy.placement.candidate import CHUNK_TOKENS
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from services.scheduler.policy.queue.length import LengthPolicy
 from simulator.invariants.fairness_bound import granted_bound, service_bound

@@ -10,7 +10,15 @@ import pytest
 
 from tests.compose.fleet import ROLES, SERVICES, Failed, Fleet, command, wait
 
-SECRETS = ("admin_key", "internal_token", "ticket_key", "redis_password", "redis_acl", "api_key")
+SECRETS = (
+    "admin_key",
+    "internal_token",
+    "ticket_key",
+    "record_keys",
+    "redis_password",
+    "redis_acl",
+    "api_key",
+)
 PREBUILT = "/srv/fairway/services/worker/engine/native/prebuilt"
 GIVEN = {
     "registry": {"internal_token"},
@@ -18,7 +26,7 @@ GIVEN = {
     "scheduler": {"internal_token", "ticket_key"},
     "worker-0": {"internal_token"},
     "worker-1": {"internal_token"},
-    "gateway": {"internal_token", "ticket_key", "redis_password"},
+    "gateway": {"internal_token", "ticket_key", "record_keys", "redis_password"},
     "redis": {"redis_acl"},
     "etcd": set(),
 }

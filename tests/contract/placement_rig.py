@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
 
-from services.adapters.grpc.placement import GrpcPlacement
+from services.adapters.links.leader_streams import StreamPlacementLinks, StreamReportLinks
 from services.adapters.links.muxed_placement import MuxedPlacement, PlacementSettings
 from services.adapters.links.reporter import Reporter
 from services.adapters.links.scheduler_directory import LeaderAddress
@@ -16,8 +16,8 @@ from services.ports.clock import Clock
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.scheduler.term import Term, TermSettings
-from simulator.kernel.links.links import SimPlacementLinks, SimReportLinks
-from tests.integration.scheduler_fleet import TOKEN, FakeWorker, SchedulerNode, StaticDirectory
+from simulator.kernel.links.streams import SimStreams
+from tests.integration.scheduler_fleet import FakeWorker, SchedulerNode, StaticDirectory, placement_over_grpc
 from tests.support.simulated import SimulatedScheduler, World
 
 
@@ -62,7 +62,7 @@ async def placing(
     directory = StaticDirectory()
     worker = FakeWorker("w1", kv_blocks=16)
     common = ("g1", clock, supervisor, Random(3), PlacementSettings(max_pending=32))
-    placement = GrpcPlacement(directory, TOKEN, *common, fallback=fallback)
+    placement = placement_over_grpc(directory, *common, fallback=fallback)
     reporter = worker.reporter(directory, supervisor)
     rig = PlacementRig(node, directory, worker, placement, clock)
     yield rig
@@ -82,14 +82,14 @@ async def placing_simulated(
     worker = FakeWorker("w1", kv_blocks=16)
     gateway, agent = world.process("gateway"), world.process("worker")
     placement = MuxedPlacement(
-        SimPlacementLinks(gateway, world.network, directory, "g1"),
+        StreamPlacementLinks(SimStreams(gateway, world.network), directory, "g1"),
         gateway.clock,
         gateway.supervisor,
         Random(3),
         PlacementSettings(max_pending=32),
         fallback=fallback,
     )
-    links = SimReportLinks(agent, world.network, directory)
+    links = StreamReportLinks(SimStreams(agent, world.network), directory)
     reporter = worker.reporting(links, agent.clock, agent.supervisor)
     rig = PlacementRig(node, directory, worker, placement, gateway.clock)
     yield rig

@@ -1,4 +1,4 @@
-"""What every ``IdempotencyStore`` does, checked on a real Redis and on the in-memory one alike."""
+"""What every ``IdempotencyStore`` does, checked on Redis and in memory, in clear and encrypted."""
 
 from __future__ import annotations
 
@@ -27,21 +27,25 @@ from services.ports.idempotency import (
     Written,
 )
 from services.ports.limiter import Reservation
-from tests.support.idempotency import Bench, memory_bench, redis_bench
+from tests.support.idempotency import Bench, encrypted, memory_bench, redis_bench
 from tests.support.metered import PRICE, admit_metered, charged
 
 Make = Callable[[RecordLimits], Awaitable[Bench]]
 NONE = Usage(0, 0)
 
 
-@pytest_asyncio.fixture(params=["redis", "memory"])
+@pytest_asyncio.fixture(params=["redis", "memory", "redis encrypted", "memory encrypted"])
 async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
+    kind, _, sealed = request.param.partition(" ")
     async with AsyncExitStack() as stack:
 
         async def with_limits(limits: RecordLimits) -> Bench:
-            if request.param == "memory":
-                return await stack.enter_async_context(memory_bench(limits))
-            return await stack.enter_async_context(redis_bench(request.getfixturevalue("redis_url"), limits))
+            if kind == "memory":
+                made = memory_bench(limits)
+            else:
+                made = redis_bench(request.getfixturevalue("redis_url"), limits)
+            bench = await stack.enter_async_context(made)
+            return encrypted(bench) if sealed else bench
 
         yield with_limits
 
@@ -277,10 +281,11 @@ async def test_one_append_serves_many_records_of_many_tenants(bench: Bench) -> N
 
 
 async def test_a_record_that_outgrows_its_bound_becomes_a_tombstone(make: Make) -> None:
-    bench = await make(RecordLimits(lease_s=60, max_record_bytes=10))
+    bench = await make(RecordLimits(lease_s=60, max_record_bytes=100))
     hold = await owned(bench)
     slot = await admitted(bench)
-    assert await add(bench, hold, b"x" * 10, b"y", b"", b"z") == [Written.KEPT, *[Written.TOO_LARGE] * 3]
+    full = b"x" * (100 - bench.overhead)
+    assert await add(bench, hold, full, b"y", b"", b"z") == [Written.KEPT, *[Written.TOO_LARGE] * 3]
     assert await bench.store.claim(bench.key(), "f", "b") == Expired()
     assert (await bench.store.read(bench.key(), 0, watch=False)).state is RecordState.EXPIRED
     assert await bench.store.finish(hold, b"end", slot, Usage(1, 9)) is Written.TOO_LARGE
@@ -289,20 +294,21 @@ async def test_a_record_that_outgrows_its_bound_becomes_a_tombstone(make: Make) 
 
 
 async def test_a_tenants_bodies_make_room_oldest_first_but_not_running_ones(make: Make) -> None:
-    bench = await make(RecordLimits(lease_s=60, max_tenant_bytes=30))
+    bench = await make(RecordLimits(lease_s=60, max_tenant_bytes=300))
+    size = 100 - bench.overhead
     running = await owned(bench, name="running")
-    await add(bench, running, b"r" * 10)
+    await add(bench, running, b"r" * size)
     for name in ("first", "second"):
         hold = await owned(bench, name=name)
-        await bench.store.finish(hold, b"e" * 10, await admitted(bench, name), NONE)
+        await bench.store.finish(hold, b"e" * size, await admitted(bench, name), NONE)
     third = await owned(bench, name="third")
-    assert await add(bench, third, b"t" * 10) == [Written.KEPT]
+    assert await add(bench, third, b"t" * size) == [Written.KEPT]
     assert await bench.store.claim(bench.key("first"), "f", "b") == Expired()
     assert await bench.store.claim(bench.key("second"), "f", "b") == Ended()
-    assert await add(bench, third, b"t" * 10) == [Written.KEPT]
+    assert await add(bench, third, b"t" * size) == [Written.KEPT]
     assert await bench.store.claim(bench.key("second"), "f", "b") == Expired()
-    assert await add(bench, running, b"r" * 10) == [Written.TOO_LARGE], "nothing is left to give way"
-    assert await add(bench, third, b"t" * 10) == [Written.KEPT]
+    assert await add(bench, running, b"r" * size) == [Written.TOO_LARGE], "nothing is left to give way"
+    assert await add(bench, third, b"t" * size) == [Written.KEPT]
 
 
 async def test_a_tenants_keys_are_bounded_and_the_refusal_says_when(make: Make) -> None:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from services.adapters.record_cipher import OVERHEAD_BYTES
 from services.core.generation import Usage
 from services.ports.idempotency import (
     Addition,
@@ -26,10 +27,14 @@ from services.ports.idempotency import (
     Running,
     Written,
 )
-from tests.support.idempotency import Bench, memory_bench, redis_bench
+from tests.support.idempotency import Bench, encrypted, memory_bench, redis_bench
 from tests.support.metered import admit_metered, charged
 
-LIMITS = RecordLimits(lease_s=1e3, body_s=1e6, tombstone_s=1e9, max_record_bytes=6)
+
+def limits_of(overhead: int) -> RecordLimits:
+    return RecordLimits(lease_s=1e3, body_s=1e6, tombstone_s=1e9, max_record_bytes=6 + 4 * overhead)
+
+
 NAMES = st.sampled_from(["k", "l"])
 CHUNKS = st.sampled_from([b"", b"1", b"22"])
 
@@ -59,19 +64,22 @@ class Modelled:
 
 class Lives(RuleBasedStateMachine):
     url: ClassVar[str] = ""
+    sealed: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
         self.context = self._bench()
-        self.bench: Bench = self.run(self.context.__aenter__())
+        bench: Bench = self.run(self.context.__aenter__())
+        self.bench = encrypted(bench) if self.sealed else bench
         self.records: dict[str, Modelled] = {}
         self.holds: list[Hold] = []
         self.charged = 0
         self.slots: set[str] = set()
 
     def _bench(self) -> AbstractAsyncContextManager[Bench]:
-        return redis_bench(self.url, LIMITS) if self.url else memory_bench(LIMITS)
+        limits = limits_of(OVERHEAD_BYTES if self.sealed else 0)
+        return redis_bench(self.url, limits) if self.url else memory_bench(limits)
 
     def run(self, work: Awaitable[Any]) -> Any:
         async def done() -> Any:
@@ -168,7 +176,8 @@ class Lives(RuleBasedStateMachine):
     def _put(self, record: Modelled, chunk: bytes, found: Written) -> None:
         if chunk and not record.dropped:
             has_hole = record.written != len(record.chunks)
-            record.dropped = has_hole or sum(map(len, record.chunks)) + len(chunk) > LIMITS.max_record_bytes
+            size = sum(len(each) + self.bench.overhead for each in (*record.chunks, chunk))
+            record.dropped = has_hole or size > self.bench.limits.max_record_bytes
         if record.dropped:
             record.chunks.clear()
             assert found is Written.TOO_LARGE
@@ -192,10 +201,11 @@ class Lives(RuleBasedStateMachine):
         assert self.run(self.bench.limiter.concurrency(self.bench.tenant)) == len(self.slots)
 
 
+@pytest.mark.parametrize("sealed", [False, True])
 @pytest.mark.parametrize("kind", ["redis", "memory"])
-def test_lives_of_records(kind: str, request: pytest.FixtureRequest) -> None:
+def test_lives_of_records(kind: str, sealed: bool, request: pytest.FixtureRequest) -> None:
     url = request.getfixturevalue("redis_url") if kind == "redis" else ""
-    machine = type("LivesOf", (Lives,), {"url": url})
+    machine = type("LivesOf", (Lives,), {"url": url, "sealed": sealed})
     run_state_machine_as_test(
         machine,
         settings=settings(

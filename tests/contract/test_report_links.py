@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.adapters.grpc.reporter import GrpcReportLinks
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.leader_streams import StreamReportLinks
 from services.adapters.links.reporter import ReportLink, ReportLinks
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.core.errors import Conflict, FairwayError, NoLeader
@@ -23,7 +24,7 @@ from services.ports.report_stream import ReportAnswer
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.scheduler.term import Term
-from simulator.kernel.links.links import SimReportLinks
+from simulator.kernel.links.streams import SimStreams
 from tests.integration.scheduler_fleet import DIGEST, TOKEN, FakeWorker, SchedulerNode, StaticDirectory
 from tests.support.simulated import Check, SimulatedScheduler, World, checks_of, simulate
 from tests.support.waiting import until
@@ -72,7 +73,6 @@ class Rig:
         for link in self.opened:
             await link.close()
             await link.close()
-        await self.links.close()
         await self.node.stop()
 
 
@@ -82,7 +82,7 @@ async def rig() -> AsyncIterator[Rig]:
     supervisor = Supervisor(clock)
     node, directory = SchedulerNode(supervisor), StaticDirectory()
     await node.start()
-    rig = Rig(node, directory, GrpcReportLinks(directory, TOKEN), clock, supervisor)
+    rig = Rig(node, directory, StreamReportLinks(GrpcStreams(TOKEN), directory), clock, supervisor)
     yield rig
     await rig.close()
     assert supervisor.failures == ()
@@ -93,7 +93,7 @@ async def rig() -> AsyncIterator[Rig]:
 async def simulated(world: World) -> AsyncIterator[Rig]:
     node, directory, worker = SimulatedScheduler(world), StaticDirectory(), world.process("worker")
     await node.start()
-    links = SimReportLinks(worker, world.network, directory)
+    links = StreamReportLinks(SimStreams(worker, world.network), directory)
     rig = Rig(node, directory, links, worker.clock, worker.supervisor)
     yield rig
     await rig.close()

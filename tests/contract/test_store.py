@@ -36,7 +36,7 @@ from services.ports.store import (
 )
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.guarded_store import GuardedStore
-from simulator.kernel.links.links import SimStore, StoreServer
+from simulator.kernel.links.store_link import SimStore, StoreServer
 from tests.support.simulated import Check, World, checks_of, simulate
 
 PATIENCE_S = 10.0

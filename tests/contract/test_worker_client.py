@@ -18,7 +18,8 @@ import structlog
 from tokenizers import Tokenizer, decoders, models
 
 from fairway.v1 import worker_pb2_grpc
-from services.adapters.grpc.worker import GrpcWorkers
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.muxed_workers import MuxedWorkers
 from services.core.generation import (
     FinishReason,
     GenerationSpec,
@@ -41,8 +42,8 @@ from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.text.detokenizer import ByteLevelVocabulary, byte_of_char
-from simulator.kernel.links.links import SimWorkers, serve_worker
-from tests.support.simulated import Check, World, checks_of, simulate
+from simulator.kernel.links.streams import SimStreams
+from tests.support.simulated import Check, World, checks_of, serve_sequences, simulate
 from tests.support.waiting import until
 
 DIGEST = "sha256:" + "c" * 64
@@ -54,7 +55,7 @@ class Rig:
 
     host: SequenceHost
     table: SequenceTable
-    client: GrpcWorkers | SimWorkers
+    client: MuxedWorkers
     address: str
     frames: list[int]
     sent: list[wire.Command] = field(default_factory=list)
@@ -171,7 +172,7 @@ async def rig() -> AsyncIterator[Rig]:
     agent = cast(Any, SimpleNamespace())
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(host, agent, clock), server)
     await server.start()
-    client = GrpcWorkers("token", "g1", clock, supervisor, after_frame=lambda: frames.append(1))
+    client = MuxedWorkers(GrpcStreams("token"), "g1", clock, supervisor, after_frame=lambda: frames.append(1))
     yield Rig(host, table, client, address, frames, sent, server)
     await client.close()
     await server.stop(0)
@@ -185,9 +186,16 @@ async def simulated(world: World) -> AsyncIterator[Rig]:
     worker = world.process("worker")
     sent: list[wire.Command] = []
     host, table = new_host(worker.clock, sent)
-    serve_worker(worker, world.network, "worker:1", host)
+    serve_sequences(worker, world.network, "worker:1", host)
     frames: list[int] = []
-    client = SimWorkers(world.process("gateway"), world.network, after_frame=lambda: frames.append(1))
+    gateway = world.process("gateway")
+    client = MuxedWorkers(
+        SimStreams(gateway, world.network),
+        "g1",
+        gateway.clock,
+        gateway.supervisor,
+        after_frame=lambda: frames.append(1),
+    )
     yield Rig(host, table, client, "worker:1", frames, sent)
     await client.close()
     await all_is_free(host, table)

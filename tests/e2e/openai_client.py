@@ -117,6 +117,42 @@ async def details(client: openai.AsyncOpenAI) -> dict[str, Any]:
     }
 
 
+async def keyed(client: openai.AsyncOpenAI) -> dict[str, Any]:
+    """Stream with an idempotency key: whole, repeated, and cut and continued behind the last event."""
+
+    async def create(**headers: str) -> Any:
+        return await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Write a loop."}],
+            max_tokens=24,
+            temperature=1.0,
+            stream=True,
+            extra_headers={"Idempotency-Key": "sdk", **headers},
+            extra_body={"ignore_eos": True},
+        )
+
+    texts = []
+    for _ in range(2):
+        parts = [chunk.choices[0].delta.content or "" async for chunk in await create()]
+        texts.append("".join(parts))
+    first, last_id, ids = "", "", 0
+    stream = await create()
+    async for event in stream._iter_events():
+        last_id, ids = event.id, ids + bool(event.id)
+        first += json.loads(event.data)["choices"][0]["delta"].get("content", "")
+        if len(first) > 8:
+            break
+    await stream.close()
+    rest = [chunk.choices[0].delta async for chunk in await create(**{"Last-Event-ID": last_id})]
+    return {
+        "texts": texts,
+        "first": first,
+        "ids": ids,
+        "rest": "".join(delta.content or "" for delta in rest),
+        "roles": sum(delta.role is not None for delta in rest),
+    }
+
+
 async def errors(client: openai.AsyncOpenAI) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
@@ -152,6 +188,7 @@ async def main() -> None:
         "streams": streams,
         "chat": await chat(client),
         "details": await details(client),
+        "keyed": await keyed(client),
         "errors": await errors(client),
     }
     await client.close()

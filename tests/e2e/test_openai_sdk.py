@@ -59,6 +59,14 @@ def test_seeds_stops_logprobs_and_models(heard: Any, stack: Stack) -> None:
     assert details["retrieved"] == stack.model
 
 
+def test_a_stream_with_a_key_is_repeated_and_continued(heard: Any) -> None:
+    keyed = heard["keyed"]
+    assert keyed["texts"][0] == keyed["texts"][1] == keyed["first"] + keyed["rest"]
+    assert keyed["first"]
+    assert keyed["ids"] > 0
+    assert keyed["roles"] == 0
+
+
 def test_errors_have_the_shape_that_the_sdk_knows(heard: Any) -> None:
     errors = heard["errors"]
     assert errors["key"][:2] == ["AuthenticationError", 401]

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from random import Random
 
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
-from services.adapters.grpc.reporter import GrpcReportLinks
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.leader_streams import StreamPlacementLinks, StreamReportLinks
+from services.adapters.links.muxed_placement import MuxedPlacement, PlacementSettings
 from services.adapters.links.reporter import Reporter, ReportLinks
 from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDirectory
 from services.core.fleet import PoolSnapshot, ReportedSequence, ReportSnapshot, TenantTokens
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.ports.clock import Clock
-from services.ports.placement import PlacementClient
+from services.ports.placement import FallbackPlacer, PlacementClient
 from services.rpc.server import RpcServer, Service
 from services.runtime.clock import SystemClock
 from services.runtime.secrets import Ticket, issue_ticket
@@ -109,6 +111,21 @@ class StaticDirectory:
         except TimeoutError:
             pass
         return self.leader
+
+
+def placement_over_grpc(
+    directory: LeaderDirectory,
+    gateway_id: str,
+    clock: Clock,
+    supervisor: Supervisor,
+    rng: Random,
+    settings: PlacementSettings | None = None,
+    *,
+    fallback: FallbackPlacer | None = None,
+) -> MuxedPlacement:
+    """Return a gateway's client of the scheduler that the directory names."""
+    links = StreamPlacementLinks(GrpcStreams(TOKEN), directory, gateway_id)
+    return MuxedPlacement(links, clock, supervisor, rng, settings, fallback=fallback)
 
 
 class SchedulerNode:
@@ -236,7 +253,7 @@ class FakeWorker:
 
     def reporter(self, directory: LeaderDirectory, supervisor: Supervisor) -> Reporter:
         """Return a started reporter of this worker."""
-        return self.reporting(GrpcReportLinks(directory, TOKEN), SystemClock(), supervisor)
+        return self.reporting(StreamReportLinks(GrpcStreams(TOKEN), directory), SystemClock(), supervisor)
 
     def reporting(self, links: ReportLinks, clock: Clock, supervisor: Supervisor) -> Reporter:
         """Return a started reporter of this worker over these links."""

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from services.adapters.grpc.placement import GrpcPlacement
-from services.adapters.grpc.reporter import GrpcReportLinks
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.leader_streams import StreamReportLinks
 from services.adapters.links.reporter import Reporter
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.core.fleet import TenantCounter
@@ -21,7 +21,7 @@ from services.runtime.secrets import Ticket, issue_ticket
 from services.runtime.supervisor import Supervisor
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import Term, TermSettings
-from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.agent.report import WorkerIdentity, take_snapshot
 from tests.integration.scheduler_fleet import (
     TICKET_KEY,
     TOKEN,
@@ -29,6 +29,7 @@ from tests.integration.scheduler_fleet import (
     StaticDirectory,
     granted,
     place_spec,
+    placement_over_grpc,
 )
 from tests.support.waiting import until
 from tests.unit.worker.bench import DIGEST, Bench, byte_level_tokenizer, new_bench
@@ -79,16 +80,16 @@ class Fleet:
             self.told += [counter.virtual_tokens for counter in counters]
 
         self.reporter = Reporter(
-            GrpcReportLinks(self.directory, TOKEN),
+            StreamReportLinks(GrpcStreams(TOKEN), self.directory),
             clock,
             supervisor,
-            lambda whole: take_snapshot(host, ReportIdentity("w1", "h:1"), whole=whole),
+            lambda whole: take_snapshot(host, WorkerIdentity("w1", "h:1"), whole=whole),
             on_leader=host.on_leader,
             on_counters=on_counters,
             rng=Random(2),
         )
         host.changed = self.reporter.changed
-        self.placement = GrpcPlacement(self.directory, TOKEN, "g1", clock, supervisor, Random(1))
+        self.placement = placement_over_grpc(self.directory, "g1", clock, supervisor, Random(1))
 
     async def lead(self, index: int, epoch: int) -> Term:
         await self.nodes[index].start()

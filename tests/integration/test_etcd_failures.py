@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -86,6 +88,64 @@ async def test_a_server_that_is_gone_is_refused_at_once_and_found_again(
     await store.revoke_lease(lease_id)
     with pytest.raises(LeaseLost):
         await store.keep_alive(lease_id)
+
+
+async def received(etcd: Any, method: str) -> tuple[int, int]:
+    """Return how many streams of a method etcd has started, and how many messages it received on them."""
+
+    def count(kind: str) -> int:
+        with urllib.request.urlopen(f"http://{etcd.address}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        named = f'grpc_server_{kind}_total{{grpc_method="{method}"'
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith(named))
+
+    return await asyncio.to_thread(count, "started"), await asyncio.to_thread(count, "msg_received")
+
+
+async def test_keep_alives_share_a_stream_that_outlives_neither_a_lease_nor_the_server(
+    own_etcd: Any, store: EtcdStore
+) -> None:
+    lease_id, other_id = await store.grant_lease(60), await store.grant_lease(60)
+    for _ in range(3):
+        await asyncio.gather(store.keep_alive(lease_id), store.keep_alive(other_id))
+    await store.revoke_lease(other_id)
+    with pytest.raises(LeaseLost):
+        await store.keep_alive(other_id)
+    await store.keep_alive(lease_id)
+    assert await received(own_etcd, "LeaseKeepAlive") == (1, 8)
+    own_etcd.kill()
+    await asyncio.to_thread(own_etcd.start)
+    async with asyncio.timeout(MARGIN_S):
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                await store.get("/k")
+                break
+    await store.keep_alive(lease_id)
+
+
+async def test_a_message_is_requested_only_from_a_silent_watch(own_etcd: Any) -> None:
+    store = EtcdStore([own_etcd.address], SystemClock(), progress_s=1.0, silence_s=8.0)
+    times: list[float] = []
+
+    async def note() -> None:
+        async with aclosing(store.watch("/k", 1)) as batches:
+            async for _ in batches:
+                times.append(time.monotonic())
+
+    watching = asyncio.create_task(note())
+    try:
+        for _ in range(10):
+            await asyncio.sleep(0.2)
+            await store.commit([Put("/k", b"")])
+        assert await received(own_etcd, "Watch") == (1, 1), "a progress request while events arrive"
+        await asyncio.sleep(2.5)
+        _, messages = await received(own_etcd, "Watch")
+        assert 2 <= messages <= 3
+        assert time.monotonic() - times[-1] < 2.0
+    finally:
+        watching.cancel()
+        await asyncio.wait({watching})
+        await store.close()
 
 
 async def test_names_are_resolved_and_a_dead_one_is_left(own_etcd: Any) -> None:

@@ -3,126 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 import pytest_asyncio
 import redis.asyncio
 from structlog.testing import capture_logs
 
 from fairway.v1 import inference_pb2 as pb
-from fairway.v1 import inference_pb2_grpc
 from services.core import errors
-from services.core.generation import Principal
-from services.core.records import Degrade, KeyRole
-from services.gateway.events import Received
-from services.gateway.faces.grpc.servicer import InferenceServicer
-from services.gateway.faces.openai.routes import build_app
-from services.gateway.faces.openai.server import HttpServer
-from services.rpc.server import RpcServer, Service
+from services.core.records import Degrade
 from services.rpc.status import from_rpc_error
-from services.runtime.clock import SystemClock
-from services.runtime.ids import Ids
-from tests.support.keyed_gateways import Fleet, Gateway, gateways
+from tests.support.keyed_faces import Faces, keyed_faces
 
-CLOCK = SystemClock()
 AUTH = (("authorization", "Bearer key"),)
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12}
 TEXTS = {"model": "m", "prompt": ["one", "three"], "max_tokens": 6}
 
 
-@dataclass
-class Faces:
-    """Two gateways, of each a gRPC and an HTTP face."""
-
-    fleet: Fleet
-    gateways: list[Gateway]
-    stubs: list[inference_pb2_grpc.InferenceServiceAsyncStub]
-    urls: list[str]
-
-    async def post(self, gateway: int, path: str, body: Any, *keys: str) -> tuple[int, dict[str, str], bytes]:
-        request = urllib.request.Request(self.urls[gateway] + path, json.dumps(body).encode())
-        request.add_header("authorization", "Bearer key")
-        request.add_header("content-type", "application/json")
-        for key in keys:
-            request.add_unredirected_header("idempotency-key", key)
-
-        def send() -> tuple[int, dict[str, str], bytes]:
-            try:
-                with urllib.request.urlopen(request, timeout=60) as answer:
-                    return answer.status, dict(answer.headers), answer.read()
-            except urllib.error.HTTPError as error:
-                with error:
-                    return error.code, dict(error.headers), error.read()
-
-        return await asyncio.to_thread(send)
-
-
-class Caller:
-    """Every key is the tenant's."""
-
-    def __init__(self, tenant: str) -> None:
-        self._tenant = tenant
-
-    def authenticate(self, credentials: str | None) -> Principal:
-        return Principal("k", KeyRole.TENANT, self._tenant)
-
-
 @pytest_asyncio.fixture
 async def faces(redis_url: str) -> AsyncIterator[Faces]:
-    fleet = Fleet()
-    async with AsyncExitStack() as stack:
-        pair = await stack.enter_async_context(gateways(redis_url, fleet, 2))
-        stubs = [await stack.enter_async_context(_grpc(gateway)) for gateway in pair]
-        urls = [await stack.enter_async_context(_http(gateway)) for gateway in pair]
-        yield Faces(fleet, pair, stubs, urls)
-
-
-@asynccontextmanager
-async def _grpc(gateway: Gateway) -> AsyncIterator[inference_pb2_grpc.InferenceServiceAsyncStub]:
-    numbers = count()
-    server = RpcServer(
-        [
-            Service(
-                pb.DESCRIPTOR.services_by_name["InferenceService"],
-                inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-                InferenceServicer(
-                    gateway.service,
-                    lambda: Received(CLOCK.monotonic_s(), 1, f"req_{gateway.name}_{next(numbers)}"),
-                    heartbeat_s=5.0,
-                ),
-            )
-        ],
-        listen="127.0.0.1:0",
-        internal_token="i" * 32,
-        new_incident=lambda: "inc_2",
-        authenticate=lambda token: Principal("k", KeyRole.TENANT, gateway.fleet.tenant),
-    )
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            yield inference_pb2_grpc.InferenceServiceStub(channel)
-    finally:
-        await server.stop(0)
-
-
-@asynccontextmanager
-async def _http(gateway: Gateway) -> AsyncIterator[str]:
-    app = build_app(gateway.service, Caller(gateway.fleet.tenant), CLOCK, Ids(), max_body_bytes=100_000)
-    server = HttpServer(app, "127.0.0.1", 0)
-    await server.start()
-    try:
-        yield f"http://127.0.0.1:{server.port}"
-    finally:
-        await server.stop(0.5)
+    async with keyed_faces(redis_url) as found:
+        yield found
 
 
 def generation(key: str, **values: Any) -> pb.Generation:
@@ -222,7 +129,7 @@ async def test_a_stream_is_replayed_also_where_it_was_a_whole_answer(faces: Face
     _, _, whole = await faces.post(0, "/v1/chat/completions", CHAT, "k")
     status, headers, stream = await faces.post(1, "/v1/chat/completions", {**CHAT, "stream": True}, "k")
     assert (status, headers["idempotent-replayed"]) == (200, "true")
-    events = [json.loads(line[6:]) for line in stream.decode().split("\n\n") if line.startswith("data: {")]
+    events = [json.loads(line[6:]) for line in stream.decode().split("\n") if line.startswith("data: {")]
     text = "".join(choice["delta"].get("content", "") for each in events for choice in each["choices"])
     assert text == json.loads(whole)["choices"][0]["message"]["content"]
     assert {each["id"] for each in events} == {json.loads(whole)["id"]}
@@ -246,6 +153,76 @@ async def test_a_key_that_is_none_is_refused(faces: Faces, key: str) -> None:
     status, _, body = await faces.post(0, "/v1/chat/completions", CHAT, key)
     assert status == 400
     assert json.loads(body)["error"]["param"] == "idempotency-key"
+
+
+async def test_nothing_of_a_request_is_readable_in_the_store(faces: Faces, redis_url: str) -> None:
+    """Prompt, output, the client's key and plain hashes, of a request that runs and of one that ended."""
+    secret_prompt, key, tenant = "zzprompt of annzz", "order-of-ann", faces.fleet.tenant
+    values = {
+        "prompt": secret_prompt,
+        "choices": 2,
+        "logprobs": 1,
+        "stop": ["zzstopzz"],
+        "model": "zzmodelzz",
+    }
+    request = generation(key, **values)
+    answer = await faces.stubs[0].Complete(pb.CompleteRequest(generation=request), metadata=AUTH)
+    faces.fleet.hold_at = 6
+    running = asyncio.ensure_future(
+        faces.stubs[0].Complete(pb.CompleteRequest(generation=generation("b" + key, **values)), metadata=AUTH)
+    )
+    while faces.fleet.engine_tokens < 24 + 12:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)  # written behind
+    plain = request.SerializeToString(deterministic=True)
+    needles = [secret_prompt.encode(), key.encode(), b"zzstopzz", b"zzmodelzz", faces.fleet.digest.encode()]
+    needles += [hashlib.sha256(plain).hexdigest()[:32].encode()]
+    needles += [hashlib.sha256(f"fairway key v1\0000\0{key}".encode()).hexdigest()[:32].encode()]
+    for choice in answer.choices:
+        needles += [choice.text[at : at + 12].encode() for at in range(40)]
+        needles += [msgspec.msgpack.encode(list(choice.ids[at : at + 3])) for at in range(9)]
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        names = [name async for name in client.scan_iter(match=f"*{tenant}*")]
+        logs = [name for name in names if name.endswith(b":log")]
+        assert len(logs) == 2
+        stored = [*names]
+        for name in logs:
+            stored += await client.lrange(name, 0, -1)  # a dump is compressed
+        stored += [await client.dump(name) for name in names]
+    assert sum(map(len, stored)) > 2000
+    assert [needle for needle in needles if any(needle in each for each in stored)] == []
+    faces.fleet.hold.set()
+    await running
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_a_record_that_was_changed_is_never_an_answer(
+    faces: Faces, redis_url: str, ended: bool
+) -> None:
+    faces.fleet.hold_at = None if ended else 6
+    request = pb.CompleteRequest(generation=generation("k"))
+    first = faces.gateways[0]
+    if ended:
+        await faces.stubs[0].Complete(request, metadata=AUTH)
+    else:
+        left = await first.ask("k", prompt="hello", max_output_tokens=12, until=6)
+        assert left.error is None
+        await asyncio.sleep(0.2)
+        await first.supervisor.close()  # its lease lapses
+        await asyncio.sleep(1.2)
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        (name,) = [name async for name in client.scan_iter(match=f"fw:{{{faces.fleet.tenant}}}:idem:*:log")]
+        chunk: Any = await client.lindex(name, 0)
+        changed: Any = bytes([*chunk[:-1], chunk[-1] ^ 1])
+        await client.lset(name, 0, changed)
+    computed = faces.fleet.engine_tokens
+    with capture_logs() as logs, pytest.raises(grpc.aio.AioRpcError) as caught:
+        await faces.stubs[1].Complete(request, metadata=AUTH)
+    assert isinstance(from_rpc_error(caught.value), errors.ResultExpired)
+    assert [entry["log_level"] for entry in logs if entry["event"] == "idempotency.record_unreadable"] == [
+        "error"
+    ]
+    assert faces.fleet.engine_tokens == computed
 
 
 async def test_keys_are_not_in_the_logs_nor_in_the_store(faces: Faces, redis_url: str) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.adapters.etcd.store import EtcdStore
-from services.adapters.grpc.placement import GrpcPlacement, GrpcPlacementLinks
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.leader_streams import StreamPlacementLinks
 from services.adapters.links.scheduler_directory import LeaderAddress, SchedulerDirectory
 from services.core.errors import FairwayError, InvalidInput, NoLeader
 from services.core.records import Leader, dump, leader_key
@@ -33,6 +34,7 @@ from tests.integration.scheduler_fleet import (
     StaticDirectory,
     granted,
     place_spec,
+    placement_over_grpc,
 )
 from tests.support.waiting import until
 
@@ -81,7 +83,7 @@ async def test_a_restarted_scheduler_is_found_and_grants_what_was_waiting(superv
     directory.turn(LeaderAddress("s1", first.address, 11))
     worker = FakeWorker("w1", kv_blocks=16)
     reporter = worker.reporter(directory, supervisor)
-    placement = GrpcPlacement(directory, TOKEN, "g1", clock, supervisor, Random(1))
+    placement = placement_over_grpc(directory, "g1", clock, supervisor, Random(1))
     blocking = await granted(placement, place_spec("req_0", prompt_tokens=200))
     assert worker.start(blocking)
     waiting = [
@@ -140,7 +142,7 @@ async def test_the_leader_is_found_through_etcd_and_a_standby_takes_over(
         following = supervisor.spawn("directory", directory.run())
         worker = FakeWorker("w1")
         reporter = worker.reporter(directory, supervisor)
-        placement = GrpcPlacement(directory, TOKEN, "g1", clock, supervisor, Random(1))
+        placement = placement_over_grpc(directory, "g1", clock, supervisor, Random(1))
         before = await granted(placement, place_spec("req_1"))
         assert directory.leader is not None
         assert directory.leader.epoch == before.epoch
@@ -168,7 +170,7 @@ async def test_many_gateways_and_workers_never_over_commit_and_lose_nothing(
     directory = directory_of(node)
     workers = {f"w{n}": FakeWorker(f"w{n}", kv_blocks=24) for n in range(3)}
     reporters = [worker.reporter(directory, supervisor) for worker in workers.values()]
-    gateways = [GrpcPlacement(directory, TOKEN, f"g{n}", clock, supervisor, Random(n)) for n in range(3)]
+    gateways = [placement_over_grpc(directory, f"g{n}", clock, supervisor, Random(n)) for n in range(3)]
     ended: list[str] = []
 
     async def one(number: int) -> None:
@@ -212,7 +214,7 @@ async def test_a_gateway_that_goes_away_withdraws_what_it_queued(
     supervisor: Supervisor, node: SchedulerNode
 ) -> None:
     directory = directory_of(node)
-    placement = GrpcPlacement(directory, TOKEN, "g1", SystemClock(), supervisor, Random(1))
+    placement = placement_over_grpc(directory, "g1", SystemClock(), supervisor, Random(1))
     waiting = [
         asyncio.ensure_future(granted(placement, place_spec(f"req_{n}", queue_ttl_s=60))) for n in range(4)
     ]
@@ -231,7 +233,7 @@ async def test_a_worker_whose_stream_is_cut_is_placed_on_again_after_it_reports(
     directory = directory_of(node)
     worker = FakeWorker("w1")
     reporter = worker.reporter(directory, supervisor)
-    placement = GrpcPlacement(directory, TOKEN, "g1", SystemClock(), supervisor, Random(1))
+    placement = placement_over_grpc(directory, "g1", SystemClock(), supervisor, Random(1))
     grant = await granted(placement, place_spec("req_1"))
     await reporter.close()
     assert worker.start(grant)  # nobody is told of it
@@ -271,7 +273,12 @@ async def test_the_reporter_tells_when_it_heard_the_leader(
 
 
 async def test_a_leader_that_falls_silent_is_left_and_nothing_waits_for_ever(node: SchedulerNode) -> None:
-    links = GrpcPlacementLinks(directory_of(node), TOKEN, "g1", silence_s=0.1)  # it beats every 0.3 s
+    links = StreamPlacementLinks(
+        GrpcStreams(TOKEN),
+        directory_of(node),
+        "g1",
+        silence_s=0.1,  # it beats every 0.3 s
+    )
     link = await links.open()
     with pytest.raises(NoLeader, match="silent"):
         async with asyncio.timeout(2.0):
@@ -279,20 +286,18 @@ async def test_a_leader_that_falls_silent_is_left_and_nothing_waits_for_ever(nod
     await link.close()
     with pytest.raises(FairwayError):
         await link.send([(1, place_spec(), 1.0)], [])
-    await links.close()
 
 
 async def test_reading_a_link_that_is_closed_here_fails_without_cancelling_the_reader(
     node: SchedulerNode,
 ) -> None:
-    links = GrpcPlacementLinks(directory_of(node), TOKEN, "g1")
+    links = StreamPlacementLinks(GrpcStreams(TOKEN), directory_of(node), "g1")
     link = await links.open()
     reading = asyncio.ensure_future(link.receive())
     await asyncio.sleep(0.05)
     await link.close()
     with pytest.raises(NoLeader):
         await reading
-    await links.close()
 
 
 @pytest.mark.parametrize("wrong", ["no_hello", "hello_twice", "hello_with_places"])

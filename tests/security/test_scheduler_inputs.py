@@ -13,7 +13,8 @@ import pytest
 
 from fairway.v1 import scheduler_pb2 as pb
 from fairway.v1 import scheduler_pb2_grpc
-from services.adapters.grpc.placement import GrpcPlacementLinks
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.leader_streams import StreamPlacementLinks
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.core.decisions import FleetWorker, WorkerPool
 from services.core.errors import InvalidInput
@@ -208,7 +209,7 @@ async def _place(node: SchedulerNode, **fields: Any) -> Granted | PlacementRefus
     """Return what becomes of one placement."""
     directory = StaticDirectory()
     directory.turn(LeaderAddress("s1", node.address, 1))
-    links = GrpcPlacementLinks(directory, TOKEN, f"g{Random().random()}")
+    links = StreamPlacementLinks(GrpcStreams(TOKEN), directory, f"g{Random().random()}")
     link = await links.open()
     try:
         await link.send([(7, replace(place_spec(), **fields), 10.0)], [])
@@ -218,7 +219,6 @@ async def _place(node: SchedulerNode, **fields: Any) -> Granted | PlacementRefus
                     return outcome
     finally:
         await link.close()
-        await links.close()
 
 
 @pytest.mark.parametrize(

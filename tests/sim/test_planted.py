@@ -10,21 +10,20 @@ import pytest
 from services.core.records import Priority
 from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from simulator.fleet.assembly import Parts
+from simulator.fleet.chaos import Fault, FaultKind, Moment
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.clients.session import ONCE, TOKENS
 from simulator.fleet.fault_actions import Strikes
-from simulator.fleet.faults import Fault, FaultKind, Moment
 from simulator.fleet.fleet import REST, RunReport, simulate
 from simulator.fleet.nodes.scheduler_node import SchedulerNode
 from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.saturated import is_saturated
 from simulator.fleet.seeds import run_seed
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
-from simulator.invariants.balance import BALANCE, CRASHED, Balance
-from simulator.invariants.bounds import BOUNDS, Bounds
+from simulator.invariants.balance import BALANCE, BOUNDS, CRASHED, Balance, Bounds
 from simulator.invariants.fairness import FAIRNESS, Fairness
 from simulator.invariants.fencing import ALONE, FENCED, REPLAYED, Fencing
-from simulator.invariants.instants import Looks
+from simulator.invariants.invariant import Looks
 from simulator.invariants.shedding import INVERSION, Shedding
 from simulator.lab.baselines import ARRIVAL
 from simulator.lab.runner import run as run_scenario

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.fleet.chaos import REQUESTS
-from simulator.fleet.faults import FaultKind
+from simulator.fleet.chaos import REQUESTS, FaultKind
 from simulator.fleet.saturated import is_saturated
 from simulator.fleet.seeds import REACHES, SeedResult, Total, run_seed
-from simulator.invariants.instants import Looks
+from simulator.invariants.invariant import Looks
 
 SEEDS = range(50)
 FULL = (0, 13, 26, 39)

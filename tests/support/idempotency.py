@@ -5,12 +5,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from secrets import token_bytes
 
 import redis.asyncio
 
+from services.adapters.encrypted_records import EncryptedRecords
 from services.adapters.memory.idempotency import MemoryIdempotency
 from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.record_cipher import OVERHEAD_BYTES, RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
 from services.ports.idempotency import IdempotencyStore, RecordKey, RecordLimits
@@ -35,9 +38,17 @@ class Bench:
     tenant: str
     lapse_leases: Callable[[], Awaitable[None]]
     lapse_bodies: Callable[[], Awaitable[None]]
+    # By how much a stored chunk is longer than the chunk.
+    overhead: int = 0
 
     def key(self, name: str = "k") -> RecordKey:
         return RecordKey(self.tenant, name)
+
+
+def encrypted(bench: Bench, *secrets: str) -> Bench:
+    """Return the bench with records that are encrypted."""
+    cipher = RecordCipher(secrets or ("s" * 32,), token_bytes)
+    return replace(bench, store=EncryptedRecords(bench.store, cipher), overhead=OVERHEAD_BYTES)
 
 
 @asynccontextmanager

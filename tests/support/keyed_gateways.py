@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
+from secrets import token_bytes
 from typing import Any
 
 from fairway.v1 import inference_pb2 as pb
+from services.adapters.encrypted_records import EncryptedRecords
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.record_cipher import RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
 from services.core import errors
@@ -39,6 +42,7 @@ from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.policy.claims import RequestBounds
+from services.gateway.response_cache import ResponseCache
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.idempotency import IdempotencyStore, RecordLimits
@@ -51,6 +55,8 @@ from tests.support.grpc_gateway import Prices
 from tests.support.metered import MeteredLimiter
 
 CLOCK = SystemClock()
+NAMES_SECRET = b"n" * 32
+RECORD_SECRET = "current record secret of the tests"
 
 
 def token(seed: int, choice: int, position: int) -> int:
@@ -113,6 +119,7 @@ class Validator:
             prompt=Prompt(list(range(len(generation.prompt)))),
             sampling=Sampling(
                 asked.seed if asked.HasField("seed") else self._fleet.seeds.getrandbits(63),
+                temperature=asked.temperature if asked.HasField("temperature") else 1.0,
                 logprobs=generation.logprobs if generation.HasField("logprobs") else None,
             ),
             limits=OutputLimits(generation.max_output_tokens or 8),
@@ -342,6 +349,8 @@ class Options:
     window_tokens: int
     timeout_s: float
     max_requests: int = 4096
+    # Bounds of cached answers; None: there are none.
+    responses: RecordLimits | None = None
 
 
 @asynccontextmanager
@@ -356,13 +365,14 @@ async def gateways(
     timeout_s: float = 2.0,
     wrap: Callable[[IdempotencyStore], IdempotencyStore] = lambda store: store,
     max_requests: int = 4096,
+    responses: RecordLimits | None = None,
 ) -> AsyncIterator[list[Gateway]]:
     """Yield gateways that share a Redis; check on the way out that no task of theirs crashed.
 
     ``timeout_s`` bounds each call of Redis. ``wrap``: what stands between a gateway and its records.
     """
     records = records or RecordLimits(lease_s=1.0)
-    options = Options(keyed or keyed_limits(), records, window_tokens, timeout_s, max_requests)
+    options = Options(keyed or keyed_limits(), records, window_tokens, timeout_s, max_requests, responses)
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(_gateway(url, fleet, f"g{number}", options, wrap))
@@ -383,6 +393,9 @@ async def _gateway(
     store = RedisIdempotency(url, CLOCK, options.records, timeout_s=options.timeout_s)
     metrics = Metrics()
     workers = Workers(fleet, supervisor)
+    cipher = RecordCipher([RECORD_SECRET], token_bytes)
+    cached = RedisIdempotency(url, CLOCK, options.responses, timeout_s=options.timeout_s)
+    cache = ResponseCache(EncryptedRecords(cached, cipher), NAMES_SECRET, name, metrics)
     ports = Ports(
         limiter=FallbackLimiter(MeteredLimiter(limiter), MemoryLimiter(CLOCK, local=True), CLOCK),
         placement=Placement(fleet),
@@ -395,15 +408,17 @@ async def _gateway(
         error_of=by_reason,
         telemetry=GatewayTelemetry(metrics, clock=CLOCK),
         pressure=lambda digest: fleet.pressure.get(digest, 0.0),
+        responses=cache if options.responses is not None else None,
     )
     limits = GatewayLimits(max_requests=options.max_requests, window_tokens=options.window_tokens)
     identity: Any = Identity(fleet)
     keyed = KeyedPorts(
-        store=wrap(store),
+        store=wrap(EncryptedRecords(store, cipher)),
         limiter=ports.limiter,
         clock=CLOCK,
         telemetry=KeyedTelemetry(metrics),
         new_incident=ports.new_incident,
+        names_secret=NAMES_SECRET,
         owner=name,
         window_tokens=options.window_tokens,
         limits=options.keyed,
@@ -423,4 +438,5 @@ async def _gateway(
     finally:
         await supervisor.close()
         await store.close()
+        await cached.close()
         await limiter.close()

@@ -7,14 +7,18 @@ import inspect
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from random import Random
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import pytest
 
+from services.ports.worker_stream import WorkerStreams
+from services.rpc.methods import EXECUTE
 from services.runtime.clock import SystemClock
 from services.scheduler.service import SchedulerService
 from services.scheduler.term import TermSettings
-from simulator.kernel.links.links import serve_scheduler
+from services.worker.servicer import WorkerOperations, WorkerServicer
+from simulator.kernel.links.scheduler import serve_scheduler
+from simulator.kernel.links.streams import serve_stream
 from simulator.kernel.loop import Limits, VirtualTimeLoop
 from simulator.kernel.network import Network
 from simulator.kernel.process import UNIX_START_S, Process, Skew
@@ -41,6 +45,12 @@ class World:
         process = Process(name, self.loop, self._rng, skew=Skew(unix_offset_s=ahead_s))
         self.processes.append(process)
         return process
+
+
+def serve_sequences(process: Process, network: Network, address: str, streams: WorkerStreams) -> None:
+    """Serve gateways at the address with the production servicer of a worker that has no agent."""
+    servicer = WorkerServicer(streams, cast(WorkerOperations, None), process.clock)
+    serve_stream(process, network, address, EXECUTE, servicer.serve_gateway)
 
 
 class SimulatedScheduler:

@@ -21,9 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from services.worker.engine.cuda import elementwise as elementwise
+from services.worker.engine.cuda import exact_kernels as exact_kernels
 from services.worker.engine.cuda import kernels as kernels
-from services.worker.engine.cuda import products as products
-from services.worker.engine.cuda import row_kernels as row_kernels
 from services.worker.engine.cuda.attention import WARPS_OF_WIDE_TILES
 from services.worker.engine.cuda.exact import ROW_COLUMNS, TILES
 from services.worker.engine.cuda.plan import cutting_for
@@ -60,9 +59,9 @@ def main() -> None:
             report(kernels.prefill, dtype, rows | head | paged, warps=warps)
         of_products(dtype)
     row = {"WIDTH": VOCABULARY, "COLUMNS": ROW_COLUMNS}
-    report(row_kernels.log_softmax_rows, "float32", row, warps=4)
-    report(row_kernels.sum_rows, "float32", row, warps=4, types={"out": "*fp64"})
-    report(row_kernels.running_sum_rows, "float32", row, warps=4, types={"x": "*fp64", "out": "*fp64"})
+    report(exact_kernels.log_softmax_rows, "float32", row, warps=4)
+    report(exact_kernels.sum_rows, "float32", row, warps=4, types={"out": "*fp64"})
+    report(exact_kernels.running_sum_rows, "float32", row, warps=4, types={"x": "*fp64", "out": "*fp64"})
 
 
 def of_products(dtype: str) -> None:
@@ -81,8 +80,8 @@ def of_products(dtype: str) -> None:
         for gated in (False, True):
             constants = sides | {"COLUMNS": columns, "DEPTH": depth, "WIDEN": False}
             constants |= {"BIAS": bias, "ADD": not gated, "GATED": gated}
-            report(products.product, dtype, constants, warps=tile.warps, stages=tile.stages)
-    report(row_kernels.norm_rows, dtype, {"WIDTH": WIDTH, "COLUMNS": ROW_COLUMNS}, warps=4)
+            report(exact_kernels.product, dtype, constants, warps=tile.warps, stages=tile.stages)
+    report(exact_kernels.norm_rows, dtype, {"WIDTH": WIDTH, "COLUMNS": ROW_COLUMNS}, warps=4)
 
 
 def report(

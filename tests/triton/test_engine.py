@@ -22,11 +22,11 @@ from services.worker.engine.cuda.exact import ExactOperators, TritonReductions
 from services.worker.engine.cuda.graphs import Graph, GraphedDecoder, batch_sizes
 from services.worker.engine.cuda.operators import TritonOperators
 from services.worker.engine.cuda.plan import Cutting, Padding
+from services.worker.engine.execute.executor import Inline
 from services.worker.engine.execute.kv_cache import KvCache, kv_shape
 from services.worker.engine.execute.model import Decoder
 from services.worker.engine.execute.rope import Rope
 from services.worker.engine.execute.torch_executor import TorchExecutor
-from services.worker.engine.load.launch import Inline
 from services.worker.engine.load.torch_loading import DTYPES
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits

@@ -15,8 +15,7 @@ from fairway.cli.connection import Connection, Server, command
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption, YesOption, span_s
 from fairway.cli.terminal.bars import Bars
-from fairway.cli.terminal.cells import moment, short_digest
-from fairway.cli.terminal.durations import show_bytes
+from fairway.cli.terminal.cells import moment, short_digest, show_bytes
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, show_deleted, write_document
 from fairway.cli.terminal.listing import Resource, add_list
 from fairway.cli.terminal.output import confirm, err, out, plain

@@ -10,8 +10,7 @@ from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import EtagOption, Format, NameArgument, OutputOption, WaitOption
 from fairway.cli.terminal.bars import Bars
-from fairway.cli.terminal.cells import labels
-from fairway.cli.terminal.durations import show_bytes
+from fairway.cli.terminal.cells import labels, show_bytes
 from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
 from fairway.cli.terminal.table import Column
 from fairway.cli.waiting import until_drained

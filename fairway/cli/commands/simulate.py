@@ -14,7 +14,7 @@ import typer
 
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.state import StateDir
-from fairway.cli.terminal.durations import parse_span
+from fairway.cli.terminal.cells import parse_span
 from fairway.cli.terminal.output import err, plain
 
 _MARK: Final = "error: "

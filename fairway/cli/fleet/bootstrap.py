@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from fairway.cli.calls import CALL_TIMEOUT_S, PHASE_VERBS, admin_client, admin_error, checked, publish_folder
 from fairway.cli.errors import CliError
@@ -33,6 +33,8 @@ from fairway.client.admin.wait import describe, ready_replicas, until_any_ready
 from fairway.client.publish.publish import PublishProgress
 from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp
+
+T = TypeVar("T")
 
 
 class FleetAddresses(Protocol):
@@ -116,15 +118,10 @@ class Bootstrap:
     async def _is_published(self, admin: AdminClient, version: str = "") -> bool:
         """Whether the model has the version, or any version if it is empty."""
         name = self.options.model_name
-        try:
-            if not version:
-                return bool(await admin.models.versions(name, limit=1))
-            await admin.models.get(name, version)
-        except NotFound:
-            return False
-        except FairwayError as exc:
-            raise admin_error(exc, what=f"cannot look up the model {name}") from exc
-        return True
+        what = f"the model {name}"
+        if not version:
+            return bool(await _found(admin.models.versions(name, limit=1), what))
+        return await _found(admin.models.get(name, version), what) is not None
 
     async def _ensure_tenant(self, admin: AdminClient) -> None:
         tenant = cp.Tenant(
@@ -132,22 +129,12 @@ class Bootstrap:
             display_name="Default",
             max_priority=common_pb2.PRIORITY_INTERACTIVE,
         )
-        try:
-            await admin.tenants.create(tenant)
-        except FairwayError as exc:
-            if not _already_exists(exc):
-                raise admin_error(exc, what=f"cannot create the tenant {TENANT}") from exc
+        await _ensure(admin.tenants.create(tenant), f"the tenant {TENANT}")
 
     async def _ensure_key(self, admin: AdminClient) -> str:
         """Return the stored key if the control plane has a key of that name, else a new one."""
         stored = read_secret(self.state, "api_key")
-        exists = True
-        try:
-            await admin.keys.get(KEY_NAME)
-        except NotFound:
-            exists = False
-        except FairwayError as exc:
-            raise admin_error(exc, what=f"cannot look up the key {KEY_NAME}") from exc
+        exists = await _found(admin.keys.get(KEY_NAME), f"the key {KEY_NAME}") is not None
         if exists and stored:
             return stored
         return await self._new_key(admin, replace=exists)
@@ -167,7 +154,7 @@ class Bootstrap:
     async def _ensure_served(self, admin: AdminClient) -> bool:
         """Return whether the deployment should serve: it exists or was created, and has replicas."""
         name = self.options.model_name
-        found = await self._deployment(admin)
+        found = await _found(admin.deployments.get(name), f"the deployment {name}")
         if found is None and name in self._created() and await self._is_published(admin):
             self.progress.event(
                 "model",
@@ -181,26 +168,13 @@ class Bootstrap:
             wanted = cp.Deployment(
                 metadata=cp.Metadata(name=name), model=name, version=digest, replicas=self.options.replicas
             )
-            try:
-                await admin.deployments.create(wanted)
-            except FairwayError as exc:
-                if not _already_exists(exc):
-                    raise admin_error(exc, what=f"cannot create the deployment {name}") from exc
+            await _ensure(admin.deployments.create(wanted), f"the deployment {name}")
         self._record_created(name)
         if found is None:
             await self._until_deployed(admin)
             return True
         self._report_unchanged(found, digest)
         return bool(found.replicas) and await self._until_any_ready(admin)
-
-    async def _deployment(self, admin: AdminClient) -> cp.Deployment | None:
-        name = self.options.model_name
-        try:
-            return await admin.deployments.get(name)
-        except NotFound:
-            return None
-        except FairwayError as exc:
-            raise admin_error(exc, what=f"cannot look up the deployment {name}") from exc
 
     def _created(self) -> list[str]:
         """Return the deployments that a bootstrap from this state folder created."""
@@ -342,5 +316,20 @@ class Bootstrap:
         return last
 
 
-def _already_exists(error: FairwayError) -> bool:
-    return isinstance(error, Conflict) and error.reason == "ALREADY_EXISTS"
+async def _found(call: Awaitable[T], what: str) -> T | None:
+    """Return the result of a look-up, None for what is not there. Raises CliError."""
+    try:
+        return await call
+    except NotFound:
+        return None
+    except FairwayError as exc:
+        raise admin_error(exc, what=f"cannot look up {what}") from exc
+
+
+async def _ensure(creation: Awaitable[object], what: str) -> None:
+    """Return once it is created, or if it exists. Raises CliError."""
+    try:
+        await creation
+    except FairwayError as exc:
+        if not (isinstance(exc, Conflict) and exc.reason == "ALREADY_EXISTS"):
+            raise admin_error(exc, what=f"cannot create {what}") from exc

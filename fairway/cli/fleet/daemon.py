@@ -17,8 +17,8 @@ from typing import Any
 
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet.installation import AlreadyRunning, run_installation
-from fairway.cli.fleet.logs import rotate_log, tail
 from fairway.cli.fleet.options import UpOptions, source_root
+from fairway.cli.fleet.process import rotate_log, tail
 from fairway.cli.fleet.progress import PipeProgress, Progress, read_messages
 from fairway.cli.state import PRIVATE_UMASK, Endpoints, StateDir
 from fairway.cli.terminal.output import err

@@ -8,18 +8,17 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import msgspec
 import psutil
 
 from fairway.cli.errors import CliError
 from fairway.cli.state import read_json, write_json
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessId:
+class ProcessId(msgspec.Struct, frozen=True, array_like=True):
     """One process: its id and when it started, in the clock ticks of the kernel."""
 
     pid: int
@@ -57,8 +56,7 @@ class ProcessId:
                 os.killpg(self.pid, number)
 
 
-@dataclass(frozen=True, slots=True)
-class FleetRecord:
+class FleetRecord(msgspec.Struct, frozen=True):
     """The supervisor, its children by name, and the phase: starting, ready or stopping."""
 
     supervisor: ProcessId
@@ -67,35 +65,14 @@ class FleetRecord:
     phase: str
 
     def save(self, path: Path) -> None:
-        write_json(
-            path,
-            {
-                "supervisor": [self.supervisor.pid, self.supervisor.start],
-                "children": {name: [child.pid, child.start] for name, child in self.children.items()},
-                "addresses": dict(self.addresses),
-                "phase": self.phase,
-            },
-        )
+        write_json(path, msgspec.to_builtins(self))
 
     @classmethod
     def load(cls, path: Path) -> FleetRecord | None:
         """Return the record in ``path``, or None if it is missing or invalid."""
-        raw = read_json(path)
         try:
-            return (
-                None
-                if raw is None
-                else cls(
-                    supervisor=ProcessId(int(raw["supervisor"][0]), float(raw["supervisor"][1])),
-                    children={
-                        name: ProcessId(int(pid), float(start))
-                        for name, (pid, start) in raw["children"].items()
-                    },
-                    addresses={str(name): str(value) for name, value in raw["addresses"].items()},
-                    phase=str(raw["phase"]),
-                )
-            )
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            return msgspec.convert(read_json(path), cls)
+        except msgspec.ValidationError:
             return None
 
 

@@ -115,7 +115,7 @@ def store_specs(state: StateDir, environ: Mapping[str, str]) -> tuple[ProcessSpe
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
     env = {name: value for name, value in environ.items() if not name.startswith(("FAIRWAY_", "ETCD_"))}
-    common = {"env": env, "death_signal": signal.SIGTERM, "start_s": 60.0, "stop_s": _STORE_STOP_S}
+    common = {"death_signal": signal.SIGTERM, "start_s": 60.0, "stop_s": _STORE_STOP_S}
     return (
         ProcessSpec(
             name="etcd",
@@ -124,6 +124,8 @@ def store_specs(state: StateDir, environ: Mapping[str, str]) -> tuple[ProcessSpe
             probe=etcd_healthy(state.etcd_address),
             address=state.etcd_address,
             cwd=state.sockets,
+            # With several processors, each message wakes idle threads of its runtime. One carries this load.
+            env={"GOMAXPROCS": "1", **env},
             **common,  # type: ignore[arg-type]
         ),
         ProcessSpec(
@@ -132,6 +134,7 @@ def store_specs(state: StateDir, environ: Mapping[str, str]) -> tuple[ProcessSpe
             log=state.log("redis"),
             probe=redis_answers(state.redis_address),
             address=state.redis_address,
+            env=env,
             **common,  # type: ignore[arg-type]
         ),
     )
@@ -180,6 +183,7 @@ def role_environment(
     }
     if role == "gateway":
         required["FAIRWAY_HTTP_LISTEN"] = addresses.of(f"{name}_http")
+        required["FAIRWAY_RECORD_KEYS_FILE"] = str(state.secret("record_keys"))
     if role == "controlplane":
         required["FAIRWAY_ADMIN_KEY_FILE"] = str(state.secret("admin_key"))
         defaults["FAIRWAY_USAGE_DIR"] = str(state.data("usage"))

@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import Final
 
 from fairway.cli.errors import CliError
-from fairway.cli.fleet.logs import MAX_LOG_BYTES, bound_log, rotate_log, tail
 from fairway.cli.fleet.probes import NO_ANSWER
-from fairway.cli.fleet.process import Child, ProcessSpec, describe_exit
+from fairway.cli.fleet.process import (
+    MAX_LOG_BYTES,
+    Child,
+    ProcessSpec,
+    bound_log,
+    describe_exit,
+    rotate_log,
+    tail,
+)
 from fairway.cli.fleet.progress import Progress, TolerantProgress
 from fairway.cli.fleet.record import FleetRecord, ProcessId
 from fairway.task_group import TaskGroup
@@ -21,7 +28,7 @@ _POLL_S: Final = 0.15
 _FIRST_BACKOFF_S: Final = 0.5
 _LAST_BACKOFF_S: Final = 30.0
 _STABLE_S: Final = 60.0
-_HEALTH_POLL_S: Final = 5.0
+_HEALTH_POLL_S: Final = 10.0  # a sixth of the silence after which a process is replaced
 _LOG_POLL_S: Final = 2.0
 _REPORT_S: Final = 3.0  # interval of reports on a long start
 
@@ -189,11 +196,9 @@ class ProcessSupervisor:
         while True:
             await asyncio.sleep(_LOG_POLL_S)
             own = () if self._own_log is None else (self._own_log,)
-            for path in (*(child.spec.log for child in self._children.values()), *own):
-                try:
-                    await asyncio.to_thread(bound_log, path, max_bytes=self._max_log_bytes)
-                except OSError as exc:
-                    self._progress.event("logs", "failed", f"cannot bound {path}: {exc.strerror}")
+            paths = (*(child.spec.log for child in self._children.values()), *own)
+            for path, why in await asyncio.to_thread(_bound, paths, self._max_log_bytes):
+                self._progress.event("logs", "failed", f"cannot bound {path}: {why}")
 
     async def _ended(self, child: Child) -> str:
         """Return, in words, how the child ended; a child without a response for too long is killed.
@@ -231,6 +236,17 @@ class ProcessSupervisor:
             addresses={name: child.spec.address for name, child in self._children.items()},
             phase=self._phase,
         )
+
+
+def _bound(logs: Sequence[Path], max_bytes: int) -> list[tuple[Path, str]]:
+    """Bound each log; return those that cannot be bounded, with the reason."""
+    failed: list[tuple[Path, str]] = []
+    for path in logs:
+        try:
+            bound_log(path, max_bytes=max_bytes)
+        except OSError as exc:
+            failed.append((path, exc.strerror or str(exc)))
+    return failed
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

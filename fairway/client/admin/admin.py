@@ -10,7 +10,7 @@ Arguments and results are the messages of ``fairway.v1``, unchanged.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from random import Random, SystemRandom
 from types import ModuleType, TracebackType
@@ -19,14 +19,93 @@ from typing import Any, Final, Self
 import grpc
 
 from fairway.client.admin.calls import Service
-from fairway.client.admin.fleet import Events, Placements, Queues, UsageRecords
 from fairway.client.admin.models import Models
 from fairway.client.admin.resources import Budgets, Deployments, Keys, Nodes, Tenants
+from fairway.client.admin.usage import UsageRecords
+from fairway.client.admin.watch import Missed, OnLost, watch_events
 from fairway.client.attempts import Core
 from fairway.client.endpoints import check_addresses
 from fairway.client.guard import Guard
 from fairway.client.values import ClientOptions
 from fairway.v1 import controlplane_pb2, controlplane_pb2_grpc, registry_pb2, registry_pb2_grpc
+from fairway.v1 import controlplane_pb2 as cp
+from fairway.v1 import scheduler_pb2 as sched
+
+Kinds = Sequence[cp.ResourceKind.ValueType]
+_NEWEST: Final = 20
+
+
+class Events:
+    """The fleet's events, retained for about an hour."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def list(
+        self,
+        *,
+        kinds: Kinds = (),
+        resource: str = "",
+        limit: int | None = 100,
+        timeout_s: float | None = None,
+    ) -> Sequence[cp.Event]:
+        """Return the newest ``limit`` (None: all), newest first; filtered by kinds and resource, if given."""
+        return await self._service.pages(
+            "ListEvents", "events", limit=limit, timeout_s=timeout_s, kinds=kinds, resource=resource
+        )
+
+    def watch(
+        self,
+        *,
+        kinds: Kinds = (),
+        resource: str = "",
+        newest: int = _NEWEST,
+        on_lost: OnLost | None = None,
+    ) -> AsyncGenerator[cp.Event | Missed, None]:
+        """Yield the ``newest`` events, oldest first, then every further one, until it is closed.
+
+        It survives lost connections and continues at its position; Missed marks a gap where that was not
+        possible. Close it, with ``contextlib.aclosing``.
+        """
+        return watch_events(self._service, tuple(kinds), resource, newest, on_lost)
+
+
+class Queues:
+    """Queued and running requests by pool, from the leading scheduler."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def list(
+        self, *, tenant: str = "", limit: int | None = None, timeout_s: float | None = None
+    ) -> Sequence[cp.Queue]:
+        """Return the pools, with the shares of one tenant or of all. Raises Unavailable without a leader."""
+        return await self._service.pages(
+            "ListQueues", "queues", limit=limit, timeout_s=timeout_s, tenant=tenant
+        )
+
+
+class Placements:
+    """Placement decisions of requests and the state of the workers, from the leading scheduler."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def explain(
+        self, request_id: str, *, timeout_s: float | None = None
+    ) -> cp.ExplainPlacementResponse:
+        """Return the recorded decisions on the request. Raises Unavailable without a leader."""
+        answer: cp.ExplainPlacementResponse = await self._service.call(
+            "ExplainPlacement", timeout_s=timeout_s, request_id=request_id
+        )
+        return answer
+
+    async def workers(
+        self, *, limit: int | None = None, timeout_s: float | None = None
+    ) -> Sequence[sched.Reporter]:
+        """Return the workers that reported to the leader. Raises Unavailable without a leader."""
+        return await self._service.pages("ListWorkers", "workers", limit=limit, timeout_s=timeout_s)
+
 
 ADMIN_OPTIONS: Final = ClientOptions(timeout_s=15.0)
 

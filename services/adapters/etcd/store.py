@@ -6,12 +6,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
-import grpc
 from aetcd import rpc
 
 from services.adapters.commit_bounds import check_commit
 from services.adapters.etcd import watch as etcd_watch
-from services.adapters.etcd.channel import NEEDS_LEADER, EtcdChannel
+from services.adapters.etcd.channel import EtcdChannel
+from services.adapters.etcd.lease_stream import LeaseStream
 from services.adapters.etcd.watch import WatchTimes, entry_of, key_bytes, prefix_range
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
@@ -46,15 +46,16 @@ class EtcdStore:
         clock: Clock,
         *,
         timeout_s: float = 3.0,
-        progress_s: float = 3.0,
+        progress_s: float = 6.0,
         silence_s: float = 8.0,
     ) -> None:
         """Connects at the first call. ``endpoints`` are ``host:port``, all of one cluster.
 
-        ``progress_s`` is the period of a watch's progress requests. A watch that receives no message for
-        ``silence_s`` is closed. Raises InvalidInput for an invalid endpoint.
+        A watch that receives no message for ``progress_s`` requests one, and is closed after ``silence_s``.
+        Raises InvalidInput for an invalid endpoint.
         """
         self._channel = EtcdChannel(endpoints)
+        self._leases = LeaseStream(self._channel)
         self._clock = clock
         self._timeout_s = timeout_s
         self._watch_times = WatchTimes(timeout_s, progress_s, silence_s)
@@ -91,16 +92,7 @@ class EtcdStore:
         return lease_id
 
     async def keep_alive(self, lease_id: int) -> None:
-        with self._channel.stubs() as stubs:
-            call = stubs.lease.LeaseKeepAlive(timeout=self._timeout_s, metadata=NEEDS_LEADER)
-            try:
-                await call.write(rpc.LeaseKeepAliveRequest(ID=lease_id))
-                answer = await call.read()
-            finally:
-                call.cancel()
-            if answer is grpc.aio.EOF:
-                raise StoreUnavailable("etcd ended the keep-alive", retry_after_s=1.0)
-        if answer.TTL <= 0:
+        if await self._leases.keep_alive(lease_id, self._timeout_s) <= 0:
             raise LeaseLost(f"lease {lease_id:x} has ended")
 
     async def revoke_lease(self, lease_id: int) -> None:

@@ -28,8 +28,8 @@ _DELETE: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class WatchTimes:
-    """``created_s``: time limit for the watch to be created. ``progress_s``: period of progress requests.
-    ``silence_s``: a stream without a message for this long counts as broken."""
+    """``created_s``: time limit for the watch to be created. ``progress_s``: silence after which a message is
+    requested. ``silence_s``: a stream without a message for this long counts as broken."""
 
     created_s: float
     progress_s: float
@@ -58,10 +58,10 @@ async def watch(
     channel: EtcdChannel, prefix: str, after_revision: int, times: WatchTimes
 ) -> AsyncGenerator[WatchBatch, None]:
     """Yield the changes under a prefix after a revision; see ``Store.watch``."""
-    closed = asyncio.Event()
+    closed, received = asyncio.Event(), asyncio.Event()
     with channel.stubs() as stubs:
         call = stubs.watch.Watch(
-            _requests(prefix, after_revision + 1, closed, times.progress_s), metadata=NEEDS_LEADER
+            _requests(prefix, after_revision + 1, received, closed, times.progress_s), metadata=NEEDS_LEADER
         )
         try:
             created = await _read(call, times.created_s)
@@ -71,11 +71,14 @@ async def watch(
             _raise_if_canceled(created)
             batches = Batches(watch_id, after_revision, _progress_check(channel, stubs, times.created_s))
             while True:
-                batch = await batches.add(await _read(call, times.silence_s))
+                message = await _read(call, times.silence_s)
+                received.set()
+                batch = await batches.add(message)
                 if batch is not None:
                     yield batch
         finally:
             closed.set()
+            received.set()
             call.cancel()
 
 
@@ -116,9 +119,10 @@ class Batches:
 
 
 async def _requests(
-    prefix: str, start_revision: int, closed: asyncio.Event, progress_s: float
+    prefix: str, start_revision: int, received: asyncio.Event, closed: asyncio.Event, progress_s: float
 ) -> AsyncGenerator[Any, None]:
-    """Yield the create request, then a progress request every ``progress_s``. gRPC's writer consumes them."""
+    """Yield the create request, then a progress request whenever nothing was ``received`` for ``progress_s``:
+    etcd sends notices by itself. gRPC's writer consumes them."""
     key, range_end = prefix_range(prefix)
     yield rpc.WatchRequest(
         create_request=rpc.WatchCreateRequest(
@@ -126,9 +130,10 @@ async def _requests(
         )
     )
     while not closed.is_set():
+        received.clear()
         try:
             async with asyncio.timeout(progress_s):
-                await closed.wait()
+                await received.wait()
         except TimeoutError:
             yield rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
 

@@ -39,8 +39,6 @@ class LeaderLinks(Protocol[Link_co]):
     async def wait_leader_change(self, timeout_s: float) -> None:
         """Return when the leader may differ from that of the last ``open``, or after the timeout."""
 
-    async def close(self) -> None: ...
-
 
 async def keep_linked(
     links: LeaderLinks[Link],

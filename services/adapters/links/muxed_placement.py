@@ -103,6 +103,7 @@ class MuxedPlacement:
         self._link: PlacementLink | None = None
         self._answered_s = -math.inf  # when the last outcome of any placement was received
         self._woken = asyncio.Event()
+        self._arrived = asyncio.Event()  # a placement is pending: the fallback may have to place it
         self._task: asyncio.Task[None] | None = None
         # The link outlives the request that starts it. Its log lines must not carry that request's context.
         self._context = contextvars.copy_context()
@@ -152,7 +153,6 @@ class MuxedPlacement:
         for pending in list(self._pending.values()):
             if not pending.future.done():
                 pending.future.set_exception(NoLeader("the gateway is stopping"))
-        await self._links.close()
 
     async def place(self, spec: PlaceSpec) -> AnyGrant:
         """See ``ports.placement.PlacementClient.place``."""
@@ -180,6 +180,7 @@ class MuxedPlacement:
         self._of_tenant[tenant_id] += 1
         self._unsent[number] = None
         self._woken.set()
+        self._arrived.set()
         try:
             return await self._outcome(pending)
         except asyncio.CancelledError:
@@ -211,6 +212,9 @@ class MuxedPlacement:
 
     async def _run_fallback(self, fallback: FallbackPlacer) -> None:
         while True:
+            if not self._pending:
+                self._arrived.clear()
+                await self._arrived.wait()
             now_s = self._clock.monotonic_s()
             wait_s = fallback.wait_s(now_s)
             if wait_s <= 0:

@@ -141,7 +141,6 @@ class Reporter:
         if task is not None:
             task.cancel()
             await asyncio.wait((task,), timeout=5.0)
-        await self._links.close()
 
     # --- the stream -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Final
 
-from services.adapters.memory.meters import Budget, RequestBucket, Times, TokenBucket, new_meter
+from services.adapters.memory.meters import BudgetMeter, RequestMeter, Times, TokenMeter, new_meter
 from services.adapters.quotas.quota import (
     LAPSED_AT_ONCE,
     LAPSED_BATCH,
@@ -74,8 +74,8 @@ class _Record:
 class _Tenant:
     """``slots`` map requests to their deadlines, by scope, in the order of deadlines."""
 
-    work: RequestBucket = field(default_factory=RequestBucket)
-    meters: OrderedDict[tuple[LimitKind, Scope, str], RequestBucket | TokenBucket | Budget] = field(
+    work: RequestMeter = field(default_factory=RequestMeter)
+    meters: OrderedDict[tuple[LimitKind, Scope, str], RequestMeter | TokenMeter | BudgetMeter] = field(
         default_factory=OrderedDict
     )
     slots: dict[tuple[Scope, str], dict[str, int]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class _Tenant:
     # By the time for which records are kept: requests, and when they are dropped.
     ended: dict[int, OrderedDict[str, int]] = field(default_factory=dict)
 
-    def meter(self, limit: Limit) -> RequestBucket | TokenBucket | Budget:
+    def meter(self, limit: Limit) -> RequestMeter | TokenMeter | BudgetMeter:
         key = (limit.kind, limit.scope, limit.name)
         if key not in self.meters:
             self.meters[key] = new_meter(limit.kind)
@@ -183,6 +183,14 @@ class MemoryLimiter:
                 raise rejection(Claim(limit), wait_us / 1e6)
             tenant.work.count(limit, 1, 0, times)
 
+    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        tenant, times = self._tenant(tenant_id), Times(self._now_us(), self._clock.unix_s(), 0.0)
+        for claim in claims:
+            if (wait_us := tenant.meter(claim.limit).wait_us(claim.limit, claim.amount, times)) > 0:
+                raise rejection(claim, wait_us / 1e6)
+        for claim in claims:
+            tenant.meter(claim.limit).count(claim.limit, 0, claim.amount, times)
+
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         for reservation, usage in running:
             tenant, request_id = self._tenant(reservation.tenant_id), reservation.request_id
@@ -230,7 +238,7 @@ class MemoryLimiter:
         found = []
         for limit in limits:
             budget = tenant.meter(limit)
-            assert isinstance(budget, Budget), "only budgets are spent"
+            assert isinstance(budget, BudgetMeter), "only budgets are spent"
             period = period_of(limit.kind, now_s)
             found.append(Spent(limit, budget.settled[period], budget.reserved[period]))
         return tuple(found)

@@ -30,7 +30,7 @@ class Meter(Protocol):
 
 
 @dataclass(slots=True)
-class RequestBucket:
+class RequestMeter:
     """``used`` units at ``at_us``."""
 
     used: int = 0
@@ -52,7 +52,7 @@ class RequestBucket:
 
 
 @dataclass(slots=True)
-class TokenBucket:
+class TokenMeter:
     """``used`` units at ``at_ms``, drained by ``rate`` units per millisecond."""
 
     used: int = 0
@@ -74,7 +74,7 @@ class TokenBucket:
 
 
 @dataclass(slots=True)
-class Budget:
+class BudgetMeter:
     """Micro-dollars by period: settled, and reserved by running requests."""
 
     settled: Counter[int] = field(default_factory=Counter)
@@ -96,7 +96,7 @@ class Budget:
         return 0
 
 
-def new_meter(kind: LimitKind) -> RequestBucket | TokenBucket | Budget:
+def new_meter(kind: LimitKind) -> RequestMeter | TokenMeter | BudgetMeter:
     if kind in BUDGETS:
-        return Budget()
-    return RequestBucket() if kind is LimitKind.REQUESTS else TokenBucket()
+        return BudgetMeter()
+    return RequestMeter() if kind is LimitKind.REQUESTS else TokenMeter()

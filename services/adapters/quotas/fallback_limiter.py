@@ -118,6 +118,9 @@ class FallbackLimiter:
             (share,) = self._without_store([Limit(LimitKind.REQUESTS, per_minute)])
             await self._local.spend(tenant_id, share.limit)
 
+    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        await self._primary.take(tenant_id, claims)
+
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         await self._local.renew([(held, usage) for held, usage in running if held.local])
         try:

@@ -66,6 +66,9 @@ class ObservedLimiter:
     async def spend(self, tenant_id: str, per_minute: int) -> None:
         await self._timed("spend", self._inner.spend(tenant_id, per_minute))
 
+    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        await self._timed("take", self._inner.take(tenant_id, claims))
+
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         await self._timed("renew", self._inner.renew(running))
 

@@ -92,6 +92,7 @@ class RedisLimiter:
         self._renew = self._scripts.script(*RESERVATION, "renew")
         self._settle = self._scripts.script(*RESERVATION, "settle")
         self._spend = self._scripts.script("common", "meters", "spend")
+        self._take = self._scripts.script("common", "meters", "take")
         self._spent = self._scripts.script("common", "meters", "spent")
         self._lapsed = self._scripts.script("common", "lapsed")
         self._confirm = self._scripts.script("confirm")
@@ -142,6 +143,13 @@ class RedisLimiter:
             wait_us = await self._scripts.run(tenant_id, self._spend, keys, (most(limit),))
             if wait_us:
                 raise rejection(Claim(limit), wait_us / 1e6)
+
+    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        keys = [limit_key(tenant_id, claim.limit) for claim in claims]
+        amounts = [part for claim in claims for part in (claim.limit.kind, most(claim.limit), claim.amount)]
+        number, wait_us = await self._scripts.run(tenant_id, self._take, keys, amounts)
+        if number:
+            raise rejection(claims[number - 1], wait_us / 1e6)
 
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         by_tenant: dict[str, list[tuple[Reservation, Usage]]] = {}

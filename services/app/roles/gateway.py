@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from secrets import token_bytes
 from typing import Final
 
 import structlog
@@ -13,13 +14,18 @@ from fairway.v1 import (
     inference_pb2,
     inference_pb2_grpc,
 )
-from services.adapters.grpc.placement import GrpcPlacement
-from services.adapters.grpc.worker import GrpcWorkers
+from services.adapters.encrypted_records import EncryptedRecords
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.leader_streams import StreamPlacementLinks
+from services.adapters.links.muxed_placement import MuxedPlacement
+from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.model_files.cache import ModelFiles
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.leased_limiter import LeasedLimiter
 from services.adapters.quotas.observed_limiter import ObservedLimiter
 from services.adapters.quotas.settlement_spool import SettlementSpool
+from services.adapters.record_cipher import RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.app.environment import Environment
 from services.app.process import Role
@@ -55,6 +61,7 @@ from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.validate import Validator
+from services.gateway.response_cache import ResponseCache
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
@@ -62,15 +69,21 @@ from services.gateway.telemetry import GatewayTelemetry, export_levels, export_u
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.idempotency import RecordLimits
+from services.ports.message_stream import StreamClient
 from services.ports.usage import UsageOutbox
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
-from services.runtime.config import Settings, read_secret
+from services.runtime.config import Settings, read_secret, read_secrets
 from services.runtime.fleet_state.registration import Registration
 from services.runtime.identity import KeyDirectory
 from services.runtime.process.health import Check
-from services.runtime.secrets import issue_ticket, prefix_secret
+from services.runtime.secrets import (
+    event_ids_secret,
+    issue_ticket,
+    prefix_secret,
+    record_names_secret,
+)
 from services.runtime.telemetry.metrics import Metrics
 
 log = structlog.get_logger()
@@ -78,6 +91,7 @@ log = structlog.get_logger()
 _NAMING_THREADS: Final = 2
 _PLACED_BLOCKS: Final = 1024  # 64 Ki tokens
 _REGISTER_S: Final = 5.0
+_CACHED_RESPONSES: Final = 10_000  # of a tenant
 
 
 def gateway(environment: Environment) -> Role:
@@ -142,6 +156,7 @@ def _http_server(environment: Environment, service: GatewayService, identity: Ke
         identity,
         environment.clock,
         environment.ids,
+        event_secret=event_ids_secret(_ticket_key(settings)),
         max_body_bytes=settings.max_body_bytes,
         not_ready=lambda: "; ".join(environment.health.problems()),
         observe=_http_observer(environment.metrics),
@@ -165,22 +180,36 @@ class _Quotas:
     def __init__(self, environment: Environment) -> None:
         settings, clock = environment.settings, environment.clock
         self._supervisor = environment.supervisor
+        password = redis_password(settings)
         self._redis = redis = open_redis(environment)
-        self.records = RedisIdempotency(
-            settings.redis_url, clock, _record_limits(settings), password=redis_password(settings)
+        self._record_store = RedisIdempotency(
+            settings.redis_url, clock, _record_limits(settings), password=password
         )
-        environment.closing.push_async_callback(self.records.close)
+        environment.closing.push_async_callback(self._record_store.close)
+        cipher = RecordCipher(read_secrets(settings.record_keys_file), token_bytes)
+        self.records = EncryptedRecords(self._record_store, cipher)
+        self.responses: EncryptedRecords | None = None
+        if settings.response_cache_ttl_s:
+            responses = RedisIdempotency(
+                settings.redis_url, clock, _response_limits(settings), password=password
+            )
+            environment.closing.push_async_callback(responses.close)
+            self.responses = EncryptedRecords(responses, cipher)
         spool = SettlementSpool(settings.state_dir / "settlements")
         environment.closing.push_async_callback(spool.close)
         gateways = environment.informer(GATEWAYS, Gateway)
         self.limiter = limiter = FallbackLimiter(
-            ObservedLimiter(
-                redis,
-                environment.metrics,
+            LeasedLimiter(
+                ObservedLimiter(
+                    redis,
+                    environment.metrics,
+                    clock,
+                    breaker_open=lambda: redis.breaker_open,
+                    unsettled=lambda: limiter.unsettled,
+                    spool_bytes=lambda: spool.size_bytes,
+                ),
                 clock,
-                breaker_open=lambda: redis.breaker_open,
-                unsettled=lambda: limiter.unsettled,
-                spool_bytes=lambda: spool.size_bytes,
+                gateways=lambda: len(gateways.view),
             ),
             MemoryLimiter(clock, local=True),
             clock,
@@ -203,7 +232,7 @@ class _Quotas:
         self._supervisor.spawn("settle", self.limiter.settle_forever())
         try:
             await self._redis.connect()
-            await self.records.connect()
+            await self._record_store.connect()
             await self.limiter.renew([])  # settles what an earlier process could not
         except StoreUnavailable as error:
             log.warning("gateway.started_without_redis", error=error.message)
@@ -264,6 +293,7 @@ def _keyed_ports(
         clock=environment.clock,
         telemetry=KeyedTelemetry(environment.metrics),
         new_incident=environment.ids.incident_id,
+        names_secret=record_names_secret(_ticket_key(settings)),
         owner=gateway_id,
         window_tokens=limits.window_tokens,
         limits=KeyedLimits(detach_grace_s=settings.detach_grace_s, renew_s=settings.idempotency_lease_s / 3),
@@ -293,15 +323,29 @@ def _record_limits(settings: Settings) -> RecordLimits:
     )
 
 
-def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
+def _response_limits(settings: Settings) -> RecordLimits:
+    return RecordLimits(
+        body_s=settings.response_cache_ttl_s,
+        tombstone_s=settings.response_cache_ttl_s,
+        max_tenant_bytes=settings.response_cache_tenant_bytes,
+        max_tenant_keys=_CACHED_RESPONSES,
+    )
+
+
+def _response_cache(environment: Environment, quotas: _Quotas, gateway_id: str) -> ResponseCache | None:
+    if quotas.responses is None:
+        return None
+    secret = record_names_secret(_ticket_key(environment.settings))
+    return ResponseCache(quotas.responses, secret, gateway_id, environment.metrics)
+
+
+def _open_placement(environment: Environment, streams: StreamClient, gateway_id: str) -> MuxedPlacement:
     """Return the client of the leading scheduler; its search for the leader has started."""
-    settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
-    placement = GrpcPlacement(
-        open_directory(environment),
-        environment.internal_token,
-        gateway_id,
-        clock,
-        supervisor,
+    settings = environment.settings
+    placement = MuxedPlacement(
+        StreamPlacementLinks(streams, open_directory(environment), gateway_id, zone=settings.zone),
+        environment.clock,
+        environment.supervisor,
         environment.rng,
         fallback=GatewayFallback(
             environment.rng,
@@ -311,7 +355,6 @@ def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
                 predicted_output_tokens=settings.predicted_output_tokens,
             ),
         ),
-        zone=settings.zone,
     )
     environment.closing.push_async_callback(placement.close)
     placement.start()  # receives the fleet before the first request
@@ -320,9 +363,9 @@ def _open_placement(environment: Environment, gateway_id: str) -> GrpcPlacement:
 
 def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -> Ports:
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
-    token = environment.internal_token
-    placement = _open_placement(environment, gateway_id)
-    workers = GrpcWorkers(token, gateway_id, clock, supervisor, unsent=placement.give_back)
+    streams = GrpcStreams(environment.internal_token)
+    placement = _open_placement(environment, streams, gateway_id)
+    workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=placement.give_back)
     environment.closing.push_async_callback(workers.close)
     export_upstream(
         environment.metrics,
@@ -345,6 +388,7 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         outputs=OutputQuantiles(
             OutputPolicy(settings.output_quantile, default_tokens=settings.predicted_output_tokens)
         ),
+        responses=_response_cache(environment, quotas, gateway_id),
         telemetry=GatewayTelemetry(
             environment.metrics,
             clock=clock,

@@ -14,7 +14,7 @@ from services.app.roles.shared import leader_record, nothing, open_election
 from services.rpc.server import Service
 from services.runtime.config import Settings, read_secret
 from services.runtime.process.health import Check
-from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.health.worker_health import HealthPolicy
 from services.scheduler.policy.health.ejection import EjectionPolicy
 from services.scheduler.policy.overload.pressure import ServiceTargets

@@ -6,7 +6,8 @@ from fairway.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from services.adapters.grpc.reporter import GrpcReportLinks
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.leader_streams import StreamReportLinks
 from services.adapters.links.reporter import Reporter
 from services.adapters.model_files.cache import ModelFiles
 from services.app.environment import Environment
@@ -20,7 +21,8 @@ from services.runtime.config import Settings
 from services.runtime.process.folders import compile_folder
 from services.runtime.process.health import Check
 from services.runtime.process.machine import default_engine_threads, device_type
-from services.worker.agent.agent import WorkerAgent, WorkerIdentity
+from services.worker.agent.agent import WorkerAgent
+from services.worker.agent.report import WorkerIdentity
 from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import process_launcher
 from services.worker.slots.engine_settings import RETIRE_MARGIN_S, EngineSettings
@@ -50,7 +52,7 @@ def worker(environment: Environment) -> Role:
     agent = _agent(environment, host, files, telemetry)
     _export(environment, agent, files, device)
     reporter = Reporter(
-        GrpcReportLinks(schedulers, environment.internal_token),
+        StreamReportLinks(GrpcStreams(environment.internal_token), schedulers),
         clock,
         environment.supervisor,
         agent.take_snapshot,

@@ -30,7 +30,7 @@ from services.controlplane.usage.telemetry import LedgerTelemetry
 from services.core.errors import FairwayError, NoLeader, NotFound, QueueFull, StoreUnavailable
 from services.ports.clock import Clock
 from services.ports.ledger_store import LedgerStore
-from services.runtime.race import first_of
+from services.runtime.supervisor import first_of
 
 log = structlog.get_logger()
 

@@ -9,28 +9,37 @@ from dataclasses import dataclass
 from services.core.errors import (
     DeadlineExceeded,
     FairwayError,
+    InvalidInput,
     RequestCancelled,
     ResultExpired,
     StreamBroken,
 )
-from services.gateway.events import Accepted, Finished, RequestSink
+from services.gateway.events import (
+    Accepted,
+    Delivered,
+    DeliveredChoice,
+    Finished,
+    RequestSink,
+    request_tag,
+)
 from services.gateway.idempotency.record_codec import AcceptedTerms, degraded_out
-from services.gateway.idempotency.record_log import START, Diverged, Piece, Place, RecordLog
+from services.gateway.idempotency.record_log import START, ChoiceLog, Diverged, Piece, Place, RecordLog
 
 
 @dataclass(slots=True)
 class _Reading:
-    """``taken``: what the transport took; ``allowed``: where the client's own window ends."""
+    """``taken``: what the transport took. ``unchecked``: what the client had before, until it is compared."""
 
     place: Place = START
     taken: int = 0
+    unchecked: DeliveredChoice | None = None
 
 
 class RecordFollower:
     """The handle of one client; ``Request`` is the handle without a key.
 
-    The client receives the output from its start, at its own pace: tokens are sent while the transport takes
-    them. A client that leaves does not affect the request.
+    The client receives the output at its own pace, from its start or from behind what it has: tokens are sent
+    while the transport takes them. A client that leaves does not affect the request.
     """
 
     def __init__(
@@ -40,6 +49,7 @@ class RecordFollower:
         *,
         window_tokens: int,
         client_window: int | None,
+        delivered: Delivered | None,
         leave: Callable[[RecordFollower, bool], None],
     ) -> None:
         """``leave`` is called once when this client leaves, with whether it requested the request's end."""
@@ -50,7 +60,12 @@ class RecordFollower:
         self._allowed = client_window
         self._leave = leave
         self._accepted: Accepted | None = None
-        self._readings: dict[int, _Reading] = {}
+        self._delivered = delivered
+        self._readings = {
+            number: _Reading(Place(choice.tokens, choice.chars), choice.tokens, choice)
+            for number, choice in enumerate(delivered.choices if delivered is not None else ())
+            if choice.tokens or choice.chars
+        }
         self._end: Finished | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -84,8 +99,11 @@ class RecordFollower:
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
 
     def accepted(self, accepted: Accepted) -> None:
-        """Send the client the acceptance, once."""
+        """Send the client the acceptance, once. A client with output of another request is failed."""
         if self._accepted is None and not self.done:
+            if self._delivered is not None and self._delivered.request != request_tag(accepted.request_id):
+                self._depart(foreign_position(), withdrawn=True)
+                return
             self._accepted = accepted
             self._sink.on_accepted(accepted)
             self.pump()
@@ -94,7 +112,8 @@ class RecordFollower:
         """Send a piece that was just added to the log: the path of every token while the client keeps up."""
         reading = self._reading(choice)
         room = self._room(reading)
-        if self._accepted is not None and reading.place == piece.at and room >= len(piece.ids):
+        ready = self._accepted is not None and reading.unchecked is None
+        if ready and reading.place == piece.at and room >= len(piece.ids):
             reading.place = piece.end
             self._sink.on_tokens(choice, piece.at.tokens, piece.ids, piece.text, piece.logprobs)
         else:
@@ -105,7 +124,7 @@ class RecordFollower:
         if self._accepted is None or self.done:
             return
         caught_up = True
-        for number in sorted(self._log.choices):
+        for number in sorted(self._log.choices.keys() | self._readings.keys()):
             caught_up &= self._pump_choice(number)
         if caught_up and self._end is not None and not self.done:
             self._finish()
@@ -123,12 +142,15 @@ class RecordFollower:
             self._sink.on_failed(error)
 
     def place(self, choice: int) -> Place:
-        """The client's position in a choice."""
-        return self._reading(choice).place
+        """The client's position in a choice; its start until what the client had was compared."""
+        reading = self._reading(choice)
+        return START if reading.unchecked is not None else reading.place
 
     def _pump_choice(self, choice: int) -> bool:
         """Whether the client has all available output of the choice."""
-        log, reading = self._log.choices[choice], self._reading(choice)
+        log, reading = self._log.choice(choice), self._reading(choice)
+        if not self._compared(log, reading):
+            return False
         while not self.done and (piece := log.next_piece(reading.place)) is not None:
             room = self._room(reading)
             if room <= 0:
@@ -137,6 +159,18 @@ class RecordFollower:
             reading.place = piece.end
             self._sink.on_tokens(choice, piece.at.tokens, piece.ids, piece.text, piece.logprobs)
         return True
+
+    def _compared(self, log: ChoiceLog, reading: _Reading) -> bool:
+        """Whether the log contains what the client had. Fails a client that had other output."""
+        had = reading.unchecked
+        if had is None:
+            return True
+        there = log.end >= reading.place
+        if there and DeliveredChoice().after(log.ids(reading.place), "").checksum == had.checksum:
+            reading.unchecked = None
+        elif there or self._end is not None:
+            self.failed(broken("its output differs from what was sent"))
+        return reading.unchecked is None
 
     def _room(self, reading: _Reading) -> int:
         limit = reading.taken + self._window
@@ -187,7 +221,9 @@ class FollowerBroadcast:
     def __len__(self) -> int:
         return len(self._followers)
 
-    def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> RecordFollower:
+    def join(
+        self, sink: RequestSink, client_window: int | None, delivered: Delivered | None, *, first: bool
+    ) -> RecordFollower:
         """Return the handle of a new client. Raises ResultExpired when the output's beginning was dropped.
 
         The client receives nothing before ``catch_up``.
@@ -199,6 +235,7 @@ class FollowerBroadcast:
             self.log,
             window_tokens=self._window,
             client_window=client_window,
+            delivered=delivered,
             leave=self._leave,
         )
         self._followers[follower] = first
@@ -280,23 +317,31 @@ class FollowerBroadcast:
     def _fail_beyond(self, choice: int, token: int, why: str) -> None:
         for follower in list(self._followers):
             if follower.place(choice).tokens > token:
-                follower.failed(
-                    StreamBroken(
-                        f"the run was lost and its continuation is another one: {why}; send it again with "
-                        "its key to have the whole output",
-                        retry_after_s=0.1,
-                    )
-                )
+                follower.failed(broken(why))
 
     def _leave(self, follower: RecordFollower, withdrawn: bool) -> None:
         self._followers.pop(follower, None)
         self._left(follower, withdrawn)
 
 
+def broken(why: str) -> StreamBroken:
+    return StreamBroken(
+        f"the run was lost and its continuation is another one: {why}; send it again with its key to have "
+        "the whole output",
+        retry_after_s=0.1,
+    )
+
+
+def foreign_position() -> InvalidInput:
+    return InvalidInput(
+        "last-event-id is not of this request; send it again without it to have the whole output",
+        field="last-event-id",
+    )
+
+
 def too_large() -> ResultExpired:
     return ResultExpired(
-        "the output of this idempotency key is too large to be stored; it was run and will not run again: "
-        "use another key"
+        "the output of this idempotency key is not stored; it was run and will not run again: use another key"
     )
 
 

@@ -25,9 +25,12 @@ class Diverged(Exception):
     """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """A position in the output of a choice: tokens and characters before it."""
+    """A position in the output of a choice: tokens and characters before it.
+
+    Text may follow the last token without a token of its own.
+    """
 
     tokens: int = 0
     chars: int = 0
@@ -57,9 +60,9 @@ class Piece:
 
     def beyond(self, place: Place) -> Piece:
         """Return the part of the piece beyond a place within it."""
-        skip = place.tokens - self.at.tokens
-        if skip <= 0:
+        if place <= self.at:
             return self
+        skip = max(0, place.tokens - self.at.tokens)
         text = self.text[max(0, place.chars - self.at.chars) :]
         return Piece(place, self.ids[skip:], text, self.logprobs[skip:])
 
@@ -85,7 +88,8 @@ class ChoiceLog:
             raise IntegrityError(f"received token {piece.at.tokens}, expected token {self.end.tokens}")
         if piece.at.tokens < self.end.tokens:
             self._compare(piece)
-            if piece.end.tokens <= self.end.tokens:
+        if piece.at < self.end:
+            if piece.end <= self.end:
                 return False
             piece = piece.beyond(self.end)
         self.pieces.append(piece)
@@ -95,7 +99,7 @@ class ChoiceLog:
 
     def pieces_from(self, place: Place) -> Iterator[Piece]:
         """Yield the output beyond a place."""
-        first = bisect_right(self.pieces, place.tokens, key=_end_tokens)
+        first = bisect_right(self.pieces, place, key=_end)
         for index in range(first, len(self.pieces)):
             yield self.pieces[index].beyond(place)
 
@@ -104,13 +108,13 @@ class ChoiceLog:
 
     def trim(self, place: Place) -> None:
         """Drop the pieces before a place."""
-        keep = bisect_right(self.pieces, place.tokens, key=_end_tokens)
+        keep = bisect_right(self.pieces, place, key=_end)
         self.size_bytes -= sum(piece.size_bytes for piece in self.pieces[:keep])
         del self.pieces[:keep]
 
     def cut(self, place: Place) -> None:
         """Drop the output beyond a place."""
-        kept = bisect_right(self.pieces, place.tokens, key=_end_tokens)
+        kept = bisect_right(self.pieces, place, key=_end)
         after = self.pieces[kept:]
         self.size_bytes -= sum(piece.size_bytes for piece in after)
         del self.pieces[kept:]
@@ -128,13 +132,17 @@ class ChoiceLog:
         return tuple(found[: place.tokens])
 
     def unrecorded(self, *, all_of_it: bool) -> list[Piece]:
-        """Return what the record lacks; the last piece only with ``all_of_it``.
+        """Return what the record lacks; the last piece with tokens only with ``all_of_it``.
 
         The last token of that piece may end the choice: a run that resumed behind it would continue beyond
         the end. So the record receives it with the next piece, or with the end.
         """
         found = list(self.pieces_from(self.recorded))
-        return found if all_of_it else found[:-1]
+        if all_of_it:
+            return found
+        while found and not found[-1].ids:
+            found.pop()
+        return found[:-1]
 
     def _compare(self, piece: Piece) -> None:
         """Retained ids must be equal; trimmed output is not compared."""
@@ -142,7 +150,7 @@ class ChoiceLog:
         for index in range(known, len(self.pieces)):
             held = self.pieces[index]
             start, end = max(held.at.tokens, piece.at.tokens), min(held.end.tokens, piece.end.tokens)
-            if start >= end:
+            if start > end:  # equal for text without tokens
                 return
             mine = held.ids[start - held.at.tokens : end - held.at.tokens]
             theirs = piece.ids[start - piece.at.tokens : end - piece.at.tokens]
@@ -190,6 +198,10 @@ def outputs(pieces: dict[int, list[Piece]]) -> Iterable[Output]:
             "".join(piece.text for piece in found),
             logprobs_in([each for piece in found for each in piece.logprobs]),
         )
+
+
+def _end(piece: Piece) -> Place:
+    return piece.end
 
 
 def _end_tokens(piece: Piece) -> int:

@@ -77,10 +77,15 @@ class RecordReader:
             await ports.clock.sleep(ports.limits.poll_s)
 
     async def load(self, store: IdempotencyStore, key: RecordKey, chunks: int) -> EarlierRun | None:
-        """Take over the first ``chunks`` of a record; return the state from which a run continues."""
+        """Take over the first ``chunks`` of a record; return the state from which a run continues.
+
+        Raises ResultExpired when the record has no readable log.
+        """
         self.restart()
         while self.chunks < chunks:
             tail = await store.read(key, self.chunks, watch=False)
+            if tail.state is RecordState.EXPIRED:
+                raise too_large()
             if not tail.chunks:
                 self.restart()  # the log was deleted meanwhile: start over, with the same seed
                 break
@@ -100,7 +105,7 @@ class RecordReader:
             piece = Piece(at, entry.ids, entry.text, logprobs_out(entry.logprobs))
             self._broadcast.put(entry.choice, piece)
             choice = self._broadcast.log.choice(entry.choice)
-            choice.recorded = max(choice.recorded, piece.end, key=lambda place: place.tokens)
+            choice.recorded = max(choice.recorded, piece.end)
         elif isinstance(entry, AcceptedTerms):
             self.has_terms = True
             self._broadcast.accept(entry, fresh=False)

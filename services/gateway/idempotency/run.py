@@ -26,7 +26,7 @@ from services.core.errors import (
     StoreUnavailable,
 )
 from services.core.generation import GenerationSpec
-from services.gateway.events import Finished, RequestSink
+from services.gateway.events import Delivered, Finished, RequestSink
 from services.gateway.idempotency.followers import FollowerBroadcast, RecordFollower, too_large
 from services.gateway.idempotency.ownership import RecordOwnership, write_ending
 from services.gateway.idempotency.record_reader import RecordReader
@@ -81,9 +81,11 @@ class KeyedRun:
         """Set the task that runs ``drive``; ``close`` must follow its end."""
         self._task = task
 
-    def join(self, sink: RequestSink, client_window: int | None, *, first: bool) -> RecordFollower:
-        """Return the handle of a client, which receives the request from its beginning."""
-        follower = self.broadcast.join(sink, client_window, first=first)
+    def join(
+        self, sink: RequestSink, client_window: int | None, delivered: Delivered | None, *, first: bool
+    ) -> RecordFollower:
+        """Return the handle of a client, which receives what it does not have of the request."""
+        follower = self.broadcast.join(sink, client_window, delivered, first=first)
         self._arrivals.joined(ended=self.phase is RunPhase.ENDED)
         self._stop_grace()
         asyncio.get_running_loop().call_soon(self.broadcast.catch_up, follower)

@@ -12,7 +12,7 @@ import structlog
 from fairway.task_group import TaskGroup
 from services.core.errors import ConcurrencyExceeded, FairwayError
 from services.core.shares import share_of
-from services.gateway.events import RequestSink
+from services.gateway.events import Delivered, RequestSink
 from services.gateway.idempotency.followers import RecordFollower, copy_of
 from services.gateway.idempotency.ownership import RecordOwnership
 from services.gateway.idempotency.record_writer import PendingRecordEnds, RecordFlusher
@@ -63,6 +63,7 @@ class KeyedRuns:
         *,
         timeout_s: float,
         client_window: int | None,
+        delivered: Delivered | None,
     ) -> RecordFollower:
         """Return the handle of a client of the key's request, which is started, joined or replayed.
 
@@ -82,7 +83,7 @@ class KeyedRuns:
         if run is None or first:
             run = self._runs[name] = KeyedRun(key, fingerprint, self._ports, launch, self._departed)
             self._has_runs.set()
-        follower = run.join(sink, client_window, first=first)
+        follower = run.join(sink, client_window, delivered, first=first)
         self._followers[follower] = key.tenant_id
         self._per_tenant[key.tenant_id] += 1
         self._capacity.enter(key.tenant_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import hmac
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -45,6 +45,7 @@ class IdempotentService(GatewayService):
     ) -> None:
         super().__init__(validator=validator, identity=identity, catalog=catalog, ports=ports, limits=limits)
         self._identity = identity
+        self._names_secret = keyed.names_secret
         self.runs = KeyedRuns(keyed, ports.supervisor, self.capacity)
 
     def submit(
@@ -76,12 +77,13 @@ class IdempotentService(GatewayService):
         self._identity.authorise_model(principal, generation.model)
         tenant_id = self._identity.still_valid(principal).meta.name
         return self.runs.attach(
-            record_key(tenant_id, generation.idempotency_key, received.part),
-            fingerprint(generation, received),
+            record_key(self._names_secret, tenant_id, generation.idempotency_key, received.part),
+            fingerprint(self._names_secret, tenant_id, generation, received),
             sink,
             partial(self._launch, principal, generation, received),
             timeout_s=timeout_s,
             client_window=client_window,
+            delivered=received.delivered,
         )
 
     async def flush_forever(self) -> None:
@@ -134,18 +136,30 @@ class IdempotentService(GatewayService):
             version = PinnedVersion(accepted.version_digest, accepted.route_revision)
             resume = Resume(version, earlier.produced, degraded_out(accepted.degraded))
         longest_s = min(self.limits.max_timeout_s, self.max_timeout_s(principal, generation))
-        terms = RunTerms(received, longest_s, None, resume, record, settle, report_usage)
+        terms = RunTerms(
+            received,
+            longest_s,
+            resume=resume,
+            record=record,
+            settle=settle,
+            report_usage=report_usage,
+        )
         return self.start(principal, generation, sink, terms)
 
 
-def record_key(tenant_id: str, idempotency_key: str, part: int) -> RecordKey:
-    """Return the record of a client's key. ``part`` numbers the generations of one request."""
-    text = f"fairway key v1\0{part}\0{idempotency_key}"
-    return RecordKey(tenant_id, hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS])
+def record_key(secret: bytes, tenant_id: str, idempotency_key: str, part: int) -> RecordKey:
+    """Return the record of a client's key. ``part`` numbers the generations of one request.
+
+    Without the secret, a name discloses neither the key nor that two tenants use the same one.
+    """
+    text = f"fairway key v2\0{tenant_id}\0{part}\0{idempotency_key}".encode()
+    return RecordKey(tenant_id, hmac.digest(secret, text, "sha256").hex()[:_DIGEST_CHARS])
 
 
-def fingerprint(generation: inference_pb2.Generation, received: Received) -> str:
-    """Return a hash of everything in the request that decides its outcome.
+def fingerprint(
+    secret: bytes, tenant_id: str, generation: inference_pb2.Generation, received: Received
+) -> str:
+    """Return a keyed hash of everything in the request that decides its outcome.
 
     Excludes the timeout: a retry has less time left than the request that it repeats.
     """
@@ -153,6 +167,7 @@ def fingerprint(generation: inference_pb2.Generation, received: Received) -> str
     body.CopyFrom(generation)
     body.ClearField("idempotency_key")
     body.ClearField("timeout")
-    digest = hashlib.sha256(f"fairway request v1\0{received.part}\0{received.whole}\0".encode())
-    digest.update(body.SerializeToString(deterministic=True))
-    return digest.hexdigest()[:_DIGEST_CHARS]
+    head = f"fairway request v2\0{tenant_id}\0{received.part}\0{received.whole}\0".encode()
+    return hmac.digest(secret, head + body.SerializeToString(deterministic=True), "sha256").hex()[
+        :_DIGEST_CHARS
+    ]

@@ -81,6 +81,8 @@ class KeyedPorts:
     clock: Clock
     telemetry: KeyedTelemetry
     new_incident: Callable[[], str]
+    # Keys the names and fingerprints of records; the same on every gateway.
+    names_secret: bytes
     # This gateway's id in the records.
     owner: str
     # Tokens that may be under way to a client and untaken.

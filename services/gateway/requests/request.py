@@ -20,6 +20,7 @@ from services.gateway.events import Accepted, ChoiceResult, Finished, RequestSin
 from services.gateway.requests.choice import ChoiceRun
 from services.gateway.requests.stage_timer import StageTimer
 from services.gateway.requests.terms import Admitted, RunTerms
+from services.gateway.response_cache import CachedAnswer, CollectedAnswer
 from services.gateway.service_types import Ports
 from services.ports.limiter import Reservation
 
@@ -46,6 +47,7 @@ class Request:
         self._started = False
         self._allowed_early = 0
         self._prompt_tokens = 0
+        self._cached: CachedAnswer | None = None
 
     @property
     def buffered_tokens(self) -> int:
@@ -114,8 +116,17 @@ class Request:
         self.reservation = admitted.reservation
         self._prompt_tokens = len(admitted.spec.prompt.ids)
         self.telemetry.accepted(admitted.tenant.meta.name, admitted.spec.model)
+        cache, collected = self._ports.responses if self._cacheable(admitted) else None, None
+        tenant_id = admitted.reservation.tenant_id
         try:
-            results = await self._run_choices(admitted)
+            if cache is not None:
+                self._cached = await cache.find(tenant_id, admitted.spec)
+                if self._cached is None:
+                    self._sink = collected = CollectedAnswer(self._sink)
+            if self._cached is not None:
+                results = self._repeat(admitted, self._cached)
+            else:
+                results = await self._run_choices(admitted)
         finally:
             usage = self.usage
             await self._settle(admitted, usage)
@@ -124,12 +135,28 @@ class Request:
                 admitted.payer.tenant.meta.name, admitted.spec.version_digest, result.output_tokens
             )
         # Built after the settlement, so that the clock covers everything that the client waits for.
-        return Finished(
+        finished = Finished(
             choices=results,
             usage=usage,
             clock=self._last_timer().finish(self._ports.clock.monotonic_s()),
             resumes=sum(run.losses for run in self._runs),
         )
+        answer = collected.answer(finished) if collected is not None else None
+        if cache is not None and answer is not None:
+            keeping = cache.put(tenant_id, admitted.spec, answer)
+            self._ports.supervisor.spawn(f"keep {self.request_id}", keeping)
+        return finished
+
+    def _cacheable(self, admitted: Admitted) -> bool:
+        """Whether an equal request has an equal answer, and the client permits that it serves."""
+        spec = admitted.spec
+        return self._terms.cache and spec.sampling.temperature == 0 and spec.choices == 1
+
+    def _repeat(self, admitted: Admitted, answer: CachedAnswer) -> tuple[ChoiceResult, ...]:
+        """Send a cached answer."""
+        self._sink.on_accepted(self._accepted(admitted))
+        self._sink.on_tokens(0, 0, answer.ids, answer.text, answer.logprobs)
+        return answer.finished.choices
 
     async def _run_choices(self, admitted: Admitted) -> tuple[ChoiceResult, ...]:
         spec = admitted.spec
@@ -138,20 +165,23 @@ class Request:
         )
         if self._allowed_early:
             self.allow(self._allowed_early)
-        self._sink.on_accepted(
-            Accepted(
-                request_id=spec.request_id,
-                model=spec.model,
-                version_digest=spec.version_digest,
-                route_revision=spec.route_revision,
-                seed=spec.sampling.seed,
-                prompt_tokens=self._prompt_tokens,
-                request_rate=admitted.reservation.request_rate,
-                token_rate=admitted.reservation.token_rate,
-                degradations=admitted.degradations,
-            )
-        )
+        self._sink.on_accepted(self._accepted(admitted))
         return await self._all_choices()
+
+    def _accepted(self, admitted: Admitted) -> Accepted:
+        spec = admitted.spec
+        return Accepted(
+            request_id=spec.request_id,
+            model=spec.model,
+            version_digest=spec.version_digest,
+            route_revision=spec.route_revision,
+            seed=spec.sampling.seed,
+            prompt_tokens=self._prompt_tokens,
+            cached=self._cached is not None,
+            request_rate=admitted.reservation.request_rate,
+            token_rate=admitted.reservation.token_rate,
+            degradations=admitted.degradations,
+        )
 
     async def _all_choices(self) -> tuple[ChoiceResult, ...]:
         """Run the choices concurrently; the first failure ends the others and is raised itself."""
@@ -166,7 +196,10 @@ class Request:
 
     @property
     def usage(self) -> Usage:
-        """The tokens used so far."""
+        """The tokens used so far. A cached answer counts its prompt as cached; no device computed it."""
+        if self._cached is not None:
+            output = self._cached.finished.usage.output_tokens
+            return Usage(self._prompt_tokens, output, cached_tokens=self._prompt_tokens)
         return Usage(
             prompt_tokens=self._prompt_tokens,
             output_tokens=sum(run.output_tokens for run in self._runs),

@@ -55,6 +55,8 @@ class RunTerms:
     timeout_s: float
     # Tokens that the client takes before it grants credit itself, None for any number.
     client_window: int | None = None
+    # Whether the answer of an equal earlier request serves too.
+    cache: bool = False
     # The result of an earlier run, which this run continues.
     resume: Resume | None = None
     # Awaited with the acceptance, before the request has any effect.

@@ -9,7 +9,6 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from fairway.v1 import controlplane_pb2 as pb
-from fairway.v1 import worker_pb2
 from services.core.errors import InvalidInput
 from services.core.limits import Price, UsageLimits
 from services.core.records import (
@@ -26,24 +25,13 @@ from services.core.records import (
     Tag,
     Tenant,
     VersionRecord,
-    VersionState,
     Worker,
 )
-from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
+from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF, timestamp
+from services.rpc.convert.worker import VERSION_STATES, version_to_proto
 
 _ROLES: Final = {pb.KEY_ROLE_TENANT: KeyRole.TENANT, pb.KEY_ROLE_ADMIN: KeyRole.ADMIN}
 _ROLES_OUT: Final = {KeyRole.TENANT: pb.KEY_ROLE_TENANT, KeyRole.ADMIN: pb.KEY_ROLE_ADMIN}
-_STATES_OUT: Final = {
-    VersionState.FETCHING: worker_pb2.VERSION_STATE_FETCHING,
-    VersionState.LOADING: worker_pb2.VERSION_STATE_LOADING,
-    VersionState.READY: worker_pb2.VERSION_STATE_READY,
-    VersionState.RETIRING: worker_pb2.VERSION_STATE_RETIRING,
-    VersionState.DRAINING: worker_pb2.VERSION_STATE_DRAINING,
-    VersionState.RESTARTING: worker_pb2.VERSION_STATE_RESTARTING,
-    VersionState.FAILED: worker_pb2.VERSION_STATE_FAILED,
-}
-
-
 KINDS: Final = {kind: pb.ResourceKind.Value(f"RESOURCE_KIND_{kind.name}") for kind in EventKind}
 _KINDS_BACK: Final = {number: kind for kind, number in KINDS.items()}
 
@@ -115,7 +103,7 @@ def key_to_proto(key: ApiKey, etag: str) -> pb.Key:
         metadata=_meta_to(key.meta, etag),
         role=_ROLES_OUT[key.role],
         tenant=key.tenant,
-        expire_time=_timestamp(key.expire_unix_s) if key.expire_unix_s else None,
+        expire_time=timestamp(key.expire_unix_s) if key.expire_unix_s else None,
         models=key.models,
         limits=_limits_to(key.limits),
     )
@@ -194,12 +182,12 @@ def replica_to_proto(
     return pb.ReplicaStatus(
         worker_id=worker_id,
         version_digest=version_digest,
-        state=_STATES_OUT[loaded.state],
+        state=VERSION_STATES[loaded.state],
         message=loaded.message,
         progress_ratio=loaded.progress_ratio,
         reason=loaded.reason,
         failed_attempts=loaded.failed_attempts,
-        retry_time=_timestamp(loaded.retry_unix_s) if loaded.retry_unix_s else None,
+        retry_time=timestamp(loaded.retry_unix_s) if loaded.retry_unix_s else None,
     )
 
 
@@ -223,35 +211,14 @@ def node_to_proto(
         found.memory_bytes = worker.memory_bytes
         found.memory_free_bytes = worker.memory_free_bytes
         found.zone = worker.zone
-        found.versions.extend(_loaded_to(loaded) for loaded in worker.versions)
+        found.versions.extend(map(version_to_proto, worker.versions))
     return found
-
-
-def _loaded_to(loaded: LoadedVersion) -> worker_pb2.LoadedVersion:
-    return worker_pb2.LoadedVersion(
-        deployment=loaded.deployment,
-        model=loaded.model,
-        version_digest=loaded.version_digest,
-        state=_STATES_OUT[loaded.state],
-        message=loaded.message,
-        progress_ratio=loaded.progress_ratio,
-        kv_blocks_total=loaded.kv_blocks_total,
-        engine_restarts=loaded.engine_restarts,
-        reason=loaded.reason,
-        failed_attempts=loaded.failed_attempts,
-        retry_time=_timestamp(loaded.retry_unix_s) if loaded.retry_unix_s else None,
-        weight_bytes=loaded.weight_bytes,
-        kv_bytes=loaded.kv_bytes,
-        needed_bytes=loaded.needed_bytes,
-        working_bytes=loaded.working_bytes,
-        spare_bytes=loaded.spare_bytes,
-    )
 
 
 def event_to_proto(name: str, record: EventRecord) -> pb.Event:
     return pb.Event(
         name=name,
-        time=_timestamp(record.time_unix_s),
+        time=timestamp(record.time_unix_s),
         kind=KINDS[record.kind],
         resource=record.resource,
         reason=record.reason,
@@ -275,7 +242,7 @@ def model_version_to_proto(version: VersionRecord) -> pb.ModelVersion:
         model=version.model,
         version_digest=version.digest,
         size_bytes=version.size_bytes,
-        create_time=_timestamp(version.create_unix_s),
+        create_time=timestamp(version.create_unix_s),
     )
 
 
@@ -291,8 +258,8 @@ def _meta_to(meta: Meta, etag: str) -> pb.Metadata:
     return pb.Metadata(
         name=meta.name,
         etag=etag,
-        create_time=_timestamp(meta.create_unix_s),
-        update_time=_timestamp(meta.update_unix_s),
+        create_time=timestamp(meta.create_unix_s),
+        update_time=timestamp(meta.update_unix_s),
         labels=meta.labels,
     )
 
@@ -341,12 +308,6 @@ def _span(duration: Duration) -> float:
 def _duration(seconds: float) -> Duration:
     found = Duration()
     found.FromMicroseconds(round(seconds * 1_000_000))
-    return found
-
-
-def _timestamp(unix_s: float) -> Timestamp:
-    found = Timestamp()
-    found.FromMicroseconds(round(unix_s * 1_000_000))
     return found
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from fairway.v1 import common_pb2
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.core.records import Priority
+from services.rpc.convert.mirror import Mirror, Pair
 
 FINISH_REASONS: Final = {
     reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
@@ -25,37 +28,28 @@ PRIORITY_OF: Final[Mapping[int, Priority]] = {
 }
 
 
-def usage(value: Usage) -> common_pb2.Usage:
-    return common_pb2.Usage(
-        prompt_tokens=value.prompt_tokens,
-        output_tokens=value.output_tokens,
-        cached_tokens=value.cached_tokens,
-        device_us=round(value.device_s * 1e6),
-    )
+def _priority(number: int) -> Priority:
+    return PRIORITY_OF[number]
 
 
-def stage_clock(value: StageClock) -> common_pb2.StageClock:
-    return common_pb2.StageClock(
-        received_unix_us=value.received_unix_us,
-        validate_us=value.validate_us,
-        admit_us=value.admit_us,
-        queue_us=value.queue_us,
-        dispatch_us=value.dispatch_us,
-        engine_wait_us=value.engine_wait_us,
-        prefill_us=value.prefill_us,
-        decode_us=value.decode_us,
-        send_us=value.send_us,
-    )
+PRIORITY: Final = Pair("priority", PRIORITIES.__getitem__, _priority)
+TENANT: Final = Pair("tenant_id")
+DIGEST: Final = Pair("version_digest")
+
+usage: Final = Mirror(
+    Usage,
+    common_pb2.Usage,
+    {"device_s": Pair("device_us", lambda device_s: round(device_s * 1e6), lambda us: us / 1e6)},
+).to_proto
+stage_clock: Final = Mirror(StageClock, common_pb2.StageClock).to_proto
+LOGPROBS: Final = Mirror(TokenLogprobs, common_pb2.TokenLogprobs)
 
 
 def token_logprobs(values: Iterable[TokenLogprobs]) -> list[common_pb2.TokenLogprobs]:
-    return [
-        common_pb2.TokenLogprobs(
-            sampled=value.sampled,
-            top_ids=value.top_ids,
-            top_logprobs=value.top_logprobs,
-            top_tokens=value.top_tokens,
-            token=value.token,
-        )
-        for value in values
-    ]
+    return list(map(LOGPROBS.to_proto, values))
+
+
+def timestamp(unix_s: float) -> Timestamp:
+    found = Timestamp()
+    found.FromMicroseconds(round(unix_s * 1_000_000))
+    return found

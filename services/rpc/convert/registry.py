@@ -3,63 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from google.protobuf.timestamp_pb2 import Timestamp
+from typing import Final
 
 from fairway.v1 import registry_pb2
 from services.core.manifest import Manifest, ManifestFile
 from services.core.records import VersionRecord
+from services.rpc.convert.inference import timestamp
+from services.rpc.convert.mirror import Mirror
 
-
-def manifest_from_proto(message: registry_pb2.Manifest) -> Manifest:
-    return Manifest(
-        files=tuple(
-            ManifestFile(file.path, file.size_bytes, file.digest, tuple(file.chunks))
-            for file in message.files
-        ),
-        kind=message.kind,
-        tokenizer_digest=message.tokenizer_digest,
-        chat_template_digest=message.chat_template_digest,
-        sampling_defaults_digest=message.sampling_defaults_digest,
-        safety_policy_digest=message.safety_policy_digest,
-        max_context_tokens=message.max_context_tokens,
-        schema=message.schema,
-        weights_digest=message.weights_digest,
-        engine_limits_digest=message.engine_limits_digest,
-    )
-
-
-def manifest_to_proto(manifest: Manifest) -> registry_pb2.Manifest:
-    return registry_pb2.Manifest(
-        schema=manifest.schema,
-        files=[
-            registry_pb2.ManifestFile(
-                path=file.path, size_bytes=file.size_bytes, digest=file.digest, chunks=file.chunks
-            )
-            for file in manifest.files
-        ],
-        kind=manifest.kind,
-        tokenizer_digest=manifest.tokenizer_digest,
-        chat_template_digest=manifest.chat_template_digest,
-        sampling_defaults_digest=manifest.sampling_defaults_digest,
-        safety_policy_digest=manifest.safety_policy_digest,
-        max_context_tokens=manifest.max_context_tokens,
-        weights_digest=manifest.weights_digest,
-        engine_limits_digest=manifest.engine_limits_digest,
-    )
+_MANIFEST: Final = Mirror(
+    Manifest,
+    registry_pb2.Manifest,
+    {"files": Mirror(ManifestFile, registry_pb2.ManifestFile).each("files")},
+)
+manifest_from_proto: Final = _MANIFEST.from_proto
+manifest_to_proto: Final = _MANIFEST.to_proto
 
 
 def version_to_proto(
     record: VersionRecord, manifest: Manifest | None, tags: Sequence[str] = ()
 ) -> registry_pb2.Version:
     """Return a version; without a manifest its field stays unset, as in lists."""
-    created = Timestamp()
-    created.FromMicroseconds(round(record.create_unix_s * 1_000_000))
     return registry_pb2.Version(
         model=record.model,
         digest=record.digest,
         manifest=None if manifest is None else manifest_to_proto(manifest),
-        create_time=created,
+        create_time=timestamp(record.create_unix_s),
         size_bytes=record.size_bytes,
         tags=tags,
     )

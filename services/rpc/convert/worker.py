@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from fairway.v1 import common_pb2, worker_pb2
 from services.core.errors import InvalidInput
@@ -23,17 +22,19 @@ from services.core.generation import (
     Sampling,
     SequenceEnd,
     StartSpec,
-    TokenLogprobs,
 )
 from services.core.records import LoadedVersion, VersionState
 from services.ports.worker_stream import StepFrame
 from services.rpc.convert.inference import (
     FINISH_REASONS,
     FINISH_REASONS_BACK,
+    LOGPROBS,
     PRIORITIES,
     PRIORITY_OF,
+    timestamp,
     token_logprobs,
 )
+from services.rpc.convert.mirror import Mirror, Pair
 from services.rpc.convert.scheduler import grant_from_proto, grant_to_proto
 
 NOT_ADMITTED_REASONS: Final = {
@@ -45,6 +46,24 @@ VERSION_STATES: Final = {
 }
 _NOT_ADMITTED_OF: Final = {value: key for key, value in NOT_ADMITTED_REASONS.items()}
 Value = TypeVar("Value")
+
+
+def _value_of(table: Mapping[Any, Value], number: int) -> Value:
+    value = table.get(number)
+    if value is None:
+        raise InvalidInput(f"unknown enum value {number}", number=number)
+    return value
+
+
+_END: Final = Mirror(
+    SequenceEnd,
+    worker_pb2.SequenceFinished,
+    {
+        "reason": Pair(
+            "reason", FINISH_REASONS.__getitem__, lambda number: _value_of(FINISH_REASONS_BACK, number)
+        )
+    },
+)
 
 
 # --- starting ------------------------------------------------------------------------------------
@@ -200,68 +219,40 @@ def frame_to_proto(frame: StepFrame) -> worker_pb2.ExecuteResponse:
 
 def frame_from_proto(message: worker_pb2.ExecuteResponse) -> StepFrame:
     """Raises InvalidInput when the columns differ in length or a reason is unknown."""
-    tokens = message.tokens
     frame = StepFrame(
         accepted=[accepted.handle for accepted in message.accepted],
         not_admitted=[
             (entry.handle, _value_of(_NOT_ADMITTED_OF, entry.reason)) for entry in message.not_admitted
         ],
-        handles=list(tokens.handles),
-        offsets=list(tokens.offsets),
-        counts=list(tokens.counts),
-        ids=list(tokens.ids),
-        texts=list(tokens.texts),
         finished=[(entry.handle, end_from_proto(entry)) for entry in message.finished],
     )
-    if tokens.logprobs:
-        frame.logprobs = {
-            entry.entry: [logprobs_from_proto(one) for one in entry.tokens] for entry in tokens.logprobs
-        }
-    entries = len(frame.handles)
-    if not (entries == len(frame.offsets) == len(frame.counts) == len(frame.texts)):
-        raise InvalidInput("the columns of a token frame differ in length", field="tokens")
-    if sum(frame.counts) != len(frame.ids):
-        raise InvalidInput("the counts of a token frame do not add up", field="tokens.counts")
+    if message.HasField("tokens"):
+        _take_tokens(frame, message.tokens)
     return frame
 
 
+def _take_tokens(frame: StepFrame, tokens: common_pb2.TokenFrame) -> None:
+    frame.handles = list(tokens.handles)
+    frame.offsets = list(tokens.offsets)
+    frame.counts = list(tokens.counts)
+    frame.ids = list(tokens.ids)
+    frame.texts = list(tokens.texts)
+    if tokens.logprobs:
+        frame.logprobs = {
+            entry.entry: [LOGPROBS.from_proto(one) for one in entry.tokens] for entry in tokens.logprobs
+        }
+    if not (len(frame.handles) == len(frame.offsets) == len(frame.counts) == len(frame.texts)):
+        raise InvalidInput("the columns of a token frame differ in length", field="tokens")
+    if sum(frame.counts) != len(frame.ids):
+        raise InvalidInput("the counts of a token frame do not add up", field="tokens.counts")
+
+
 def end_to_proto(handle: int, end: SequenceEnd) -> worker_pb2.SequenceFinished:
-    return worker_pb2.SequenceFinished(
-        handle=handle,
-        reason=FINISH_REASONS[end.reason],
-        stop=end.stop,
-        output_tokens=end.output_tokens,
-        cached_tokens=end.cached_tokens,
-        engine_wait_us=end.engine_wait_us,
-        prefill_us=end.prefill_us,
-        error_reason=end.error_reason,
-        error_message=end.error_message,
-        device_us=end.device_us,
-    )
+    return _END.to_proto(end, handle=handle)
 
 
 def end_from_proto(message: worker_pb2.SequenceFinished) -> SequenceEnd:
-    return SequenceEnd(
-        reason=_value_of(FINISH_REASONS_BACK, message.reason),
-        stop=message.stop,
-        output_tokens=message.output_tokens,
-        cached_tokens=message.cached_tokens,
-        engine_wait_us=message.engine_wait_us,
-        prefill_us=message.prefill_us,
-        error_reason=message.error_reason,
-        error_message=message.error_message,
-        device_us=message.device_us,
-    )
-
-
-def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(
-        sampled=message.sampled,
-        top_ids=tuple(message.top_ids),
-        top_logprobs=tuple(message.top_logprobs),
-        top_tokens=tuple(message.top_tokens),
-        token=message.token,
-    )
+    return _END.from_proto(message)
 
 
 def version_to_proto(version: LoadedVersion) -> worker_pb2.LoadedVersion:
@@ -277,7 +268,7 @@ def version_to_proto(version: LoadedVersion) -> worker_pb2.LoadedVersion:
         engine_restarts=version.engine_restarts,
         reason=version.reason,
         failed_attempts=version.failed_attempts,
-        retry_time=_timestamp(version.retry_unix_s) if version.retry_unix_s else None,
+        retry_time=timestamp(version.retry_unix_s) if version.retry_unix_s else None,
         weight_bytes=version.weight_bytes,
         kv_bytes=version.kv_bytes,
         needed_bytes=version.needed_bytes,
@@ -286,18 +277,5 @@ def version_to_proto(version: LoadedVersion) -> worker_pb2.LoadedVersion:
     )
 
 
-def _timestamp(unix_s: float) -> Timestamp:
-    found = Timestamp()
-    found.FromMilliseconds(round(unix_s * 1000))
-    return found
-
-
 def _seconds(duration: Duration) -> float:
     return duration.ToNanoseconds() / 1e9
-
-
-def _value_of(table: Mapping[Any, Value], number: int) -> Value:
-    value = table.get(number)
-    if value is None:
-        raise InvalidInput(f"unknown enum value {number}", number=number)
-    return value

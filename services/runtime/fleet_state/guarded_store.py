@@ -47,7 +47,9 @@ from services.ports.store import (
 log = structlog.get_logger()
 
 FILE_NAME: Final = "store-generation"
-LOOK_S: Final = 2.0
+# A store cannot be replaced under a connection: watches break and verify it anew. The look is for a process
+# without a watch, and for a store that was cut off meanwhile.
+LOOK_S: Final = 10.0
 _SLACK: Final = 2**20  # revisions that another process may have seen but this one has not
 _TRIES: Final = 4
 _MAX_FILE_BYTES: Final = 256

@@ -20,7 +20,7 @@ from services.ports.clock import Clock
 from services.ports.store import Committed, Compacted, LeaseLost, ModRevisionIs, Put, Removed, Store
 from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.fleet_state.registration import Registration
-from services.runtime.race import first_of
+from services.runtime.supervisor import first_of
 
 __all__ = ["Election", "LeaseHolder", "Registration"]
 

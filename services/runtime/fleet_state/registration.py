@@ -23,7 +23,7 @@ from services.ports.store import (
     Store,
 )
 from services.runtime.fleet_state.lease import LeaseHolder
-from services.runtime.race import first_of
+from services.runtime.supervisor import first_of
 
 log = structlog.get_logger()
 _PAUSE_S: Final = 1.0

@@ -21,13 +21,13 @@ from services.runtime.telemetry.metrics import LATENCY_S, Metrics
 
 log = structlog.get_logger()
 
-TICK_S: Final = 0.25
+TICK_S: Final = 0.5  # each tick wakes a process at rest, twice
 STALL_S: Final = 2.0  # logged with a stack
 FATAL_S: Final = 60.0
 EXIT_STUCK: Final = 70
 LATE_S: Final = 1.0  # repeated lag of this much makes the loop unhealthy
 _LATE_TICKS: Final = 2  # a single one is a process that was paused and goes on
-_MOST_TICK_S: Final = 2 * TICK_S  # more than this means that the whole process was paused
+_MOST_TICK_S: Final = 1.5 * TICK_S  # more than this means that the whole process was paused
 
 
 def quiet_for(quiet_s: float, passed_s: float, *, beaten: bool) -> float:
@@ -56,7 +56,7 @@ class LoopWatch:
         self._late_ticks = 0
         self._lag = metrics.histogram(
             "fairway_runtime_loop_lag_seconds",
-            "From when an event loop timer is due until it runs, sampled four times a second",
+            "From when an event loop timer is due until it runs, sampled twice a second",
             bounds=LATENCY_S,
         ).cell()
         self._stalls = metrics.counter(

@@ -1,9 +1,10 @@
-"""Resources of this machine: processors, threads, device type, memory."""
+"""Resources of this machine and this process: processors, threads, device type, memory, file descriptors."""
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 from pathlib import Path
 from typing import Final
 
@@ -78,3 +79,24 @@ def resident_bytes(pid: int) -> int:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return 0
+
+
+# Where the hard limit is "unlimited", some systems reject a higher soft limit.
+_MOST: Final = 1_048_576
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit to the hard limit. If the system rejects it, the limit stays."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        except (OSError, ValueError):
+            return
+
+
+def descriptor_limit() -> int:
+    """Return the soft limit; a fixed bound if it is unlimited."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else min(soft, _MOST)

@@ -43,9 +43,9 @@ from services.core.fleet import ReportSnapshot
 from services.core.generation import Grant
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.scheduler.fleet.levels import Candidates, PoolLevels, PrefixTokens, levels_of
-from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.roster import Roster
 from services.scheduler.fleet.worker import (
+    FleetLimits,
     Outstanding,
     Sums,
     WorkerState,
@@ -60,10 +60,9 @@ from services.scheduler.policy.placement.choose import (
     PlacementProfile,
     no_worker,
 )
-from services.scheduler.policy.placement.kv_admission import blocks_for
+from services.scheduler.policy.placement.kv_admission import RoomSummary, blocks_for
 from services.scheduler.policy.placement.pool_seats import PoolSeats, SeatLevel
 from services.scheduler.policy.placement.prefix_index import PrefixIndex
-from services.scheduler.policy.placement.room import RoomSummary
 from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedPrefixes, shareable_blocks
 from services.scheduler.policy.step_time import StepTimes, WorkerKind
 

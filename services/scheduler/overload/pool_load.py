@@ -30,6 +30,7 @@ from services.scheduler.policy.overload.pressure import (
     pressure_ratio,
     wait_s,
 )
+from services.scheduler.policy.overload.rates import TenantRates
 from services.scheduler.policy.overload.shedding import (
     Hopeless,
     OfferedPlacement,
@@ -43,7 +44,6 @@ from services.scheduler.policy.overload.shedding import (
     retry_after_s,
     spread_s,
 )
-from services.scheduler.policy.overload.tenant_rate import TenantRates
 from services.scheduler.queue.waiting import UNSETTLED, QueuedPlacement, Unsettled
 
 MAX_PRESSURES: Final = 1024  # pools in one frame to a gateway

@@ -11,7 +11,7 @@ from services.core.errors import FairwayError
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.policy.placement.candidate import PlaceQuery
 from services.scheduler.policy.placement.choose import NO_ROOM, Chosen, NoWorker, PlacementProfile
-from services.scheduler.policy.placement.room import RoomSummary
+from services.scheduler.policy.placement.kv_admission import RoomSummary
 from services.scheduler.policy.queue.length import LengthPolicy
 from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.queue.pool import Pool

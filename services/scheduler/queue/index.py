@@ -13,7 +13,7 @@ from typing import Final
 
 from services.core.errors import QueueFull, ShareExceeded
 from services.core.generation import PlaceSpec
-from services.scheduler.policy.overload.drain_rate import MIN_WAIT_S, DrainRate
+from services.scheduler.policy.overload.rates import MIN_WAIT_S, DrainRate
 from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.queue.pool import Pool, QueueLimits
 from services.scheduler.queue.refusals import queue_full, share_full

@@ -11,8 +11,8 @@ from typing import Final
 from services.core.generation import PlaceSpec
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.core.shares import share_of
-from services.scheduler.policy.overload.drain_rate import DrainRate
-from services.scheduler.policy.placement.room import RoomSummary
+from services.scheduler.policy.overload.rates import DrainRate
+from services.scheduler.policy.placement.kv_admission import RoomSummary
 from services.scheduler.policy.placement.shared_prefix import shareable_blocks
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from services.scheduler.policy.queue.length import LengthPolicy

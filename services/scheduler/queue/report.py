@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from services.core.fleet import TenantCounter
@@ -76,13 +76,7 @@ def _pool(
         queued_prompt_tokens=total.prompt_tokens,
         oldest_wait_s=total.oldest_wait_s,
         predicted_wait_s=drain_s,
-        granted=levels.granted,
-        running=levels.running,
-        waiting=levels.waiting,
-        workers=levels.workers,
-        serving_workers=levels.serving_workers,
-        kv_tokens_total=levels.kv_tokens_total,
-        kv_tokens_free=levels.kv_tokens_free,
+        **asdict(levels),
         shares=shares[:MAX_SHARES],
         shares_left_off=max(0, len(shares) - MAX_SHARES),
     )

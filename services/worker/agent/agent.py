@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -36,7 +36,7 @@ from services.runtime.fleet_state.registration import Registration
 from services.runtime.process.machine import resident_bytes
 from services.runtime.supervisor import Supervisor
 from services.worker.agent.memory_ledger import MemoryLedger
-from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.agent.report import WorkerIdentity, record_of, take_snapshot
 from services.worker.kv.pool import PoolStats
 from services.worker.policy.lifecycle import (
     Action,
@@ -56,7 +56,6 @@ from services.worker.slots.engine_process import EngineLauncher
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_engine import RESIZABLE, SlotContext
 from services.worker.slots.version_files import LocalFiles
-from services.worker.slots.version_report import record_of
 from services.worker.slots.version_slot import VersionSlot
 from services.worker.streams.host import SequenceHost
 from services.worker.telemetry import EngineLevels, WorkerTelemetry
@@ -64,28 +63,10 @@ from services.worker.telemetry import EngineLevels, WorkerTelemetry
 log = structlog.get_logger()
 
 SWEEP_S: Final = 0.05
-IDLE_SWEEP_S: Final = 0.25  # without sequences
+IDLE_SWEEP_S: Final = 0.5  # without sequences
 PAUSE_S: Final = 1.0  # gap between two sweeps that shows that this process or its machine was suspended
-RECONCILE_S: Final = 0.5  # longest wait between two passes; a change wakes the loop at once
+RECONCILE_S: Final = 1.0  # longest wait between two passes; a change wakes the loop at once
 PUBLISH_S: Final = 0.1  # changes within this time become one write
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerIdentity:
-    """The identity and the fixed properties of this worker."""
-
-    worker_id: str  # unique in the fleet
-    address: str  # host:port of its gRPC server
-    zone: str = ""  # for placement; empty: none
-    labels: dict[str, str] = field(default_factory=dict)  # for node selectors
-    device: str = "cpu"  # "cpu" or a CUDA device
-    # Device memory available to engines.
-    memory_bytes: int = 2 * 1024**3
-    lease_ttl_s: int = 5  # of the registration
-    # Workers of one device type are expected to be equally fast.
-    device_type: str = ""
-    # In any one currency; 0: unknown.
-    cost_per_hour: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +114,6 @@ class WorkerAgent:
     ) -> None:
         """``sweep_s``: between two checks of deadlines while sequences run."""
         self._identity = identity
-        self._reported = ReportIdentity(
-            worker_id=identity.worker_id,
-            address=identity.address,
-            zone=identity.zone,
-            device_type=identity.device_type,
-            cost_per_hour=identity.cost_per_hour,
-        )
         self._host = host
         self._clock = clock
         self._supervisor = supervisor
@@ -254,7 +228,7 @@ class WorkerAgent:
 
         ``whole``: it is the first report of a stream.
         """
-        return take_snapshot(self._host, self._reported, whole=whole)
+        return take_snapshot(self._host, self._identity, whole=whole)
 
     def on_leader(self, epoch: int) -> None:
         """Reject grants of leaders with a lower epoch from now on."""
@@ -276,6 +250,7 @@ class WorkerAgent:
             self._woken.clear()
             if self._assignments.synced and not self._closing:  # the assignment is unknown before the sync
                 self._reconcile()
+            self._changed.set()  # what a pass changed is published at once
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RECONCILE_S):
                     await self._woken.wait()
@@ -329,7 +304,10 @@ class WorkerAgent:
             slot.share_memory(targets.get(digest), comes=digest in later)
 
     async def _publish_forever(self) -> None:
-        """Write the public record when it changed, and follow the registration's incarnation."""
+        """Write the public record when it changed, and follow the registration's incarnation.
+
+        Runs on each change and after each pass of the reconciler.
+        """
         published = self._record()
         while True:
             self._follow_incarnation()
@@ -337,10 +315,8 @@ class WorkerAgent:
             if record != published:
                 self._registration.update(dump(record))
                 published = record
-            await self._clock.sleep(PUBLISH_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RECONCILE_S):
-                    await self._changed.wait()
+                await self._clock.sleep(PUBLISH_S)
+            await self._changed.wait()
             self._changed.clear()
 
     async def _sweep_forever(self) -> None:

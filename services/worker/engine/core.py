@@ -11,7 +11,6 @@ from operator import attrgetter
 from typing import Final
 
 from services.worker.engine.execute.executor import Batch, Executor, Samples
-from services.worker.engine.intake import Intake
 from services.worker.engine.live_sequences import Flight, LiveSequences
 from services.worker.engine.outcome import Outcome, Work
 from services.worker.engine.plan.block_manager import BlockPool
@@ -20,7 +19,7 @@ from services.worker.engine.plan.pool_size import PoolSize
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.step_meter import NOBODY, StepMeter
-from services.worker.engine.validation import MAX_WAITING, ModelLimits
+from services.worker.engine.validation import MAX_WAITING, Intake, ModelLimits
 from services.worker.engine_protocol import (
     Cancel,
     Credit,
@@ -31,7 +30,7 @@ from services.worker.engine_protocol import (
     Stepped,
     Submit,
 )
-from services.worker.policy.prefill_budget import PrefillBudget
+from services.worker.policy.prefill import PrefillBudget
 
 _TOKENS: Final = attrgetter("tokens")
 _SEES_OUTPUT: Final = attrgetter("sees_output")

@@ -1,10 +1,11 @@
-"""What one sequence may ask of one loaded model. A refusal concerns that sequence alone."""
+"""How a command becomes a sequence, or why it may not run on a model. A refusal concerns it alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
+from services.worker.engine.sequence import SequenceState, sequence_of
 from services.worker.engine_protocol import Submit
 
 MAX_LOGPROBS: Final = 128
@@ -70,3 +71,15 @@ def _range_refusal(submit: Submit) -> str | None:
         ("logit_bias", all(abs(bias) <= MAX_BIAS for _, bias in sampling.logit_bias)),
     )
     return next((f"{name} is out of range" for name, holds in checks if not holds), None)
+
+
+class Intake:
+    """How a command becomes a sequence, or is refused. Another intake may keep less of a prompt."""
+
+    def refusal(self, command: Submit, model: ModelLimits) -> str | None:
+        """Return why the sequence cannot run, or None."""
+        return refusal(command, model)
+
+    def sequence(self, command: Submit, *, arrival: int, eos_ids: frozenset[int]) -> SequenceState:
+        """Return the state of a sequence that is not refused."""
+        return sequence_of(command, arrival=arrival, eos_ids=eos_ids)

@@ -45,7 +45,8 @@ from services.worker.slots.engine_link import MAX_SEND_BUFFER_BYTES, EngineLink,
 log = structlog.get_logger()
 
 MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path holds 108 bytes with the terminating zero
-CHECK_S: Final = 0.25
+CHECK_S: Final = 1.0  # while messages arrive; an idle engine sends one a second
+_OVERDUE_CHECK_S: Final = 0.25
 EXIT_GRACE_S: Final = 2.0
 ENGINE_MODULE: Final = ("-m", "services.worker.engine.process")
 
@@ -299,9 +300,10 @@ class EngineProcess:
         """Kill a process that hangs, or that runs on after its connection closed."""
         checked_s = self._clock.monotonic_s()
         while True:
-            await self._clock.sleep(CHECK_S)
+            is_overdue = checked_s - self._last_message_s > CHECK_S
+            await self._clock.sleep(_OVERDUE_CHECK_S if is_overdue else CHECK_S)
             now_s = self._clock.monotonic_s()
-            if now_s - checked_s > 4 * CHECK_S:  # this process was suspended: messages wait in the socket
+            if now_s - checked_s > 2 * CHECK_S:  # this process was suspended: messages wait in the socket
                 self._last_message_s = now_s
             checked_s = now_s
             if self._link.transport is not None and server.is_serving():

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from msgspec import structs
+
 from services.worker.engine_protocol import EngineConfig
 from services.worker.slots.engine_process import EngineTimeouts
 
@@ -63,26 +65,12 @@ class EngineSettings:
         self, folder: Path, executor: Executor, *, memory_bytes: int, draft: Path | None
     ) -> EngineConfig:
         """Return the engine configuration for the version and the draft in these folders."""
-        return EngineConfig(
-            socket_path="",
-            model_dir=str(folder),
-            executor=executor,
-            device=self.device,
-            dtype=self.dtype,
-            threads=self.threads,
-            block_size=self.block_size,
-            kv_memory_bytes=self.kv_memory_bytes,
-            memory_bytes=memory_bytes,
-            token_budget=self.token_budget,
-            max_sequences=self.max_sequences,
-            itl_target_s=self.itl_target_s,
-            mode=self.mode,
-            operators=self.operators,
-            operators_cache=self.operators_cache,
-            prefix_cache=self.prefix_cache,
+        shared = {name: getattr(self, name) for name in EngineConfig.__struct_fields__ if hasattr(self, name)}
+        settings = EngineConfig(
+            socket_path="", model_dir=str(folder), executor=executor, memory_bytes=memory_bytes, **shared
+        )
+        return structs.replace(
+            settings,
             speculation=speculation_of(self.speculation, draft),
             draft_model_dir="" if draft is None else str(draft),
-            max_proposals=self.max_proposals,
-            null_step_s=self.null_step_s,
-            request_log_per_s=self.request_log_per_s,
         )

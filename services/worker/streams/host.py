@@ -199,7 +199,6 @@ class GatewaySequences:
             self._outbox.refuse(handle, refusal)
 
     def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
-        """Reject a start that is out of bounds."""
         self._outbox.refuse(handle, reason)
 
     def credit(self, handles: Sequence[int], tokens: Sequence[int]) -> None:

@@ -18,10 +18,9 @@ from services.core.errors import FairwayError
 from services.core.generation import TokenLogprobs
 from services.gateway.events import Accepted, Finished, Handle, RequestSink
 from services.rpc.convert.inference import PRIORITIES
-from simulator.fleet.clients.client import Record, SimRequest
-from simulator.fleet.clients.tokens import Due, request_seed
+from simulator.fleet.clients.client import Due, Record, SimRequest, request_seed
 from simulator.fleet.spec import MODEL, VOCABULARY
-from simulator.invariants.violations import Violations
+from simulator.invariants.invariant import Violations
 from simulator.kernel.loop import VirtualTimeLoop
 
 GATEWAY_LOST: Final = "GATEWAY_LOST"

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Final, TypedDict
 
 from fairway.v1 import inference_pb2
+from services.adapters.links.leader_streams import StreamPlacementLinks
 from services.adapters.links.muxed_placement import MuxedPlacement
+from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
@@ -38,6 +40,7 @@ from services.gateway.service import GatewayService, drain
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
 from services.gateway.text.tokenise import PrefixNames
+from services.ports.message_stream import StreamClient
 from services.ports.placement import FallbackPlacer
 from services.ports.store import Entry
 from services.ports.worker import WorkerClient
@@ -49,12 +52,14 @@ from services.runtime.telemetry.metrics import Metrics
 from simulator.fleet.nodes.local_texts import LocalTexts
 from simulator.fleet.nodes.shared_redis import RedisLink, RemoteLimiter, RemoteRecords
 from simulator.fleet.spec import FleetSpec
-from simulator.kernel.links.links import SimPlacementLinks, SimStore, SimWorkers
+from simulator.kernel.links.store_link import SimStore
+from simulator.kernel.links.streams import SimStreams
 from simulator.kernel.network import Network
 from simulator.kernel.process import Process
 
 TICKET_KEY: Final = b"the simulation's ticket key"
 _PREFIX_SECRET: Final = b"the simulation's prefix secret"
+_NAMES_SECRET: Final = b"the simulation's record names"
 _MODEL_FILES: Final = Path(__file__).parent / "model"
 
 
@@ -91,10 +96,11 @@ class GatewayNode:
         self.limiter = FallbackLimiter(RemoteLimiter(redis), MemoryLimiter(clock, local=True), clock)
         directory = SchedulerDirectory(store, clock, rng=process.rng)
         gateway_id = f"{process.name}/{process.ids.request_id()}"
-        links = SimPlacementLinks(process, network, directory, gateway_id)
+        streams = SimStreams(process, network)
+        links = StreamPlacementLinks(streams, directory, gateway_id)
         fallback = self.make_fallback(spec)
         self.placement = MuxedPlacement(links, clock, supervisor, process.rng, fallback=fallback)
-        self.workers = self.make_workers(network)
+        self.workers = self.make_workers(streams, gateway_id)
         self._informers = _Informers(store, process)
         catalog = ModelCatalog(
             self._informers.deployments,
@@ -152,6 +158,7 @@ class GatewayNode:
             clock=self._process.clock,
             telemetry=KeyedTelemetry(metrics),
             new_incident=self._process.ids.incident_id,
+            names_secret=_NAMES_SECRET,
             owner=gateway_id,
             window_tokens=limits.window_tokens,
             limits=KeyedLimits(),
@@ -159,9 +166,10 @@ class GatewayNode:
 
     # What a test overrides with something broken.
 
-    def make_workers(self, network: Network) -> WorkerClient:
+    def make_workers(self, streams: StreamClient, gateway_id: str) -> WorkerClient:
         """Return how this gateway runs sequences on workers."""
-        return SimWorkers(self._process, network, unsent=self.placement.give_back)
+        process, give_back = self._process, self.placement.give_back
+        return MuxedWorkers(streams, gateway_id, process.clock, process.supervisor, unsent=give_back)
 
     def make_fallback(self, spec: FleetSpec) -> FallbackPlacer:
         """Return how this gateway places while no leader answers."""

@@ -10,7 +10,8 @@ from services.scheduler.term import Term
 from simulator.fleet.grant_watch import GrantWatch
 from simulator.fleet.nodes.gateway_node import TICKET_KEY
 from simulator.fleet.spec import FleetSpec
-from simulator.kernel.links.links import SimStore, serve_scheduler
+from simulator.kernel.links.scheduler import serve_scheduler
+from simulator.kernel.links.store_link import SimStore
 from simulator.kernel.network import Network
 from simulator.kernel.process import Process
 

@@ -67,6 +67,9 @@ class RemoteLimiter:
     async def spend(self, tenant_id: str, per_minute: int) -> None:
         await self._link.ask(lambda redis: redis.limiter.spend(tenant_id, per_minute))
 
+    async def take(self, tenant_id: str, claims: Sequence[LimitClaim]) -> None:
+        await self._link.ask(lambda redis: redis.limiter.take(tenant_id, claims))
+
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         if running:
             await self._link.ask(lambda redis: redis.limiter.renew(running))

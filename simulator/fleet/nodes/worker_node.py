@@ -13,7 +13,7 @@ from services.worker.text.detokenizer import Detokenizer
 from simulator.engine.cost_model import cost_model
 from simulator.engine.sim_engine import SimEngineSpec
 from simulator.engine.sim_worker import SimVersion, SimWorker, SimWorkerSpec
-from simulator.fleet.clients.tokens import EOS_ID, output_length
+from simulator.fleet.clients.client import EOS_ID, output_length
 from simulator.fleet.grant_watch import GrantWatch
 from simulator.fleet.nodes.watched_host import WatchedHost, WatchedTally
 from simulator.fleet.spec import MODEL, VERSION_DIGEST, VOCABULARY, FleetSpec, WorkerSpec

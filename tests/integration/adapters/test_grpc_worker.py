@@ -10,7 +10,8 @@ import grpc
 import pytest_asyncio
 
 from fairway.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from services.adapters.grpc.worker import GrpcWorkers
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.muxed_workers import MuxedWorkers
 from services.core.generation import (
     AnyGrant,
     GenerationSpec,
@@ -95,7 +96,7 @@ class Rig:
     def __init__(
         self,
         worker: Scripted,
-        client: GrpcWorkers,
+        client: MuxedWorkers,
         server: grpc.aio.Server,
         address: str,
         unsent: list[AnyGrant],
@@ -121,7 +122,9 @@ async def rig() -> AsyncIterator[Rig]:
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
     await server.start()
     unsent: list[AnyGrant] = []
-    client = GrpcWorkers("secret", "g1", clock, supervisor, unsent=unsent.append, silence_s=1.5, idle_s=1.5)
+    client = MuxedWorkers(
+        GrpcStreams("secret"), "g1", clock, supervisor, unsent=unsent.append, silence_s=1.5, idle_s=1.5
+    )
     yield Rig(worker, client, server, address, unsent)
     await client.close()
     await server.stop(0)

@@ -299,6 +299,7 @@ async def serving(limits: HttpLimits | None = None, **changes: Any) -> AsyncIter
         directory(),
         SystemClock(),
         Ids(),
+        event_secret=b"e" * 32,
         max_body_bytes=MAX_BODY,
         limits=limits,
         not_ready=lambda: reasons[0] if reasons else "",

@@ -33,8 +33,8 @@ from services.core.records import (
 )
 from services.ports.blob_store import StoredBlob
 from services.ports.store import Committed, Condition, ConditionFailed, Entry, Listing, Operation, Put
+from services.registry.garbage import LEASE_S, SWEEPING, SweepFence
 from services.registry.service import RegistryService
-from services.registry.sweep_fence import LEASE_S, SWEEPING, SweepFence
 from services.runtime.clock import SystemClock
 from tests.conftest import Server
 from tests.support.memory_blobs import MemoryBlobs

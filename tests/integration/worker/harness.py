@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fairway.v1 import worker_pb2, worker_pb2_grpc
-from services.adapters.grpc.worker import GrpcWorkers
+from services.adapters.grpc.client_stream import GrpcStreams
+from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.memory.store import MemoryStore
 from services.core.errors import FairwayError
 from services.core.generation import (
@@ -42,7 +43,8 @@ from services.rpc.channel import auth_metadata
 from services.rpc.server import RpcServer, Service
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
-from services.worker.agent.agent import WorkerAgent, WorkerIdentity
+from services.worker.agent.agent import WorkerAgent
+from services.worker.agent.report import WorkerIdentity
 from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import EngineTimeouts, process_launcher
 from services.worker.slots.engine_settings import EngineSettings
@@ -185,7 +187,7 @@ class Harness:
     agent: WorkerAgent
     host: SequenceHost
     store: MemoryStore
-    client: GrpcWorkers
+    client: MuxedWorkers
     supervisor: Supervisor
     address: str
     server: RpcServer
@@ -324,7 +326,7 @@ async def start_harness(
     )
     server = RpcServer((service,), listen=address, internal_token=TOKEN, new_incident=lambda: "incident")
     await server.start()
-    client = GrpcWorkers(TOKEN, "g1", clock, supervisor)
+    client = MuxedWorkers(GrpcStreams(TOKEN), "g1", clock, supervisor)
     run = supervisor.spawn("agent", agent.run())
     harness = Harness(agent, host, store, client, supervisor, address, server, run, files, usage)
     await agent.wait_registered(5.0)

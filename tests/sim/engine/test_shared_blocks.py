@@ -22,14 +22,14 @@ from services.core.generation import (
     StartSpec,
 )
 from services.core.prefix import prefix_chain
-from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
+from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.policy.placement.candidate import PlaceQuery
 from services.scheduler.policy.placement.choose import Chosen, PlacementProfile
 from services.scheduler.policy.placement.kv_admission import demand_of
 from services.scheduler.policy.step_time import StepTimes
 from services.worker import engine_protocol as wire
-from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.agent.report import WorkerIdentity, take_snapshot
 from services.worker.kv.pool import PoolLimits
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
@@ -124,7 +124,7 @@ class Rig:
             while left and left[0].at_s <= now_s:
                 self.waiting.append((0, left.popleft()))
             if now_s - reported_s >= 0.05:
-                snapshot = take_snapshot(self.host, ReportIdentity("w0", "h:1"), whole=first)
+                snapshot = take_snapshot(self.host, WorkerIdentity("w0", "h:1"), whole=first)
                 first, reported_s = False, now_s
                 self.loop.at(now_s + self.report_s, self.apply, snapshot)
             self.place(now_s)

@@ -26,7 +26,7 @@ from simulator.engine.sim_engine import SimEngineSpec
 from simulator.engine.sim_worker import SimVersion, SimWorker, SimWorkerSpec
 from simulator.engine.tokens import output_tokens
 from simulator.fleet.nodes.worker_node import _PlainText
-from simulator.kernel.links.links import StoreServer
+from simulator.kernel.links.store_link import StoreServer
 from simulator.kernel.loop import VirtualTimeLoop, run
 from simulator.kernel.network import Latency, Network
 from simulator.kernel.process import Process

@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from random import Random
 from typing import Any, Final
 
+from services.adapters.links.leader_streams import StreamPlacementLinks, StreamReportLinks
 from services.adapters.links.muxed_placement import MuxedPlacement
 from services.adapters.links.reporter import Reporter
 from services.adapters.links.scheduler_directory import SchedulerDirectory
@@ -17,13 +18,9 @@ from services.runtime.fleet_state.leadership import Election
 from services.runtime.secrets import Ticket, issue_ticket
 from services.scheduler.service import SchedulerService
 from services.scheduler.term import Term, TermSettings
-from simulator.kernel.links.links import (
-    SimPlacementLinks,
-    SimReportLinks,
-    SimStore,
-    StoreServer,
-    serve_scheduler,
-)
+from simulator.kernel.links.scheduler import serve_scheduler
+from simulator.kernel.links.store_link import SimStore, StoreServer
+from simulator.kernel.links.streams import SimStreams
 from simulator.kernel.loop import Limits, VirtualTimeLoop
 from simulator.kernel.network import Network
 from simulator.kernel.process import UNIX_START_S, Process
@@ -146,13 +143,15 @@ class SmallFleet:
 
     def _build_placement(self) -> MuxedPlacement:
         process = self.processes["gateway"]
-        links = SimPlacementLinks(process, self.network, self._directory("gateway"), "gateway-1")
+        links = StreamPlacementLinks(
+            SimStreams(process, self.network), self._directory("gateway"), "gateway-1"
+        )
         return MuxedPlacement(links, process.clock, process.supervisor, process.rng)
 
     def _build_reporter(self) -> Reporter:
         process = self.processes["worker"]
         reporter = Reporter(
-            SimReportLinks(process, self.network, self._directory("worker")),
+            StreamReportLinks(SimStreams(process, self.network), self._directory("worker")),
             process.clock,
             process.supervisor,
             self.snapshot,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
+from services.adapters.links.leader_streams import StreamReportLinks
+from services.core.errors import NoLeader
 from services.ports.store import Compacted, Put
-from simulator.kernel.links.leader_links import LeaderConnections
+from simulator.kernel.links.streams import SimStreams
 from tests.sim.kernel.small_fleet import SmallFleet
 
 
@@ -60,13 +63,17 @@ def test_a_leader_that_stays_is_waited_on_for_the_time_given(fleet: SmallFleet) 
 
     async def main() -> None:
         gateway = fleet.processes["gateway"]
-        connections = gateway.run(LeaderConnections, gateway, fleet.network, fleet._directory("gateway"))
+        streams = SimStreams(gateway, fleet.network)
+        links = gateway.run(StreamReportLinks, streams, fleet._directory("gateway"))
 
         async def ask() -> float:
-            connection = await connections.open(5.0)
-            connection.close()
+            async with asyncio.timeout(5.0):
+                while True:
+                    with contextlib.suppress(NoLeader):
+                        await (await links.open()).close()
+                        break
             began_s = fleet.loop.now_s
-            await connections.wait_change(0.7)
+            await links.wait_leader_change(0.7)
             return fleet.loop.now_s - began_s
 
         assert await gateway.spawn("ask", ask()) >= 0.69

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.adapters.links.muxed_workers import MuxedWorkers
 from services.core.generation import (
     AnyGrant,
     FinishReason,
@@ -19,11 +20,12 @@ from services.core.generation import (
     TokenLogprobs,
 )
 from services.ports.worker_stream import StepFrame
-from simulator.kernel.links.links import SimWorkers, serve_worker
+from simulator.kernel.links.streams import SimStreams
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.kernel.network import Latency, Network
 from simulator.kernel.process import Process
 from tests.sim.kernel.small_fleet import DIGEST, start_spec
+from tests.support.simulated import serve_sequences
 
 
 class Counting:
@@ -53,6 +55,10 @@ class CountingStream:
         self.live[handle] = 0
         self._wake()
         self._worker.process.call_later(1.0, self._step, handle)
+
+    def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
+        self._pending().not_admitted.append((handle, reason))
+        self._wake()
 
     def credit(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
         for handle, more in zip(handles, tokens, strict=True):
@@ -129,9 +135,15 @@ class Scene:
 
     def run(self, main: Coroutine[Any, Any, Any]) -> None:
         async def whole() -> None:
-            serve_worker(self.worker, self.network, "worker:1", self.host)
+            serve_sequences(self.worker, self.network, "worker:1", self.host)
             self.client = self.gateway.run(
-                SimWorkers, self.gateway, self.network, unsent=self.unsent.append, idle_s=20.0
+                MuxedWorkers,
+                SimStreams(self.gateway, self.network),
+                "gateway",
+                self.gateway.clock,
+                self.gateway.supervisor,
+                unsent=self.unsent.append,
+                idle_s=20.0,
             )
             await main
 
@@ -200,7 +212,7 @@ def test_a_worker_that_dies_is_lost_at_once_and_one_that_vanishes_after_its_sile
         assert "worker ended" in sink.heard[-1]
         scene.worker = scene.worker.restart()
         scene.host = Counting(scene.worker)
-        serve_worker(scene.worker, scene.network, "worker:1", scene.host)
+        serve_sequences(scene.worker, scene.network, "worker:1", scene.host)
         sink, _ = scene.start(2)
         await asyncio.sleep(2.5)
         scene.network.half_open("worker", "gateway")

@@ -11,7 +11,7 @@ from simulator.fleet.clients.session import prompt_ids
 from simulator.lab.load.arrivals import Poisson
 from simulator.lab.load.lengths import Fixed
 from simulator.lab.load.load import Share, SharedPrefixes, Stream, merged, of_trace
-from simulator.lab.load.synthetic import azure_like, mooncake_like
+from simulator.lab.load.replay import azure_like, mooncake_like
 from simulator.lab.load.traces import TraceRow
 
 

@@ -8,17 +8,15 @@ from dataclasses import replace
 from services.core.records import Priority
 from simulator.fleet.clients.client import Record
 from simulator.fleet.fleet import SimFleet, simulate
-from simulator.lab import scenario as scenarios
 from simulator.lab.runner import run
 from simulator.lab.scenario import Options, Scenario, Script, Step
+from simulator.lab.scenarios import catalog
 
 MAX_DIFFERENCE_TOKENS = 40_000  # of two that wait; by arrival the whale is 100,000 ahead, with the same load
 
 
 def small(name: str, *, workers: int, duration_s: float, load_ratio: float | None = None) -> Scenario:
-    return scenarios.load(
-        name, Options(workers=workers, seed=1, duration_s=duration_s, load_ratio=load_ratio)
-    )
+    return catalog.load(name, Options(workers=workers, seed=1, duration_s=duration_s, load_ratio=load_ratio))
 
 
 def test_a_slow_worker_is_found_and_gets_next_to_nothing_from_then_on() -> None:

@@ -14,7 +14,8 @@ from simulator.lab import command
 
 BROKEN = '''"""A plan that says that something was violated."""
 from dataclasses import replace
-from simulator.lab.scenario import Options, Scenario, Script, Step, load
+from simulator.lab.scenario import Options, Scenario, Script, Step
+from simulator.lab.scenarios.catalog import load
 
 def scenario(options: Options) -> Scenario:
     made = load("steady", Options(workers=1, duration_s=2.0, rate_per_s=2.0, preset="h100"))

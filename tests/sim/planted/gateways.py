@@ -11,11 +11,11 @@ from services.core.generation import Grant, StartSpec, TokenLogprobs
 from services.gateway.events import Accepted, Finished, Handle, RequestSink
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.service_types import GatewayLimits
+from services.ports.message_stream import StreamClient
 from services.ports.placement import FallbackPlacer
 from services.ports.worker import RunningSequence, SequenceSink, WorkerClient
 from simulator.fleet.nodes.gateway_node import GatewayNode
 from simulator.fleet.spec import FleetSpec
-from simulator.kernel.network import Network
 
 
 class EndsTwice(GatewayNode):
@@ -30,8 +30,8 @@ class EndsTwice(GatewayNode):
 class ResumesElsewhere(GatewayNode):
     """Resumes an output with another seed than it began with."""
 
-    def make_workers(self, network: Network) -> WorkerClient:
-        return _OtherSeed(super().make_workers(network))
+    def make_workers(self, streams: StreamClient, gateway_id: str) -> WorkerClient:
+        return _OtherSeed(super().make_workers(streams, gateway_id))
 
 
 class ShowsOldGrants(GatewayNode):
@@ -40,8 +40,8 @@ class ShowsOldGrants(GatewayNode):
     A worker in order refuses both, and the sequence is placed again.
     """
 
-    def make_workers(self, network: Network) -> WorkerClient:
-        return _OldGrants(super().make_workers(network))
+    def make_workers(self, streams: StreamClient, gateway_id: str) -> WorkerClient:
+        return _OldGrants(super().make_workers(streams, gateway_id))
 
 
 class AsksNobody(GatewayNode):

@@ -10,7 +10,7 @@ from fairway.cli.errors import CliError
 from fairway.cli.state import Endpoints, StateDir, ensure_secrets, read_json, read_secret, write_private
 from services.runtime.secrets import parse_key
 
-SECRETS = ("admin_key", "internal_token", "ticket_key")
+SECRETS = ("admin_key", "internal_token", "ticket_key", "record_keys")
 
 
 def _mode(path: Path) -> int:
@@ -27,7 +27,7 @@ def state(tmp_path: Path) -> StateDir:
 def test_secrets_are_private_distinct_and_kept(state: StateDir) -> None:
     ensure_secrets(state)
     first = {name: read_secret(state, name) for name in SECRETS}
-    assert len(set(first.values())) == 3
+    assert len(set(first.values())) == len(SECRETS)
     assert all(_mode(state.secret(name)) == 0o600 for name in SECRETS)
     assert _mode(state.secrets) == 0o700
     ensure_secrets(state)

@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from fairway.cli.errors import CliError
-from fairway.cli.fleet.logs import bound_log, rotate_log, tail
 from fairway.cli.fleet.ports import choose_ports
 from fairway.cli.fleet.probes import tcp_open
-from fairway.cli.fleet.process import ProcessSpec
+from fairway.cli.fleet.process import ProcessSpec, bound_log, rotate_log, tail
 from fairway.cli.fleet.progress import Phase
 from fairway.cli.fleet.record import FleetRecord, ProcessId, wait_for_end
 from fairway.cli.fleet.supervisor import ProcessSupervisor

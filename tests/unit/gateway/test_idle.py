@@ -58,7 +58,9 @@ async def test_idempotency_loops_sleep_without_runs() -> None:
     await asyncio.sleep(0.25)
     before = clock.sleeps
     assert before == 0
-    runs.attach(RecordKey("acme", "1" * 32), "f", Sink(), crash, timeout_s=5.0, client_window=None)
+    runs.attach(
+        RecordKey("acme", "1" * 32), "f", Sink(), crash, timeout_s=5.0, client_window=None, delivered=None
+    )
     await until(lambda: clock.sleeps > before)
     await until(lambda: not runs.busy)
     await asyncio.sleep(0.25)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.config import ConfigError, Settings, load, read_password, read_secret
+from services.runtime.config import ConfigError, Settings, load, read_password, read_secret, read_secrets
 
 
 def test_what_is_not_said_has_its_default() -> None:
@@ -71,3 +71,13 @@ def test_a_password_may_be_short_but_not_empty(tmp_path: Path) -> None:
         path.unlink(missing_ok=True)
     path.write_text("hunter2\n")
     assert read_password(path) == "hunter2"
+
+
+def test_a_file_of_secrets_has_one_per_line(tmp_path: Path) -> None:
+    path = tmp_path / "secrets"
+    for text in ("", "\n", "short\n", f"{'x' * 32}\nshort\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="less than 32"):
+            read_secrets(path)
+    path.write_text(f" {'x' * 32}\n\n{'y' * 40}\n")
+    assert read_secrets(path) == ("x" * 32, "y" * 40)

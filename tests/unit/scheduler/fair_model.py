@@ -21,8 +21,8 @@ from services.core.fleet import (
 )
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
-from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
+from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.policy.placement.choose import PlacementProfile
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from services.scheduler.policy.queue.order import OrderPolicy

@@ -18,7 +18,7 @@ from services.core.fleet import Granted, PoolSnapshot, ReportSnapshot, SequenceU
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.ports.clock import Clock
-from services.scheduler.fleet.limits import FleetLimits
+from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import Term, TermSettings

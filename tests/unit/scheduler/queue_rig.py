@@ -14,8 +14,8 @@ from services.core.fleet import Granted, PlacementRefused, PoolSnapshot, ReportS
 from services.core.generation import Grant
 from services.core.records import Priority
 from services.runtime.telemetry.metrics import Metrics
-from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
+from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.policy.placement.choose import PlacementProfile
 from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.policy.step_time import StepTimes

@@ -14,8 +14,8 @@ from services.core.fleet import LONG_PROMPT_TOKENS, PoolSnapshot, ReportSnapshot
 from services.core.generation import PlaceSpec
 from services.rpc.convert.decisions import decision_to_proto
 from services.scheduler.explain.decision_log import DecisionLog
-from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
+from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.policy.placement.choose import PlacementProfile
 from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.policy.step_time import StepTimes

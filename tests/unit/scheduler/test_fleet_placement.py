@@ -10,8 +10,8 @@ import pytest
 
 from services.core.fleet import LONG_PROMPT_TOKENS, PoolSnapshot, ReportSnapshot, TenantTokens
 from services.core.prefix import PREFIX_BLOCK_TOKENS
-from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
+from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.policy.placement.candidate import PlaceQuery
 from services.scheduler.policy.placement.choose import Chosen, NoWorker, PlacementProfile
 from services.scheduler.policy.placement.kv_admission import demand_of

@@ -6,8 +6,8 @@ from dataclasses import replace
 from random import Random
 
 from services.core.fleet import PoolSnapshot, ReportSnapshot
-from services.scheduler.fleet.limits import FleetLimits
 from services.scheduler.fleet.view import FleetView
+from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.heartbeat import MAX_LISTED, MAX_MEMBERS, PER_POOL, members_of, sample_of
 from services.scheduler.policy.step_time import StepTimes
 from services.scheduler.term import Term

@@ -14,7 +14,15 @@ from services.runtime.config import read_secret
 from services.runtime.secrets import parse_key
 
 OWNER = (os.getuid(), os.getgid())
-NAMES = {"admin_key", "internal_token", "ticket_key", "redis_password", "redis_acl", "grafana_password"}
+NAMES = {
+    "admin_key",
+    "internal_token",
+    "ticket_key",
+    "record_keys",
+    "redis_password",
+    "redis_acl",
+    "grafana_password",
+}
 
 
 def texts(state: Path) -> dict[str, str]:

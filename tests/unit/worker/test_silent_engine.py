@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from services.core.generation import FinishReason, NotAdmittedReason
 from services.worker import engine_protocol as wire
-from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.agent.report import WorkerIdentity, take_snapshot
 from services.worker.policy.engine_silence import ABANDON_S, ABANDON_STEPS, STALL_S
 from tests.unit.worker.bench import IDLE_BEAT, Bench
 from tests.unit.worker.reader import Reader
 
 A, B = 0x61, 0x62
-WHO = ReportIdentity("w1", "a:1", "z")
+WHO = WorkerIdentity("w1", "a:1", "z")
 
 
 def test_a_silent_engine_gets_no_new_work_until_it_speaks(bench: Bench) -> None:

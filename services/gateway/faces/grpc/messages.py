@@ -25,6 +25,7 @@ def accepted_message(event: Accepted) -> inference_pb2.Accepted:
         seed=event.seed,
         prompt_tokens=event.prompt_tokens,
         replayed=event.replayed,
+        cached=event.cached,
         degradations=[
             inference_pb2.Degradation(
                 kind=_DEGRADATIONS[found.kind],

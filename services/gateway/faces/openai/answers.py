@@ -251,6 +251,10 @@ class Frames:
         self._after = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
         self._offsets: dict[int, int] = {}
 
+    def skip(self, index: int, token_chars: int) -> None:
+        """Continue a choice behind tokens whose texts have that many characters."""
+        self._offsets[index] = token_chars
+
     def role(self, index: int) -> bytes:
         """The first frame of a chat choice."""
         return self._frame(_ChatChunkChoice(index, _Delta(role="assistant", content="")))

@@ -19,6 +19,7 @@ from fairway.task_group import TaskGroup
 from services.core.generation import StageClock, Usage
 from services.gateway.events import Accepted, Event, Finished, Tokens
 from services.gateway.faces.openai.answers import AnswerHead, Frames, finish_reasons
+from services.gateway.faces.openai.event_ids import AnswerPosition
 from services.gateway.faces.openai.exchange import Reply, primary_failure
 from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.requests import ApiRequest
@@ -28,6 +29,8 @@ KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
 # The answer is that of an earlier request with the same idempotency key.
 REPLAYED: Final = (b"idempotent-replayed", b"true")
+# The answer is that of an equal earlier request of the tenant.
+CACHE_HIT: Final = (b"x-fairway-cache", b"hit")
 
 
 def degraded_header(degradations: Sequence[Degradation]) -> tuple[bytes, bytes]:
@@ -39,7 +42,17 @@ def degraded_header(degradations: Sequence[Degradation]) -> tuple[bytes, bytes]:
 class EventStream:
     """Writes one answer. ``relay`` runs once per generation; they share the connection."""
 
-    def __init__(self, request: ApiRequest, reply: Reply, *, request_id: str, created_unix_s: int) -> None:
+    def __init__(
+        self,
+        request: ApiRequest,
+        reply: Reply,
+        position: AnswerPosition | None,
+        *,
+        request_id: str,
+        created_unix_s: int,
+    ) -> None:
+        """``position``: what the client has of the answer. With it, every event has an id."""
+        self._position = position
         self._request = request
         self._reply = reply
         self._request_id = request_id
@@ -77,9 +90,11 @@ class EventStream:
             return
         await self._open()
         if isinstance(event, Tokens):
+            if self._position is not None:
+                self._position.on_tokens(number, event)
             data = self._frames.tokens(number * self._request.choices + event.choice, event)
             if data:
-                await self._reply.write(data)
+                await self._reply.write(self._with_id(data))
         elif isinstance(event, Finished):
             await self._on_finished(number, event, self._frames)
         else:
@@ -98,9 +113,16 @@ class EventStream:
                 request_id, created_unix_s, event.model, event.version_digest, event.degradations
             )
             self._frames = Frames(self._request, answer)
+        choices, position = range(self._request.choices), self._position
+        if position is not None:
+            position.on_accepted(number, event.request_id)
+            for choice in choices:
+                self._frames.skip(number * len(choices) + choice, position.token_chars(number, choice))
         if self._request.dialect == "chat":
-            first = number * self._request.choices
-            self._opening += [self._frames.role(first + choice) for choice in range(self._request.choices)]
+            for choice in choices[position.roles(number) if position is not None else 0 :]:
+                if position is not None:
+                    position.on_role(number)
+                self._opening.append(self._with_id(self._frames.role(number * len(choices) + choice)))
         self._accepted.append(event)
         # Until all are accepted, a rejection can still be a plain status.
         if len(self._accepted) == len(self._request.generations):
@@ -109,6 +131,8 @@ class EventStream:
     async def _open(self) -> None:
         """Begin the answer, and send the waiting role frames. The caller holds the lock."""
         if not self._reply.started:
+            if all(accepted.cached for accepted in self._accepted):
+                self._reply.add_header(*CACHE_HIT)
             for header in rate_headers(self._accepted[-1]):
                 self._reply.add_header(*header)
             await self._reply.start_events()
@@ -119,12 +143,28 @@ class EventStream:
     async def _on_finished(self, number: int, event: Finished, frames: Frames) -> None:
         self._usages.append(event.usage)
         self._clocks.append(event.clock)
-        first = number * self._request.choices
-        parts = [frames.finish(first + choice, reason) for choice, reason in finish_reasons(event).items()]
+        first, position = number * self._request.choices, self._position
+        parts = []
+        for choice, reason in list(finish_reasons(event).items())[
+            position.ends(number) if position is not None else 0 :
+        ]:
+            if position is not None:
+                position.on_end(number)
+            parts.append(self._with_id(frames.finish(first + choice, reason)))
         last = len(self._usages) == len(self._request.generations)
         if last:
-            parts += [frames.stage_clock(self._clocks), frames.usage(self._usages), DONE]
+            tail = filter(None, (frames.stage_clock(self._clocks), frames.usage(self._usages), DONE))
+            for frame in list(tail)[position.tail if position is not None else 0 :]:
+                if position is not None:
+                    position.on_tail()
+                parts.append(self._with_id(frame))
         await self._reply.write(b"".join(parts), last=last)
+
+    def _with_id(self, frame: bytes) -> bytes:
+        """Return the frame with the id of the position behind it, if the answer has positions."""
+        if self._position is None:
+            return frame
+        return b"id: " + self._position.event_id() + b"\n" + frame
 
 
 def original(accepted: Accepted, number: int) -> tuple[str, int]:

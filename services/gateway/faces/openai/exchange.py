@@ -40,6 +40,7 @@ _RETRY_S: Final = 1.0
 REQUEST_HEADERS: Final = {
     "authorization": "`Bearer KEY`",
     "idempotency-key": "1 to 128 visible ASCII characters; a repeated request with it runs once",
+    "last-event-id": "the last `id` of a stream with an idempotency key: the answer continues behind it",
     "x-request-timeout-s": f"seconds until the request ends, at most {MAX_TIMEOUT_S:g}",
     "x-session-key": "1 to 128 visible ASCII characters; checked and not used yet",
     "x-request-id": "the client's name of the request: logged and returned as `x-client-request-id`",
@@ -109,6 +110,10 @@ class Headers:
                 "idempotency-key must be 1 to 128 visible ASCII characters", field="idempotency-key"
             )
         return value.decode()
+
+    def last_event_id(self) -> str:
+        """Return ``last-event-id``, or an empty text without one. Raises HttpProblem for two."""
+        return (self.one(b"last-event-id") or b"").decode("latin-1")
 
     def traceparent(self) -> str:
         """Return the client's trace context, or arbitrary text; empty without one."""

@@ -123,6 +123,7 @@ def _generation(body: Options, max_tokens: int | None) -> inference_pb2.Generati
         session_key=body.user or "",
         user=body.user or "",
         ignore_eos=bool(body.ignore_eos),
+        cache=bool(body.cache),
     )
     if body.priority is not None:
         generation.priority = _PRIORITIES[body.priority]

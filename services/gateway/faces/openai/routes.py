@@ -23,13 +23,20 @@ from structlog.contextvars import bound_contextvars
 
 from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2
-from services.core.errors import FairwayError, InternalError, PermissionDenied
+from services.core.errors import FairwayError, InternalError, InvalidInput, PermissionDenied
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.events import Event, Received
 from services.gateway.faces.openai.answers import whole_answer
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
-from services.gateway.faces.openai.event_stream import REPLAYED, EventStream, degraded_header, original
+from services.gateway.faces.openai.event_ids import HEADER, AnswerPosition
+from services.gateway.faces.openai.event_stream import (
+    CACHE_HIT,
+    REPLAYED,
+    EventStream,
+    degraded_header,
+    original,
+)
 from services.gateway.faces.openai.exchange import (
     BodyReader,
     ClientDisconnected,
@@ -140,6 +147,7 @@ def build_app(
     clock: Clock,
     ids: IdSource,
     *,
+    event_secret: bytes,
     max_body_bytes: int,
     limits: HttpLimits | None = None,
     not_ready: Callable[[], str] = lambda: "",
@@ -147,12 +155,13 @@ def build_app(
 ) -> Starlette:
     """Return the ASGI application.
 
-    ``not_ready`` returns why no traffic should arrive now, or an empty text. ``observe`` is called for each
-    exchange when it is over. The endpoints with their rules are in ``app.state.endpoints``.
+    ``event_secret`` keys the ids of events; the same on every gateway. ``not_ready`` returns why no traffic
+    should arrive now, or an empty text. ``observe`` is called for each exchange when it is over. The
+    endpoints with their rules are in ``app.state.endpoints``.
     """
     if limits is None:
         limits = HttpLimits(max_body_bytes)
-    face = OpenAiFace(service, clock, limits, not_ready)
+    face = OpenAiFace(service, clock, limits, not_ready, event_secret)
     endpoints = face.endpoints()
     problems = _Problems(ids)
     guards = [_Guard(endpoint, identity, clock, ids, face.limits, observe) for endpoint in endpoints]
@@ -173,8 +182,14 @@ class OpenAiFace:
     """The handlers of the routes."""
 
     def __init__(
-        self, service: Generations, clock: Clock, limits: HttpLimits, not_ready: Callable[[], str]
+        self,
+        service: Generations,
+        clock: Clock,
+        limits: HttpLimits,
+        not_ready: Callable[[], str],
+        event_secret: bytes,
     ) -> None:
+        self._event_secret = event_secret
         self.limits = limits
         self._service = service
         self._clock = clock
@@ -241,6 +256,11 @@ class OpenAiFace:
             generation.idempotency_key = key
             if session_key is not None:
                 generation.session_key = session_key
+        if exchange.headers.last_event_id() and not (request.stream and key):
+            raise InvalidInput(
+                f"{HEADER} continues a stream with an idempotency key; send it with both, or not at all",
+                field=HEADER,
+            )
         if request.stream:
             exchange.headers.check_stream()
             work = self._stream(exchange, request, timeout_s)
@@ -255,6 +275,8 @@ class OpenAiFace:
             request_id, created_unix_s = original(first, 0)
         if first.replayed:
             exchange.reply.add_header(*REPLAYED)
+        if all(completion.accepted.cached for completion in completions):
+            exchange.reply.add_header(*CACHE_HIT)
         degraded = [found for one in completions for found in one.accepted.degradations]
         if degraded:
             exchange.reply.add_header(*degraded_header(degraded))
@@ -263,17 +285,34 @@ class OpenAiFace:
         await exchange.reply.json(200, whole_answer(request, completions, created_unix_s, request_id))
 
     async def _stream(self, exchange: Exchange, request: ApiRequest, timeout_s: float | None) -> None:
+        position = self._position(exchange, request)
+        numbered = _numbered(exchange, request)
+        if position is not None:
+            numbered = [
+                replace(each, delivered=position.delivered(number)) for number, each in enumerate(numbered)
+            ]
         stream = EventStream(
             request,
             exchange.reply,
+            position,
             request_id=exchange.received.request_id,
             created_unix_s=int(self._clock.unix_s()),
         )
         sources = [
             self._service.stream(exchange.caller, generation, received=received, timeout_s=timeout_s)
-            for generation, received in zip(request.generations, _numbered(exchange, request), strict=True)
+            for generation, received in zip(request.generations, numbered, strict=True)
         ]
         await stream.run(sources)
+
+    def _position(self, exchange: Exchange, request: ApiRequest) -> AnswerPosition | None:
+        """Return what the client has of its answer; None without a key. Raises InvalidInput."""
+        if not request.generations[0].idempotency_key:
+            return None
+        position = AnswerPosition(request, self._event_secret, exchange.caller.tenant_id)
+        event_id = exchange.headers.last_event_id()
+        if event_id:
+            position.resume(event_id)
+        return position
 
     async def _complete(
         self, exchange: Exchange, request: ApiRequest, timeout_s: float | None

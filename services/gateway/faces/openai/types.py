@@ -71,6 +71,7 @@ class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     min_tokens: UInt32 | None = None
     stop_token_ids: list[UInt32] | None = None
     ignore_eos: bool | None = None
+    cache: bool | None = None
     priority: Literal["batch", "standard", "interactive"] | None = None
 
     metadata: Raw = Raw()

@@ -1,18 +1,64 @@
-"""Placement query, candidate worker, and the filters between the two. Pure values."""
+"""Placement query, candidate worker, the times predicted on it, and the filters and scorers of the two. Pure.
+
+A scorer returns 0 to 1, 1 is best. Time has most of the weight: the predicted time to the first token, and
+the additional wait of other prompts. It combines the load (prompt tokens ahead, decoding sequences, a slow
+device) with the savings of the cache, so that a hot prefix is computed on another worker when waiting is more
+expensive. The prefix hit score keeps equal workers from caching everything each; the KV score spreads
+sequences whose prompts need no computation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
+from services.core.fleet import LONG_PROMPT_TOKENS
 from services.scheduler.policy.placement.kv_admission import Demand, can_ever_fit
 from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedRun
-from services.scheduler.policy.placement.ttft import CHUNK_TOKENS
 from services.scheduler.policy.queue import length
 from services.scheduler.policy.queue.length import LengthPolicy
 from services.scheduler.policy.step_time import PRIOR, StepModel
+
+CHUNK_TOKENS: Final = 512
+AHEAD_RATIO: Final = 1.5
+
+
+def predict_ttft_s(
+    model: StepModel, *, ahead_tokens: int, uncached_tokens: int, running: int, attended_tokens: int
+) -> float:
+    """Return the seconds from the grant to the first token.
+
+    ``ahead_tokens`` are queued for prefill besides this prompt's ``uncached_tokens``, of which at least one
+    is always computed. ``running`` sequences read ``attended_tokens`` of KV in a step.
+
+    Workers prefill the shortest rest first, and the oldest prompt with a quarter of each step
+    (``worker.policy.prefill``; Schrage, 1968), so only a part of the queue is ahead of a prompt. In a
+    long queue about ``AHEAD_RATIO`` times a prompt's own tokens run before it, whatever its length, as
+    simulated fleets near their capacity show (1.0 to 1.5 below 4,096 tokens, 1.8 above).
+
+    Prompts run in steps of at most ``CHUNK_TOKENS`` prompt tokens, each of which also decodes the running
+    sequences (Sarathi-Serve, OSDI'24). The current step ends first: half a step on average.
+    """
+    own_tokens = max(1, uncached_tokens)
+    tokens = own_tokens + min(ahead_tokens, int(AHEAD_RATIO * own_tokens))
+    step_s = model.per_step_s + model.per_decode_s * running + model.per_attended_s * attended_tokens
+    steps = -(-tokens // CHUNK_TOKENS) + (0.5 if running or ahead_tokens > 0 else 0.0)
+    return model.per_prefill_s * tokens + steps * step_s
+
+
+def delay_of_others_s(model: StepModel, *, ahead_tokens: int, uncached_tokens: int) -> float:
+    """Return the total delay in seconds of the queued prompts that a prompt of ``uncached_tokens`` causes
+    where ``ahead_tokens`` are queued.
+
+    A queue that is served shortest first contains mostly long prompts, about one for every
+    ``LONG_PROMPT_TOKENS``, and each is delayed by all that the prompt computes.
+    """
+    if ahead_tokens <= 0:
+        return 0.0
+    per_token_s = model.per_prefill_s + model.per_step_s / CHUNK_TOKENS
+    return per_token_s * max(1, uncached_tokens) * ahead_tokens / LONG_PROMPT_TOKENS
 
 
 class Candidate(Struct, frozen=True, gc=False):
@@ -137,3 +183,42 @@ def length_filters(policy: LengthPolicy) -> tuple[PromptFilter, ...]:
 def may_use(query: PlaceQuery, candidate: Candidate) -> bool:
     """Whether the worker would take the sequence when empty."""
     return not_excluded(query, candidate) and fits_when_empty(query, candidate)
+
+
+TTFT_SCALE_S: Final = 1.0  # the target of a request without one
+
+
+def prefix_hit(query: PlaceQuery, offer: Offer) -> float:
+    """Return the cached share of the prompt."""
+    return offer.cached_tokens / max(1, query.demand.prompt_tokens)
+
+
+def fast_ttft(query: PlaceQuery, offer: Offer) -> float:
+    """Return 1 for an immediate first token, 1/2 at the request's target; the wait of others counts like its
+    own."""
+    target_s = query.ttft_target_s or TTFT_SCALE_S
+    return target_s / (target_s + offer.ttft_s + offer.delay_of_others_s)
+
+
+def kv_headroom(_: PlaceQuery, offer: Offer) -> float:
+    """Return the free share of the pool."""
+    candidate = offer.candidate
+    return max(0.0, candidate.kv_tokens_room / candidate.kv_tokens_total)
+
+
+def prefill_headroom(query: PlaceQuery, offer: Offer) -> float:
+    """Return 1 with nothing queued, 1/2 when as much is queued as this prompt adds (at least a step's
+    worth)."""
+    scale = max(query.demand.prompt_tokens, 512)
+    return scale / (scale + offer.candidate.queued_prefill_tokens)
+
+
+def same_zone(query: PlaceQuery, offer: Offer) -> float:
+    """Return 1 where tokens stay within a zone, or where a zone is unknown."""
+    zone = offer.candidate.zone
+    return 1.0 if not query.zone or not zone or zone == query.zone else 0.0
+
+
+def low_cost(_: PlaceQuery, offer: Offer) -> float:
+    """Return the price of a token on the cheapest worker of the version over the price here."""
+    return offer.candidate.cost_ratio

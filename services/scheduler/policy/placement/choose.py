@@ -22,24 +22,23 @@ from services.scheduler.policy.placement.candidate import (
     PlaceQuery,
     PromptFilter,
     Scorer,
+    delay_of_others_s,
+    fast_ttft,
     fits_when_empty,
     has_kv_room,
     has_sequence_slot,
     heard,
+    kv_headroom,
     length_filters,
+    low_cost,
     not_draining,
     not_ejected,
     not_excluded,
-    ready,
-)
-from services.scheduler.policy.placement.scorers import (
-    fast_ttft,
-    kv_headroom,
-    low_cost,
+    predict_ttft_s,
     prefix_hit,
+    ready,
     same_zone,
 )
-from services.scheduler.policy.placement.ttft import delay_of_others_s, predict_ttft_s
 from services.scheduler.policy.queue.length import FILTER_NAMES as LENGTH_FILTERS
 from services.scheduler.policy.queue.length import LengthPolicy
 

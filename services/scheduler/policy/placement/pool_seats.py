@@ -41,8 +41,7 @@ from services.scheduler.policy.placement.choose import (
     Rejections,
     choose,
 )
-from services.scheduler.policy.placement.kv_admission import can_ever_fit
-from services.scheduler.policy.placement.room import RoomSummary
+from services.scheduler.policy.placement.kv_admission import RoomSummary, can_ever_fit
 from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED
 
 SERVING: Final = ""

@@ -1,8 +1,8 @@
 """What computes on CUDA in mode "exact": no row's bits depend on the rows beside it, nor on its place.
 
-Products are ``products.product`` with one tile for all numbers of rows; a reduction is one program per row.
-cuBLAS is faster, and takes other kernels for other numbers of rows. The price is that one tile has to do for
-a single row and for thousands.
+A product has one tile for all numbers of rows; a reduction is one program per row (``exact_kernels``). cuBLAS
+is faster, and takes other kernels for other numbers of rows. The price is that one tile has to do for a
+single row and for thousands.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from services.worker.engine.cuda import products as products
-from services.worker.engine.cuda import row_kernels as row_kernels
+from services.worker.engine.cuda import exact_kernels as exact_kernels
 from services.worker.engine.cuda.operators import TritonOperators
 from services.worker.engine.execute.operators import HeadNorms, Heads
 
@@ -57,7 +56,7 @@ class ExactOperators:
         """See ``Operators``."""
         x = x.contiguous()
         out = torch.empty_like(x)
-        row_kernels.norm_rows[(len(x),)](x, weight, out, self._eps, **_columns(x))
+        exact_kernels.norm_rows[(len(x),)](x, weight, out, self._eps, **_columns(x))
         return out
 
     def heads(
@@ -90,7 +89,7 @@ class Product:
         x, weight, tile, rows = x.contiguous(), self._weight, self._tile, len(x)
         assert out.is_contiguous(), "written row by row"
         programs = -(-rows // tile.rows) * -(-self._columns // tile.columns)
-        products.product[(programs,)](
+        exact_kernels.product[(programs,)](
             x, weight, weight if self._bias is None else self._bias, out, rows,
             COLUMNS=self._columns, DEPTH=weight.shape[1], BIAS=self._bias is not None,
             ADD=add, GATED=self._gated,
@@ -107,21 +106,21 @@ class TritonReductions:
     def log_softmax(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Reductions``."""
         out = torch.empty_like(x)
-        row_kernels.log_softmax_rows[(len(x),)](x, out, **_columns(x))
+        exact_kernels.log_softmax_rows[(len(x),)](x, out, **_columns(x))
         return out
 
     def sums(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Reductions``."""
         x = x.contiguous()
         out = torch.empty(x.shape[:-1], dtype=torch.float64, device=x.device)
-        row_kernels.sum_rows[(out.numel(),)](x, out, **_columns(x))
+        exact_kernels.sum_rows[(out.numel(),)](x, out, **_columns(x))
         return out
 
     def running_sums(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Reductions``."""
         out = torch.empty_like(x)
         # How wide x is may be for a neighbour: as many numbers at once whatever the width.
-        row_kernels.running_sum_rows[(len(x),)](x, out, WIDTH=x.shape[-1], COLUMNS=ROW_COLUMNS, num_warps=4)
+        exact_kernels.running_sum_rows[(len(x),)](x, out, WIDTH=x.shape[-1], COLUMNS=ROW_COLUMNS, num_warps=4)
         return out
 
     def greatest(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

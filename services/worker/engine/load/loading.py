@@ -16,10 +16,9 @@ from fairway.formats.rope_config import context_of
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.worker.engine.core import Engine
-from services.worker.engine.execute.executor import Executor
+from services.worker.engine.execute.executor import Executor, Inline
 from services.worker.engine.execute.null_executor import NullExecutor
 from services.worker.engine.load.config import eos_ids, read_json, vocab_size_of
-from services.worker.engine.load.launch import Inline
 from services.worker.engine.load.memory_meter import MemoryMeter, meter_for
 from services.worker.engine.load.profiling import PROFILED_BLOCKS, largest_batches, sized
 from services.worker.engine.plan.block_manager import BlockManager
@@ -28,12 +27,11 @@ from services.worker.engine.prefix.cache import PrefixCache
 from services.worker.engine.prefix.eviction import EvictionLimits
 from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine.speculation.prompt_lookup import PromptLookup
-from services.worker.engine.speculation.proposer import Proposer
-from services.worker.engine.speculation.speculator import Speculator
+from services.worker.engine.speculation.speculator import Proposer, Speculator
 from services.worker.engine.unsupported import BadCheckpoint, BadEngineConfig
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Ready, Submit
-from services.worker.policy.prefill_budget import PrefillBudget
+from services.worker.policy.prefill import PrefillBudget
 from services.worker.policy.speculation import SpeculationPolicy
 
 if TYPE_CHECKING:

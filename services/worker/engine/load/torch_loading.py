@@ -10,9 +10,8 @@ import structlog
 import torch
 
 from fairway.formats.decoder_config import ModelConfig
-from services.runtime.process.folders import cache_folder
+from services.runtime.process.folders import cache_folder, keep_newest, name_folder
 from services.worker.engine.cuda import backend as cuda_backend
-from services.worker.engine.cuda.kernel_cache import keep_kernels_in
 from services.worker.engine.execute.attention import Attention, TorchAttention
 from services.worker.engine.execute.kv_cache import KvCache, kv_shape
 from services.worker.engine.execute.model import Decoder, Weights, load_weights
@@ -22,12 +21,32 @@ from services.worker.engine.execute.torch_executor import Forward, TorchExecutor
 from services.worker.engine.load.weights import Checkpoint
 from services.worker.engine.native import prebuilt
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache
-from services.worker.engine.native.build import BuildFailed, Toolchain, build
+from services.worker.engine.native.build import BuildFailed, Toolchain, build, make_private
 from services.worker.engine.native.check import wrong
 from services.worker.engine.native.library import SUFFIX, Library, loaded_openmp
 from services.worker.engine.native.operators import NativeOperators
 from services.worker.engine.unsupported import BadEngineConfig
 from services.worker.engine_protocol import EngineConfig, Ready
+
+MAX_KERNEL_BYTES: Final = 512 * 1024 * 1024
+KERNELS_UNUSED_S: Final = 24 * 3600.0  # another engine may be reading what is younger
+KERNELS_VARIABLE: Final = "TRITON_CACHE_DIR"
+
+
+def keep_kernels_in(folder: Path) -> None:
+    """Triton keeps kernels below ``folder``, unless the environment names a place: the newest
+    ``MAX_KERNEL_BYTES``.
+
+    Where others can write to the folder or replace it, Triton's own choice stays. Call it before the first.
+    """
+    kernels = folder / "triton"
+    try:
+        make_private(kernels)
+        keep_newest(kernels, MAX_KERNEL_BYTES, unused_s=KERNELS_UNUSED_S)
+    except (BuildFailed, OSError) as error:
+        log.warning("kernels.cache_not_used", reason=str(error))
+    else:
+        name_folder(KERNELS_VARIABLE, kernels)
 
 
 def load_library(cache: Path, dtype: torch.dtype, *, beforehand: Path = prebuilt.FOLDER) -> Library:

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.worker.engine.execute.kv_cache import KvShape, copy_blocks
-from services.worker.engine.execute.reserved_memory import ReservedTensors
+from services.worker.engine.execute.kv_cache import KvShape, ReservedTensors, copy_blocks
 from services.worker.engine.execute.spans import Ints, Span, Spans, Table
 from services.worker.engine.native.library import AttentionCall, Library
 

@@ -7,8 +7,7 @@ from operator import attrgetter
 from typing import Final
 
 from services.core.fleet import LONG_PROMPT_TOKENS
-from services.worker.engine.plan.block_manager import BlockPool
-from services.worker.engine.plan.block_tables import extend
+from services.worker.engine.plan.block_manager import BlockPool, extend
 from services.worker.engine.plan.sequence_sets import SequenceSets
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.sequence import SequenceState, Status

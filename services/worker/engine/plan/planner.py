@@ -1,8 +1,8 @@
 """Continuous batching: which sequences run in the next step, and which are preempted when KV is short.
 
 Iteration-level scheduling (Orca, OSDI'22), decode first and prefill in chunks within a token budget
-(Sarathi-Serve, OSDI'24), preemption with recompute (PagedAttention, SOSP'23). ``policy/prefill_share.py``
-divides the budget of a step between its prefills, ``policy/prefill_budget.py`` sets its size. One writer:
+(Sarathi-Serve, OSDI'24), preemption with recompute (PagedAttention, SOSP'23). ``policy/prefill.py`` sets
+the budget of a step and divides it between its prefills. One writer:
 the engine.
 """
 
@@ -15,14 +15,11 @@ from typing import Final
 
 from services.worker.engine.execute.executor import Batch, Chunk
 from services.worker.engine.plan.admission import StepAdmission
-from services.worker.engine.plan.block_manager import BlockPool
-from services.worker.engine.plan.block_tables import clear, cut, extend
+from services.worker.engine.plan.block_manager import BlockPool, clear, cut, extend
 from services.worker.engine.plan.sequence_sets import SequenceSets
-from services.worker.engine.prefix.reuse import PrefixReuse
-from services.worker.engine.prefix.shared_prefill import claims
+from services.worker.engine.prefix.reuse import PrefixReuse, claims
 from services.worker.engine.sequence import SequenceState, Status
-from services.worker.policy.prefill_budget import PrefillBudget
-from services.worker.policy.prefill_share import shares
+from services.worker.policy.prefill import PrefillBudget, shares
 
 MAX_PREEMPTIONS = 2  # at the second one the sequence goes back to the scheduler
 MAX_LONG_PREFILLS = 2

@@ -20,10 +20,8 @@ from typing import NamedTuple
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.worker.engine.plan.block_manager import BlockManager, OutOfBlocks
 from services.worker.engine.prefix.cached_blocks import NOTHING, CachedBlocks
-from services.worker.engine.prefix.eviction import EvictionLimits, EvictionOrder
-from services.worker.engine.prefix.frequency_sketch import FrequencySketch
-from services.worker.engine.prefix.keys import block_key, name_of
-from services.worker.engine.prefix.reuse import Attached
+from services.worker.engine.prefix.eviction import EvictionLimits, EvictionOrder, FrequencySketch
+from services.worker.engine.prefix.reuse import Attached, block_key, name_of
 from services.worker.engine.sequence import SequenceState
 
 

@@ -27,6 +27,7 @@ PORTS = KeyedPorts(
     clock=CLOCK,
     telemetry=KeyedTelemetry(Metrics()),
     new_incident=lambda: "inc_1",
+    names_secret=b"n" * 32,
     owner="g",
     window_tokens=16,
     limits=KeyedLimits(renew_s=3600.0),

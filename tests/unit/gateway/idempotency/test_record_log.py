@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from services.core.errors import IntegrityError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
-from services.gateway.events import Accepted, ChoiceResult, Finished
+from services.gateway.events import (
+    Accepted,
+    ChoiceResult,
+    Delivered,
+    DeliveredChoice,
+    Finished,
+    request_tag,
+)
 from services.gateway.idempotency.followers import RecordFollower
 from services.gateway.idempotency.record_codec import (
     AcceptedTerms,
@@ -120,6 +127,117 @@ def test_a_log_that_is_cut_goes_on_differently(found: list[int], at: int) -> Non
     assert ids == [*piece(0, at).ids, *other.ids]
 
 
+REST = "held back"
+
+
+def with_rest(found: Sequence[int]) -> ChoiceLog:
+    """The log, and behind its last token the text that an engine held back until the end."""
+    log = log_of(found)
+    assert log.put(Piece(log.end, [], REST, ()))
+    return log
+
+
+@given(cuts, st.integers(1, 7))
+def test_text_behind_the_last_token_is_read_once(found: list[int], step: int) -> None:
+    log, read, place = with_rest(found), "", START
+    while (following := log.next_piece(place)) is not None:
+        following = following.first(step)
+        read, place = read + following.text, following.end
+    assert read == piece(0, max(found)).text + REST
+    assert place == log.end
+
+
+@given(cuts)
+def test_text_behind_the_last_token_is_recorded_with_it(found: list[int]) -> None:
+    log = with_rest(found)
+    last = log.pieces[-2]
+    if kept := log.unrecorded(all_of_it=False):
+        assert kept[-1].end == last.at
+        log.recorded = kept[-1].end
+    assert joined(log.unrecorded(all_of_it=True))[:2] == (list(last.ids), last.text + REST)
+
+
+@given(cuts, cuts)
+def test_text_behind_the_last_token_that_comes_again_adds_nothing(
+    first: list[int], second: list[int]
+) -> None:
+    total = max(first)
+    log = with_rest(first)
+    again = with_rest([*(cut for cut in second if cut < total), total])
+    assert [log.put(each) for each in again.pieces] == [False] * len(again.pieces)
+    assert log.put(Piece(again.end, [], " more", ()))
+    assert joined(list(log.pieces_from(START)))[1] == piece(0, total).text + REST + " more"
+
+
+@given(cuts, st.integers(0, 40), st.integers(1, 6), st.booleans(), st.booleans())
+def test_a_follower_that_has_a_part_receives_the_rest(
+    found: list[int], had: int, window: int, early: bool, wrong: bool
+) -> None:
+    """Whether the log has it already or only later; other output than it had fails it."""
+    total = max(found)
+    had = min(had, total)
+    before = piece(0, had)
+    ids = [token + (wrong and token == 100) for token in before.ids]
+    choice = DeliveredChoice().after(ids, before.text)
+    log, sink = RecordLog(), Sink(had)
+    follower = RecordFollower(
+        sink,
+        log,
+        window_tokens=window,
+        client_window=None,
+        delivered=Delivered(request_tag(ACCEPTED.request_id), (choice,)),
+        leave=lambda _, __: None,
+    )
+    if early:
+        follower.accepted(ACCEPTED)
+    pieces = with_rest(found).pieces
+    for each in pieces:
+        log.choice(0).put(each)
+        follower.fresh(0, log.choice(0).pieces[-1])
+        assert follower.place(0) == START or follower.place(0) >= before.end
+    follower.accepted(ACCEPTED)
+    follower.finished(END)
+    taken = 0
+    while len(sink.ids) > taken:
+        count, taken = len(sink.ids) - taken, len(sink.ids)
+        follower.credit(0, count)
+    if wrong and had:
+        assert sink.heard == ["accepted", "failed"]
+        assert sink.ids == []
+    else:
+        assert sink.heard == ["accepted", "finished"]
+        assert sink.ids == list(range(had + 100, total + 100))
+        assert sink.text == piece(0, total).text[before.end.chars :] + REST
+
+
+def test_a_follower_that_has_more_than_there_is_fails_at_the_end() -> None:
+    log, sink = RecordLog(), Sink()
+    more = piece(0, 9)
+    delivered = Delivered(request_tag(ACCEPTED.request_id), (DeliveredChoice().after(more.ids, more.text),))
+    follower = RecordFollower(
+        sink, log, window_tokens=9, client_window=None, delivered=delivered, leave=lambda _, __: None
+    )
+    follower.accepted(ACCEPTED)
+    log.choice(0).put(piece(0, 8))
+    follower.fresh(0, log.choice(0).pieces[-1])
+    follower.finished(END)
+    assert sink.heard == ["accepted", "failed"]
+
+
+def test_a_follower_of_another_request_is_failed_and_withdraws() -> None:
+    log, sink, left = RecordLog(), Sink(), []
+    follower = RecordFollower(
+        sink,
+        log,
+        window_tokens=9,
+        client_window=None,
+        delivered=Delivered(request_tag("another"), (DeliveredChoice(),)),
+        leave=lambda _, withdrawn: left.append(withdrawn),
+    )
+    follower.accepted(ACCEPTED)
+    assert (sink.heard, left) == (["failed"], [True])
+
+
 def test_a_gap_is_refused() -> None:
     with pytest.raises(IntegrityError):
         log_of([4]).put(piece(5, 1))
@@ -184,7 +302,8 @@ def test_bytes_that_are_no_chunk_are_refused_or_read(data: bytes) -> None:
 
 
 class Sink:
-    def __init__(self) -> None:
+    def __init__(self, had: int = 0) -> None:
+        self.had = had
         self.ids: list[int] = []
         self.text = ""
         self.heard: list[str] = []
@@ -196,7 +315,7 @@ class Sink:
         self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
         assert self.heard == ["accepted"]
-        assert offset == len(self.ids)
+        assert offset == self.had + len(self.ids)
         self.ids += ids
         self.text += text
 
@@ -218,7 +337,12 @@ def test_a_follower_stays_within_its_windows_and_hears_all(
 ) -> None:
     log, sink, left = RecordLog(), Sink(), []
     follower = RecordFollower(
-        sink, log, window_tokens=window, client_window=client, leave=lambda found, _: left.append(found)
+        sink,
+        log,
+        window_tokens=window,
+        client_window=client,
+        delivered=None,
+        leave=lambda found, _: left.append(found),
     )
     made, taken, allowed = 0, 0, client
     queue = list(pieces)

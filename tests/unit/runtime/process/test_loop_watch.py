@@ -16,7 +16,7 @@ import pytest
 
 from services.runtime.clock import SystemClock
 from services.runtime.process.health import Check, Health
-from services.runtime.process.loop_watch import EXIT_STUCK, LoopWatch, quiet_for
+from services.runtime.process.loop_watch import EXIT_STUCK, LATE_S, TICK_S, LoopWatch, quiet_for
 from services.runtime.telemetry.metrics import Metrics
 
 
@@ -43,7 +43,7 @@ async def test_a_stuck_loop_ends_the_process() -> None:
         task.cancel()
 
 
-# A process whose loop turns, and which says so: it is ended when its loop is stuck for a second.
+# A process whose loop turns, and which says so: it is ended when its loop is stuck for two seconds.
 WATCHED = """
 import asyncio, sys
 from services.runtime.clock import SystemClock
@@ -51,7 +51,7 @@ from services.runtime.process.loop_watch import LoopWatch
 from services.runtime.telemetry.metrics import Metrics
 
 async def main():
-    watch = LoopWatch(Metrics(), SystemClock(), stall_s=0.6, fatal_s=1.0)
+    watch = LoopWatch(Metrics(), SystemClock(), stall_s=1.2, fatal_s=2.0)
     task = asyncio.create_task(watch.run())
     watch.start()
     while True:
@@ -85,7 +85,7 @@ def test_a_process_that_stood_still_goes_on() -> None:
         stopped = psutil.Process(process.pid)
         while stopped.status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
-        time.sleep(1.5)  # what is shown is that this time does not count
+        time.sleep(3.0)  # what is shown is that this time does not count
         os.kill(process.pid, signal.SIGCONT)
         assert process.stdout.read(30) == b"." * 30
         assert process.poll() is None
@@ -100,7 +100,7 @@ async def test_a_loop_that_was_late_once_is_fit_for_work() -> None:
     task = asyncio.create_task(watch.run())
     try:
         await asyncio.sleep(0.01)
-        time.sleep(1.3)
+        time.sleep(TICK_S + LATE_S + 0.1)
         for _ in range(30):
             await asyncio.sleep(0.01)
             assert watch.problem() == ""
@@ -115,7 +115,7 @@ async def test_a_loop_that_is_late_time_and_again_is_not_until_it_is_on_time() -
         await asyncio.sleep(0.01)
         assert watch.problem() == ""
         while not watch.problem():
-            time.sleep(1.3)
+            time.sleep(TICK_S + LATE_S + 0.1)
             await asyncio.sleep(0.01)
         while watch.problem():
             await asyncio.sleep(0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from services.scheduler.policy.placement.candidate import Candidate
-from services.scheduler.policy.placement.room import RoomSummary
+from services.scheduler.policy.placement.kv_admission import RoomSummary
 
 
 def room_of(candidates: Iterable[Candidate]) -> RoomSummary:

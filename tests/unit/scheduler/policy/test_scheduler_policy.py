@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from services.scheduler.policy.overload.drain_rate import MAX_WAIT_S, MIN_WAIT_S, DrainRate
+from services.scheduler.policy.overload.rates import MAX_WAIT_S, MIN_WAIT_S, DrainRate
 from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery
 from services.scheduler.policy.placement.choose import Chosen, NoWorker, PlacementProfile, Rejections, choose
 from services.scheduler.policy.placement.kv_admission import blocks_for, can_ever_fit, demand_of

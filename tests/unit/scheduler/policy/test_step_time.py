@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from services.core.fleet import LONG_PROMPT_TOKENS, PoolSnapshot
-from services.scheduler.policy.placement.ttft import CHUNK_TOKENS, delay_of_others_s, predict_ttft_s
+from services.scheduler.policy.placement.candidate import CHUNK_TOKENS, delay_of_others_s, predict_ttft_s
 from services.scheduler.policy.step_time import PRIOR, Measured, StepModel, StepTimes, WorkerKind
 
 TRUE = StepModel(5e-3, 40e-6, 100e-6, 20e-9)

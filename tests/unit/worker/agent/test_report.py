@@ -12,7 +12,7 @@ from services.core.fleet import LONG_PROMPT_TOKENS, ReportSnapshot, SequenceUsag
 from services.core.generation import FinishReason, StartSpec
 from services.core.records import Priority
 from services.worker import engine_protocol as wire
-from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.agent.report import WorkerIdentity, take_snapshot
 from services.worker.kv.pool import PoolLimits
 from services.worker.policy.engine_silence import ABANDON_S
 from services.worker.streams.host import FairnessCounters
@@ -22,7 +22,7 @@ from tests.unit.worker.bench import DIGEST, Bench
 from tests.unit.worker.reader import Reader
 from tests.unit.worker.streams.test_sequences import A, B
 
-WHO = ReportIdentity("w1", "a:1", "z", "nvidia-h100", 2.5)
+WHO = WorkerIdentity("w1", "a:1", "z", device_type="nvidia-h100", cost_per_hour=2.5)
 
 
 def report(bench: Bench, *, whole: bool = False) -> ReportSnapshot:

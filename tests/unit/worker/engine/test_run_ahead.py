@@ -14,9 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.execute.executor import Batch, Executor, Runner, Samples, unknown_token
+from services.worker.engine.execute.executor import Batch, Executor, Inline, Runner, Samples, unknown_token
 from services.worker.engine.execute.torch_executor import TorchExecutor
-from services.worker.engine.load.launch import Inline
 from services.worker.engine.sample.sampler import NO_TOKEN, NOT_FINITE
 from services.worker.engine.sequence import sequence_of
 from services.worker.engine_protocol import Cancel, Credit, Park, Submit

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.core.generation import OutputLimits, Sampling
-from services.worker.engine.execute.executor import Batch, Chunk
-from services.worker.engine.load.launch import Inline
+from services.worker.engine.execute.executor import Batch, Chunk, Inline
 from services.worker.engine.load.loading import load
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine.step_meter import REPORT_S, StepMeter

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.policy.prefill_budget import PrefillBudget
+from services.worker.policy.prefill import PrefillBudget
 
 TARGET_S = 0.05
 AIM_S = 0.045  # what it steers to

@@ -7,7 +7,7 @@ from math import ceil
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.policy.prefill_share import OLDEST_RATIO, PrefillClaim, shares
+from services.worker.policy.prefill import OLDEST_RATIO, PrefillClaim, shares
 
 claims_lists = st.lists(st.tuples(st.integers(1, 5000), st.integers(-3, 2)), min_size=1, max_size=12)
 

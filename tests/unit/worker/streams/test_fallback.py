@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
-from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.agent.report import WorkerIdentity, take_snapshot
 from services.worker.streams.fallback import FallbackAdmission, FallbackRules
 from tests.unit.worker.bench import DIGEST, Bench
 from tests.unit.worker.reader import Reader
@@ -129,13 +129,13 @@ def test_a_leader_that_comes_counts_what_runs(alone: Alone) -> None:
     alone.reader.stream.start(1, alone.spec(blocks=3))
     bench.stepped({1: A})
     bench.host.on_leader(9)
-    report = take_snapshot(bench.host, ReportIdentity("w1", "a:1"), whole=True)
+    report = take_snapshot(bench.host, WorkerIdentity("w1", "a:1"), whole=True)
     assert (report.epoch, report.grants_seen) == (9, ())
     assert report.pools[0].kv_blocks_reserved == 3
     assert [(live.request_id, live.kv_blocks, live.placed_alone) for live in report.live] == [("r1", 3, True)]
     assert [(use.tenant, use.prefill, use.output) for use in report.tenants] == [("t1", 16, 1)]
     bench.stepped({1: A}, finished={1: "length"})
-    after = take_snapshot(bench.host, ReportIdentity("w1", "a:1"), whole=False)
+    after = take_snapshot(bench.host, WorkerIdentity("w1", "a:1"), whole=False)
     assert [(use.tenant, use.prefill, use.output) for use in after.tenants] == [("t1", 0, 1)]
     assert [(use.request_id, use.output_tokens, use.ended) for use in after.usage] == [("r1", 2, True)]
 
@@ -175,7 +175,7 @@ def test_the_last_word_says_who_placed_it(alone: Alone, placed_alone: bool) -> N
     spec = alone.spec() if placed_alone else alone.bench.spec(blocks=2)
     alone.reader.stream.start(1, spec)
     alone.bench.stepped({1: A}, finished={1: "length"})
-    snapshot = take_snapshot(alone.bench.host, ReportIdentity("w1", "w1:1"), whole=True)
+    snapshot = take_snapshot(alone.bench.host, WorkerIdentity("w1", "w1:1"), whole=True)
     assert snapshot.live == ()
     (last,) = snapshot.usage
     assert (last.ended, last.placed_alone) == (True, placed_alone)

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from services.core.generation import FinishReason, NotAdmittedReason, SequenceEnd
 from services.core.records import Priority
 from services.worker import engine_protocol as wire
-from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.agent.report import WorkerIdentity, take_snapshot
 from services.worker.streams.live_sequence import SlotState, WorkerSequence
 from services.worker.streams.sequence_slots import PARKED_PER_SLOT
 from tests.unit.worker.bench import Bench
 
 A = 0x61
 SLOTS = 8  # of the bench
-WHO = ReportIdentity("w1", "a:1", "z")
+WHO = WorkerIdentity("w1", "a:1", "z")
 
 
 class Reader:

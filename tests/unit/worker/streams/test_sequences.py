@@ -14,14 +14,14 @@ from services.core.errors import InvalidInput
 from services.core.fleet import ReportSnapshot
 from services.core.generation import FinishReason, NotAdmittedReason
 from services.worker import engine_protocol as wire
-from services.worker.agent.report import ReportIdentity, take_snapshot
+from services.worker.agent.report import WorkerIdentity, take_snapshot
 from services.worker.streams.outbox import MAX_FRAME_TOKENS
 from tests.unit.worker.bench import IDLE_BEAT, Bench
 from tests.unit.worker.reader import Reader
 
 A, B, C = 0x61, 0x62, 0x63
 EOS = 300
-WHO = ReportIdentity("w1", "a:1", "z")
+WHO = WorkerIdentity("w1", "a:1", "z")
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from services.scheduler.policy.overload.pressure import (
     pressure_ratio,
     wait_s,
 )
+from services.scheduler.policy.overload.rates import TenantRates
 from services.scheduler.policy.overload.shedding import (
     Hopeless,
     OfferedPlacement,
@@ -31,7 +32,6 @@ from services.scheduler.policy.overload.shedding import (
     retry_after_s,
     shed_rank,
 )
-from services.scheduler.policy.overload.tenant_rate import TenantRates
 
 POLICY = SheddingPolicy()
 STANDARD = OfferedPlacement(Priority.STANDARD, False, 0, False, 30.0, None, None)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, length_filters
+from services.scheduler.policy.placement.candidate import CHUNK_TOKENS, Candidate, PlaceQuery, length_filters
 from services.scheduler.policy.placement.kv_admission import Demand
-from services.scheduler.policy.placement.ttft import CHUNK_TOKENS
 from services.scheduler.policy.queue.held_share import HeldShares
 from services.scheduler.policy.queue.length import LengthPolicy
 from services.scheduler.policy.step_time import PRIOR

@@ -11,13 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.core import Engine
-from services.worker.engine.execute.executor import Samples
-from services.worker.engine.load.launch import Inline
+from services.worker.engine.execute.executor import Inline, Samples
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import Cancel, Credit, Park
-from services.worker.policy.prefill_budget import PrefillBudget
+from services.worker.policy.prefill import PrefillBudget
 
 COMMON = settings(
     max_examples=400,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from services.core.prefix import prefix_chain
 from services.worker.engine.core import Engine
-from services.worker.engine.execute.executor import Batch, Executor, Runner, Samples
-from services.worker.engine.load.launch import Inline
+from services.worker.engine.execute.executor import Batch, Executor, Inline, Runner, Samples
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.prefix.cache import PrefixCache

@@ -18,15 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.core import Engine
-from services.worker.engine.load.launch import Inline
+from services.worker.engine.execute.executor import Inline
 from services.worker.engine.load.loading import _load_torch
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine.speculation.prompt_lookup import PromptLookup
-from services.worker.engine.speculation.proposer import Proposer
-from services.worker.engine.speculation.speculator import Speculator
+from services.worker.engine.speculation.speculator import Proposer, Speculator
 from services.worker.engine.unsupported import REFUSALS, BadEngineConfig
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Submit

@@ -1,0 +1,94 @@
+"""The gateway's client of its workers: one stream per worker address, opened on demand, closed when idle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from typing import Final
+
+from services.adapters.links.frame_dispatch import NotStarted
+from services.adapters.links.worker_link import WorkerLink
+from services.core.generation import AnyGrant, StartSpec
+from services.ports.clock import Clock
+from services.ports.message_stream import StreamClient
+from services.ports.worker import RunningSequence, SequenceSink
+from services.runtime.supervisor import Supervisor
+
+MAX_LINKS: Final = 4096
+
+
+class MuxedWorkers:
+    """Implements ``ports.worker.WorkerClient``. Sinks are called from the event loop, never from within
+    ``start``.
+
+    ``after_frame`` is called once after all sinks of a message were called, so that their output can be
+    written once per engine step. ``unsent`` receives the grant of each start that was dropped before it was
+    sent: no worker will receive it.
+    """
+
+    def __init__(
+        self,
+        streams: StreamClient,
+        gateway_id: str,
+        clock: Clock,
+        supervisor: Supervisor,
+        *,
+        after_frame: Callable[[], None] | None = None,
+        unsent: Callable[[AnyGrant], None] | None = None,
+        silence_s: float = 5.0,
+        idle_s: float = 60.0,
+    ) -> None:
+        """A worker silent for ``silence_s`` is lost; a stream without sequences ends after ``idle_s``."""
+        self._streams = streams
+        self._gateway_id = gateway_id
+        self._clock = clock
+        self._supervisor = supervisor
+        self._after_frame = after_frame
+        self._unsent = unsent
+        self._silence_s = silence_s
+        self._idle_s = idle_s
+        self._links: dict[str, WorkerLink] = {}
+        # A stream outlives the request that opens it. Its log lines must not carry that request's context.
+        self._context = contextvars.copy_context()
+
+    def start(self, spec: StartSpec, sink: SequenceSink) -> RunningSequence:
+        address = spec.grant.address
+        link = self._links.get(address)
+        if link is None or link.closed:
+            if len(self._links) >= MAX_LINKS:
+                asyncio.get_running_loop().call_soon(sink.on_lost, f"{MAX_LINKS} worker streams are open")
+                return NotStarted()
+            link = self._open(address)
+        return link.start(spec, sink)
+
+    @property
+    def links(self) -> int:
+        """Number of open streams."""
+        return len(self._links)
+
+    async def close(self) -> None:
+        """Close every stream. Every sink is notified that its worker was lost."""
+        await asyncio.gather(*(link.close() for link in list(self._links.values())))
+
+    def _open(self, address: str) -> WorkerLink:
+        link = WorkerLink(
+            address,
+            self._streams,
+            self._clock,
+            gateway_id=self._gateway_id,
+            after_frame=self._after_frame,
+            unsent=self._unsent,
+            silence_s=self._silence_s,
+            idle_s=self._idle_s,
+        )
+        self._links[address] = link
+        link.task = self._context.run(self._supervisor.spawn, f"worker-stream-{address}", self._own(link))
+        return link
+
+    async def _own(self, link: WorkerLink) -> None:
+        try:
+            await link.run()
+        finally:
+            if self._links.get(link.address) is link:
+                del self._links[link.address]

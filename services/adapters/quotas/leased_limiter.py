@@ -1,0 +1,174 @@
+"""Rates of hot tenants, decided on slices that this gateway holds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from services.adapters.quotas.quota import used_of
+from services.adapters.quotas.slices import LEASED, SliceSettings, TenantSlices
+from services.core.errors import OverQuota
+from services.core.generation import Usage
+from services.core.limits import TOKEN_RATES, Claim, Limit, Price
+from services.ports.clock import Clock
+from services.ports.limiter import Limiter, Reservation, Spent
+
+_MAX_TENANTS: Final = 10_000
+_REPEATED_S: Final = 0.1  # for how long a rejection of the store is repeated without it
+
+
+class _Tenant(TenantSlices):
+    """The slices, and the store's last rejection."""
+
+    def __init__(self, settings: SliceSettings) -> None:
+        super().__init__(settings)
+        self._rejected: OverQuota | None = None
+        self._rejected_claims: tuple[Claim, ...] = ()
+        self._rejected_s = 0.0
+
+    def rejected(self, error: OverQuota, claims: tuple[Claim, ...], now_s: float) -> None:
+        self._rejected, self._rejected_claims, self._rejected_s = error, claims, now_s
+
+    def rejection(self, claims: tuple[Claim, ...], now_s: float) -> OverQuota | None:
+        """Return the last rejection, if the store would certainly repeat it for these claims."""
+        error, elapsed_s = self._rejected, now_s - self._rejected_s
+        if error is None or elapsed_s >= min(error.retry_after_s or 0.0, _REPEATED_S):
+            return None
+        amounts = {claim.limit: claim.amount for claim in claims}
+        if any(amounts.get(claim.limit, 0) < claim.amount for claim in self._rejected_claims):
+            return None
+        again = type(error)(error.message, retry_after_s=(error.retry_after_s or 0.0) - elapsed_s)
+        again.metadata |= error.metadata
+        return again
+
+
+class LeasedLimiter:
+    """A ``Limiter`` decorator. Only requests whose limits are all rates are leased.
+
+    Slots and budgets stay exact in the store. A leased reservation has no record there: a killed gateway's
+    requests are charged as claimed, and so are those under an idempotency key. Without hot tenants every call
+    goes to the store.
+    """
+
+    def __init__(
+        self,
+        inner: Limiter,
+        clock: Clock,
+        *,
+        gateways: Callable[[], int] = lambda: 1,
+        settings: SliceSettings | None = None,
+    ) -> None:
+        """``gateways`` returns the last observed number of gateways."""
+        self._inner = inner
+        self._clock = clock
+        self._gateways = gateways
+        self._settings = settings or SliceSettings()
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        # Token claims of running leased requests, which the settlement corrects.
+        self._leased: dict[str, tuple[Claim, ...]] = {}
+
+    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
+        claims = _leasable(limits)
+        if not claims:
+            return await self._inner.admit(tenant_id, request_id, limits)
+        tenant, now_s = self._tenant(tenant_id), self._clock.monotonic_s()
+        tenant.observe(now_s, claims, decision=True)
+        if not tenant.hot and tenant.empty:
+            return await self._inner.admit(tenant_id, request_id, limits)
+        if not tenant.take(claims, now_s):
+            await self._refill(tenant_id, tenant, claims)
+        self._leased[request_id] = ()
+        return Reservation(tenant_id, request_id)
+
+    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
+        held = self._leased.get(reservation.request_id)
+        if held is None:
+            return await self._inner.reserve(reservation, claims, price)
+        leased = tuple(claim for claim in claims if claim.limit.limit > 0 and claim.limit.kind in LEASED)
+        if len(leased) < len([claim for claim in claims if claim.limit.limit > 0]):
+            # A budget: the store makes the record, of the budgets and of the token rates.
+            del self._leased[reservation.request_id]
+            return await self._inner.reserve(reservation, claims, price)
+        tenant, now_s = self._tenant(reservation.tenant_id), self._clock.monotonic_s()
+        tenant.observe(now_s, leased, decision=False)
+        if not tenant.take(leased, now_s):
+            await self._refill(reservation.tenant_id, tenant, leased)
+        self._leased[reservation.request_id] = leased
+        return reservation
+
+    async def spend(self, tenant_id: str, per_minute: int) -> None:
+        await self._inner.spend(tenant_id, per_minute)
+
+    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        await self._inner.take(tenant_id, claims)
+
+    async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
+        now_s = self._clock.monotonic_s()
+        for tenant in self._tenants.values():
+            tenant.drop_idle(now_s)
+        await self._inner.renew([each for each in running if each[0].request_id not in self._leased])
+
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+        claims = self._leased.pop(reservation.request_id, None)
+        if claims is None:
+            await self._inner.settle(reservation, usage, spooled=spooled)
+            return
+        tenant = self._tenant(reservation.tenant_id)
+        for claim in claims:
+            if claim.limit.kind in TOKEN_RATES:
+                tenant.correct(claim.limit, claim.amount - used_of(claim.limit.kind, usage, Price()))
+
+    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
+        await self._inner.checkpoint(tenant_id, request_id, usage)
+
+    async def settle_lapsed(self, tenant_id: str) -> int:
+        return await self._inner.settle_lapsed(tenant_id)
+
+    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
+        return await self._inner.spent(tenant_id, limits)
+
+    async def concurrency(self, tenant_id: str) -> int:
+        return await self._inner.concurrency(tenant_id)
+
+    async def _refill(self, tenant_id: str, tenant: _Tenant, claims: tuple[Claim, ...]) -> None:
+        """Take a slice of each limit that lacks one, else just what the request needs; then the claims.
+
+        Raises the store's rejection. It is repeated for a moment without the store, so that a tenant above
+        its rate costs the store little.
+        """
+        if (rejection := tenant.rejection(claims, self._clock.monotonic_s())) is not None:
+            raise rejection
+        for gateways in (max(1, self._gateways()), 0):
+            wanted = tenant.missing(claims, gateways)
+            try:
+                if wanted:
+                    await self._inner.take(tenant_id, wanted)
+            except OverQuota as error:
+                if not gateways:
+                    tenant.rejected(error, wanted, self._clock.monotonic_s())
+                    raise
+                continue
+            tenant.add(wanted, self._clock.monotonic_s())
+            if tenant.take(claims, self._clock.monotonic_s()):
+                return
+        await self._inner.take(tenant_id, claims)  # concurrent requests used what was added
+
+    def _tenant(self, tenant_id: str) -> _Tenant:
+        tenant = self._tenants.get(tenant_id)
+        if tenant is None:
+            tenant = self._tenants[tenant_id] = _Tenant(self._settings)
+            if len(self._tenants) > _MAX_TENANTS:
+                self._tenants.popitem(last=False)
+        return tenant
+
+
+def _leasable(limits: Sequence[Limit]) -> tuple[Claim, ...]:
+    """Return the claims of a request whose limits are all rates; empty where one is not, or there is none."""
+    found = []
+    for limit in limits:
+        if limit.limit > 0:
+            if limit.kind not in LEASED:
+                return ()
+            found.append(Claim(limit))
+    return tuple(found)

@@ -1,0 +1,222 @@
+"""Damaged, moved and foreign chunks are not read; keys rotate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from secrets import token_bytes
+
+import pytest
+from structlog.testing import capture_logs
+
+from services.adapters.encrypted_records import EncryptedRecords
+from services.adapters.memory.idempotency import MemoryIdempotency
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.record_cipher import OVERHEAD_BYTES, RecordCipher
+from services.core.errors import IntegrityError, StoreUnavailable
+from services.core.generation import Usage
+from services.ports.idempotency import (
+    Addition,
+    Hold,
+    LogTail,
+    Owned,
+    RecordKey,
+    RecordLimits,
+    RecordState,
+    Written,
+)
+from tests.support.clocks import HandClock
+
+OLD, NEW = "o" * 32, "n" * 32
+KEY = RecordKey("acme", "ab" * 16)
+CHUNKS = (b"terms", b"tokens", b"text", b"end")
+
+
+def cipher(*secrets: str) -> RecordCipher:
+    return RecordCipher(secrets, token_bytes)
+
+
+class Shelf(MemoryIdempotency):
+    """A store whose chunks the test reads and replaces, and whose answers it loses."""
+
+    def __init__(self) -> None:
+        self.clock = HandClock()
+        super().__init__(self.clock, MemoryLimiter(self.clock), RecordLimits())
+        self.change: Callable[[tuple[bytes, ...]], Sequence[bytes]] = lambda chunks: chunks
+        self.lost_answers = 0
+        self.most: int | None = None  # chunks of one read
+
+    async def append(self, additions: Sequence[Addition]) -> tuple[Written, ...]:
+        answers = await super().append(additions)
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise StoreUnavailable("the answer was lost")
+        return answers
+
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> LogTail:
+        tail = await super().read(key, 0, watch=watch)
+        return replace(tail, chunks=tuple(self.change(tail.chunks))[start:][: self.most])
+
+
+async def claimed(store: EncryptedRecords, key: RecordKey = KEY) -> Hold:
+    claim = await store.claim(key, "f", "g")
+    assert isinstance(claim, Owned)
+    return claim.hold
+
+
+async def ended(shelf: Shelf, key: RecordKey = KEY, secret: str = OLD) -> EncryptedRecords:
+    """Write the record, each chunk in a call of its own, and end it."""
+    store = EncryptedRecords(shelf, cipher(secret))
+    hold = await claimed(store, key)
+    for chunk in CHUNKS[:-1]:
+        await store.append([Addition(hold, chunk)])
+    await store.finish(hold, CHUNKS[-1], None, Usage(0, 0))
+    return store
+
+
+async def readable(store: EncryptedRecords, key: RecordKey = KEY) -> bool:
+    """Read the log chunk by chunk and at once: both find it whole, or neither does."""
+    with capture_logs() as logs:
+        tail = await store.read(key, 0, watch=False)
+        parts = [await store.read(key, number, watch=False) for number in range(len(CHUNKS))]
+    whole = (tail.state, tail.chunks) == (RecordState.ENDED, CHUNKS)
+    expired = RecordState.EXPIRED in [part.state for part in parts]
+    assert whole != expired
+    if not whole:
+        assert (tail.state, tail.chunks) == (RecordState.EXPIRED, ())
+        assert logs[0]["log_level"] == "error"
+        assert not any(chunk.decode() in repr(logs) for chunk in CHUNKS)
+    return whole
+
+
+async def test_what_was_written_is_read_and_nothing_of_it_is_stored() -> None:
+    shelf = Shelf()
+    assert await readable(await ended(shelf))
+    stored = (await shelf.read(KEY, 0, watch=False)).chunks
+    assert [len(each) for each in stored] == [len(chunk) + OVERHEAD_BYTES for chunk in CHUNKS]
+    assert not any(chunk in each for chunk in CHUNKS for each in stored)
+
+
+async def test_equal_chunks_are_stored_differently() -> None:
+    sealed = {cipher(OLD).seal(KEY, 1, 0, b"same") for _ in range(100)}
+    assert len(sealed) == 100
+
+
+async def test_a_flipped_bit_anywhere_makes_the_record_expired() -> None:
+    shelf = Shelf()
+    store = await ended(shelf)
+    for number in range(len(CHUNKS)):
+        for at in range(len(CHUNKS[number]) + OVERHEAD_BYTES):
+
+            def flip(chunks: tuple[bytes, ...], number: int = number, at: int = at) -> Sequence[bytes]:
+                changed = bytearray(chunks[number])
+                changed[at] ^= 1 << at % 8
+                return [*chunks[:number], bytes(changed), *chunks[number + 1 :]]
+
+            shelf.change = flip
+            assert not await readable(store), (number, at)
+
+
+@pytest.mark.parametrize(
+    "order", [(1, 0, 2, 3), (0, 2, 1, 3), (0, 1, 1, 2), (0, 1, 3), (1, 2, 3), (0, 0, 2, 3), (3, 2, 1, 0)]
+)
+async def test_chunks_in_another_order_or_with_a_gap_are_not_read(order: Sequence[int]) -> None:
+    shelf = Shelf()
+    store = await ended(shelf)
+    shelf.change = lambda chunks: [chunks[number] for number in order]
+    tail = await store.read(KEY, 0, watch=False)
+    if order == (0, 1, 1, 2):  # a repeated write: what follows it is whole
+        assert tail.chunks == (b"terms", b"tokens", b"tokens", b"text")
+    else:
+        assert tail.state is RecordState.EXPIRED
+
+
+async def test_a_reader_of_parts_finds_that_they_do_not_follow_each_other() -> None:
+    shelf = Shelf()
+    store = await ended(shelf)
+    shelf.most = 2
+    shelf.change = lambda chunks: [chunks[0], chunks[1], chunks[3]]
+    assert (await store.read(KEY, 0, watch=False)).chunks == CHUNKS[:2]
+    assert (await store.read(KEY, 2, watch=False)).state is RecordState.EXPIRED
+
+
+@pytest.mark.parametrize("other", [RecordKey("acme", "cd" * 16), RecordKey("acme-b", KEY.digest)])
+async def test_a_chunk_of_another_record_or_tenant_is_not_read(other: RecordKey) -> None:
+    shelf = Shelf()
+    store = await ended(shelf)
+    await ended(shelf, other)
+    foreign = (await shelf.read(other, 0, watch=False)).chunks
+    shelf.change = lambda chunks: [chunks[0], foreign[1], *chunks[2:]]
+    assert not await readable(store)
+    shelf.change = lambda _: foreign
+    assert not await readable(store)
+
+
+async def test_a_chunk_of_an_earlier_run_of_the_record_is_not_read() -> None:
+    shelf = Shelf()
+    store = EncryptedRecords(shelf, cipher(OLD))
+    hold = await claimed(store)
+    await store.append([Addition(hold, b"0")])
+    await store.append([Addition(hold, b"1")])
+    before = (await shelf.read(KEY, 0, watch=False)).chunks
+    shelf.clock.now_s += RecordLimits().lease_s
+    hold = await claimed(store)
+    await store.append([Addition(hold, b"2")])
+    await store.append([Addition(hold, b"3")])
+    assert (await store.read(KEY, 0, watch=False)).chunks == (b"0", b"1", b"2", b"3")
+    assert (await store.read(KEY, 2, watch=False)).chunks == (b"2", b"3")
+    shelf.change = lambda chunks: [chunks[0], *chunks[2:]]  # the earlier run's last chunk is missing
+    assert (await store.read(KEY, 0, watch=False)).state is RecordState.EXPIRED
+    shelf.change = lambda chunks: [*chunks[:3], before[1]]
+    assert (await store.read(KEY, 0, watch=False)).state is RecordState.EXPIRED
+
+
+async def test_a_write_whose_answer_was_lost_is_repeated() -> None:
+    shelf = Shelf()
+    store = EncryptedRecords(shelf, cipher(OLD))
+    hold = await claimed(store)
+    await store.append([Addition(hold, b"0")])
+    for chunk in (b"1", b"1 2"):
+        shelf.lost_answers = 1
+        with pytest.raises(StoreUnavailable):
+            await store.append([Addition(hold, chunk)])
+    await store.append([Addition(hold, b"1 2 3"), Addition(hold, b"4")])
+    await store.finish(hold, b"end", None, Usage(0, 0))
+    expected = (b"0", b"1", b"1 2", b"1 2 3", b"4", b"end")
+    assert (await store.read(KEY, 0, watch=False)).chunks == expected
+
+
+async def test_a_rotated_key_still_opens_and_no_longer_seals() -> None:
+    shelf = Shelf()
+    await ended(shelf)
+    rotated = EncryptedRecords(shelf, cipher(NEW, OLD))
+    assert await readable(rotated)
+    other = RecordKey("acme", "cd" * 16)
+    shelf_of_new = Shelf()
+    await ended(shelf_of_new, other, NEW)
+    assert await readable(EncryptedRecords(shelf_of_new, cipher(OLD, NEW)), other)
+    assert not await readable(EncryptedRecords(shelf_of_new, cipher(OLD)), other)
+
+
+async def test_a_removed_key_is_named_in_the_log() -> None:
+    shelf = Shelf()
+    await ended(shelf)
+    store = EncryptedRecords(shelf, cipher(NEW))
+    with capture_logs() as logs:
+        assert (await store.read(KEY, 0, watch=False)).state is RecordState.EXPIRED
+    assert "no record key has the id" in logs[0]["reason"]
+
+
+async def test_chunks_in_clear_are_not_read() -> None:
+    for stored in (b"", b"\x91\xa1", b"\x93" * 200):
+        with pytest.raises(IntegrityError):
+            cipher(OLD).open(KEY, stored)
+
+
+async def test_positions_last_as_long_as_their_holds() -> None:
+    store = EncryptedRecords(Shelf(), cipher(OLD))
+    holds = [await claimed(store, RecordKey("acme", str(number))) for number in range(10)]
+    await store.append([Addition(hold, b"1") for hold in holds])
+    assert len(store._next) == 10
+    holds.clear()
+    assert len(store._next) == 0
