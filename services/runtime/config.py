@@ -29,8 +29,14 @@ class Settings(BaseModel):
 
     # Addresses of the etcd members: host:port, or unix:/PATH.
     etcd_endpoints: tuple[StoreAddress, ...] = ("127.0.0.1:2379",)
-    # URL of the quota store, redis:// or rediss://.
+    # URL of the quota store: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.
     redis_url: str = "redis://127.0.0.1:6379/0"
+    # What requests per minute do while Redis is away: `open` to the gateway's share, or `closed`.
+    outage_requests: Literal["open", "closed"] = "open"
+    # The same for requests at once.
+    outage_concurrency: Literal["open", "closed"] = "open"
+    # The same for tokens per minute. Budgets are always closed.
+    outage_tokens: Literal["open", "closed"] = "open"
     # File with the password of Redis.
     redis_password_file: Path | None = None
     # Address of the gRPC server; port 0 takes a free one.

@@ -215,7 +215,7 @@ def test_lives_of_reservations(kind: str, request: pytest.FixtureRequest) -> Non
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=20 if kind == "redis" else 120,
+            max_examples=15 if kind == "redis" else 40,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

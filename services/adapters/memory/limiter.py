@@ -84,7 +84,7 @@ class _Tenant:
     ended: dict[int, OrderedDict[str, int]] = field(default_factory=dict)
 
     def meter(self, limit: Limit) -> RequestMeter | TokenMeter | BudgetMeter:
-        key = (limit.kind, limit.scope, limit.name)
+        key = _named(limit)
         if key not in self.meters:
             self.meters[key] = new_meter(limit.kind)
             if len(self.meters) > _MAX_METERS:
@@ -127,7 +127,8 @@ class MemoryLimiter:
         held = tenant.records.get(request_id)
         if held is not None and held.state is _State.RUNNING:
             if tenant.deadline_us(request_id) > now_us:
-                self._hold(tenant, request_id, held.claims)
+                known = {_named(limit) for limit in limits if limit.limit > 0}
+                self._hold(tenant, request_id, [each for each in held.claims if _named(each.limit) in known])
                 return Reservation(
                     tenant_id, request_id, self._local, held.claims, held.price, held.admitted_us
                 )
@@ -138,7 +139,7 @@ class MemoryLimiter:
         record = _Record(_State.LAPSED, admitted_us)
         if (over := self._first_over(tenant, record, claims)) is not None:
             raise rejection(*over)
-        times = self._times(record)
+        times = self._times(record.admitted_us)
         rates = [
             rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, claim.amount, times))
             for claim in claims
@@ -154,22 +155,15 @@ class MemoryLimiter:
         claims = limited(unclaimed(reservation, claims))
         if not claims:
             return reservation
-        tenant, request_id = self._tenant(reservation.tenant_id), reservation.request_id
-        record, held = tenant.records.get(request_id), len(reservation.claims)
-        if record is None or record.state is not _State.RUNNING:
-            record, held = _Record(_State.LAPSED, reservation.admitted_us), 0
-            record.remember(tenant.records.get(request_id))
+        tenant = self._tenant(reservation.tenant_id)
         wanted = replace(reservation, claims=reservation.claims + claims, price=price)
-        if record.state is _State.RUNNING and len(record.claims) == len(wanted.claims):
-            return wanted  # the answer of an earlier call was lost
-        before, record.price = record.price, price
-        while (over := self._first_over(tenant, record, wanted.claims[held:])) is not None:
+        while (over := self._try_reserve(tenant, wanted, len(reservation.claims))) is not None:
+            # A lapsed reservation must not take the room of a request.
             if not self._settle_lapsed(tenant, LAPSED_BATCH):
-                record.price = before
                 raise rejection(*over)
-        self._begin(tenant, request_id, record, wanted.claims, price)
+        times = self._times(reservation.admitted_us)
         rates = [
-            rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, 0, self._times(record)))
+            rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, 0, times))
             for claim in wanted.claims
             if claim.limit.kind in TOKEN_RATES
         ]
@@ -178,7 +172,7 @@ class MemoryLimiter:
     async def spend(self, tenant_id: str, per_minute: int) -> None:
         limit = Limit(LimitKind.REQUESTS, per_minute)
         if per_minute > 0:
-            tenant, times = self._tenant(tenant_id), self._times(_Record(_State.LAPSED, 0))
+            tenant, times = self._tenant(tenant_id), self._times(0)
             if (wait_us := tenant.work.wait_us(limit, 1, times)) > 0:
                 raise rejection(Claim(limit), wait_us / 1e6)
             tenant.work.count(limit, 1, 0, times)
@@ -229,6 +223,19 @@ class MemoryLimiter:
             self._change(tenant, record, checkpoint=usage)
         elif record is not None and record.state is _State.LAPSED:
             self._change(tenant, record, charge=usage)
+
+    def _try_reserve(self, tenant: _Tenant, wanted: Reservation, held: int) -> tuple[Claim, float] | None:
+        """Reserve the claims after the first ``held``, or return the first that is over and its wait."""
+        record = tenant.records.get(wanted.request_id)
+        if record is None or record.state is not _State.RUNNING:
+            ended, record, held = record, _Record(_State.LAPSED, wanted.admitted_us), 0
+            record.remember(ended)
+        elif len(record.claims) == len(wanted.claims):
+            return None  # the answer of an earlier call was lost
+        over = self._first_over(tenant, replace(record, price=wanted.price), wanted.claims[held:])
+        if over is None:
+            self._begin(tenant, wanted.request_id, record, wanted.claims, wanted.price)
+        return over
 
     async def settle_lapsed(self, tenant_id: str) -> int:
         return self._settle_lapsed(self._tenant(tenant_id), LAPSED_BATCH)
@@ -311,7 +318,7 @@ class MemoryLimiter:
             after = record.reserved(claim) if record.state is _State.RUNNING else 0
             more, due = after - before.get(claim, 0), record.charged_of(claim.limit) - paid[claim]
             if claim.limit.kind is not LimitKind.CONCURRENCY and (more or due):
-                tenant.meter(claim.limit).count(claim.limit, more, due, self._times(record))
+                tenant.meter(claim.limit).count(claim.limit, more, due, self._times(record.admitted_us))
 
     def _lapse(self, tenant: _Tenant, request_id: str, record: _Record) -> None:
         self._end(tenant, request_id, record, record.checkpoint, _State.LAPSED, _LAPSED_KEEP_S)
@@ -338,7 +345,7 @@ class MemoryLimiter:
         self, tenant: _Tenant, record: _Record, claims: Sequence[Claim]
     ) -> tuple[Claim, float] | None:
         """Return the first claim without room, and the time in seconds until it has; None if all have."""
-        times = self._times(record)
+        times = self._times(record.admitted_us)
         for claim in claims:
             limit = claim.limit
             if limit.kind is LimitKind.CONCURRENCY:
@@ -384,8 +391,13 @@ class MemoryLimiter:
             self._tenants.popitem(last=False)
         return tenant
 
-    def _times(self, record: _Record) -> Times:
-        return Times(self._now_us(), self._clock.unix_s(), record.admitted_us / 1e6)
+    def _times(self, admitted_us: int) -> Times:
+        return Times(self._now_us(), self._clock.unix_s(), admitted_us / 1e6)
 
     def _now_us(self) -> int:
         return round(self._clock.monotonic_s() * 1e6)
+
+
+def _named(limit: Limit) -> tuple[LimitKind, Scope, str]:
+    """Return what identifies a limit while its number changes."""
+    return limit.kind, limit.scope, limit.name

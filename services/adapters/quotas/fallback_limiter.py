@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -32,13 +32,13 @@ _CLOSED_RETRY_S: Final = 1.0
 
 
 class FallbackLimiter:
-    """``Limiter`` that never raises StoreUnavailable. While the shared store is unavailable:
+    """``Limiter`` that admits without the shared store. While it is unavailable:
 
-    - requests per minute: fails open to this gateway's share of the limit, from an empty bucket.
-    - tokens per minute: the same.
-    - max concurrency: fails open to this gateway's share; slots held in the shared store are not counted.
-    - usage: settlements wait in memory and in the spool, and are counted when the store is available again.
-      When the room for them is full, no request is admitted.
+    - requests and tokens per minute: open to this gateway's share of the limit, from an empty bucket.
+    - slots: open to this gateway's share; those held in the shared store are not counted.
+    - kinds of limits in ``closed``, and budgets always: requests that they apply to get Unavailable.
+    - settlements wait in memory and in the spool, and count when the store is available again. When the room
+      for them is full, no request is admitted.
 
     The share is the limit divided by the number of gateways, and at least 1. A slot is released in the
     limiter that granted it, which ``local`` names. Tokens always count in the shared store.
@@ -52,18 +52,23 @@ class FallbackLimiter:
         *,
         gateways: Callable[[], int] = lambda: 1,
         spool: SettlementSpool | None = None,
+        closed: Collection[LimitKind] = (),
+        observe: Callable[[LimitKind, bool], None] = lambda kind, admitted: None,
     ) -> None:
         """``local`` is always available and marks its reservations, such as ``MemoryLimiter(clock,
         local=True)``.
 
         ``gateways`` returns the last observed number of gateways. Without ``spool``, settlements that wait
-        end with the process.
+        end with the process. ``observe`` is called for each limit that is decided without the store, with
+        whether it was open.
         """
         self._primary = primary
         self._local = local
         self._clock = clock
         self._gateways = gateways
         self._spool = spool
+        self._closed = frozenset((*closed, *BUDGETS))
+        self._observe = observe
         self._unsettled: OrderedDict[Reservation, Usage] = OrderedDict()
         self._settling = asyncio.Lock()
         self._waiting = asyncio.Event()  # set while a settlement waits
@@ -107,8 +112,8 @@ class FallbackLimiter:
             Claim(share, min(claim.amount, share.limit)) for claim, share in zip(claims, shares, strict=True)
         ]
         # Not corrected at the end: a local bucket lives as long as an outage.
-        taken = await self._local.reserve(replace(reservation, claims=()), lowered, price)
-        return replace(reservation, token_rate=taken.token_rate)
+        await self._local.take(reservation.tenant_id, [each for each in lowered if each.limit.limit > 0])
+        return reservation
 
     async def spend(self, tenant_id: str, per_minute: int) -> None:
         try:
@@ -247,12 +252,17 @@ class FallbackLimiter:
 
     def _without_store(self, limits: Sequence[Limit]) -> list[Limit]:
         """Return this gateway's share of each limit. Raises Unavailable for a limit that fails closed."""
-        for limit in limits:
-            if limit.kind in BUDGETS and limit.limit > 0:
-                raise Unavailable(
-                    "the budget cannot be checked while the quota store is away",
-                    retry_after_s=_CLOSED_RETRY_S,
-                )
+        applied = [limit.kind for limit in limits if limit.limit > 0]
+        closed = next((kind for kind in applied if kind in self._closed), None)
+        for kind in applied if closed is None else [closed]:
+            self._observe(kind, closed is None)
+        if closed is not None:
+            what = "budget" if closed in BUDGETS else f"limit of {closed.value.replace('_', ' ')}"
+            raise Unavailable(
+                f"the {what} cannot be checked while the quota store is away",
+                retry_after_s=_CLOSED_RETRY_S,
+                kind=closed.value,
+            )
         gateways = max(1, self._gateways())
         return [
             replace(limit, limit=max(1, limit.limit // gateways)) if limit.limit > 0 else limit

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
-from services.core.limits import Claim, Limit, Price
+from services.core.limits import Claim, Limit, LimitKind, Price
 from services.ports.clock import Clock
 from services.ports.limiter import Limiter, Reservation, Spent
 from services.runtime.telemetry.metrics import SHORT_S, Metrics
@@ -41,6 +41,11 @@ class ObservedLimiter:
             "Failed calls of the quota store; the gateway then applies its own share of the limits",
             ("operation",),
         )
+        self._outages = metrics.counter(
+            "fairway_limiter_outage_decisions_total",
+            "Limits decided without the quota store: open to the gateway's own share, or closed",
+            ("kind", "policy"),
+        )
         metrics.level(
             "fairway_limiter_breaker_open",
             "1 while the quota store counts as unavailable, else 0",
@@ -56,6 +61,9 @@ class ObservedLimiter:
             "Bytes of usage spooled for the quota store",
             lambda: float(spool_bytes()),
         )
+
+    def decided_without_store(self, kind: LimitKind, admitted: bool) -> None:
+        self._outages.add(kind.value, "open" if admitted else "closed")
 
     async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
         return await self._timed("admit", self._inner.admit(tenant_id, request_id, limits))

@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -164,7 +163,7 @@ def _line(reservation: Reservation, usage: Usage) -> bytes:
         reservation.tenant_id,
         reservation.request_id,
         reservation.local,
-        astuple(usage),
+        (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens),
         reservation.admitted_us,
         held_by(reservation),
     )

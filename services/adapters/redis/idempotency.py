@@ -18,8 +18,8 @@ from typing import Final
 
 from services.adapters.idempotency_rules import READ_CHUNKS, WATCH_S, keys_exceeded
 from services.adapters.quotas.held_claims import decoded
+from services.adapters.redis.cluster import open_scripts
 from services.adapters.redis.reservation_calls import RESERVATION, arguments_of, keys_of, slots_key
-from services.adapters.redis.scripts import RedisScripts
 from services.core.generation import Usage
 from services.ports.clock import Clock
 from services.ports.idempotency import (
@@ -62,7 +62,7 @@ class RedisIdempotency:
         password: str | None = None,
     ) -> None:
         self._limits = limits if limits is not None else RecordLimits()
-        self._scripts = RedisScripts(url, clock, timeout_s=timeout_s, password=password)
+        self._scripts = open_scripts(url, clock, timeout_s=timeout_s, password=password)
         self._claim = self._scripts.script("common", "idem_common", "idem_claim")
         self._append = self._scripts.script("common", "idem_common", "idem_append")
         self._end = self._scripts.script(*RESERVATION, "idem_common", "idem_end")

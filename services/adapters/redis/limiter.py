@@ -31,6 +31,7 @@ from services.adapters.quotas.quota import (
     tightest,
     unclaimed,
 )
+from services.adapters.redis.cluster import open_scripts
 from services.adapters.redis.reservation_calls import (
     RESERVATION,
     arguments_of,
@@ -40,7 +41,6 @@ from services.adapters.redis.reservation_calls import (
     record_key,
     slots_key,
 )
-from services.adapters.redis.scripts import RedisScripts
 from services.core.errors import RequestRateExceeded, StoreUnavailable
 from services.core.generation import Usage
 from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Price
@@ -87,7 +87,7 @@ class RedisLimiter:
         self._lease_us = round(lease_s * 1e6)
         self._settled_keep_ms = round(settled_keep_s * 1e3)
         self._grace_s = lease_s / 2 if grace_s is None else grace_s
-        self._scripts = RedisScripts(url, clock, timeout_s=timeout_s, password=password, repeatable=True)
+        self._scripts = open_scripts(url, clock, timeout_s=timeout_s, password=password, repeatable=True)
         self._reserve = self._scripts.script(*RESERVATION, "reserve")
         self._renew = self._scripts.script(*RESERVATION, "renew")
         self._settle = self._scripts.script(*RESERVATION, "settle")

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import redis.asyncio
 import redis.exceptions
 import structlog
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from services.adapters.redis.calls import Call, CallQueue
 from services.adapters.redis.loop_timeout import LoopTimeout
+from services.adapters.redis.topologies import close_pool, connection_pool
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
@@ -31,7 +29,7 @@ log = structlog.get_logger()
 
 # Errors of a call while Redis is unavailable. RuntimeError: uvloop's transports raise it for a write on a
 # connection that was reset while idle.
-_AWAY: Final = (redis.exceptions.RedisError, OSError, TimeoutError, RuntimeError)
+AWAY: Final = (redis.exceptions.RedisError, OSError, TimeoutError, RuntimeError)
 _SCRIPTS: Final = Path(__file__).parent / "lua"
 _LANES: Final = 4
 _IDLE_S: Final = 1.0
@@ -41,6 +39,12 @@ _IDLE_S: Final = 1.0
 class Script:
     text: str
     sha: str
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> Script:
+        """Return the script that joins these files."""
+        text = "\n".join((_SCRIPTS / f"{name}.lua").read_text() for name in names)
+        return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 class RedisScripts:
@@ -57,6 +61,7 @@ class RedisScripts:
         *,
         timeout_s: float,
         password: str | None = None,
+        username: str | None = None,
         repeatable: bool = False,
         lanes: int = _LANES,
     ) -> None:
@@ -70,13 +75,7 @@ class RedisScripts:
         self._repeatable = repeatable
         self._breaker = CircuitBreaker()
         self._available_since_s = clock.monotonic_s()
-        self._pool: Any = redis.asyncio.ConnectionPool.from_url(
-            url,
-            password=password,
-            socket_timeout=None,  # the lanes bound every operation
-            socket_connect_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-        )
+        self._pool: Any = connection_pool(url, password, timeout_s, username=username)
         self._scripts: list[Script] = []
         self._queue = CallQueue()
         self._max_lanes = lanes
@@ -86,8 +85,7 @@ class RedisScripts:
 
     def script(self, *names: str) -> Script:
         """Register and return the script that joins these files."""
-        text = "\n".join((_SCRIPTS / f"{name}.lua").read_text() for name in names)
-        found = Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+        found = Script.of(names)
         self._scripts.append(found)
         return found
 
@@ -122,7 +120,7 @@ class RedisScripts:
         await self._tasks.close()
         for lane in self._lanes:
             await lane.drop()
-        await self._pool.aclose()
+        await close_pool(self._pool)
 
     async def _call(self, tenant_id: str, command: Sequence[str | int | bytes]) -> Any:
         """Return the response. Fails at once while the breaker is open."""
@@ -137,8 +135,6 @@ class RedisScripts:
         self._wake_lane()
         answer = await call.answer
         if isinstance(answer, Exception):
-            if isinstance(answer, redis.exceptions.ReadOnlyError):
-                self._breaker.failed(self._clock.monotonic_s())
             raise StoreUnavailable(_message(answer), retry_after_s=1.0) from answer
         return answer
 
@@ -176,7 +172,7 @@ class RedisScripts:
             try:
                 async with LoopTimeout(self._timeout_s):
                     answers = await lane.send([call.command for call in batch])
-            except _AWAY as error:
+            except AWAY as error:
                 await lane.drop()
                 if last:  # Redis accepts connections but does not respond
                     self._away(batch, error)
@@ -209,7 +205,7 @@ class RedisScripts:
                 async with LoopTimeout(self._timeout_s):
                     await lane.connect()
                     return True
-            except _AWAY as error:
+            except AWAY as error:
                 await lane.drop()
                 if last or isinstance(error, TimeoutError):
                     self._away(batch, error)
@@ -221,7 +217,7 @@ class RedisScripts:
         try:
             async with LoopTimeout(self._timeout_s):
                 await lane.send([("PING",)])
-        except _AWAY:
+        except AWAY:
             await lane.drop()
 
     def _away(self, batch: list[Call], error: Exception) -> None:
@@ -254,7 +250,7 @@ class _Lane:
         self._loaded = False
         try:
             await self._connection.disconnect(nowait=True)
-        except _AWAY:
+        except AWAY:
             return
 
     async def send(self, commands: Sequence[Sequence[str | int | bytes]]) -> list[Any]:
@@ -270,6 +266,8 @@ class _Lane:
             again = await self._pipeline([commands[number] for number in missing])
             for number, answer in zip(missing, again, strict=True):
                 answers[number] = answer
+        if any(_is_read_only(answer) for answer in answers):
+            raise redis.exceptions.ConnectionError("the server is no master any more")
         return answers
 
     async def _load(self) -> None:
@@ -293,6 +291,11 @@ def _fail(calls: list[Call], message: str) -> None:
     """Fail the calls that have no response yet, each with its own error."""
     for call in calls:
         call.failed(StoreUnavailable(message, retry_after_s=1.0))
+
+
+def _is_read_only(answer: Any) -> bool:
+    """Return whether a replica refused a command or a script: its master was demoted since it connected."""
+    return isinstance(answer, redis.exceptions.ResponseError) and "READONLY" in str(answer)
 
 
 def _message(error: Exception) -> str:

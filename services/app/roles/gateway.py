@@ -37,6 +37,7 @@ from services.app.roles.shared import (
     redis_password,
 )
 from services.core.errors import StoreUnavailable
+from services.core.limits import TOKEN_RATES, LimitKind
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import (
     BUDGETS,
@@ -198,23 +199,22 @@ class _Quotas:
         spool = SettlementSpool(settings.state_dir / "settlements")
         environment.closing.push_async_callback(spool.close)
         gateways = environment.informer(GATEWAYS, Gateway)
+        observed = ObservedLimiter(
+            redis,
+            environment.metrics,
+            clock,
+            breaker_open=lambda: redis.breaker_open,
+            unsettled=lambda: limiter.unsettled,
+            spool_bytes=lambda: spool.size_bytes,
+        )
         self.limiter = limiter = FallbackLimiter(
-            LeasedLimiter(
-                ObservedLimiter(
-                    redis,
-                    environment.metrics,
-                    clock,
-                    breaker_open=lambda: redis.breaker_open,
-                    unsettled=lambda: limiter.unsettled,
-                    spool_bytes=lambda: spool.size_bytes,
-                ),
-                clock,
-                gateways=lambda: len(gateways.view),
-            ),
+            LeasedLimiter(observed, clock, gateways=lambda: len(gateways.view)),
             MemoryLimiter(clock, local=True),
             clock,
             gateways=lambda: len(gateways.view),
             spool=spool,
+            closed=_closed_kinds(settings),
+            observe=observed.decided_without_store,
         )
         address = settings.advertised
         self._registration = Registration(
@@ -298,6 +298,16 @@ def _keyed_ports(
         window_tokens=limits.window_tokens,
         limits=KeyedLimits(detach_grace_s=settings.detach_grace_s, renew_s=settings.idempotency_lease_s / 3),
     )
+
+
+def _closed_kinds(settings: Settings) -> list[LimitKind]:
+    """Return the kinds of limits that fail closed without Redis, beside budgets."""
+    policies = {
+        LimitKind.REQUESTS: settings.outage_requests,
+        LimitKind.CONCURRENCY: settings.outage_concurrency,
+        **dict.fromkeys(TOKEN_RATES, settings.outage_tokens),
+    }
+    return [kind for kind, policy in policies.items() if policy == "closed"]
 
 
 def _limits(settings: Settings) -> GatewayLimits:

@@ -19,6 +19,7 @@ from services.core.least_squares import NormalEquations, non_negative
 MIN_SAMPLES: Final = 8.0  # before the fit is used
 MAX_ERROR_RATIO: Final = 0.5  # of a fit that is used
 FIT_S: Final = 2.0  # step time between two fits
+_LEAST_S: Final = 1e-12  # least cost of a step that its work can be weighed by
 _SAMPLE_S: Final = 0.01  # least step time of a sample
 _KEEP_RATIO: Final = 0.998  # per sample: the fit covers about five hundred
 
@@ -80,7 +81,7 @@ def prices(costs: StepCosts, work: StepWork, step_s: float) -> StepPrices:
     weight = base + work.rows * row + work.attended * attended
     if work.prefill:
         weight += work.prefill * prefill + work.prefill_attended * prefill_attended
-    if weight <= 0.0:  # of this work nothing was found to take time
+    if weight < _LEAST_S:  # of this work nothing was found to take time
         return prices(PRIOR, work, step_s)
     unit = step_s / weight
     return StepPrices(

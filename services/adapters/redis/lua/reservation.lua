@@ -100,13 +100,14 @@ local function update(r, state, checkpoint, charged, counted_claims, now, keep_m
 end
 
 -- The tenant's slots keep a lapsed request until it is settled; those of a key or user only while they run.
-local function hold(slots, r, lease_us, keep_ms, now)
+-- `extend` adds no slot of a key or user: the claims given may not be those of the record.
+local function hold(slots, r, lease_us, keep_ms, now, extend)
   local deadline = int(now + lease_us)
   redis.call('ZADD', slots, deadline, r.id)
   redis.call('PEXPIRE', slots, keep_ms)
   for _, claim in ipairs(r.claims) do
     if claim.kind == 'concurrency' and claim.key ~= slots then
-      redis.call('ZADD', claim.key, deadline, r.id)
+      redis.call('ZADD', claim.key, extend and 'XX' or 'CH', deadline, r.id)
       redis.call('ZREMRANGEBYSCORE', claim.key, '-inf', int(now))
       redis.call('PEXPIRE', claim.key, math.ceil(lease_us / 1000) + 1000)
     end

@@ -30,7 +30,7 @@ if ARGV[1] == 'admit' then
   if running then
     local deadline = redis.call('ZSCORE', slots, r.id)
     if not deadline or tonumber(deadline) <= now then return {'lapsed'} end
-    hold(slots, r, lease_us, keep_ms, now)
+    hold(slots, r, lease_us, keep_ms, now, true)
     return {'held', r.began, redis.call('HGET', r.record, 'w')}
   end
   r.began = now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.worker.policy.device_share import (
@@ -47,6 +47,7 @@ def shares(price: StepPrices, decodes: list[Decode], chunks: list[Chunk]) -> lis
 
 
 @settings(max_examples=400, deadline=None)
+@example(costs=StepCosts(2e-311, 0.0, 0.0, 0.0, 0.0), decodes=[], chunks=[(0, 1)], step_s=1.0)
 @given(costs, decode_lists, chunk_lists, durations)
 def test_shares_are_not_negative_and_sum_to_the_step(
     costs: StepCosts, decodes: list[Decode], chunks: list[Chunk], step_s: float

@@ -250,6 +250,8 @@ def test_cancel_frees_kv_at_once(make_bench: Any, submit: Any) -> None:
     bench.engine.check_integrity()
     beat = bench.engine.heartbeat()
     assert (beat.kv_blocks_used, beat.running, beat.waiting) == (0, 0, 0)
+    event = bench.step()  # all that is left is to report what they were charged
+    assert (event.handles, event.settled) == ([], list(range(6)))
     assert not bench.engine.has_work
 
 
