@@ -30,7 +30,7 @@ from services.gateway.idempotency.record_codec import (
     logprobs_out,
 )
 from services.ports.idempotency import IdempotencyStore, Owned, RecordKey, RecordState
-from services.runtime.telemetry.metrics import Metrics
+from services.runtime.telemetry.metrics import Counter, Metrics
 
 log = structlog.get_logger()
 
@@ -50,19 +50,23 @@ class CachedAnswer:
     finished: Finished
 
 
+def count_lookups(metrics: Metrics) -> Counter:
+    return metrics.counter(
+        "fairway_response_cache_lookups_total",
+        "Requests that permit a cached answer, by outcome: hit, miss, failed",
+        ("outcome",),
+    )
+
+
 class ResponseCache:
     """The entries of all tenants, each under a key that contains its tenant."""
 
-    def __init__(self, store: IdempotencyStore, names_secret: bytes, owner: str, metrics: Metrics) -> None:
+    def __init__(self, store: IdempotencyStore, names_secret: bytes, owner: str, lookups: Counter) -> None:
         """``store`` deletes a record, with its log, when the retention time is over."""
         self._store = store
         self._secret = names_secret
         self._owner = owner
-        self._lookups = metrics.counter(
-            "fairway_response_cache_lookups_total",
-            "Requests that permit a cached answer, by outcome: hit, miss, failed",
-            ("outcome",),
-        )
+        self._lookups = lookups
 
     async def find(self, tenant_id: str, spec: GenerationSpec) -> CachedAnswer | None:
         """Return the answer of an equal request of the tenant, if there is one."""

@@ -42,7 +42,7 @@ from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.policy.claims import RequestBounds
-from services.gateway.response_cache import ResponseCache
+from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.idempotency import IdempotencyStore, RecordLimits
@@ -395,7 +395,7 @@ async def _gateway(
     workers = Workers(fleet, supervisor)
     cipher = RecordCipher([RECORD_SECRET], token_bytes)
     cached = RedisIdempotency(url, CLOCK, options.responses, timeout_s=options.timeout_s)
-    cache = ResponseCache(EncryptedRecords(cached, cipher), NAMES_SECRET, name, metrics)
+    cache = ResponseCache(EncryptedRecords(cached, cipher), NAMES_SECRET, name, count_lookups(metrics))
     ports = Ports(
         limiter=FallbackLimiter(MeteredLimiter(limiter), MemoryLimiter(CLOCK, local=True), CLOCK),
         placement=Placement(fleet),

@@ -55,7 +55,7 @@ from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.validate import Validator
-from services.gateway.response_cache import ResponseCache
+from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
@@ -327,10 +327,11 @@ def _response_limits(settings: Settings) -> RecordLimits:
 
 
 def _response_cache(environment: Environment, quotas: _Quotas, gateway_id: str) -> ResponseCache | None:
+    lookups = count_lookups(environment.metrics)  # exported by every gateway, with or without a cache
     if quotas.responses is None:
         return None
     secret = record_names_secret(_ticket_key(environment.settings))
-    return ResponseCache(quotas.responses, secret, gateway_id, environment.metrics)
+    return ResponseCache(quotas.responses, secret, gateway_id, lookups)
 
 
 def _open_placement(environment: Environment, streams: StreamClient, gateway_id: str) -> MuxedPlacement:
