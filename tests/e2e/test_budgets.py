@@ -75,22 +75,22 @@ class Customer:
 @pytest.fixture
 def customer(stack: Stack) -> Iterator[Customer]:
     cli = CommandLine(stack.state)
-    cli("tenants", "create", "metered")
+    cli("tenants", "create", "budgeted")
     cli("deployments", "update", stack.model, "--input-price", "1", "--output-price", "2")
-    secret = cli("keys", "create", "metered-key", "--tenant", "metered").out.strip()
+    secret = cli("keys", "create", "budgeted-key", "--tenant", "budgeted").out.strip()
     found = Customer(stack, cli, secret)
     found.until(lambda answer: answer.status == 200)
     yield found
     for budget in cli("budgets", "list", "-o", "json").json["budgets"]:
         cli("budgets", "delete", budget["metadata"]["name"], "--yes")
-    cli("keys", "revoke", "metered-key", "--yes")
-    cli("tenants", "delete", "metered", "--yes")
+    cli("keys", "revoke", "budgeted-key", "--yes")
+    cli("tenants", "delete", "budgeted", "--yes")
     cli("deployments", "update", stack.model, "--input-price", "0", "--output-price", "0")
 
 
 def test_a_month_budget_is_spent_rejected_raised_and_served(customer: Customer) -> None:
     worst = customer.ask().micros  # the output is as long as it may be
-    customer.operate(f"budgets create month --tenant metered --per-month 0.{3 * worst + 1:06d}")
+    customer.operate(f"budgets create month --tenant budgeted --per-month 0.{3 * worst + 1:06d}")
     rejected = customer.until(lambda answer: answer.status != 200)
     assert (rejected.status, rejected.code) == (429, "insufficient_quota")
     assert rejected.body["error"]["type"] == "insufficient_quota"
@@ -115,7 +115,7 @@ def test_a_month_budget_is_spent_rejected_raised_and_served(customer: Customer) 
 
 def test_a_day_cap_holds_below_the_month(customer: Customer) -> None:
     worst = customer.ask().micros
-    customer.operate(f"budgets create day --tenant metered --per-month 100 --per-day 0.{worst:06d}")
+    customer.operate(f"budgets create day --tenant budgeted --per-month 100 --per-day 0.{worst:06d}")
     rejected = customer.until(lambda answer: answer.status != 200)
     assert (rejected.status, rejected.code) == (429, "insufficient_quota")
     assert "day" in rejected.body["error"]["message"]
@@ -123,7 +123,7 @@ def test_a_day_cap_holds_below_the_month(customer: Customer) -> None:
 
 
 def test_limits_of_a_key_and_of_end_users(customer: Customer) -> None:
-    customer.operate("keys update metered-key --max-output-tokens 6")
+    customer.operate("keys update budgeted-key --max-output-tokens 6")
     rejected = customer.until(lambda answer: answer.status != 200, max_tokens=7)
     assert rejected.status == 400
     assert rejected.body["error"]["param"] == "max_tokens"
