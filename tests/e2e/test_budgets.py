@@ -129,7 +129,7 @@ def test_limits_of_a_key_and_of_end_users(customer: Customer) -> None:
     assert rejected.body["error"]["param"] == "max_tokens"
     assert "max_tokens of the key, 6" in rejected.body["error"]["message"]
     assert customer.ask(None).body["usage"]["completion_tokens"] == 6
-    customer.operate("tenants update metered --requests-per-minute 1000 --user-requests-per-minute 2")
+    customer.operate("tenants update budgeted --requests-per-minute 1000 --user-requests-per-minute 2")
     served = customer.until(lambda answer: "x-ratelimit-limit-requests" in answer.headers, user="ann")
     assert served.headers["x-ratelimit-limit-requests"] == "2", "the scope with the least room"
     rejected = customer.until(lambda answer: answer.status != 200, user="ann")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 
 from fairway.v1 import common_pb2
-from services.core.generation import Usage
 from services.rpc.convert.mirror import Mirror, Pair
 
 
@@ -34,11 +33,11 @@ def test_a_message_takes_more_fields_than_the_value_has() -> None:
 
 
 def test_values_of_a_tuple_are_written_and_read_in_order() -> None:
-    pair = Mirror(Usage, common_pb2.Usage).each("usages")
+    pair = Mirror(Seen, common_pb2.TokenLogprobs, PAIRS).each("entries")
     assert pair.write is not None
     assert pair.read is not None
-    values = (Usage(1, 2, 0), Usage(3, 4, 1))
-    assert pair.name == "usages"
+    values = (Seen(1.0, (1, 2), "a"), Seen(2.0))
+    assert pair.name == "entries"
     assert pair.read(pair.write(values)) == values
 
 
