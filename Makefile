@@ -15,7 +15,7 @@ TRITON := 3.6.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test chaos chaos-streams security-drills sim sim-scale sim-escrow bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test chaos chaos-admission chaos-streams security-drills sim sim-scale sim-escrow bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -127,6 +127,9 @@ triton-test: triton-env ## Run the CUDA kernels in Triton's interpreter, and com
 
 chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (about 30 minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+chaos-admission: setup-dev ## One tenant near its limits while Redis and gateways fail (about 3 minutes)
+	$(BIN)/python -m tests.chaos.admission $(ARGS)
 
 chaos-streams: setup-dev ## Kills under streams, duplicated keys, cancels at random stages (about 20 minutes)
 	$(BIN)/python -m tests.chaos.streams $(ARGS)

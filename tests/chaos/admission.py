@@ -207,6 +207,9 @@ async def provision(fleet: Fleet, budget_micros: int) -> str:
         executor="null",
         price=price,
     )
+    # One worker runs one executor of a version.
+    bundled = cp.DeleteDeploymentRequest(name=fleet.options.model_name)
+    await stub.DeleteDeployment(bundled, metadata=admin, timeout=15)
     await stub.CreateDeployment(cp.CreateDeploymentRequest(deployment=deployment), metadata=admin, timeout=15)
     tenant = cp.Tenant(metadata=cp.Metadata(name=TENANT), max_concurrency=SLOTS)
     await stub.CreateTenant(cp.CreateTenantRequest(tenant=tenant), metadata=admin, timeout=15)
