@@ -15,7 +15,7 @@ TRITON := 3.6.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test chaos chaos-admission chaos-streams security-drills sim sim-scale sim-escrow bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test chaos chaos-streams security-drills sim sim-scale sim-escrow bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -158,7 +158,7 @@ bench-idempotency: setup-dev ## Measure what an idempotency key costs a request
 bench-streams: setup-dev ## Measure 2,000 live streams on one gateway: memory, time to first token
 	$(BIN)/python -m bench.open_streams $(ARGS)
 
-bench-admission: setup-dev ## Measure admission against bare Redis and LiteLLM's proxy
+bench-admission: setup-dev ## Measure the gateway with limits on against LiteLLM's proxy
 	$(BIN)/python -m bench.admission $(ARGS)
 
 bench-idle: setup-dev ## Measure the processor time of an installation at rest (3 minutes)

@@ -1,4 +1,4 @@
-"""What admission costs: against bare Redis, on the leased path, and against LiteLLM's proxy.
+"""What admission costs a gateway, against LiteLLM's proxy.
 
 ``make bench-admission`` (``make bench-engine-peers ARGS=litellm`` first). The last line is ``RESULT {json}``.
 """

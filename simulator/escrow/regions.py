@@ -48,7 +48,6 @@ class EscrowOutcome:
     rejected: int = 0
     # Rejected although the regions that could reach each other held enough rights together.
     rejected_falsely: int = 0
-    refused_while_cut: int = 0  # by the region that was cut off
     stranded: int = 0  # rights that the cut-off region held, unused, when it was healed
     requests: int = 0
 
@@ -112,8 +111,6 @@ class EscrowSimulation:
         reachable = [self.regions[other] for other in REGIONS if self._connected(name, other)]
         if sum(region.rights for region in reachable) >= worst:
             self.outcome.rejected_falsely += 1
-        if self._is_cut(name):
-            self.outcome.refused_while_cut += 1
 
     def _gossip(self, name: str) -> None:
         """Send the row to the others, and request rights of them while short of rights."""

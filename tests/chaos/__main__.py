@@ -16,10 +16,8 @@ import asyncio
 import fnmatch
 import logging
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +26,7 @@ from typing import Final
 import structlog
 
 from tests.chaos.drills import Drill, matrix
-from tests.chaos.driver import Bench
+from tests.chaos.driver import Bench, state_root
 from tests.chaos.fleet import Fleet, Shape
 from tests.chaos.load import CLIENT_TIMEOUT_S, Client, make_specs, references
 from tests.chaos.report import Row, failures, line, result
@@ -157,14 +155,10 @@ def main(arguments: Sequence[str]) -> int:
         say(f"no drill is named {options.drill}; --list tells which there are")
         return 2
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    root = Path(options.state_dir or tempfile.mkdtemp(prefix="fairway-chaos-"))
     began_s = time.monotonic()
     rows: list[Row] = []
-    try:
+    with state_root(options.state_dir, "chaos") as root:
         rows += asyncio.run(run_drills(drills, options, root))
-    finally:
-        if not options.state_dir:
-            shutil.rmtree(root, ignore_errors=True)
     rows += [run_suite(name, SUITES[name]) for name in suites]
     say(f"\n{'=' * 40} {len(rows)} drills, seed {options.seed}, {time.monotonic() - began_s:.0f} s")
     for row in rows:

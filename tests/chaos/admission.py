@@ -20,9 +20,7 @@ import asyncio
 import json
 import logging
 import random
-import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +44,7 @@ from tests.chaos.admission_checker import (
     FinalMeters,
     judge_admissions,
 )
-from tests.chaos.driver import until
+from tests.chaos.driver import state_root, until
 from tests.chaos.faults import Freeze, Kill, inject
 from tests.chaos.fleet import Fleet, Shape
 from tests.chaos.load import Client, now_s
@@ -251,12 +249,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--state-dir", default="", help="keep logs and state here; else they are removed")
     options = parser.parse_args(arguments)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    root = Path(options.state_dir or tempfile.mkdtemp(prefix="fairway-admission-"))
-    try:
+    with state_root(options.state_dir, "admission") as root:
         verdict = asyncio.run(run(options, root))
-    finally:
-        if not options.state_dir:
-            shutil.rmtree(root, ignore_errors=True)
     for problem in verdict.problems:
         print(problem)
     figures = {

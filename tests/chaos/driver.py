@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
+import tempfile
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import grpc
@@ -204,3 +208,14 @@ async def until(missing: Callable[[], Awaitable[str]], timeout_s: float) -> str:
 
 async def _is(condition: bool, otherwise: str) -> str:
     return "" if condition else otherwise
+
+
+@contextmanager
+def state_root(given: str, name: str) -> Iterator[Path]:
+    """Yield the folder of a run's logs and state: the given one, or one that is removed afterwards."""
+    root = Path(given or tempfile.mkdtemp(prefix=f"fairway-{name}-"))
+    try:
+        yield root
+    finally:
+        if not given:
+            shutil.rmtree(root, ignore_errors=True)

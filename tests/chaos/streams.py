@@ -25,9 +25,7 @@ import asyncio
 import json
 import logging
 import random
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,7 +39,7 @@ from fairway.v1 import inference_pb2 as pb
 from services.core.errors import FairwayError
 from services.rpc.status import from_rpc_error
 from tests.chaos.checker import Reference
-from tests.chaos.driver import until
+from tests.chaos.driver import state_root, until
 from tests.chaos.faults import Kill, inject
 from tests.chaos.fleet import Fleet, Shape
 from tests.chaos.load import Client, make_specs, now_s, references
@@ -345,12 +343,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--state-dir", default="", help="keep logs and state here; else they are removed")
     options = parser.parse_args(arguments)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    root = Path(options.state_dir or tempfile.mkdtemp(prefix="fairway-streams-"))
-    try:
+    with state_root(options.state_dir, "streams") as root:
         tally = asyncio.run(run(options, root))
-    finally:
-        if not options.state_dir:
-            shutil.rmtree(root, ignore_errors=True)
     for problem in tally.problems[:30]:
         print(problem)
     print(f"RESULT {json.dumps(tally.result)}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from services.adapters.quotas.quota import used_of
-from services.adapters.quotas.slices import LEASED, SliceSettings, TenantSlices
+from services.adapters.quotas.slices import SliceSettings, TenantSlices, is_leasable
 from services.core.errors import OverQuota
 from services.core.generation import Usage
 from services.core.limits import TOKEN_RATES, Claim, Limit, Price
@@ -15,6 +15,8 @@ from services.ports.clock import Clock
 from services.ports.limiter import Limiter, Reservation, Spent
 
 _MAX_TENANTS: Final = 10_000
+# Leased requests without a settlement here: those that run, and those that end with an idempotency record.
+_MAX_LEASED: Final = 16_384
 _REPEATED_S: Final = 0.1  # for how long a rejection of the store is repeated without it
 
 
@@ -44,11 +46,11 @@ class _Tenant(TenantSlices):
 
 
 class LeasedLimiter:
-    """A ``Limiter`` decorator. Only requests whose limits are all rates are leased.
+    """A ``Limiter`` decorator. Only requests whose limits are all rates of a tenant or a key are leased.
 
-    Slots and budgets stay exact in the store. A leased reservation has no record there: a killed gateway's
-    requests are charged as claimed, and so are those under an idempotency key. Without hot tenants every call
-    goes to the store.
+    Slots, budgets and the limits of end users stay exact in the store. A leased reservation has no record
+    there: a killed gateway's requests are charged as claimed, and so are those under an idempotency key.
+    Without hot tenants every call goes to the store.
     """
 
     def __init__(
@@ -66,7 +68,12 @@ class LeasedLimiter:
         self._settings = settings or SliceSettings()
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         # Token claims of running leased requests, which the settlement corrects.
-        self._leased: dict[str, tuple[Claim, ...]] = {}
+        self._leased: OrderedDict[str, tuple[Claim, ...]] = OrderedDict()
+
+    @property
+    def leased(self) -> int:
+        """How many leased requests are not settled here."""
+        return len(self._leased)
 
     async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
         claims = _leasable(limits)
@@ -79,15 +86,17 @@ class LeasedLimiter:
         if not tenant.take(claims, now_s):
             await self._refill(tenant_id, tenant, claims)
         self._leased[request_id] = ()
+        if len(self._leased) > _MAX_LEASED:
+            self._leased.popitem(last=False)
         return Reservation(tenant_id, request_id)
 
     async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         held = self._leased.get(reservation.request_id)
         if held is None:
             return await self._inner.reserve(reservation, claims, price)
-        leased = tuple(claim for claim in claims if claim.limit.limit > 0 and claim.limit.kind in LEASED)
-        if len(leased) < len([claim for claim in claims if claim.limit.limit > 0]):
-            # A budget: the store makes the record, of the budgets and of the token rates.
+        leased = tuple(claim for claim in claims if claim.limit.limit > 0)
+        if not all(is_leasable(claim.limit) for claim in leased):
+            # The store makes a record, of the budgets and of the token rates.
             del self._leased[reservation.request_id]
             return await self._inner.reserve(reservation, claims, price)
         tenant, now_s = self._tenant(reservation.tenant_id), self._clock.monotonic_s()
@@ -168,7 +177,7 @@ def _leasable(limits: Sequence[Limit]) -> tuple[Claim, ...]:
     found = []
     for limit in limits:
         if limit.limit > 0:
-            if limit.kind not in LEASED:
+            if not is_leasable(limit):
                 return ()
             found.append(Claim(limit))
     return tuple(found)

@@ -14,9 +14,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind
+from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Scope
 
-LEASED: Final = frozenset({LimitKind.REQUESTS, *TOKEN_RATES})
+_LEASED: Final = frozenset({LimitKind.REQUESTS, *TOKEN_RATES})
+
+
+def is_leasable(limit: Limit) -> bool:
+    """Whether slices may be taken of a limit: a rate of a tenant or a key, not of an end user."""
+    return limit.kind in _LEASED and limit.scope is not Scope.USER
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,7 @@ class TenantSlices:
             found.left += difference
 
     def drop_idle(self, now_s: float) -> None:
-        """Drop slices that were not used for a while; their rest counts as used."""
+        """Drop slices that were not used for a while: their rest counts as used, a debt is forgiven."""
         idle_s = self._settings.idle_s
         for limit in [limit for limit, each in self._slices.items() if now_s - each.used_s > idle_s]:
             del self._slices[limit]

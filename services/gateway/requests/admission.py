@@ -17,7 +17,7 @@ import structlog
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, InvalidInput
 from services.core.generation import GenerationSpec, Principal, Usage
-from services.core.limits import Claim, Limit
+from services.core.limits import Limit
 from services.core.records import Tenant
 from services.gateway.catalog import ModelCatalog
 from services.gateway.policy.claims import (
@@ -85,10 +85,15 @@ class RequestAdmission:
             else:  # a resumed request keeps its terms, regardless of the present pressure
                 degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
-            claims = self._claims(payer, spec)
+            price = self._catalog.price(spec.model)
+            predicted = self._ports.outputs.predict(payer.tenant.meta.name, spec.version_digest)
+            claims = usage_claims(payer, spec, price, predicted)
             if claims:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
-                reserving = self._begin_reserving(reservation, spec, claims)
+                reserving = self._ports.supervisor.spawn(
+                    f"reserve {request_id}",
+                    _as_value(self._ports.limiter.reserve(reservation, claims, price)),
+                )
                 reservation = self._granted(await asyncio.shield(reserving))
             if terms.record is not None:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
@@ -189,16 +194,6 @@ class RequestAdmission:
             raise
         ports.telemetry.admission("ADMITTED_LOCALLY" if reservation.local else "ADMITTED")
         return reservation
-
-    def _claims(self, payer: Payer, spec: GenerationSpec) -> tuple[Claim, ...]:
-        predicted = self._ports.outputs.predict(payer.tenant.meta.name, spec.version_digest)
-        return usage_claims(payer, spec, self._catalog.price(spec.model), predicted)
-
-    def _begin_reserving(
-        self, reservation: Reservation, spec: GenerationSpec, claims: Sequence[Claim]
-    ) -> asyncio.Task[Reservation | FairwayError]:
-        reserving = self._ports.limiter.reserve(reservation, claims, self._catalog.price(spec.model))
-        return self._ports.supervisor.spawn(f"reserve {spec.request_id}", _as_value(reserving))
 
     def _ticket(self, tenant_id: str, spec: GenerationSpec, timeout_s: float) -> bytes:
         """Return the signed ticket of a request: its placements use no more than was reserved for it."""

@@ -14,7 +14,7 @@ from services.adapters.quotas.leased_limiter import LeasedLimiter
 from services.adapters.quotas.slices import SliceSettings, TenantSlices
 from services.core.errors import OverQuota, RequestRateExceeded, TokenRateExceeded
 from services.core.generation import Usage
-from services.core.limits import Claim, Limit, LimitKind, Price
+from services.core.limits import Claim, Limit, LimitKind, Price, Scope
 from tests.support.clocks import HandClock
 
 RATE = Limit(LimitKind.REQUESTS, 600_000)
@@ -82,6 +82,26 @@ async def test_slots_are_never_leased() -> None:
         reservation = await limiter.admit("t", f"r{number}", [RATE, SLOTS])
         await limiter.settle(reservation, Usage(0, 0))
     assert store.calls == 1000
+
+
+async def test_limits_of_end_users_are_never_leased() -> None:
+    clock = HandClock()
+    store = CountedStore(clock)
+    limiter = LeasedLimiter(store, clock)
+    user = Limit(LimitKind.REQUESTS, 100_000, Scope.USER, "u")
+    for number in range(1000):
+        await limiter.admit("t", f"r{number}", [RATE, user])
+    assert store.calls == 1000
+
+
+async def test_requests_that_are_settled_elsewhere_are_not_kept_for_ever() -> None:
+    """As those under an idempotency key are: their record settles them."""
+    clock = HandClock()
+    limiter = LeasedLimiter(CountedStore(clock), clock)
+    for number in range(40_000):
+        await limiter.admit("t", f"r{number}", [RATE])
+        clock.now_s += 0.0005
+    assert limiter.leased <= 16_384
 
 
 @pytest.mark.parametrize("gateways", [1, 3])
