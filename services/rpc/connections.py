@@ -36,7 +36,8 @@ MAX_WITH_NEW: Final = (
 MAX_IDLE_OF_CALLER: Final = 256  # idle connections of one caller; more count as unauthenticated
 AUTHENTICATED_FOR_S: Final = 60.0
 PERIOD_S: Final = 0.2  # between a new connection and the check
-# Without new connections. Then only the time since a caller's last call changes; its bound is a minute.
+# Without a notice. Then only the time since a caller's last call changes, whose bound is a minute, and few
+# connections can have arrived: grpc accepts some before the event loop notices them.
 _CALM_PERIOD_S: Final = 5.0
 _FLOODED_PERIOD_S: Final = 0.05  # while unauthenticated peers open more than their bound
 _PAUSE_S: Final = 0.02

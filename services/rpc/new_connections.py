@@ -16,7 +16,8 @@ class NewConnections:
 
     A connection makes its listening socket readable until it is accepted. The first one starts a period;
     ``arrived`` is called at its end, when the connections of the period have been accepted or are noticed
-    again. So a flood costs one call per period.
+    again. So a flood costs one call per period. A connection that is accepted before the event loop polls
+    goes unnoticed: the caller also needs a periodic check.
     """
 
     def __init__(self, arrived: Callable[[], None]) -> None:
