@@ -37,6 +37,7 @@ _ROLES: Final = {
     "app/roles/worker": "worker",
     "registry/": "registry",
     "adapters/blobs/": "registry",
+    "adapters/usage/": "gateway and worker",
     "controlplane/": "controlplane",
 }
 _Values = dict[str, ast.expr]
@@ -44,7 +45,7 @@ _Values = dict[str, ast.expr]
 
 @dataclass(frozen=True, slots=True)
 class MetricEntry:
-    """One metric. ``role`` is the role that exports it, or "all"."""
+    """One metric. ``role`` is the role that exports it, "all", or roles with "and" between them."""
 
     name: str
     kind: str

@@ -42,6 +42,7 @@ _ROLE_TITLES: Final = {
     "gateway": "Gateway",
     "scheduler": "Scheduler",
     "worker": "Worker",
+    "gateway and worker": "Gateway and worker",
     "registry": "Registry",
     "controlplane": "Control plane",
 }

@@ -24,6 +24,7 @@ from fairway.cli.commands import (
     placements,
     queue,
     tenants,
+    usage,
 )
 from fairway.cli.commands.chat import chat
 from fairway.cli.commands.complete import complete
@@ -83,6 +84,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(budgets.app, name="budgets")
 app.add_typer(nodes.app, name="nodes")
 queue.add(app)
+usage.add(app)
 placements.add(app)
 events.add(app)
 app.command()(bootstrap_command.bootstrap)

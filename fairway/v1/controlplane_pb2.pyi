@@ -6,6 +6,7 @@ Desired state: every resource has Create, Get, List, Update, Delete where they m
 from collections import abc as _abc
 from fairway.v1 import common_pb2 as _common_pb2
 from fairway.v1 import scheduler_pb2 as _scheduler_pb2
+from fairway.v1 import usage_pb2 as _usage_pb2
 from fairway.v1 import worker_pb2 as _worker_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
@@ -90,6 +91,48 @@ NODE_STATE_LIVE: NodeState.ValueType  # 1
 NODE_STATE_LOST: NodeState.ValueType  # 2
 """Its lease is gone: it ended, died, or was cut off."""
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
+
+class _UsageGranularity:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UsageGranularityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UsageGranularity.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    USAGE_GRANULARITY_UNSPECIFIED: _UsageGranularity.ValueType  # 0
+    """One record for the whole time range."""
+    USAGE_GRANULARITY_HOUR: _UsageGranularity.ValueType  # 1
+    USAGE_GRANULARITY_DAY: _UsageGranularity.ValueType  # 2
+
+class UsageGranularity(_UsageGranularity, metaclass=_UsageGranularityEnumTypeWrapper): ...
+
+USAGE_GRANULARITY_UNSPECIFIED: UsageGranularity.ValueType  # 0
+"""One record for the whole time range."""
+USAGE_GRANULARITY_HOUR: UsageGranularity.ValueType  # 1
+USAGE_GRANULARITY_DAY: UsageGranularity.ValueType  # 2
+Global___UsageGranularity: _TypeAlias = UsageGranularity  # noqa: Y015
+
+class _UsageDimension:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UsageDimensionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UsageDimension.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    USAGE_DIMENSION_UNSPECIFIED: _UsageDimension.ValueType  # 0
+    USAGE_DIMENSION_TENANT: _UsageDimension.ValueType  # 1
+    USAGE_DIMENSION_KEY: _UsageDimension.ValueType  # 2
+    USAGE_DIMENSION_USER: _UsageDimension.ValueType  # 3
+    USAGE_DIMENSION_MODEL: _UsageDimension.ValueType  # 4
+    USAGE_DIMENSION_VERSION: _UsageDimension.ValueType  # 5
+
+class UsageDimension(_UsageDimension, metaclass=_UsageDimensionEnumTypeWrapper): ...
+
+USAGE_DIMENSION_UNSPECIFIED: UsageDimension.ValueType  # 0
+USAGE_DIMENSION_TENANT: UsageDimension.ValueType  # 1
+USAGE_DIMENSION_KEY: UsageDimension.ValueType  # 2
+USAGE_DIMENSION_USER: UsageDimension.ValueType  # 3
+USAGE_DIMENSION_MODEL: UsageDimension.ValueType  # 4
+USAGE_DIMENSION_VERSION: UsageDimension.ValueType  # 5
+Global___UsageDimension: _TypeAlias = UsageDimension  # noqa: Y015
 
 class _EventSeverity:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -846,7 +889,29 @@ Global___Budget: _TypeAlias = Budget  # noqa: Y015
 
 @_typing.final
 class UsageRecord(_message.Message):
+    """Dimensions that the request did not group by are empty."""
+
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TENANT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -855,16 +920,40 @@ class UsageRecord(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    COST_MICROS_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    DEVICE_US_FIELD_NUMBER: _builtins.int
+    LIST_COST_MICROS_FIELD_NUMBER: _builtins.int
+    MEASURED_COST_MICROS_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
+    """Empty: time of devices that belongs to no tenant."""
     model: _builtins.str
+    """The deployment."""
     requests: _builtins.int
     prompt_tokens: _builtins.int
     output_tokens: _builtins.int
     cached_tokens: _builtins.int
-    cost_micros: _builtins.int
+    """Part of prompt_tokens."""
+    key: _builtins.str
+    user: _builtins.str
+    """"(other)": the sum of those above 10,000 per tenant and hour."""
+    version_digest: _builtins.str
+    source: _usage_pb2.UsageSource.ValueType
+    device_us: _builtins.int
+    list_cost_micros: _builtins.int
+    """Millionths of the currency unit."""
+    measured_cost_micros: _builtins.int
     @_builtins.property
-    def hour(self) -> _timestamp_pb2.Timestamp: ...
+    def hour(self) -> _timestamp_pb2.Timestamp:
+        """The hour, or the start of the day."""
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Of the key."""
+
     def __init__(
         self,
         *,
@@ -875,11 +964,18 @@ class UsageRecord(_message.Message):
         prompt_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
-        cost_micros: _builtins.int = ...,
+        key: _builtins.str = ...,
+        user: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        source: _usage_pb2.UsageSource.ValueType = ...,
+        device_us: _builtins.int = ...,
+        list_cost_micros: _builtins.int = ...,
+        measured_cost_micros: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hour", b"hour"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "cost_micros", b"cost_micros", "hour", b"hour", "model", b"model", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_us", b"device_us", "hour", b"hour", "key", b"key", "labels", b"labels", "list_cost_micros", b"list_cost_micros", "measured_cost_micros", b"measured_cost_micros", "model", b"model", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "source", b"source", "tenant", b"tenant", "user", b"user", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2789,18 +2885,64 @@ Global___DeleteBudgetResponse: _TypeAlias = DeleteBudgetResponse  # noqa: Y015
 class ListUsageRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TENANT_FIELD_NUMBER: _builtins.int
     START_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    GROUP_BY_FIELD_NUMBER: _builtins.int
+    GROUP_BY_LABELS_FIELD_NUMBER: _builtins.int
+    GRANULARITY_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     page_size: _builtins.int
+    """At most this many; 0: 100."""
     page_token: _builtins.str
+    key: _builtins.str
+    user: _builtins.str
+    model: _builtins.str
+    granularity: Global___UsageGranularity.ValueType
     @_builtins.property
-    def start_time(self) -> _timestamp_pb2.Timestamp: ...
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Default: the start of the current hour's day (UTC)."""
+
     @_builtins.property
-    def end_time(self) -> _timestamp_pb2.Timestamp: ...
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """Default: now. The range is at most 93 days, in whole hours."""
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Only of keys with these labels."""
+
+    @_builtins.property
+    def group_by(self) -> _containers.RepeatedScalarFieldContainer[Global___UsageDimension.ValueType]: ...
+    @_builtins.property
+    def group_by_labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Labels of keys to group by."""
+
     def __init__(
         self,
         *,
@@ -2809,10 +2951,17 @@ class ListUsageRequest(_message.Message):
         end_time: _timestamp_pb2.Timestamp | None = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        key: _builtins.str = ...,
+        user: _builtins.str = ...,
+        model: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        group_by: _abc.Iterable[Global___UsageDimension.ValueType] | None = ...,
+        group_by_labels: _abc.Iterable[_builtins.str] | None = ...,
+        granularity: Global___UsageGranularity.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "page_size", b"page_size", "page_token", b"page_token", "start_time", b"start_time", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "granularity", b"granularity", "group_by", b"group_by", "group_by_labels", b"group_by_labels", "key", b"key", "labels", b"labels", "model", b"model", "page_size", b"page_size", "page_token", b"page_token", "start_time", b"start_time", "tenant", b"tenant", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -493,7 +493,8 @@ class ControlPlaneServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListUsage(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What was used and what it cost. NO_LEADER while no control plane leads.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

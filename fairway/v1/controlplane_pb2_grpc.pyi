@@ -80,6 +80,7 @@ class ControlPlaneServiceStub:
     UpdateBudget: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateBudgetRequest, _controlplane_pb2.UpdateBudgetResponse]
     DeleteBudget: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteBudgetRequest, _controlplane_pb2.DeleteBudgetResponse]
     ListUsage: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListUsageRequest, _controlplane_pb2.ListUsageResponse]
+    """What was used and what it cost. NO_LEADER while no control plane leads."""
     ListAuditEvents: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListAuditEventsRequest, _controlplane_pb2.ListAuditEventsResponse]
     WatchResources: _grpc.UnaryStreamMultiCallable[_controlplane_pb2.WatchResourcesRequest, _controlplane_pb2.WatchResourcesResponse]
     """What is there now, then every change. Resumable from the last revision seen."""
@@ -136,6 +137,7 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     UpdateBudget: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateBudgetRequest, _controlplane_pb2.UpdateBudgetResponse]  # type: ignore[assignment]
     DeleteBudget: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteBudgetRequest, _controlplane_pb2.DeleteBudgetResponse]  # type: ignore[assignment]
     ListUsage: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListUsageRequest, _controlplane_pb2.ListUsageResponse]  # type: ignore[assignment]
+    """What was used and what it cost. NO_LEADER while no control plane leads."""
     ListAuditEvents: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListAuditEventsRequest, _controlplane_pb2.ListAuditEventsResponse]  # type: ignore[assignment]
     WatchResources: _aio.UnaryStreamMultiCallable[_controlplane_pb2.WatchResourcesRequest, _controlplane_pb2.WatchResourcesResponse]  # type: ignore[assignment]
     """What is there now, then every change. Resumable from the last revision seen."""
@@ -428,7 +430,8 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _controlplane_pb2.ListUsageRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_controlplane_pb2.ListUsageResponse, _abc.Awaitable[_controlplane_pb2.ListUsageResponse]]: ...
+    ) -> _typing.Union[_controlplane_pb2.ListUsageResponse, _abc.Awaitable[_controlplane_pb2.ListUsageResponse]]:
+        """What was used and what it cost. NO_LEADER while no control plane leads."""
 
     @_abc_1.abstractmethod
     def ListAuditEvents(

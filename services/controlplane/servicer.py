@@ -25,7 +25,7 @@ from services.core.records import ApiKey, Budget, Tag, Tenant, VersionRecord
 from services.ports.store import Store
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert import controlplane as convert
-from services.rpc.interceptors.access import principal
+from services.rpc.interceptors.access import caller, principal
 from services.runtime.ids import request_id_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -55,12 +55,19 @@ class LeadingScheduler(Protocol):
     async def workers(self, *, size: int, token: str) -> scheduler_pb2.ListReportersResponse: ...
 
 
+class UsagePages(Protocol):
+    """``usage.listing.UsageListing``."""
+
+    async def page(self, request: pb.ListUsageRequest, *, forwarded: bool) -> pb.ListUsageResponse: ...
+
+
 class ControlPlaneServicer(NotYetServed):
     def __init__(
         self,
         service: ControlPlaneService,
         store: Store,
         scheduler: LeadingScheduler,
+        usage: UsagePages,
         *,
         require_current: Callable[[Principal], None],
     ) -> None:
@@ -71,6 +78,7 @@ class ControlPlaneServicer(NotYetServed):
         self._service = service
         self._store = store
         self._scheduler = scheduler
+        self._usage = usage
         self._require_current = require_current
 
     async def CreateTenant(
@@ -267,6 +275,9 @@ class ControlPlaneServicer(NotYetServed):
             leader_id=page.leadership.leader_id,
             leader_epoch=page.leadership.epoch,
         )
+
+    async def ListUsage(self, request: pb.ListUsageRequest, context: Context) -> pb.ListUsageResponse:
+        return await self._usage.page(request, forwarded=not caller())
 
     async def ListEvents(self, request: pb.ListEventsRequest, context: Context) -> pb.ListEventsResponse:
         wanted = Filter(convert.event_kinds(request.kinds), request.resource)

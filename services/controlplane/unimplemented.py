@@ -14,12 +14,11 @@ def _refuse(what: str, instead: str) -> NoReturn:
 
 
 _ROLLOUTS = "update a deployment's version instead, which moves all its replicas"
-_USAGE = "each answer carries its own usage"
 _AUDIT = "read the control plane's log instead, which has every change"
 
 
 class NotYetServed(controlplane_pb2_grpc.ControlPlaneServiceServicer):
-    """Base of the servicer: rollouts, usage and audit answer UNIMPLEMENTED."""
+    """Base of the servicer: rollouts and audit answer UNIMPLEMENTED."""
 
     async def CreateRollout(
         self, request: pb.CreateRolloutRequest, context: object
@@ -47,9 +46,6 @@ class NotYetServed(controlplane_pb2_grpc.ControlPlaneServiceServicer):
 
     async def AbortRollout(self, request: pb.AbortRolloutRequest, context: object) -> pb.AbortRolloutResponse:
         _refuse("rollouts", _ROLLOUTS)
-
-    async def ListUsage(self, request: pb.ListUsageRequest, context: object) -> pb.ListUsageResponse:
-        _refuse("usage records", _USAGE)
 
     async def ListAuditEvents(
         self, request: pb.ListAuditEventsRequest, context: object

@@ -12,6 +12,7 @@ from services.core.errors import FairwayError, QueueFull, ShareExceeded
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import Budget
 from services.core.shares import share_of
+from services.core.usage import RequestUsage
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.policy.retry import RetryBudget
 from services.gateway.response_cache import ResponseCache
@@ -78,6 +79,8 @@ class Ports:
     # Builds the domain error of (reason, message) from a worker.
     error_of: Callable[[str, str], FairwayError]
     telemetry: GatewayTelemetry = field(default_factory=GatewayTelemetry)
+    # Receives each request's usage once it is settled.
+    report_usage: Callable[[RequestUsage], None] = lambda _event: None
     # Returns the pressure of a version, 0..1, as far as it is reported.
     pressure: Callable[[str], float] = lambda _digest: 0.0
     # Returns the budgets of a tenant.

@@ -64,6 +64,10 @@ class Settings(BaseModel):
         default="folder",
         pattern=r"^(folder|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]{0,512})?)$",
     )
+    # Folder of the usage ledger, shared by all control planes; default: the bucket, or in the state folder.
+    usage_dir: Path | None = None
+    # Days that usage records are kept.
+    usage_retention_days: int = Field(default=400, ge=1, le=3660)
     # URL of the object store; empty: Amazon's for the region.
     s3_endpoint: str = Field(default="", pattern=r"^(https?://[^\s/@]+/?)?$")
     # Region of the object store.

@@ -28,6 +28,10 @@ class Ids:
         """Return a new id that links an error response to a log line."""
         return "inc_" + secrets.token_hex(8)
 
+    def source_id(self) -> str:
+        """Return a new id of one life of a process, as a source of usage events."""
+        return "src-" + secrets.token_hex(12)
+
     def store_generation(self) -> str:
         """Return a new id of a store of fleet state: "gen_" and 32 hex digits."""
         return "gen_" + secrets.token_hex(16)

@@ -34,7 +34,7 @@ def documented(everyone: frozenset[str]) -> dict[str, Described]:
             metric.kind,
             metric.text,
             frozenset(metric.labels),
-            everyone if metric.role == ALL else frozenset({metric.role}),
+            everyone if metric.role == ALL else frozenset(metric.role.split(" and ")),
         )
         for metric in metric_list()
     }

@@ -31,10 +31,14 @@ def test_no_folder_is_crowded() -> None:
     assert [found for found in modules_by_folder(code_files()).most_common() if found[1] > 16] == []
 
 
+# 35,000 were enough before the usage ledger. A capability that adds a page raises it by the page's words.
+MAX_DOCS_WORDS = 36_000
+
+
 def test_the_documents_can_be_read() -> None:
     # The reference is generated and looked up, not read.
     read = {page: words for page, words in documents().items() if not page.startswith("docs/reference/")}
-    assert sum(read.values()) <= 35_000
+    assert sum(read.values()) <= MAX_DOCS_WORDS
 
 
 @pytest.mark.parametrize("prose", ["# The worker tells the leader.", '"""Whom the queue asks."""'])

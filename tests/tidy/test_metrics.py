@@ -45,7 +45,7 @@ def selectors(expression: str) -> list[tuple[str, list[tuple[str, str]]]]:
 
 def test_there_are_alerts_and_dashboards() -> None:
     assert len(_rules()) > 10
-    assert {path.stem for path in DASHBOARDS} == {"fleet", "tenants", "workers", "control"}
+    assert {path.stem for path in DASHBOARDS} == {"fleet", "tenants", "workers", "control", "usage"}
 
 
 def test_expressions_name_metrics_that_exist() -> None:

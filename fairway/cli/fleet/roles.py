@@ -186,6 +186,7 @@ def role_environment(
         required["FAIRWAY_RECORD_KEYS_FILE"] = str(state.secret("record_keys"))
     if role == "controlplane":
         required["FAIRWAY_ADMIN_KEY_FILE"] = str(state.secret("admin_key"))
+        defaults["FAIRWAY_USAGE_DIR"] = str(state.data("usage"))
     if role == "worker":
         required["FAIRWAY_WORKER_ID"] = name
     overrides = {

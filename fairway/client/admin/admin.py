@@ -21,6 +21,7 @@ import grpc
 from fairway.client.admin.calls import Service
 from fairway.client.admin.models import Models
 from fairway.client.admin.resources import Budgets, Deployments, Keys, Nodes, Tenants
+from fairway.client.admin.usage import UsageRecords
 from fairway.client.admin.watch import Missed, OnLost, watch_events
 from fairway.client.attempts import Core
 from fairway.client.endpoints import check_addresses
@@ -218,6 +219,10 @@ class AdminClient:
     @property
     def placements(self) -> Placements:
         return Placements(self._control())
+
+    @property
+    def usage(self) -> UsageRecords:
+        return UsageRecords(self._control())
 
     @property
     def models(self) -> Models:

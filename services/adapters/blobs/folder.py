@@ -23,14 +23,14 @@ from typing import Final, TypeVar
 import structlog
 
 from services.adapters.blobs.digests import PIECE_BYTES, Verifier, damaged, hex_of, is_name
-from services.adapters.threads import in_thread
-from services.core.errors import IntegrityError, NotFound, StoreUnavailable
+from services.adapters.synced_files import disk_errors, on_disk, remove_unlocked, sync_folder
+from services.core.errors import IntegrityError, NotFound
 from services.ports.blob_store import MAX_BLOB_BYTES, StoredBlob
 
 log = structlog.get_logger()
 T = TypeVar("T")
 _WRITE_BYTES: Final = 1024 * 1024
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_STORE: Final = "blob store"
 
 
 class FolderBlobs:
@@ -42,11 +42,11 @@ class FolderBlobs:
         self._blobs = self._root / "sha256"
         self._unfinished = self._root / "unfinished"
         self._damaged = self._root / "damaged"
-        with _disk_errors():
+        with disk_errors(_STORE):
             for folder in (self._blobs, self._unfinished, self._damaged):
                 folder.mkdir(parents=True, exist_ok=True)
             for leftover in sorted(self._unfinished.iterdir()):
-                _remove_unlocked(leftover)
+                remove_unlocked(leftover)
 
     async def put(self, digest: str, data: AsyncIterable[bytes], size_bytes: int) -> None:
         verifier = Verifier(digest, size_bytes, most_bytes=MAX_BLOB_BYTES)
@@ -141,7 +141,7 @@ class FolderBlobs:
         for path in sorted([*self._damaged.iterdir(), *self._unfinished.iterdir()]):
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < before_unix_s:
-                    swept += 1 if dry_run else _remove_unlocked(path)
+                    swept += 1 if dry_run else remove_unlocked(path)
         return swept
 
     @contextmanager
@@ -201,7 +201,7 @@ class _Upload:
             self._path.rename(self._target)
         self._path = None
         for folder in (self._target.parent, self._target.parent.parent):
-            _sync_folder(folder)
+            sync_folder(folder)
 
     def close(self) -> None:
         if self._file is not None:
@@ -258,38 +258,4 @@ def _listed(folder: Path) -> tuple[StoredBlob, ...]:
 
 
 async def _on_disk(work: Callable[[], T]) -> T:
-    with _disk_errors():
-        return await in_thread(work)
-
-
-@contextmanager
-def _disk_errors() -> Iterator[None]:
-    """Turn an OSError into StoreUnavailable, whose text contains no path."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _FULL:
-            message = "the disk of the blob store is full: free some space and try again"
-        else:
-            message = f"the blob store cannot be used: {os.strerror(error.errno or errno.EIO)}"
-        raise StoreUnavailable(message, errno=errno.errorcode.get(error.errno or 0, "EIO")) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove_unlocked(path: Path) -> bool:
-    """Remove a file that no process is writing; return whether it was removed."""
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        path.unlink(missing_ok=True)
-        return True
-    return False
+    return await on_disk(work, store=_STORE)

@@ -179,7 +179,7 @@ class S3Blobs:
 
     async def _within(self, request: Awaitable[T], timeout_s: float) -> T:
         """Return the response. Raises StoreUnavailable, or that an object is missing or already exists."""
-        async with _store_errors(timeout_s):
+        async with store_errors(timeout_s):
             return await request
 
 
@@ -206,7 +206,7 @@ async def _together(checks: Sequence[Awaitable[None]]) -> None:
 
 
 @asynccontextmanager
-async def _store_errors(timeout_s: float) -> AsyncIterator[None]:
+async def store_errors(timeout_s: float) -> AsyncIterator[None]:
     """Turn errors of store and network into StoreUnavailable, whose text has no address and no key."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -216,7 +216,7 @@ async def _store_errors(timeout_s: float) -> AsyncIterator[None]:
     except (FileNotFoundError, AlreadyExistsError):
         raise
     except (PermissionDeniedError, UnauthenticatedError) as error:
-        message = "the object store refuses the registry's credentials: see FAIRWAY_S3_CREDENTIALS_FILE"
+        message = "the object store refuses the credentials: see FAIRWAY_S3_CREDENTIALS_FILE"
         raise _unavailable(message, error) from error
     except (BaseError, OSError) as error:
         raise _unavailable("the object store cannot be reached or answers with an error", error) from error

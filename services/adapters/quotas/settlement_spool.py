@@ -7,19 +7,19 @@ process at a time owns the folder, because a second one would rewrite the file w
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final, Literal
+from typing import Final
 
 import msgspec
 import structlog
 
 from services.adapters.quotas.held_claims import HeldClaims, held_by, with_held
+from services.adapters.synced_files import append_to_file, own_folder, replace_file
 from services.adapters.threads import in_thread
 from services.core.generation import Usage
 from services.core.shares import share_of
@@ -89,7 +89,7 @@ class SettlementSpool:
         Raises BlockingIOError when another process owns the folder, or OSError.
         """
         if self._lock < 0:
-            self._lock = await in_thread(_own, self._path.parent)
+            self._lock = await in_thread(own_folder, self._path.parent)
         found, self._stored_bytes = await in_thread(_load, self._path)
         self._counted(found)
         return found
@@ -141,7 +141,7 @@ class SettlementSpool:
             self._begin(self._take(), anew=False)
 
     def _begin(self, lines: list[bytes], *, anew: bool) -> None:
-        store = partial(_replace if anew else _append, self._path, b"".join(lines))
+        store = partial(replace_file if anew else append_to_file, self._path, b"".join(lines))
         self._writing = asyncio.get_running_loop().run_in_executor(self._thread, store)
         self._writing.add_done_callback(partial(self._written, lines))
 
@@ -170,18 +170,6 @@ def _line(reservation: Reservation, usage: Usage) -> bytes:
     return msgspec.json.encode(line) + b"\n"
 
 
-def _own(folder: Path) -> int:
-    """Return a descriptor that locks the folder against other processes until it is closed."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
-
-
 def _load(path: Path) -> tuple[list[Settlement], int]:
     try:
         data = path.read_bytes()
@@ -197,55 +185,3 @@ def _load(path: Path) -> tuple[list[Settlement], int]:
         reservation = Reservation(read.tenant_id, read.request_id, read.local, admitted_us=read.admitted_us)
         found.append((with_held(reservation, read.held), Usage(*read.usage)))
     return found, len(data)
-
-
-def _append(path: Path, data: bytes) -> int:
-    """Append and sync the data; return the size of the file. An incomplete append is truncated again."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _private(path, "ab") as file:
-        size_bytes = file.tell()
-        try:
-            file.write(b"" if not size_bytes or _ends_line(path) else b"\n")
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        except OSError:
-            os.truncate(path, size_bytes)
-            raise
-        written_bytes = file.tell()
-    if not size_bytes:
-        _sync_folder(path.parent)  # the file may be new
-    return written_bytes
-
-
-def _ends_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-def _replace(path: Path, data: bytes) -> int:
-    """Replace the content of the file by the data and sync it; return its size."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    with _private(new, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    _sync_folder(path.parent)
-    return len(data)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _private(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
-    """Open a file that no other user may read."""
-    kind = os.O_APPEND if mode == "ab" else os.O_TRUNC
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | kind, 0o600), mode)

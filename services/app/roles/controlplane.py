@@ -5,10 +5,13 @@ from __future__ import annotations
 from fairway.v1 import (
     controlplane_pb2,
     controlplane_pb2_grpc,
+    usage_pb2,
+    usage_pb2_grpc,
 )
 from services.adapters.grpc.queues import GrpcQueues
 from services.app.environment import Environment
 from services.app.process import Role
+from services.app.roles.ledger import open_ledger
 from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
@@ -20,10 +23,10 @@ from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.controlplane.spend_alerts import SpendAlerts
 from services.controlplane.telemetry import ReconcilerTelemetry
-from services.core.records import (
-    ROOT,
-    leader_key,
-)
+from services.controlplane.usage.servicer import UsageServicer
+from services.controlplane.usage.settler import UsageSettler
+from services.core.limits import Price
+from services.core.records import DEPLOYMENTS, ROOT, Deployment, leader_key
 from services.rpc.server import Service
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.process.health import Check
@@ -42,9 +45,18 @@ def controlplane(environment: Environment) -> Role:
     )
     identity = environment.identity()
     sealer = Sealer(environment.internal_token.encode())
-    service = ControlPlaneService(store, clock, sealer, open_redis(environment))
+    limiter = open_redis(environment)
+    service = ControlPlaneService(store, clock, sealer, limiter)
     alerts = SpendAlerts(store, service.budgets, election, leader_key("controlplane"), clock, events=recorder)
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
+    environment.closing.push_async_callback(queues.close)
+    ledger, listing = open_ledger(environment, election)
+
+    def price_of(model: str) -> Price:
+        held = fleet.view.get(DEPLOYMENTS + model)
+        return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
+
+    settler = UsageSettler(ledger, limiter, clock, price_of=price_of)
 
     async def start() -> None:
         await environment.store.found(environment.ids.store_generation())
@@ -54,13 +66,20 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("reconciler", reconciler.run())
         environment.supervisor.spawn("event recorder", recorder.run())
+        environment.supervisor.spawn("usage ledger", ledger.run())
+        environment.supervisor.spawn("usage settler", settler.run())
         environment.supervisor.spawn("spend alerts", alerts.run())
 
     server = environment.server(
         Service(
             controlplane_pb2.DESCRIPTOR.services_by_name["ControlPlaneService"],
             controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
-            ControlPlaneServicer(service, store, queues, require_current=identity.require_current),
+            ControlPlaneServicer(service, store, queues, listing, require_current=identity.require_current),
+        ),
+        Service(
+            usage_pb2.DESCRIPTOR.services_by_name["UsageService"],
+            usage_pb2_grpc.add_UsageServiceServicer_to_server,
+            UsageServicer(ledger),
         ),
         identity=identity,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from secrets import token_bytes
 from typing import Final
@@ -28,7 +29,13 @@ from services.adapters.record_cipher import RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.app.environment import Environment
 from services.app.process import Role
-from services.app.roles.shared import open_directory, open_model_files, open_redis, redis_password
+from services.app.roles.ledger import open_usage_outbox, start_outbox
+from services.app.roles.shared import (
+    open_directory,
+    open_model_files,
+    open_redis,
+    redis_password,
+)
 from services.core.errors import StoreUnavailable
 from services.core.limits import TOKEN_RATES, LimitKind
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
@@ -64,6 +71,7 @@ from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.idempotency import RecordLimits
 from services.ports.message_stream import StreamClient
+from services.ports.usage import UsageOutbox
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
@@ -92,9 +100,10 @@ def gateway(environment: Environment) -> Role:
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     identity = environment.identity()
     files = open_model_files(environment)
+    outbox = open_usage_outbox(environment)
     quotas = _Quotas(environment)
     gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
-    service = _gateway_service(environment, identity, files, quotas, gateway_id)
+    service = _gateway_service(environment, identity, files, quotas, gateway_id, outbox)
 
     def received() -> Received:
         arrived, now_s = arrival(), clock.monotonic_s()
@@ -123,6 +132,7 @@ def gateway(environment: Environment) -> Role:
 
     async def start() -> None:
         await files.own()
+        await start_outbox(environment, outbox)
         await quotas.start()
 
     async def start_serving() -> None:
@@ -136,7 +146,8 @@ def gateway(environment: Environment) -> Role:
         await http.stop(1.0)
 
     draining = Check("draining", lambda: "this gateway is shutting down" if service.draining else "")
-    return Role(server, start=start, open=start_serving, drain=drain, checks=(draining,))
+    usage = Check("usage", lambda: outbox.problem, withdraws=False)
+    return Role(server, start=start, open=start_serving, drain=drain, checks=(draining, usage))
 
 
 def _http_server(environment: Environment, service: GatewayService, identity: KeyDirectory) -> HttpServer:
@@ -236,7 +247,12 @@ class _Quotas:
 
 
 def _gateway_service(
-    environment: Environment, identity: KeyDirectory, files: ModelFiles, quotas: _Quotas, gateway_id: str
+    environment: Environment,
+    identity: KeyDirectory,
+    files: ModelFiles,
+    quotas: _Quotas,
+    gateway_id: str,
+    outbox: UsageOutbox,
 ) -> IdempotentService:
     settings, clock = environment.settings, environment.clock
     threads = ThreadPoolExecutor(_NAMING_THREADS, "prefixes")
@@ -253,7 +269,7 @@ def _gateway_service(
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     limits = _limits(settings)
     return IdempotentService(
-        _keyed_ports(environment, quotas, gateway_id, limits),
+        replace(_keyed_ports(environment, quotas, gateway_id, limits), report_usage=outbox.add),
         validator=Validator(
             catalog,
             identity,
@@ -262,7 +278,7 @@ def _gateway_service(
         ),
         identity=identity,
         catalog=catalog,
-        ports=_gateway_ports(environment, quotas, gateway_id),
+        ports=replace(_gateway_ports(environment, quotas, gateway_id), report_usage=outbox.add),
         limits=limits,
     )
 

@@ -37,10 +37,11 @@ def open_election(environment: Environment, role: str, leader: Leader) -> Electi
     return election
 
 
-def open_directory(environment: Environment) -> SchedulerDirectory:
-    directory = SchedulerDirectory(environment.store, environment.clock)
+def open_directory(environment: Environment, role: str = "scheduler") -> SchedulerDirectory:
+    """Return the directory of a role's leader, which follows the store from now on."""
+    directory = SchedulerDirectory(environment.store, environment.clock, role=role)
     environment.exported.informer(directory.informer)
-    environment.supervisor.spawn("scheduler directory", directory.run())
+    environment.supervisor.spawn(f"{role} directory", directory.run())
     return directory
 
 

@@ -10,9 +10,9 @@ from services.adapters.grpc.client_stream import GrpcStreams
 from services.adapters.links.leader_streams import StreamReportLinks
 from services.adapters.links.reporter import Reporter
 from services.adapters.model_files.cache import ModelFiles
-from services.adapters.usage.no_outbox import NoUsageOutbox
 from services.app.environment import Environment
 from services.app.process import Role
+from services.app.roles.ledger import open_usage_outbox, start_outbox
 from services.app.roles.shared import open_directory, open_model_files
 from services.gateway.text.check import TextProcessCheck
 from services.ports.clock import Clock
@@ -40,7 +40,8 @@ def worker(environment: Environment) -> Role:
     telemetry = WorkerTelemetry(
         environment.metrics, clock=clock, tracing=environment.tracing, lines=environment.request_lines
     )
-    device = DeviceTime(_device_kind(settings), NoUsageOutbox(), clock)
+    outbox = open_usage_outbox(environment)
+    device = DeviceTime(_device_kind(settings), outbox, clock)
     host = SequenceHost(
         changed=_ignore,
         not_admitted=telemetry.not_admitted,
@@ -62,6 +63,10 @@ def worker(environment: Environment) -> Role:
     host.changed = reporter.changed
     environment.closing.push_async_callback(reporter.close)
 
+    async def start() -> None:
+        await files.own()
+        await start_outbox(environment, outbox)
+
     async def start_serving() -> None:
         environment.supervisor.spawn("agent", agent.run())
         reporter.start()
@@ -78,10 +83,10 @@ def worker(environment: Environment) -> Role:
     )
     return Role(
         server,
-        start=files.own,
+        start=start,
         open=start_serving,
         drain=agent.drain,
-        checks=(Check("engines", agent.problem),),
+        checks=(Check("engines", agent.problem), Check("usage", lambda: outbox.problem, withdraws=False)),
         named=lambda: {f"version/{digest}": moves for digest, moves in agent.moving().items()},
     )
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from services.core.errors import FairwayError, StoreUnavailable
 from services.core.generation import GenerationSpec, TokenLogprobs, Usage
+from services.core.usage import RequestUsage
 from services.gateway.events import Accepted, Finished
 from services.gateway.idempotency.followers import FollowerBroadcast, too_large
 from services.gateway.idempotency.record_codec import (
@@ -51,6 +52,7 @@ class RecordOwnership:
         self._stop_retaining = stop_retaining
         self._outcome: Finished | FairwayError | None = None
         self._settled: tuple[Reservation, Usage] | None = None
+        self._report: RequestUsage | None = None
         self._written_s = ports.clock.monotonic_s()
         self._open = True
         self._quiet = asyncio.Event()
@@ -131,7 +133,7 @@ class RecordOwnership:
         ended = isinstance(outcome, Finished) or (self._broadcast.terms is not None and ends_record(outcome))
         reservation, usage = self._settled or (None, _NOTHING)
         chunk = self._last_chunk(outcome, ended=ended)
-        return outcome, Ending(self.hold, chunk, reservation, usage, ended)
+        return outcome, Ending(self.hold, chunk, reservation, usage, ended, self._report)
 
     def _last_chunk(self, outcome: Finished | FairwayError, *, ended: bool) -> bytes:
         if self._broadcast.terms is None:
@@ -168,6 +170,10 @@ class RecordOwnership:
     async def settle(self, reservation: Reservation, usage: Usage) -> None:
         """Retain the settlement; it is written together with the record."""
         self._settled = (reservation, usage)
+
+    def report_usage(self, event: RequestUsage) -> None:
+        """Retain the report; it is sent once the settlement counts."""
+        self._report = event
 
     def credit(self, choice: int) -> None:
         """Grant the worker as much more credit as the followers' progress permits."""

@@ -199,7 +199,8 @@ class KeyedRun:
         earlier = await self._reader.load(self._ports.store, self.key, claim.chunks)
         if not self.broadcast.whole:
             raise too_large()  # the retained part of the output is not enough to continue
-        request, task = self._launch(ownership, earlier, partial(self._record, ownership), ownership.settle)
+        record = partial(self._record, ownership)
+        request, task = self._launch(ownership, earlier, record, ownership.settle, ownership.report_usage)
         ownership.start(request, [found.chars for found in earlier.produced] if earlier is not None else ())
         if self._stopped is not None:
             request.cancel(self._stopped)
@@ -240,6 +241,8 @@ class KeyedRun:
         if found is EndingOutcome.FENCED:
             log.info("idempotency.fenced", record=self.key.digest[:12])
             return False
+        if ending.report is not None:  # the usage counts here: in the record, or settled apart from it
+            self._ports.report_usage(ending.report)
         self._deliver(outcome)
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -11,6 +12,7 @@ from typing import Final
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.generation import Principal
+from services.core.usage import RequestUsage
 from services.gateway.catalog import ModelCatalog, PinnedVersion
 from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.idempotency.record_codec import degraded_out
@@ -111,6 +113,7 @@ class IdempotentService(GatewayService):
         earlier: EarlierRun | None,
         record: Record,
         settle: Settle,
+        report_usage: Callable[[RequestUsage], None],
     ) -> tuple[Request, asyncio.Task[None]]:
         """Start or resume a request. Its clients have deadlines; the request has the server's.
 
@@ -133,7 +136,14 @@ class IdempotentService(GatewayService):
             version = PinnedVersion(accepted.version_digest, accepted.route_revision)
             resume = Resume(version, earlier.produced, degraded_out(accepted.degraded))
         longest_s = min(self.limits.max_timeout_s, self.max_timeout_s(principal, generation))
-        terms = RunTerms(received, longest_s, resume=resume, record=record, settle=settle)
+        terms = RunTerms(
+            received,
+            longest_s,
+            resume=resume,
+            record=record,
+            settle=settle,
+            report_usage=report_usage,
+        )
         return self.start(principal, generation, sink, terms)
 
 

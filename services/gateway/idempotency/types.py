@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.core.generation import Usage
+from services.core.usage import RequestUsage
 from services.gateway.events import RequestSink
 from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.idempotency.telemetry import KeyedTelemetry
@@ -55,6 +56,7 @@ class Launch(Protocol):
         earlier: EarlierRun | None,
         record: Record,
         settle: Settle,
+        report_usage: Callable[[RequestUsage], None],
     ) -> tuple[Request, asyncio.Task[None]]: ...
 
 
@@ -67,6 +69,7 @@ class Ending:
     reservation: Reservation | None
     usage: Usage
     ended: bool
+    report: RequestUsage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +88,5 @@ class KeyedPorts:
     # Tokens that may be under way to a client and untaken.
     window_tokens: int
     limits: KeyedLimits
+    # Receives each request's usage once it is settled.
+    report_usage: Callable[[RequestUsage], None] = lambda _event: None

@@ -101,10 +101,8 @@ class RequestAdmission:
         except BaseException:
             # The slot is released before the error is returned, so that the client's next request finds it
             # free.
-            releasing = self._ports.supervisor.spawn(
-                f"undo {request_id}", self._release(reservation, reserving)
-            )
-            await asyncio.shield(releasing)
+            undoing = self._release(reservation, reserving)
+            await asyncio.shield(self._ports.supervisor.spawn(f"undo {request_id}", undoing))
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
         return Admitted(
@@ -117,6 +115,7 @@ class RequestAdmission:
             self._limits,
             telemetry,
             degradations,
+            price,
         )
 
     def max_timeout_s(self, principal: Principal, user: str) -> float:

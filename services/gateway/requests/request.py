@@ -129,7 +129,7 @@ class Request:
                 results = await self._run_choices(admitted)
         finally:
             usage = self.usage
-            await self._settle(admitted.reservation, usage)
+            await self._settle(admitted, usage)
         for result in results:
             self._ports.outputs.note(
                 admitted.payer.tenant.meta.name, admitted.spec.version_digest, result.output_tokens
@@ -207,13 +207,15 @@ class Request:
             device_s=sum(run.device_us for run in self._runs) / 1e6,
         )
 
-    async def _settle(self, reservation: Reservation, usage: Usage) -> None:
+    async def _settle(self, admitted: Admitted, usage: Usage) -> None:
         """Release the slot before the terminal event, so that the client's next request finds it free.
 
         A store that does not answer must not delay a finished output: the reservation expires by itself.
         """
         self.reservation = None
-        settling = self._try_settle(reservation, usage)
+        report = self._terms.report_usage or self._ports.report_usage
+        report(admitted.usage_report(usage))
+        settling = self._try_settle(admitted.reservation, usage)
         await asyncio.shield(self._ports.supervisor.spawn(f"settle {self.request_id}", settling))
 
     async def _try_settle(self, reservation: Reservation, usage: Usage) -> None:

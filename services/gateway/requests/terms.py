@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from services.core.generation import GenerationSpec, Usage
+from services.core.limits import Price
 from services.core.records import Tenant
+from services.core.usage import RequestUsage
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
 from services.gateway.policy.claims import Payer
@@ -61,6 +63,8 @@ class RunTerms:
     record: Record | None = None
     # Settles the reservation in place of the limiter.
     settle: Settle | None = None
+    # Receives the usage in place of the ports: it is reported when ``settle`` took effect.
+    report_usage: Callable[[RequestUsage], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,23 @@ class Admitted:
     telemetry: RequestTelemetry
     # The differences from the client's request.
     degradations: tuple[Degradation, ...] = ()
+    # At its admission.
+    price: Price = field(default_factory=Price)
+
+    def usage_report(self, usage: Usage) -> RequestUsage:
+        """Return the event of the usage ledger for the settled request."""
+        return RequestUsage(
+            request_id=self.spec.request_id,
+            tenant=self.payer.tenant.meta.name,
+            key_id=self.payer.key.meta.name,
+            user=self.payer.user,
+            model=self.spec.model,
+            version_digest=self.spec.version_digest,
+            ended_unix_s=self.ports.clock.unix_s(),
+            usage=usage,
+            list_micros=self.price.cost_micros(usage),
+            labels=self.payer.key.meta.labels,
+        )
 
     @property
     def tenant(self) -> Tenant:

@@ -30,6 +30,7 @@ from services.rpc.server import RpcServer, Service
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from tests.support.registry import TOKEN, served
+from tests.support.usage_ledgers import NoUsage
 
 CLOCK = SystemClock()
 QUICK = RetryPolicy(first_delay_s=0.01, max_delay_s=0.05)
@@ -41,7 +42,7 @@ class Servicer(ControlPlaneServicer):
     def __init__(self, store: MemoryStore) -> None:
         queues = GrpcQueues(SchedulerDirectory(store, CLOCK), TOKEN, CLOCK, timeout_s=0.2)
         service = ControlPlaneService(store, CLOCK, Sealer(b"k" * 32), MemoryLimiter(CLOCK))
-        super().__init__(service, store, queues, require_current=lambda _: None)
+        super().__init__(service, store, queues, NoUsage(), require_current=lambda _: None)
         self.lost: dict[str, int] = {}
         self.frozen = False
         self.held = 0

@@ -20,6 +20,7 @@ from services.rpc.channel import open_channel
 from services.rpc.server import RpcServer, Service
 from tests.integration.controlplane.plane import DIGEST, OTHER, SEALER, Plane, TurnedClock
 from tests.support.registry import TOKEN, authenticate
+from tests.support.usage_ledgers import NoUsage
 
 
 @pytest_asyncio.fixture
@@ -47,6 +48,7 @@ async def plane() -> AsyncIterator[Plane]:
                     ControlPlaneService(store, clock, SEALER, limiter),
                     store,
                     queues,
+                    NoUsage(),
                     require_current=require_current,
                 ),
             )

@@ -15,7 +15,6 @@ from tests.integration.controlplane.plane import Plane
     ("method", "request_"),
     [
         ("ListRollouts", pb.ListRolloutsRequest()),
-        ("ListUsage", pb.ListUsageRequest()),
         ("ListAuditEvents", pb.ListAuditEventsRequest()),
         ("AbortRollout", pb.AbortRolloutRequest(name="r")),
     ],

@@ -64,6 +64,7 @@ from tests.integration.scheduler_fleet import (
     StaticDirectory,
     place_spec,
 )
+from tests.support.usage_ledgers import NoUsage
 
 ADMIN = auth_metadata("admin")
 CLOCK = SystemClock()
@@ -124,7 +125,7 @@ async def plane(own_etcd: Any) -> AsyncIterator[Plane]:
             Service(
                 pb.DESCRIPTOR.services_by_name["ControlPlaneService"],
                 controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
-                ControlPlaneServicer(service, store, queues, require_current=lambda _: None),
+                ControlPlaneServicer(service, store, queues, NoUsage(), require_current=lambda _: None),
             )
         ],
         listen="127.0.0.1:0",

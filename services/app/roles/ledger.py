@@ -1,0 +1,77 @@
+"""The usage ledger of a control plane, and the outboxes of the processes that report to it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from services.adapters.blobs.s3_bucket import open_bucket
+from services.adapters.grpc.usage import GrpcUsage
+from services.adapters.ledger.folder import FolderLedger
+from services.adapters.ledger.s3 import S3Ledger
+from services.adapters.usage.outbox import DiskOutbox
+from services.app.environment import Environment
+from services.app.roles.shared import open_directory
+from services.controlplane.usage.ledger import UsageLedger
+from services.controlplane.usage.listing import UsageListing
+from services.controlplane.usage.telemetry import LedgerTelemetry
+from services.core.errors import FailedPrecondition
+from services.ports.ledger_store import LedgerStore
+from services.runtime.fleet_state.leadership import Election
+
+_DAY_S: Final = 86_400.0
+
+
+def open_ledger(environment: Environment, election: Election) -> tuple[UsageLedger, UsageListing]:
+    """Return the usage ledger, and the queries of it."""
+    settings, clock = environment.settings, environment.clock
+    ledger = UsageLedger(
+        open_ledger_store(environment),
+        clock,
+        election,
+        writer=environment.ids.request_id(),
+        retention_s=settings.usage_retention_days * _DAY_S,
+        telemetry=LedgerTelemetry(environment.metrics, waiting=lambda: ledger.waiting),
+    )
+    leader = _leader(environment)
+    return ledger, UsageListing(ledger, leader, clock)
+
+
+def open_ledger_store(environment: Environment) -> LedgerStore:
+    """Return the store of the settings. Raises ConfigError, StoreUnavailable for an unusable folder."""
+    settings = environment.settings
+    if settings.usage_dir is None and settings.blob_store != "folder":
+        return S3Ledger(open_bucket(settings, environment.clock))
+    return FolderLedger(settings.usage_dir or settings.state_dir / "usage")
+
+
+def open_usage_outbox(environment: Environment) -> DiskOutbox:
+    """Return the process's outbox of usage events. ``start_outbox`` follows before the first event."""
+    outbox = DiskOutbox(
+        environment.settings.state_dir / "usage",
+        environment.ids.source_id(),
+        _leader(environment),
+        environment.clock,
+        metrics=environment.metrics,
+    )
+    environment.closing.push_async_callback(outbox.close)
+    return outbox
+
+
+async def start_outbox(environment: Environment, outbox: DiskOutbox) -> None:
+    """Own the outbox's folder and deliver from now on.
+
+    Raises FailedPrecondition when another process owns it.
+    """
+    try:
+        await outbox.recover()
+    except OSError as error:
+        raise FailedPrecondition(f"the folder of usage events cannot be used: {error.strerror}") from error
+    environment.supervisor.spawn("usage outbox", outbox.run())
+
+
+def _leader(environment: Environment) -> GrpcUsage:
+    """Return the calls to the leading control plane's ledger."""
+    directory = open_directory(environment, "controlplane")
+    calls = GrpcUsage(directory, environment.internal_token, environment.clock)
+    environment.closing.push_async_callback(calls.close)
+    return calls

@@ -1,0 +1,131 @@
+"""Usage ledgers on one store, and the elections and sources that tests give them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Final
+
+from fairway.v1 import controlplane_pb2 as pb
+from services.controlplane.usage.ledger import UsageLedger
+from services.controlplane.usage.policy.book import UsageReport
+from services.controlplane.usage.policy.queries import Dimension, UsageQuery
+from services.core.errors import NoLeader
+from services.core.generation import Usage
+from services.core.usage import RequestUsage, SequenceDeviceUse, UsageEvent
+from services.ports.clock import Clock
+from services.ports.ledger_store import LedgerStore
+
+UNIX_S: Final = 1_800_000_000.0
+HOUR: Final = int(UNIX_S // 3600)
+DAY_S: Final = 86_400.0
+
+
+class SetElection:
+    """An election that a test decides. Several may lead at once, as when one was frozen."""
+
+    def __init__(self, epoch: int | None = None) -> None:
+        self.epoch = epoch
+        self._turned = asyncio.Event()
+
+    def turn(self, epoch: int | None) -> None:
+        self.epoch = epoch
+        turned, self._turned = self._turned, asyncio.Event()
+        turned.set()
+
+    async def wait_leading(self) -> int:
+        while self.epoch is None:
+            await self._turned.wait()
+        return self.epoch
+
+    async def wait_lost(self, epoch: int) -> None:
+        while self.epoch == epoch:
+            await self._turned.wait()
+
+
+def ledger_of(store: LedgerStore, clock: Clock, election: SetElection, *, writer: str = "a") -> UsageLedger:
+    return UsageLedger(store, clock, election, writer=writer, retention_s=400 * DAY_S)
+
+
+async def until_leading(ledger: UsageLedger) -> None:
+    async with asyncio.timeout(30):
+        while not ledger.leads:
+            await asyncio.sleep(0.001)
+
+
+def request_usage(name: str, *, ended_unix_s: float = UNIX_S) -> RequestUsage:
+    """Return the report of a request whose key is its own name, so that each has a line."""
+    return RequestUsage(
+        request_id=name,
+        tenant="acme",
+        key_id=name,
+        user="",
+        model="chat",
+        version_digest="sha256:1",
+        ended_unix_s=ended_unix_s,
+        usage=Usage(100, 20, 40),
+        list_micros=500,
+    )
+
+
+def sequence_use(name: str, *, ended_unix_s: float = UNIX_S, worker_id: str = "w1") -> SequenceDeviceUse:
+    return SequenceDeviceUse(
+        request_id=name,
+        choice=0,
+        tenant="acme",
+        model="chat",
+        version_digest="sha256:1",
+        worker_id=worker_id,
+        device_type="cpu",
+        cost_per_hour=3.6,
+        ended_unix_s=ended_unix_s,
+        usage=Usage(100, 20, 40),
+        device_s=2.0,
+    )
+
+
+class Sender:
+    """A source as the outbox is one: in order, the same again until it is acknowledged, then trimmed."""
+
+    def __init__(self, name: str, events: list[UsageEvent], *, batch: int = 3) -> None:
+        self.name = name
+        self.acknowledged = 0
+        self._lost_until = 0
+        self._events = events
+        self._batch = batch
+
+    @property
+    def done(self) -> bool:
+        return self.acknowledged >= len(self._events)
+
+    def report(self, first: int) -> UsageReport:
+        """Return the batch that begins with an event."""
+        events = tuple(self._events[first - 1 : first - 1 + self._batch])
+        return UsageReport(self.name, first, events, self._lost_until)
+
+    async def send(self, ledger: UsageLedger) -> None:
+        """Send the next batch. Raises what the ledger does."""
+        report = self.report(self.acknowledged + 1)
+        last = await ledger.report(report)
+        self._lost_until = self.acknowledged if last < self.acknowledged else 0
+        self.acknowledged = max(self.acknowledged, min(last, len(self._events)))
+
+
+async def booked(ledger: UsageLedger, hour: int = HOUR) -> dict[str, tuple[int, int, int]]:
+    """Return requests, output tokens and device microseconds by key."""
+    query = UsageQuery(hour - 48, hour + 48, group_by=(Dimension.KEY,))
+    return {
+        row.line.key_id: (row.amounts.requests, row.amounts.output_tokens, row.amounts.device_us)
+        for row in await ledger.rows(query)
+    }
+
+
+def moved(use: SequenceDeviceUse, hours: int) -> SequenceDeviceUse:
+    return replace(use, ended_unix_s=use.ended_unix_s + 3600 * hours)
+
+
+class NoUsage:
+    """``UsagePages`` and ``LeadingLedger`` where no control plane has a ledger."""
+
+    async def page(self, request: pb.ListUsageRequest, *, forwarded: bool = False) -> pb.ListUsageResponse:
+        raise NoLeader("no control plane leads")

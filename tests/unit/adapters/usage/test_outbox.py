@@ -1,0 +1,242 @@
+"""The outbox on a real disk: what was synced is delivered, over crashes, refusals and lost answers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from fairway.v1 import usage_pb2 as pb
+from services.adapters.usage.outbox import MAX_BYTES, DiskOutbox
+from services.core.errors import NoLeader
+from services.runtime.clock import SystemClock
+from tests.support.tiny_disk import tiny_disk
+from tests.support.usage_ledgers import request_usage
+from tests.tidy.sources import ROOT
+
+
+class Reports:
+    """A ledger in memory. ``down``: it answers nothing. ``lose_answers``: it stores, and does not answer."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, int] = {}
+        self.stored: list[str] = []
+        self.calls: list[tuple[str, int, int, int]] = []
+        self.down = False
+        self.lose_answers = 0
+
+    async def report(self, source: str, first: int, events: Sequence[pb.UsageEvent], lost_until: int) -> int:
+        self.calls.append((source, first, len(events), lost_until))
+        await asyncio.sleep(0)
+        if self.down:
+            raise NoLeader("nobody leads")
+        last = max(self.last.get(source, 0), min(lost_until, first - 1))
+        if first <= last + 1:
+            self.stored += [event.request.request_id for event in events[last + 1 - first :]]
+            last = max(last, first + len(events) - 1)
+        self.last[source] = last
+        if self.lose_answers:
+            self.lose_answers -= 1
+            raise NoLeader("the answer was lost")
+        return last
+
+
+def outbox_of(
+    folder: Path, reports: Reports, source: str = "life-1", max_bytes: int = MAX_BYTES
+) -> DiskOutbox:
+    return DiskOutbox(folder / "usage", source, reports, SystemClock(), max_bytes=max_bytes)
+
+
+def add(outbox: DiskOutbox, *names: str) -> None:
+    for name in names:
+        outbox.add(request_usage(name))
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted((folder / "usage").glob("*.events"))
+
+
+async def test_events_are_delivered_in_order_and_trimmed(tmp_path: Path) -> None:
+    reports = Reports()
+    outbox = outbox_of(tmp_path, reports)
+    await outbox.recover()
+    running = asyncio.ensure_future(outbox.run())
+    add(outbox, "a", "b")
+    async with asyncio.timeout(10):
+        while reports.stored != ["a", "b"]:
+            await asyncio.sleep(0.01)
+        add(outbox, "c")
+        while reports.stored != ["a", "b", "c"] or files(tmp_path):
+            await asyncio.sleep(0.01)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    assert outbox.size_bytes == 0
+    assert outbox.problem == ""
+    await outbox.close()
+
+
+async def test_nothing_is_trimmed_before_it_is_acknowledged(tmp_path: Path) -> None:
+    reports = Reports()
+    reports.lose_answers = 1
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, "a", "b")
+    await outbox.sync()
+    assert not await outbox.send()
+    assert len(files(tmp_path)) == 1
+    add(outbox, "c")
+    await outbox.sync()
+    assert await outbox.send()
+    assert reports.stored == ["a", "b", "c"]
+    assert files(tmp_path) == []
+    await outbox.close()
+
+
+async def test_an_event_that_is_added_while_its_file_is_sent_is_not_deleted_with_it(tmp_path: Path) -> None:
+    reports = Reports()
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, "a")
+    await outbox.sync()
+    sending = asyncio.ensure_future(outbox.send())
+    for number in range(50):
+        add(outbox, f"b{number}")
+        await outbox.sync()
+        await asyncio.sleep(0)
+    await sending
+    while not await outbox.send():
+        pass
+    assert reports.stored == ["a", *(f"b{number}" for number in range(50))]
+    await outbox.close()
+
+
+async def test_a_later_life_delivers_what_an_earlier_one_left_under_its_source(tmp_path: Path) -> None:
+    reports = Reports()
+    reports.down = True
+    first = outbox_of(tmp_path, reports)
+    await first.recover()
+    add(first, "a", "b")
+    await first.close()
+    reports.down = False
+    second = outbox_of(tmp_path, reports, "life-2")
+    await second.recover()
+    assert second.size_bytes > 0
+    add(second, "c")
+    await second.sync()
+    assert await second.send()
+    assert reports.stored == ["a", "b", "c"]
+    assert reports.last == {"life-1": 2, "life-2": 1}
+    await second.close()
+
+
+async def test_a_cancelled_write_is_not_repeated(tmp_path: Path) -> None:
+    reports = Reports()
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, "a")
+    writing = asyncio.ensure_future(outbox.sync())
+    await asyncio.sleep(0)
+    writing.cancel()
+    await outbox.close()
+    assert reports.stored == ["a"]
+
+
+async def test_one_process_owns_the_folder(tmp_path: Path) -> None:
+    first, second = outbox_of(tmp_path, Reports()), outbox_of(tmp_path, Reports())
+    await first.recover()
+    with pytest.raises(BlockingIOError):
+        await second.recover()
+    await first.close()
+
+
+async def test_a_torn_end_is_skipped_and_the_gap_is_reported_as_lost(tmp_path: Path) -> None:
+    reports = Reports()
+    reports.down = True
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, "a", "b")
+    await outbox.close()
+    second = outbox_of(tmp_path, reports, "life-1")
+    second._next = 3  # the same source goes on in another file, as after a file became full
+    add(second, "c")
+    await second.sync()
+    await second.close()
+    (torn, _) = files(tmp_path)
+    torn.write_bytes(torn.read_bytes()[:-5])
+    reports.down = False
+    third = outbox_of(tmp_path, reports, "life-2")
+    await third.recover()
+    assert await third.send()
+    assert reports.stored == ["a", "c"]
+    assert reports.calls[-1] == ("life-1", 3, 1, 2)
+    await third.close()
+
+
+async def test_a_full_outbox_counts_what_it_drops_and_says_so(tmp_path: Path) -> None:
+    reports = Reports()
+    outbox = outbox_of(tmp_path, reports, max_bytes=500)
+    add(outbox, *(f"r{number}" for number in range(100)))
+    assert "wait for the ledger" in outbox.problem
+    assert 0 < outbox.lost < 100
+    await outbox.sync()
+    assert await outbox.send()
+    assert outbox.problem == ""
+    assert len(reports.stored) == 100 - outbox.lost
+    await outbox.close()
+
+
+async def test_a_full_disk_keeps_events_in_memory(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "usage", 64 * 1024):
+        reports = Reports()
+        outbox = outbox_of(tmp_path, reports)
+        names = [f"r{number}" for number in range(2000)]
+        add(outbox, *names)
+        await outbox.sync()
+        assert "disk" in outbox.problem
+    await outbox.sync()
+    assert outbox.problem == ""
+    assert await outbox.send()
+    assert reports.stored == names
+    await outbox.close()
+
+
+_CHILD = """
+import asyncio, sys
+from pathlib import Path
+from services.adapters.usage.outbox import MAX_BYTES, DiskOutbox
+from services.core.errors import NoLeader
+from services.runtime.clock import SystemClock
+from tests.support.usage_ledgers import request_usage
+class Nobody:
+    async def report(self, *args):
+        raise NoLeader("nobody leads")
+async def main():
+    outbox = DiskOutbox(Path(sys.argv[1]), "life-1", Nobody(), SystemClock())
+    await outbox.recover()
+    task = asyncio.ensure_future(outbox.run())
+    for number in range(10**6):
+        outbox.add(request_usage(f"r{number}"))
+        if number % 20 == 0:
+            await asyncio.sleep(0.001)
+asyncio.run(main())
+"""
+
+
+async def test_what_was_synced_survives_sigkill(tmp_path: Path) -> None:
+    folder = tmp_path / "usage"
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", _CHILD, str(folder), cwd=ROOT)
+    try:
+        async with asyncio.timeout(60):
+            while sum(path.stat().st_size for path in files(tmp_path)) < 200_000:
+                await asyncio.sleep(0.01)
+    finally:
+        child.kill()
+        await child.wait()
+    reports = Reports()
+    outbox = outbox_of(tmp_path, reports, "life-2")
+    await outbox.recover()
+    assert await outbox.send()
+    assert len(reports.stored) > 1000
+    assert reports.stored == [f"r{number}" for number in range(len(reports.stored))]
+    await outbox.close()

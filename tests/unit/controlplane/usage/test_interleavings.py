@@ -1,0 +1,159 @@
+"""Every event is booked once in any interleaving of duplicated, reordered and retried batches, failing
+writes, killed control planes, and changes of the leader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import suppress
+from random import Random
+from typing import Final
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.controlplane.usage.ledger import UsageLedger
+from services.core.errors import FairwayError, StoreUnavailable
+from services.core.usage import UsageEvent
+from tests.support.clocks import HandClock
+from tests.support.memory_ledger import MemoryLedger
+from tests.support.usage_ledgers import (
+    UNIX_S,
+    Sender,
+    SetElection,
+    booked,
+    ledger_of,
+    request_usage,
+    sequence_use,
+)
+
+REQUESTS: Final = 40
+DEVICE_US: Final = 2_000_000
+
+WEIGHTS: Final = {"send": 10, "again": 4, "elect": 5, "fail": 4, "checkpoint": 2, "pass": 2, "kill": 2}
+STEPS: Final = 120
+
+
+class Faults:
+    """Fails some of the next writes, before or after their effect."""
+
+    def __init__(self, store: MemoryLedger) -> None:
+        self.left = 0
+        self.after = False
+        store.before = lambda operation, name: self._maybe(False)
+        store.after = lambda operation, name: self._maybe(True)
+
+    def _maybe(self, after: bool) -> None:
+        if self.left and self.after is after:
+            self.left -= 1
+            raise StoreUnavailable("the store does not answer")
+
+
+class Plane:
+    """A control plane that can be killed: what it has in memory is lost."""
+
+    def __init__(self, store: MemoryLedger, clock: HandClock, name: str) -> None:
+        self._store, self._clock, self._name = store, clock, name
+        self._lives = 0
+        self.start()
+
+    def start(self) -> None:
+        self._lives += 1
+        self.election = SetElection()
+        self.ledger: UsageLedger = ledger_of(
+            self._store, self._clock, self.election, writer=f"{self._name}{self._lives}"
+        )
+        self.task = asyncio.ensure_future(self.ledger.run())
+
+    async def kill(self) -> None:
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = HandClock(UNIX_S)
+        self.store = MemoryLedger()
+        self.faults = Faults(self.store)
+        self.planes = [Plane(self.store, self.clock, name) for name in "ab"]
+        names = [f"r{number}" for number in range(REQUESTS)]
+        gateway: list[UsageEvent] = [request_usage(name) for name in names]
+        worker: list[UsageEvent] = [sequence_use(name) for name in names]
+        self.senders = [Sender("gateway", gateway), Sender("worker", worker)]
+        self.calls: list[asyncio.Future[None]] = []
+        self.sending: dict[Sender, asyncio.Future[None]] = {}
+        self.epoch = 0
+
+    async def step(self, rng: Random) -> None:
+        plane, sender = rng.choice(self.planes), rng.choice(self.senders)
+        match rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]:
+            case "send":
+                self.send(sender, plane.ledger)
+            case "again":
+                first = max(1, sender.acknowledged - rng.randrange(4))
+                self.calls.append(asyncio.ensure_future(_quietly(plane.ledger.report(sender.report(first)))))
+            case "elect":
+                self.epoch += 1
+                plane.election.turn(self.epoch if rng.random() < 0.8 else None)
+            case "fail":
+                self.faults.after, self.faults.left = rng.random() < 0.5, rng.randrange(1, 20)
+            case "checkpoint":
+                self.calls.append(asyncio.ensure_future(_quietly(plane.ledger.checkpoint())))
+            case "pass":
+                self.clock.now_s += rng.choice([1, 30, 700])
+            case _:
+                await plane.kill()
+                plane.start()
+        for _ in range(rng.randrange(12)):
+            await asyncio.sleep(0)
+
+    def send(self, sender: Sender, ledger: UsageLedger) -> None:
+        """A source has one batch under way."""
+        before = self.sending.get(sender)
+        if not sender.done and (before is None or before.done()):
+            self.sending[sender] = asyncio.ensure_future(_quietly(sender.send(ledger)))
+
+    async def finish(self) -> dict[str, tuple[int, int, int]]:
+        """One leads, nothing fails: what is left is delivered."""
+        self.faults.left = 0
+        for plane in self.planes:
+            plane.election.turn(None)
+        self.planes[0].election.turn(self.epoch + 1)
+        ledger = self.planes[0].ledger
+        async with asyncio.timeout(20):
+            await asyncio.gather(*self.calls, *self.sending.values())
+            while not all(sender.done for sender in self.senders):
+                for sender in self.senders:
+                    self.send(sender, ledger)
+                await asyncio.gather(*self.sending.values())
+                await asyncio.sleep(0)
+            while not ledger.leads:
+                await asyncio.sleep(0)
+        found = await booked(ledger)
+        for plane in self.planes:
+            await plane.kill()
+        return found
+
+
+async def _quietly(call: Awaitable[object]) -> None:
+    with suppress(FairwayError):
+        await call
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.randoms(use_true_random=False))
+def test_every_event_is_booked_once(rng: Random) -> None:
+    async def run() -> dict[str, tuple[int, int, int]]:
+        world = World()
+        for _ in range(STEPS):
+            await world.step(rng)
+        return await world.finish()
+
+    found = asyncio.run(run())
+    late = found.pop("", (0, 0, 0))  # workers' reports of requests that the test's fast clock closed before
+    assert late[:2] == (0, 0)
+    assert {key: amounts[:2] for key, amounts in found.items()} == {
+        f"r{number}": (1, 20) for number in range(REQUESTS)
+    }
+    assert sum(amounts[2] for amounts in [late, *found.values()]) == REQUESTS * DEVICE_US
