@@ -130,7 +130,7 @@ class World:
                 await asyncio.sleep(0)
             found = None
             while found is None:
-                # The other one's last write may have taken a segment's number, or a checkpoint rewrites the hour.
+                # The other one may have taken a segment number last, or a checkpoint rewrites the hour.
                 with suppress(NoLeader, StoreUnavailable):
                     found = await booked(ledger)
                 await asyncio.sleep(0)
