@@ -25,11 +25,12 @@ from services.core.records import (
     Worker,
     load,
 )
+from services.core.rollouts.routes import ROUTES, ModelRoute, RevisedRoute
 from services.ports.store import Entry, Store
 
 log = structlog.get_logger()
 
-FleetRecord = Deployment | Worker | Node | Assignment
+FleetRecord = Deployment | Worker | Node | Assignment | RevisedRoute
 R = TypeVar("R")
 
 
@@ -41,6 +42,7 @@ class Fleet:
     workers: tuple[Worker, ...] = ()
     nodes: tuple[Node, ...] = ()
     assignments: tuple[Assignment, ...] = ()
+    routes: tuple[RevisedRoute, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ def decode(entry: Entry) -> FleetRecord | None:
         return load(entry.value, Node)
     if entry.key.startswith(ASSIGNMENTS):
         return load(entry.value, Assignment)
+    if entry.key.startswith(ROUTES):
+        return RevisedRoute(load(entry.value, ModelRoute), entry.mod_revision)
     return None
 
 
@@ -116,6 +120,7 @@ def fleet_of(records: Iterable[FleetRecord | None]) -> Fleet:
         tuple(record for record in found if isinstance(record, Worker)),
         tuple(record for record in found if isinstance(record, Node)),
         tuple(record for record in found if isinstance(record, Assignment)),
+        tuple(record for record in found if isinstance(record, RevisedRoute)),
     )
 
 

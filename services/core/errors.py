@@ -11,7 +11,7 @@
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced), NoLeader, StreamBroken, Overloaded,
-    │                           DeadlineUnmeetable, VersionFailing, TicketExpired
+    │                           DeadlineUnmeetable, VersionFailing, TicketExpired, StaleRoute
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -227,6 +227,12 @@ class TicketExpired(Unavailable):
     """A gateway's clock is so far behind the scheduler's clock that its tickets have already expired."""
 
     reason = "TICKET_EXPIRED"
+
+
+class StaleRoute(Unavailable):
+    """The version that the request was resolved to was withdrawn before a worker started it."""
+
+    reason = "STALE_ROUTE"
 
 
 class DeadlineExceeded(FairwayError):

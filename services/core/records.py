@@ -237,7 +237,8 @@ class AssignedVersion:
 
     ``priority`` orders the use of the worker's memory. ``served``: an update replaces the version, which
     served when the update began. ``retiring``: it runs only requests that were accepted for it, and is
-    unloaded when these have ended.
+    unloaded when these have ended. ``least_route_revision``: requests that were resolved before it are not
+    started.
     """
 
     deployment: str
@@ -247,6 +248,7 @@ class AssignedVersion:
     priority: Priority = Priority.STANDARD
     served: bool = False
     retiring: bool = False
+    least_route_revision: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
@@ -116,7 +117,33 @@ class RequestAdmission:
             telemetry,
             degradations,
             price,
+            partial(self._reroute, principal, generation, bounds),
         )
+
+    async def _reroute(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        bounds: RequestBounds,
+        admitted: Admitted,
+    ) -> Admitted:
+        """Return a request without output on its model's present version; its reservation and terms stay."""
+        before, terms = admitted.spec, admitted.terms
+        asked = inference_pb2.Generation()
+        asked.CopyFrom(generation)
+        asked.model = before.model
+        checked = self._validator.check(principal, asked)
+        spec = await self._validator.resolve(principal, asked, before.request_id, checked, bounds)
+        most = min(spec.limits.max_tokens, before.limits.max_tokens)
+        spec = replace(
+            spec,
+            sampling=replace(spec.sampling, seed=before.sampling.seed),
+            limits=replace(spec.limits, max_tokens=most, min_tokens=min(spec.limits.min_tokens, most)),
+        )
+        if terms.record is not None:
+            await terms.record(spec, admitted.degradations)
+        ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
+        return replace(admitted, spec=spec, ticket=ticket)
 
     def max_timeout_s(self, principal: Principal, user: str) -> float:
         """Return the longest time of a request of the caller; infinite without a limit."""

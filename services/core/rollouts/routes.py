@@ -1,8 +1,8 @@
 """The split of a model name's traffic between versions, and the choice of a request's version. Pure.
 
-Consistent hashing: the session's point depends on the rollout's salt, the tenant and the session key, not on the
-weights. Arms other than the stable one take adjacent ranges from 0 on, and the stable arm takes the rest. A
-weight that grows therefore adds sessions to its arm and removes none.
+Consistent hashing: the session's point depends on the rollout's salt, the tenant and the session key, not on
+the weights. Arms other than the stable one take adjacent ranges from 0 on, and the stable arm takes the
+rest. A weight that grows therefore adds sessions to its arm and removes none.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _POINTS: Final = 1 << 64
 class RouteArm:
     """One version of a split. ``weight_bp``: its share in basis points; the stable arm takes the rest.
 
-    ``replicas``: on how many workers it runs. ``closed``: it was aborted; workers refuse to start a request that
-    was resolved before the route's revision.
+    ``replicas``: on how many workers it runs. ``closed``: it was aborted; workers refuse to start a request
+    that was resolved before the route's revision.
     """
 
     name: str
@@ -46,9 +46,9 @@ class Shadow:
 class SplitRules:
     """Which tenants take part in a split, and how.
 
-    ``pins``: a request may name the version of an open arm. ``allow``: only these tenants are split; empty: all.
-    ``deny``: never split. ``overrides``: the arm of a tenant, by tenant. ``class_caps_bp``: the largest weight
-    of the arms that are not stable, together, by the highest class of a tenant.
+    ``pins``: a request may name the version of an open arm. ``allow``: only these tenants are split; empty:
+    all. ``deny``: never split. ``overrides``: the arm of a tenant, by tenant. ``class_caps_bp``: the largest
+    weight of the arms that are not stable, together, by the highest class of a tenant.
     """
 
     pins: bool = True
@@ -62,7 +62,8 @@ class SplitRules:
 class ModelRoute:
     """The split of one deployment's traffic. Key: ``ROUTES`` and the deployment's name.
 
-    ``arms[0]`` is the stable one. The revision of the key is the route revision of the requests.
+    ``arms[0]`` is the stable one. The revision of the key is the route revision of the requests. ``step``:
+    unique for the rollout and its step; the arms of one step are compared.
     """
 
     deployment: str
@@ -70,6 +71,7 @@ class ModelRoute:
     arms: tuple[RouteArm, ...]
     rules: SplitRules = field(default_factory=SplitRules)
     shadow: Shadow | None = None
+    step: str = ""
 
     @property
     def stable(self) -> RouteArm:
@@ -82,7 +84,8 @@ class ModelRoute:
         """Raise AssertionError for a split that is no split."""
         names = [arm.name for arm in self.arms]
         digests = [arm.version_digest for arm in self.arms]
-        assert names and len(set(names)) == len(names), "a split has arms of different names"
+        assert names, "a split has an arm"
+        assert len(set(names)) == len(names), "two arms have one name"
         assert len(set(digests)) == len(digests), "two arms have one version"
         assert all(0 <= arm.weight_bp <= WHOLE_BP for arm in self.arms), "a weight is no share"
         assert sum(arm.weight_bp for arm in self.arms) == WHOLE_BP, "the weights are not the whole"
@@ -91,8 +94,18 @@ class ModelRoute:
 
 
 @dataclass(frozen=True, slots=True)
+class RevisedRoute:
+    """A stored route and its revision."""
+
+    route: ModelRoute
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
 class SplitCaller:
-    """Whose request is resolved. ``highest``: the tenant's highest class; ``pin``: the version or arm it names."""
+    """Whose request is resolved. ``highest``: the tenant's highest class; ``pin``: the version or arm it
+    names.
+    """
 
     tenant: str
     session_key: str
@@ -108,7 +121,9 @@ class PinRefused:
 
 
 def choose_arm(route: ModelRoute, caller: SplitCaller) -> RouteArm | PinRefused:
-    """Return the arm of a request. A pin comes first, then the tenant's override, then the lists and the hash."""
+    """Return the arm of a request. A pin comes first, then the tenant's override, then the lists and the
+    hash.
+    """
     rules = route.rules
     if caller.pin:
         return _pinned(route, caller)
@@ -125,6 +140,15 @@ def choose_arm(route: ModelRoute, caller: SplitCaller) -> RouteArm | PinRefused:
             return arm
         start_bp = max(start_bp, end_bp)
     return route.stable
+
+
+def is_drawn(route: ModelRoute, caller: SplitCaller) -> bool:
+    """Whether chance decides the request's arm, so that it counts in the comparison of the arms."""
+    return (
+        not caller.pin
+        and caller.tenant not in route.rules.overrides
+        and _takes_part(route.rules, caller.tenant)
+    )
 
 
 def is_shadowed(route: ModelRoute, caller: SplitCaller) -> bool:
