@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.core.records import Priority
-from services.core.sketch import Sketch, merged
+from services.core.sketch import Sketch
 
 CLUSTERS: Final = 64
 SKETCH_ERROR_RATIO: Final = 0.02
 SKETCH_FLOOR_S: Final = 1e-4
 _SKETCH_BUCKETS: Final = 512  # 0.1 ms to 80,000 s
 _BITS: Final = 64  # of a cluster's count of sessions
+PROMPT_SIZES: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ def session_hash(tenant: str, session_key: str) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=b"fairway-sli").digest())
 
 
+def prompt_size(prompt_tokens: int) -> int:
+    """Return the class of a prompt's length, 0 to ``PROMPT_SIZES`` - 1, by powers of 4."""
+    return min(PROMPT_SIZES - 1, max(0, (prompt_tokens.bit_length() - 3) // 2))
+
+
 def cluster_of(session: int) -> int:
     return session % CLUSTERS
 
@@ -83,14 +89,19 @@ class SliSums:
     # Metered use of all requests, with those that failed: prompt and output tokens, device time.
     tokens: int = 0
     device_s: float = 0.0
-    # Seconds: until the first token of each choice; between tokens, weighted by token.
-    ttft: Sketch = field(default_factory=latency_sketch)
+    # Seconds until the first token of each choice, by size of the prompt, most of which decides about it.
+    ttft: dict[int, Sketch] = field(default_factory=dict)
+    # Seconds between tokens, weighted by token.
     itl: Sketch = field(default_factory=latency_sketch)
     # A bitmap of hashed sessions (linear counting: Whang, Vander-Zanden, Taylor 1990).
     session_bits: int = 0
 
     def note_session(self, session: int) -> None:
         self.session_bits |= 1 << (session // CLUSTERS % _BITS)
+
+    def ttft_of(self, size: int) -> Sketch:
+        """Return the sketch of prompts of that size."""
+        return self.ttft.setdefault(size, latency_sketch())
 
     @property
     def sessions(self) -> float:
@@ -108,7 +119,8 @@ class SliSums:
         self.output_tokens += other.output_tokens
         self.tokens += other.tokens
         self.device_s += other.device_s
-        self.ttft.merge(other.ttft)
+        for size, sketch in other.ttft.items():
+            self.ttft_of(size).merge(sketch)
         self.itl.merge(other.itl)
         self.session_bits |= other.session_bits
 
@@ -126,9 +138,3 @@ class ArmWindow:
     @property
     def sessions(self) -> int:
         return round(sum(sums.sessions for sums in self.clusters.values()))
-
-    def ttft(self) -> Sketch:
-        return merged([latency_sketch(), *(sums.ttft for sums in self.clusters.values())])
-
-    def itl(self) -> Sketch:
-        return merged([latency_sketch(), *(sums.itl for sums in self.clusters.values())])

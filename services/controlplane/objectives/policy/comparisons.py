@@ -15,17 +15,18 @@ baseline above its own if, and only if, its percentile is more than ``margin`` t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
-from services.core.arms import ArmWindow, SliSums
-from services.core.sketch import Sketch
+from services.core.arms import ArmWindow, SliSums, latency_sketch
+from services.core.sketch import Sketch, merged
 
 MIN_CLUSTERS: Final = 12  # of each arm: fewer give no variance
 QUANTILE: Final = 0.95
 _MIN_EVENT_CLUSTERS: Final = 4  # an error ratio fails only if sessions of as many clusters had errors
 _QUANTILE_EFFECT: Final = 0.05  # further share of values above the threshold that a gate is tuned for
+_MIN_CLASS: Final = 200  # values of the baseline that have a 95th percentile of their own
 _TUNED_Z: Final = 5.0  # standard errors of the effect at which the bound is tightest
 _NEVER: Final = -math.inf
 
@@ -74,28 +75,35 @@ def of_shares(arms: Arms, parts: Callable[[SliSums], Pair], margin: float, limit
     base, other = (_ratio([parts(sums) for sums in arm.clusters.values()]) for arm in arms)
     if base is None or other is None:
         return _incomplete(base, other)
-    regression_z, information = _share_test(base, other, margin, limit - margin)
+    effect = limit - margin
+    regression_z, information = _share_test(base, other, margin, effect, _pooled(base, other, margin))
     if other.hit < _MIN_EVENT_CLUSTERS:
         regression_z = min(regression_z, 0.0)
-    ruled_out_z, _ = _share_test(base, other, limit, limit - margin)
+    ruled_out_z, _ = _share_test(base, other, limit, effect, _pooled(base, other, limit))
     return _comparison(base, other, regression_z, -ruled_out_z, information)
 
 
-def of_quantiles(arms: Arms, sketch: Callable[[SliSums], Sketch], margin: float, limit: float) -> Comparison:
-    """Compare 95th percentiles. ``margin`` and ``limit`` are factors."""
-    sketches = [[sketch(sums) for sums in arm.clusters.values()] for arm in arms]
-    wholes = [_whole(found) for found in sketches]
-    values = [None if whole is None else whole.quantile(QUANTILE) for whole in wholes]
-    samples = [0 if whole is None else round(whole.count) for whole in wholes]
-    at = wholes[0].bucket_of(QUANTILE) if wholes[0] is not None else None
-    if wholes[0] is None or wholes[1] is None or at is None:
-        return Comparison(values[0], values[1], samples[0], samples[1])
-    base = _above(sketches[0], at)
-    regression_z, information = _share_test(
-        base, _above(sketches[1], at + wholes[0].steps(margin)), 0.0, _QUANTILE_EFFECT
-    )
-    ruled_out_z, _ = _share_test(base, _above(sketches[1], at + wholes[0].steps(limit)), 0.0, 1.0)
-    return Comparison(values[0], values[1], *samples, regression_z, -ruled_out_z, information)
+def of_quantiles(
+    arms: Arms, sketches: Callable[[SliSums], Mapping[int, Sketch]], margin: float, limit: float
+) -> Comparison:
+    """Compare 95th percentiles, each class of values with its own. ``margin`` and ``limit`` are factors."""
+    base, other = ([sketches(sums) for sums in arm.clusters.values()] for arm in arms)
+    whole, others = _whole(base), _whole(other)
+    values = whole.quantile(QUANTILE), others.quantile(QUANTILE)
+    samples = round(whole.count), round(others.count)
+    if (
+        min(sum(any(one.count for one in each.values()) for each in arm) for arm in (base, other))
+        < MIN_CLUSTERS
+    ):
+        return Comparison(*values, *samples)
+    at = _thresholds(base)
+    expected = _above(base, at, added=len(set(at.values())))
+    tolerated = _above(other, {size: index + whole.steps(margin) for size, index in at.items()})
+    limited = _above(other, {size: index + whole.steps(limit) for size, index in at.items()})
+    share = max(expected.value, 1 - QUANTILE)
+    regression_z, information = _share_test(expected, tolerated, 0.0, _QUANTILE_EFFECT, share)
+    ruled_out_z, _ = _share_test(expected, limited, 0.0, _QUANTILE_EFFECT, share)
+    return Comparison(*values, *samples, regression_z, -ruled_out_z, information)
 
 
 def of_means(
@@ -119,19 +127,30 @@ def of_means(
     )
 
 
-def _share_test(base: _Ratio, other: _Ratio, margin: float, effect: float) -> tuple[float, float]:
+def _pooled(base: _Ratio, other: _Ratio, margin: float) -> float:
+    """Return the baseline's share, from both arms, if the candidate's exceeds it by the margin."""
+    total = base.total + other.total
+    hits = base.value * base.total + max(0.0, other.value - margin) * other.total
+    return max(hits, 1.0) / total
+
+
+def _share_test(
+    base: _Ratio, other: _Ratio, margin: float, effect: float, expected: float
+) -> tuple[float, float]:
     """Return by how many standard errors ``other`` exceeds ``base`` and the margin, and the information.
 
-    The variance is at least the one that independent samples would have at the margin: a share near 0 that
-    has not occurred yet is not known exactly.
+    ``expected`` is the baseline's share if it exceeds it by just the margin.
+
+    The standard error is the one halfway between the observed and the tolerated share, which makes the tail
+    of a rare event normal (Anscombe 1948: 2 (sqrt(p) - sqrt(q)) has an almost constant variance). It is at
+    least that of independent samples: a share that has not occurred yet is not known to be 0.
     """
-    expected = min(0.5, base.value + margin)
-    pooled = (base.value * base.total + max(0.0, other.value - margin) * other.total) / (
-        base.total + other.total
+    tolerated = min(0.5, expected + margin)
+    binomial = tolerated * (1 - tolerated)
+    halfway = ((1 + math.sqrt(tolerated / other.value)) / 2) ** 2 if other.value else 1.0
+    variance = max(base.variance, expected * (1 - expected) / base.total) + max(
+        halfway * other.variance, binomial / other.total
     )
-    spread = max(expected, min(0.5, pooled), 1 / (base.total + other.total))
-    binomial = spread * (1 - spread)
-    variance = max(base.variance, binomial / base.total) + max(other.variance, binomial / other.total)
     statistic = (other.value - base.value - margin) / math.sqrt(variance)
     return _normal(statistic, _freedom(base, other)), _information(variance, effect)
 
@@ -148,20 +167,44 @@ def _ratio(pairs: Sequence[Pair]) -> _Ratio | None:
     return _Ratio(value, variance, total, len(used), sum(above > 0 for above, _ in used))
 
 
-def _above(sketches: Sequence[Sketch], index: int) -> _Ratio:
-    found = _ratio([(one.above(index), one.count) for one in sketches])
-    assert found is not None, "a sketch with a quantile is not empty"
-    return found
+def _thresholds(clusters: Sequence[Mapping[int, Sketch]]) -> dict[int, int]:
+    """Return the bucket of the 95th percentile of each class; neighbours with few values share one."""
+    by_size: dict[int, Sketch] = {}
+    for sketches in clusters:
+        for size, sketch in sketches.items():
+            by_size.setdefault(size, latency_sketch()).merge(sketch)
+    groups: list[list[int]] = [[]]
+    for size in sorted(by_size):
+        if sum(by_size[one].count for one in groups[-1]) >= _MIN_CLASS:
+            groups.append([])
+        groups[-1].append(size)
+    if len(groups) > 1 and sum(by_size[one].count for one in groups[-1]) < _MIN_CLASS:
+        few = groups.pop()
+        groups[-1] += few
+    return {
+        size: merged(by_size[one] for one in group).bucket_of(QUANTILE) or 0
+        for group in groups
+        for size in group
+    }
 
 
-def _whole(sketches: Sequence[Sketch]) -> Sketch | None:
-    used = [one for one in sketches if one.count]
-    if len(used) < MIN_CLUSTERS:
-        return None
-    whole = Sketch(error_ratio=used[0].error_ratio, floor=used[0].floor, max_buckets=used[0].max_buckets)
-    for one in used:
-        whole.merge(one)
-    return whole
+def _above(clusters: Sequence[Mapping[int, Sketch]], at: Mapping[int, int], *, added: int = 0) -> _Ratio:
+    """Return the share of values above the thresholds. A threshold is taken from the values themselves, so
+    ``added`` further ones count as above: one of each threshold (order statistics)."""
+    pairs = [
+        (
+            sum(sketch.above(at[size]) for size, sketch in sketches.items() if size in at),
+            sum(sketch.count for size, sketch in sketches.items() if size in at),
+        )
+        for sketches in clusters
+    ]
+    found = _ratio(pairs)
+    assert found is not None, "enough clusters have values"
+    return replace(found, value=found.value + added / found.total)
+
+
+def _whole(clusters: Sequence[Mapping[int, Sketch]]) -> Sketch:
+    return merged([latency_sketch(), *(sketch for sketches in clusters for sketch in sketches.values())])
 
 
 def _freedom(base: _Ratio, other: _Ratio) -> int:

@@ -47,8 +47,8 @@ class MetricBounds:
 
 
 DEFAULT_BOUNDS: Final[Mapping[GateMetric, MetricBounds]] = {
-    GateMetric.ERROR_RATIO: MetricBounds(0.005, 0.02),
-    GateMetric.BROKEN_RATIO: MetricBounds(0.005, 0.02),
+    GateMetric.ERROR_RATIO: MetricBounds(0.005, 0.015),
+    GateMetric.BROKEN_RATIO: MetricBounds(0.005, 0.015),
     GateMetric.TTFT_P95: MetricBounds(1.1, 1.3),
     GateMetric.ITL_P95: MetricBounds(1.1, 1.3),
     GateMetric.OUTPUT_LENGTH: MetricBounds(1.15, 1.5),
@@ -62,7 +62,7 @@ class GatePlan:
 
     bounds: Mapping[GateMetric, MetricBounds] = field(default_factory=lambda: DEFAULT_BOUNDS)
     # Probability that a candidate without a regression fails in any gate of the rollout, by any metric.
-    false_alarm_ratio: float = 0.005
+    false_alarm_ratio: float = 0.01
     # Probability that a candidate at a metric's limit passes it in one gate.
     false_pass_ratio: float = 0.05
     # Gates of the rollout that share the false alarms.
@@ -179,7 +179,7 @@ def _compared(
         case GateMetric.TTFT_P95:
             return comparisons.of_quantiles(arms, lambda one: one.ttft, margin, limit)
         case GateMetric.ITL_P95:
-            return comparisons.of_quantiles(arms, lambda one: one.itl, margin, limit)
+            return comparisons.of_quantiles(arms, lambda one: {0: one.itl}, margin, limit)
         case GateMetric.OUTPUT_LENGTH:
             return comparisons.of_means(
                 arms, lambda one: (one.output_tokens, one.finished), margin, limit, two_sided=True
