@@ -9,11 +9,13 @@ from typing import TypeVar
 
 import structlog
 
+from services.controlplane.rollouts.records import Rollout
 from services.core.errors import IntegrityError
 from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
     NODES,
+    ROLLOUTS,
     ROOT,
     WORKERS,
     AssignedVersion,
@@ -30,7 +32,7 @@ from services.ports.store import Entry, Store
 
 log = structlog.get_logger()
 
-FleetRecord = Deployment | Worker | Node | Assignment | RevisedRoute
+FleetRecord = Deployment | Worker | Node | Assignment | RevisedRoute | Rollout
 R = TypeVar("R")
 
 
@@ -43,6 +45,7 @@ class Fleet:
     nodes: tuple[Node, ...] = ()
     assignments: tuple[Assignment, ...] = ()
     routes: tuple[RevisedRoute, ...] = ()
+    rollouts: tuple[Rollout, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,8 @@ def decode(entry: Entry) -> FleetRecord | None:
         return load(entry.value, Assignment)
     if entry.key.startswith(ROUTES):
         return RevisedRoute(load(entry.value, ModelRoute), entry.mod_revision)
+    if entry.key.startswith(ROLLOUTS):
+        return load(entry.value, Rollout)
     return None
 
 
@@ -121,6 +126,7 @@ def fleet_of(records: Iterable[FleetRecord | None]) -> Fleet:
         tuple(record for record in found if isinstance(record, Node)),
         tuple(record for record in found if isinstance(record, Assignment)),
         tuple(record for record in found if isinstance(record, RevisedRoute)),
+        tuple(record for record in found if isinstance(record, Rollout)),
     )
 
 

@@ -25,6 +25,7 @@ from services.controlplane.resources.status import (
     node_view,
     unplaced_in,
 )
+from services.controlplane.rollouts.records import Rollout
 from services.core.errors import FailedPrecondition
 from services.core.records import (
     ASSIGNMENTS,
@@ -33,6 +34,7 @@ from services.core.records import (
     KEYS,
     MODELS,
     NODES,
+    ROLLOUTS,
     ROOT,
     TENANTS,
     WORKERS,
@@ -43,6 +45,7 @@ from services.core.records import (
     Tenant,
     VersionRecord,
 )
+from services.core.rollouts.routes import ROUTES
 from services.ports.store import Changed, Compacted, Entry, Removed, Store, WatchBatch
 
 
@@ -50,6 +53,7 @@ class ResourceKind(StrEnum):
     TENANT = "tenant"
     KEY = "key"
     BUDGET = "budget"
+    ROLLOUT = "rollout"
     DEPLOYMENT = "deployment"
     NODE = "node"
     MODEL_VERSION = "model_version"
@@ -60,6 +64,7 @@ View = (
     Stored[Tenant]
     | Stored[ApiKey]
     | Stored[Budget]
+    | Stored[Rollout]
     | BudgetView
     | DeploymentView
     | NodeView
@@ -72,7 +77,7 @@ _COMPOSED: Final[Mapping[ResourceKind, tuple[str, ...]]] = {
     ResourceKind.DEPLOYMENT: (DEPLOYMENTS,),
     ResourceKind.NODE: (NODES, WORKERS, ASSIGNMENTS),
 }
-_FLEET: Final = (DEPLOYMENTS, NODES, WORKERS, ASSIGNMENTS, MODELS)
+_FLEET: Final = (DEPLOYMENTS, NODES, WORKERS, ASSIGNMENTS, MODELS, ROUTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +232,9 @@ def _change_of(key: str, entry: Entry | None, kinds: Collection[ResourceKind]) -
         case ResourceKind.BUDGET:
             budget = readable(entry, Budget)
             view = None if budget is None else Stored(budget, entry.create_revision, entry.mod_revision)
+        case ResourceKind.ROLLOUT:
+            rollout = readable(entry, Rollout)
+            view = None if rollout is None else Stored(rollout, entry.create_revision, entry.mod_revision)
         case ResourceKind.MODEL_TAG:
             view = readable(entry, Tag)
         case _:
@@ -241,6 +249,8 @@ def _plain_name(key: str) -> Name | None:
         return ResourceKind.KEY, key.removeprefix(KEYS)
     if key.startswith(BUDGETS):
         return ResourceKind.BUDGET, key.removeprefix(BUDGETS)
+    if key.startswith(ROLLOUTS):
+        return ResourceKind.ROLLOUT, key.removeprefix(ROLLOUTS)
     if not key.startswith(MODELS):
         return None
     model, kind, name = [*key.removeprefix(MODELS).split("/", 2), "", ""][:3]

@@ -369,6 +369,7 @@ class EventKind(StrEnum):
     MODEL = "model"
     LEADER = "leader"
     BUDGET = "budget"
+    ROLLOUT = "rollout"
 
 
 @dataclass(frozen=True, slots=True)

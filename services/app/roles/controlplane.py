@@ -19,6 +19,7 @@ from services.controlplane.fleet import decode as decode_fleet
 from services.controlplane.reconciler import Reconciler
 from services.controlplane.resources.bootstrap import bootstrap
 from services.controlplane.resources.sealing import Sealer
+from services.controlplane.rollouts.controller import NoWindows, RolloutController
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.controlplane.spend_alerts import SpendAlerts
@@ -43,6 +44,9 @@ def controlplane(environment: Environment) -> Role:
     reconciler = Reconciler(
         store, fleet, election, leader_key("controlplane"), clock, rounds, events=recorder
     )
+    rollouts = RolloutController(
+        store, fleet, election, leader_key("controlplane"), clock, windows=NoWindows()
+    )
     identity = environment.identity()
     sealer = Sealer(environment.internal_token.encode())
     limiter = open_redis(environment)
@@ -65,6 +69,7 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("fleet informer", fleet.run())
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("reconciler", reconciler.run())
+        environment.supervisor.spawn("rollouts", rollouts.run())
         environment.supervisor.spawn("event recorder", recorder.run())
         environment.supervisor.spawn("usage ledger", ledger.run())
         environment.supervisor.spawn("usage settler", settler.run())

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from services.controlplane.policy.host import Host, arm_deployment, base_name, hosts_of
 from services.controlplane.policy.memory import no_memory
@@ -55,6 +56,7 @@ class Unplaced:
 
 
 Action = PutAssignment | DropAssignment | Unplaced
+_MEASURED: Final[Mapping[str, int]] = {}
 
 
 def plan(
@@ -63,15 +65,18 @@ def plan(
     nodes: Sequence[Node],
     assignments: Sequence[Assignment],
     routes: Sequence[RevisedRoute] = (),
+    *,
+    estimates: Mapping[str, int] = _MEASURED,
 ) -> tuple[Action, ...]:
     """Return the actions that move ``assignments`` towards the deployments' replicas. Deterministic.
 
-    ``workers`` are the live ones. After the actions are applied, another plan writes nothing until a state
-    changes. Higher priority is placed first, then by name; no worker gets two replicas of one version.
+    ``workers`` are the live ones. ``estimates``: the memory of versions that none has measured. After the
+    actions are applied, another plan writes nothing until a state changes. Higher priority is placed first,
+    then by name; no worker gets two replicas of one version.
     """
     splits = {one.route.deployment: one for one in routes}
     arms = [arm for deployment in deployments for arm in _arms(deployment, splits.get(deployment.meta.name))]
-    hosts = hosts_of([*deployments, *arms], workers, nodes, assignments)
+    hosts = hosts_of([*deployments, *arms], workers, nodes, assignments, estimates)
     wanted = {deployment.meta.name: deployment for deployment in (*deployments, *arms)}
     _drop_unwanted(hosts, wanted)
     unplaced: list[Unplaced] = []

@@ -18,6 +18,7 @@ from services.core.records import (
 from services.core.rollouts.routes import RouteArm
 
 MAX_VERSIONS_PER_WORKER: Final = 16
+_MEASURED: Final[Mapping[str, int]] = {}
 
 
 def arm_deployment(deployment: Deployment, arm: RouteArm) -> Deployment:
@@ -112,13 +113,17 @@ def hosts_of(
     workers: Sequence[Worker],
     nodes: Sequence[Node],
     assignments: Sequence[Assignment],
+    estimates: Mapping[str, int] = _MEASURED,
 ) -> tuple[Host, ...]:
-    """Return every worker that is live or has an assignment, by id. ``deployments`` include those of arms."""
+    """Return every worker that is live or has an assignment, by id. ``deployments`` include those of arms.
+
+    ``estimates``: the memory of versions that no worker has measured, by digest.
+    """
     wanted = {(base_name(one.meta.name), one.version_digest): one.meta.name for one in deployments}
     names = {base_name(one.meta.name) for one in deployments}
     by_node = {node.worker_id: node for node in nodes}
     by_worker = {assignment.worker_id: assignment for assignment in assignments}
-    needs = needs_of(workers)
+    needs = {**estimates, **needs_of(workers)}
     live = {worker.worker_id: worker for worker in workers}
     hosts: list[Host] = []
     for worker_id in sorted({*live, *by_worker}):
