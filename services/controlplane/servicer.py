@@ -16,8 +16,10 @@ from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.resources.budgets import BudgetView
 from services.controlplane.resources.resources import Stored
 from services.controlplane.resources.status import DeploymentView, NodeView
+from services.controlplane.rollouts import convert as convert_rollout
+from services.controlplane.rollouts.methods import RolloutMethods
+from services.controlplane.rollouts.records import Rollout
 from services.controlplane.service import ControlPlaneService
-from services.controlplane.unimplemented import NotYetServed
 from services.controlplane.watcher import ResourceChange, ResourceChanges, ResourceKind, watch_resources
 from services.core.errors import InvalidInput
 from services.core.generation import Principal
@@ -36,6 +38,7 @@ _WATCHED: Final = {
     pb.RESOURCE_KIND_TENANT: (ResourceKind.TENANT,),
     pb.RESOURCE_KIND_KEY: (ResourceKind.KEY,),
     pb.RESOURCE_KIND_DEPLOYMENT: (ResourceKind.DEPLOYMENT,),
+    pb.RESOURCE_KIND_ROLLOUT: (ResourceKind.ROLLOUT,),
     pb.RESOURCE_KIND_NODE: (ResourceKind.NODE,),
     pb.RESOURCE_KIND_BUDGET: (ResourceKind.BUDGET,),
     pb.RESOURCE_KIND_MODEL: (ResourceKind.MODEL_VERSION, ResourceKind.MODEL_TAG),
@@ -61,7 +64,7 @@ class UsagePages(Protocol):
     async def page(self, request: pb.ListUsageRequest, *, forwarded: bool) -> pb.ListUsageResponse: ...
 
 
-class ControlPlaneServicer(NotYetServed):
+class ControlPlaneServicer(RolloutMethods):
     def __init__(
         self,
         service: ControlPlaneService,
@@ -75,6 +78,7 @@ class ControlPlaneServicer(NotYetServed):
 
         ``require_current`` raises once the caller's key is no longer valid; the watch then ends.
         """
+        super().__init__(service.rollouts)
         self._service = service
         self._store = store
         self._scheduler = scheduler
@@ -403,6 +407,8 @@ def _change(change: ResourceChange) -> pb.ResourceChange:
             found.tenant.CopyFrom(convert.tenant_to_proto(tenant, view.etag))
         case Stored(record=ApiKey() as key):
             found.key.CopyFrom(convert.key_to_proto(key, view.etag))
+        case Stored(record=Rollout() as rollout):
+            found.rollout.CopyFrom(convert_rollout.stored_to_proto(rollout, view.etag))
     return found
 
 
@@ -417,6 +423,8 @@ def _name_deleted(found: pb.ResourceChange, change: ResourceChange) -> None:
             found.budget.metadata.name = change.name
         case ResourceKind.DEPLOYMENT:
             found.deployment.metadata.name = change.name
+        case ResourceKind.ROLLOUT:
+            found.rollout.metadata.name = change.name
         case ResourceKind.NODE:
             found.node.metadata.name = change.name
         case ResourceKind.MODEL_VERSION:

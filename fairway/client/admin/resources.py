@@ -1,4 +1,4 @@
-"""Tenants, keys, budgets, deployments and nodes: their common operations, and those of each kind.
+"""Tenants, keys, budgets, deployments, rollouts and nodes: their common operations, and those of each kind.
 
 Arguments and results are the messages of ``fairway.v1.controlplane_pb2``, as the server sends them.
 ``metadata.etag`` identifies the state that was read.
@@ -6,7 +6,7 @@ Arguments and results are the messages of ``fairway.v1.controlplane_pb2``, as th
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -18,7 +18,7 @@ from fairway.client.errors import Conflict
 from fairway.client.values import checked_timeout_s
 from fairway.v1 import controlplane_pb2 as cp
 
-T = TypeVar("T", cp.Tenant, cp.Key, cp.Budget, cp.Deployment, cp.Node)
+T = TypeVar("T", cp.Tenant, cp.Key, cp.Budget, cp.Deployment, cp.Rollout, cp.Node)
 R = TypeVar("R")
 _TRIES: Final = 4
 _ETAG_MISMATCH: Final = "ETAG_MISMATCH"
@@ -214,6 +214,48 @@ class Deployments(Writing[cp.Deployment]):
         """
         checked_timeout_s(timeout_s)
         return await admin_wait.until_ready(lambda: self.get(name), report, timeout_s=timeout_s)
+
+
+class Rollouts(Reading[cp.Rollout]):
+    """The passage of a deployment's traffic from its version to others. They are kept when they have
+    ended.
+    """
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service, "Rollout", cp.RESOURCE_KIND_ROLLOUT)
+
+    async def create(
+        self, rollout: cp.Rollout, *, dry_run: bool = False, timeout_s: float | None = None
+    ) -> cp.Rollout:
+        """Start it, or return its plan with ``dry_run``. Raises FailedPrecondition for what does not fit."""
+        return await self._changed("Create", rollout=rollout, dry_run=dry_run, timeout_s=timeout_s)
+
+    async def promote(
+        self,
+        name: str,
+        *,
+        to_end: bool = False,
+        arm: str = "",
+        accepted: Mapping[str, str] | None = None,
+        etag: str = "",
+        timeout_s: float | None = None,
+    ) -> cp.Rollout:
+        """Go to the next step, to all traffic, or to an arm. ``accepted``: metrics that no longer count."""
+        fields = {"name": name, "to_end": to_end, "arm": arm, "accepted": accepted or {}, "etag": etag}
+        return await self._changed("Promote", timeout_s=timeout_s, **fields)
+
+    async def pause(self, name: str, *, etag: str = "", timeout_s: float | None = None) -> cp.Rollout:
+        """Stay at the present step; failures still roll back."""
+        return await self._changed("Pause", name=name, etag=etag, timeout_s=timeout_s)
+
+    async def resume(self, name: str, *, etag: str = "", timeout_s: float | None = None) -> cp.Rollout:
+        return await self._changed("Resume", name=name, etag=etag, timeout_s=timeout_s)
+
+    async def abort(
+        self, name: str, *, reason: str = "", etag: str = "", timeout_s: float | None = None
+    ) -> cp.Rollout:
+        """Move every new request back to the stable version."""
+        return await self._changed("Abort", name=name, reason=reason, etag=etag, timeout_s=timeout_s)
 
 
 class Nodes(Reading[cp.Node]):

@@ -111,8 +111,9 @@ class RolloutController:
                 continue
             short = _shortages(held.record, unplaced)
             facts = facts_of(held.record, context.deployment.replicas, fleet.workers, short)
-            after = advance(held.record, facts, self.reports(held.record), self._clock.unix_s())
-            after = self._without_chatter(held.record, after)
+            reports = self.reports(held.record)
+            after = advance(held.record, facts, reports, self._clock.unix_s())
+            after = self._without_chatter(held.record, replace(after, gates=reports))
             writes = effects(after, context)
             if self._leadership.epoch != epoch:
                 break
@@ -145,9 +146,9 @@ class RolloutController:
         }
 
     def _without_chatter(self, before: Rollout, after: Rollout) -> Rollout:
-        """Return the state; unchanged where only its message differs and one was written a moment ago."""
+        """Return the state; unchanged where only what it shows differs and that was written a moment ago."""
         name, now_s = before.meta.name, self._clock.monotonic_s()
-        if after == before or replace(after, message=before.message) != before:
+        if after == before or replace(after, message=before.message, gates=before.gates) != before:
             return after
         if now_s - self._message_s.get(name, -_MESSAGE_S) < _MESSAGE_S:
             return before

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
-from services.controlplane.objectives.policy.gates import GateMetric, MetricEvidence
+from services.controlplane.objectives.policy.gates import GateMetric, GateReport, MetricEvidence
 from services.core.records import Meta
 from services.core.rollouts.routes import WHOLE_BP, Shadow, SplitRules
 
@@ -129,8 +129,9 @@ class Rollout:
     # The arm that gets all traffic in the end.
     target: str = ""
     paused: bool = False
-    # What it waits for.
+    # What it waits for, and the gates of the present step by arm, as of the last write.
     message: str = ""
+    gates: dict[str, GateReport] = field(default_factory=dict)
     history: tuple[RolloutEvent, ...] = ()
 
     @property
