@@ -7,8 +7,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 ARGS ?=
-# Tests wait more than they compute; a file stays in one process (tests/conftest.py).
-TEST_PROCESSES ?= 4
+# Tests wait more than they compute; a group stays in one process (tests/conftest.py).
+TEST_PROCESSES ?= 6
 OPENAI := 3.52.0
 MOTO := 5.2.5
 TRITON := 3.6.0
@@ -42,6 +42,9 @@ setup-dev:
 		echo "error: no Python 3.11 or later is on the PATH" >&2; \
 		echo "next:  install one, or name it: make test PYTHON=/path/to/python3.11" >&2; exit 1; fi
 	@$(PYTHON) scripts/setup_env.py --dev
+
+# Hundreds of processes import the tree: it is compiled once, also where the environment says not to store that.
+test floor test-pythons e2e: export PYTHONDONTWRITEBYTECODE =
 
 test: setup-dev e2e-env s3-env ## Run all tests but the chaos drills and those of the containers
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
