@@ -22,7 +22,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from services.core.limits import RateState
 
 
 class FairwayError(Exception):
@@ -121,7 +124,11 @@ class VersionGone(FailedPrecondition):
 
 
 class OverQuota(FairwayError):
+    """``request_rate`` and ``token_rate``: the rates at the rejection, where they were checked."""
+
     reason = "OVER_QUOTA"
+    request_rate: RateState | None = None
+    token_rate: RateState | None = None
 
 
 class RequestRateExceeded(OverQuota):

@@ -15,7 +15,7 @@ from dataclasses import replace
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import FairwayError, InvalidInput
+from services.core.errors import FairwayError, InvalidInput, OverQuota
 from services.core.generation import GenerationSpec, Principal, Usage
 from services.core.limits import Limit
 from services.core.records import Tenant
@@ -98,24 +98,18 @@ class RequestAdmission:
             if terms.record is not None:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
                 await terms.record(spec, degradations)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OverQuota):  # the request stays counted against this rate
+                error.request_rate = reservation.request_rate
             # The slot is released before the error is returned, so that the client's next request finds it
             # free.
             undoing = self._release(reservation, reserving)
             await asyncio.shield(self._ports.supervisor.spawn(f"undo {request_id}", undoing))
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
+        ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
         return Admitted(
-            spec,
-            reservation,
-            payer,
-            self._ticket(principal.tenant_id, spec, terms.timeout_s),
-            terms,
-            self._ports,
-            self._limits,
-            telemetry,
-            degradations,
-            price,
+            spec, reservation, payer, ticket, terms, self._ports, self._limits, telemetry, degradations, price
         )
 
     def max_timeout_s(self, principal: Principal, user: str) -> float:

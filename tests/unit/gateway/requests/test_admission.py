@@ -85,6 +85,7 @@ class Gateway:
         self.requests = 0
         self.tickets: list[Ticket] = []
         self.budgets = View()
+        self.workers = Workers(*[emit(1, ended(1))] * 100)
         validator = Validator(fleet.catalog, fleet.identity, Random(7))
         self.service = GatewayService(
             validator=validator,
@@ -93,7 +94,7 @@ class Gateway:
             ports=Ports(
                 limiter=self.limiter,
                 placement=Placement(),
-                workers=Workers(*[emit(1, ended(1))] * 100),
+                workers=self.workers,
                 clock=CLOCK,
                 supervisor=self.supervisor,
                 rng=Random(0),
