@@ -11,7 +11,7 @@
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced), NoLeader, StreamBroken, Overloaded,
-    │                           DeadlineUnmeetable, VersionFailing, TicketExpired
+    │                           DeadlineUnmeetable, VersionFailing, TicketExpired, UsageUnrecorded
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -228,6 +228,12 @@ class StreamBroken(Unavailable):
     """The worker was lost and the stream could not be continued on another one."""
 
     reason = "STREAM_BROKEN"
+
+
+class UsageUnrecorded(Unavailable):
+    """The use of a request that has budgets could not be recorded: the usage outbox is full."""
+
+    reason = "USAGE_UNRECORDED"
 
 
 class TicketExpired(Unavailable):

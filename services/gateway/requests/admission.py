@@ -11,11 +11,12 @@ import asyncio
 import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from typing import Final
 
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import FairwayError, InvalidInput, OverQuota
+from services.core.errors import FairwayError, InvalidInput, OverQuota, UsageUnrecorded
 from services.core.generation import GenerationSpec, Principal, Usage
 from services.core.limits import Limit
 from services.core.records import Tenant
@@ -39,6 +40,7 @@ from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import Ticket
 
 log = structlog.get_logger()
+_FULL_RETRY_S: Final = 5.0
 
 
 class RequestAdmission:
@@ -70,6 +72,7 @@ class RequestAdmission:
         pinned = resume.version if resume is not None else None
         checked = self._validator.check(principal, generation, pinned=pinned)
         payer = self._payer(principal, generation.user)
+        self._require_recorded(payer)
         bounds = bounds_of(payer) if resume is None else RequestBounds()  # a resumed request keeps its terms
         _check_timeout(generation, bounds.timeout_s)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
@@ -115,6 +118,16 @@ class RequestAdmission:
     def max_timeout_s(self, principal: Principal, user: str) -> float:
         """Return the longest time of a request of the caller; infinite without a limit."""
         return bounds_of(self._payer(principal, user)).timeout_s.value or math.inf
+
+    def _require_recorded(self, payer: Payer) -> None:
+        """Raises UsageUnrecorded while the use of a tenant with budgets cannot be recorded."""
+        problem = self._ports.unrecorded() if payer.budgets else ""
+        if problem:
+            error = UsageUnrecorded(
+                f"this tenant's use cannot be recorded: {problem}", retry_after_s=_FULL_RETRY_S
+            )
+            self._ports.telemetry.admission(error.reason)
+            raise error
 
     def _payer(self, principal: Principal, user: str) -> Payer:
         """Return whose limits and budgets apply. Raises Unauthenticated for a key that is not valid now."""

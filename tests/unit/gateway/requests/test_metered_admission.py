@@ -18,6 +18,7 @@ from services.core.errors import (
     PromptTooLong,
     RequestRateExceeded,
     TokenRateExceeded,
+    UsageUnrecorded,
 )
 from services.core.limits import LimitKind, Price, UsageLimits
 from services.core.records import (
@@ -198,6 +199,23 @@ async def test_budgets_of_day_key_and_user_hold_together(gateway: Metered) -> No
         await gateway.ask(max_output_tokens=1)
     gateway.price(Price())
     await gateway.ask(max_output_tokens=1)
+
+
+async def test_a_tenant_with_budgets_is_not_served_while_its_use_cannot_be_recorded(gateway: Metered) -> None:
+    gateway.price(PRICE)
+    gateway.unrecorded = "the outbox is full"
+    await gateway.ask()
+    assert [event.budgeted for event in gateway.reported] == [False]
+    gateway.budget("all", limit_micros=1000)
+    encoded = gateway.encoded
+    with pytest.raises(UsageUnrecorded, match="the outbox is full") as caught:
+        await gateway.ask()
+    assert caught.value.retry_after_s
+    assert gateway.encoded == encoded, "rejected before it costs anything"
+    assert len(gateway.reported) == 1
+    gateway.unrecorded = ""
+    await gateway.ask()
+    assert [event.budgeted for event in gateway.reported] == [False, True]
 
 
 async def test_use_above_the_prediction_is_reserved_while_the_request_runs(gateway: Metered) -> None:
