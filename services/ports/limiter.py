@@ -7,21 +7,9 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from services.core.generation import Usage
-from services.core.limits import Claim, Limit, Price
+from services.core.limits import Claim, Limit, Price, RateState
 
 NO_PRICE: Final = Price()
-
-
-@dataclass(frozen=True, slots=True)
-class RateState:
-    """A rate right after a request was counted against it."""
-
-    # Per minute.
-    limit: int
-    # How many more it has room for at once.
-    remaining: int
-    # The time until it has room for a whole minute's again.
-    reset_s: float
 
 
 @dataclass(frozen=True, slots=True)
