@@ -81,6 +81,8 @@ class Ports:
     telemetry: GatewayTelemetry = field(default_factory=GatewayTelemetry)
     # Receives each request's usage once it is settled.
     report_usage: Callable[[RequestUsage], None] = lambda _event: None
+    # Returns why no request of a tenant with budgets is admitted; empty while its use can be recorded.
+    unrecorded: Callable[[], str] = lambda: ""
     # Returns the pressure of a version, 0..1, as far as it is reported.
     pressure: Callable[[str], float] = lambda _digest: 0.0
     # Returns the budgets of a tenant.

@@ -27,6 +27,7 @@ from services.adapters.quotas.observed_limiter import ObservedLimiter
 from services.adapters.quotas.settlement_spool import SettlementSpool
 from services.adapters.record_cipher import RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
+from services.adapters.usage.outbox import DiskOutbox
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.ledger import open_usage_outbox, start_outbox
@@ -74,7 +75,6 @@ from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.idempotency import RecordLimits
 from services.ports.message_stream import StreamClient
-from services.ports.usage import UsageOutbox
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
@@ -150,7 +150,7 @@ def gateway(environment: Environment) -> Role:
         await http.stop(1.0)
 
     draining = Check("draining", lambda: "this gateway is shutting down" if service.draining else "")
-    usage = Check("usage", lambda: outbox.problem, withdraws=False)
+    usage = Check("usage", lambda: _usage_problem(settings, outbox), withdraws=False)
     return Role(server, start=start, open=start_serving, drain=drain, checks=(draining, usage))
 
 
@@ -256,7 +256,7 @@ def _gateway_service(
     files: ModelFiles,
     quotas: _Quotas,
     gateway_id: str,
-    outbox: UsageOutbox,
+    outbox: DiskOutbox,
 ) -> IdempotentService:
     settings, clock = environment.settings, environment.clock
     threads = ThreadPoolExecutor(_NAMING_THREADS, "prefixes")
@@ -282,7 +282,11 @@ def _gateway_service(
         ),
         identity=identity,
         catalog=catalog,
-        ports=replace(_gateway_ports(environment, quotas, gateway_id), report_usage=outbox.add),
+        ports=replace(
+            _gateway_ports(environment, quotas, gateway_id),
+            report_usage=outbox.add,
+            unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
+        ),
         limits=limits,
     )
 
@@ -301,6 +305,16 @@ def _keyed_ports(
         owner=gateway_id,
         window_tokens=limits.window_tokens,
         limits=KeyedLimits(detach_grace_s=settings.detach_grace_s, renew_s=settings.idempotency_lease_s / 3),
+    )
+
+
+def _usage_problem(settings: Settings, outbox: DiskOutbox) -> str:
+    """Return the outbox's problem and what it does to requests; empty without one."""
+    if not outbox.problem:
+        return ""
+    rejected = settings.outage_usage == "closed"
+    return (
+        f"{outbox.problem}; requests of tenants with budgets are {'rejected' if rejected else 'not recorded'}"
     )
 
 

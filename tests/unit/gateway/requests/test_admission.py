@@ -24,6 +24,7 @@ from services.core.errors import (
 from services.core.generation import Principal, Usage
 from services.core.limits import Claim, Limit, LimitKind, Price
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.core.usage import RequestUsage
 from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
@@ -85,6 +86,9 @@ class Gateway:
         self.requests = 0
         self.tickets: list[Ticket] = []
         self.budgets = View()
+        self.unrecorded = ""
+        self.workers = Workers(*[emit(1, ended(1))] * 100)
+        self.reported: list[RequestUsage] = []
         validator = Validator(fleet.catalog, fleet.identity, Random(7))
         self.service = GatewayService(
             validator=validator,
@@ -93,12 +97,14 @@ class Gateway:
             ports=Ports(
                 limiter=self.limiter,
                 placement=Placement(),
-                workers=Workers(*[emit(1, ended(1))] * 100),
+                workers=self.workers,
                 clock=CLOCK,
                 supervisor=self.supervisor,
                 rng=Random(0),
                 sign_ticket=self._sign,
                 budgets_of=TenantBudgets(self.budgets).of,
+                unrecorded=lambda: self.unrecorded,
+                report_usage=self.reported.append,
                 new_incident=lambda: "inc_1",
                 error_of=by_reason,
             ),
