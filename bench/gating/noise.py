@@ -153,7 +153,7 @@ def _sums(requests: Requests, part: slice) -> dict[int, SliSums]:
     output = requests.output[part] * started
     totals = zip(
         by_cluster(np.ones(len(cluster))),
-        by_cluster(failed | broken),
+        by_cluster(failed),
         by_cluster(started),
         by_cluster(broken & started),
         by_cluster(finished),

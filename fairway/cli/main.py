@@ -21,6 +21,7 @@ from fairway.cli.commands import (
     lifecycle,
     models,
     nodes,
+    objectives,
     placements,
     queue,
     tenants,
@@ -84,6 +85,7 @@ app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
 app.add_typer(budgets.app, name="budgets")
+app.add_typer(objectives.app, name="objectives")
 app.add_typer(nodes.app, name="nodes")
 queue.add(app)
 usage.add(app)

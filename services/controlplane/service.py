@@ -8,6 +8,7 @@ from services.controlplane.resources.accounts import Accounts
 from services.controlplane.resources.budgets import Budgets
 from services.controlplane.resources.deployments import Deployments
 from services.controlplane.resources.nodes import Nodes
+from services.controlplane.resources.objectives import Objectives
 from services.controlplane.resources.sealing import Sealer
 from services.controlplane.rollouts.resource import Rollouts
 from services.ports.clock import Clock
@@ -33,3 +34,4 @@ class ControlPlaneService:
         self.deployments = Deployments(store, clock)
         self.nodes = Nodes(store)
         self.rollouts = Rollouts(store, clock)
+        self.objectives = Objectives(store, clock)

@@ -16,6 +16,7 @@ from typing import Final
 
 from services.controlplane.fleet import Snapshot, read_snapshot, readable, snapshot_of
 from services.controlplane.resources.budgets import BudgetView
+from services.controlplane.resources.objectives import ObjectiveView
 from services.controlplane.resources.resources import Stored
 from services.controlplane.resources.status import (
     DeploymentView,
@@ -34,6 +35,7 @@ from services.core.records import (
     KEYS,
     MODELS,
     NODES,
+    OBJECTIVES,
     ROLLOUTS,
     ROOT,
     TENANTS,
@@ -41,6 +43,7 @@ from services.core.records import (
     ApiKey,
     Budget,
     Deployment,
+    Objective,
     Tag,
     Tenant,
     VersionRecord,
@@ -54,6 +57,7 @@ class ResourceKind(StrEnum):
     KEY = "key"
     BUDGET = "budget"
     ROLLOUT = "rollout"
+    OBJECTIVE = "objective"
     DEPLOYMENT = "deployment"
     NODE = "node"
     MODEL_VERSION = "model_version"
@@ -66,6 +70,8 @@ View = (
     | Stored[Budget]
     | Stored[Rollout]
     | BudgetView
+    | Stored[Objective]
+    | ObjectiveView
     | DeploymentView
     | NodeView
     | VersionRecord
@@ -235,6 +241,9 @@ def _change_of(key: str, entry: Entry | None, kinds: Collection[ResourceKind]) -
         case ResourceKind.ROLLOUT:
             rollout = readable(entry, Rollout)
             view = None if rollout is None else Stored(rollout, entry.create_revision, entry.mod_revision)
+        case ResourceKind.OBJECTIVE:
+            objective = readable(entry, Objective)
+            view = None if objective is None else Stored(objective, entry.create_revision, entry.mod_revision)
         case ResourceKind.MODEL_TAG:
             view = readable(entry, Tag)
         case _:
@@ -251,6 +260,8 @@ def _plain_name(key: str) -> Name | None:
         return ResourceKind.BUDGET, key.removeprefix(BUDGETS)
     if key.startswith(ROLLOUTS):
         return ResourceKind.ROLLOUT, key.removeprefix(ROLLOUTS)
+    if key.startswith(OBJECTIVES):
+        return ResourceKind.OBJECTIVE, key.removeprefix(OBJECTIVES)
     if not key.startswith(MODELS):
         return None
     model, kind, name = [*key.removeprefix(MODELS).split("/", 2), "", ""][:3]

@@ -45,10 +45,10 @@ class SliKey:
 
 @dataclass(frozen=True, slots=True)
 class GateWindow:
-    """A step of a rollout: the requests that were routed under it. Their sums are kept by cluster."""
+    """A step of a rollout: the requests whose arm it drew. Their sums are kept by cluster."""
 
     model: str
-    step: str  # unique in the model: of the rollout and its step
+    step: str  # unique for the rollout and its step
 
 
 def latency_sketch() -> Sketch:
@@ -76,11 +76,11 @@ class SliSums:
 
     # Requests that ended, without those that are the caller's mistake or that the client cancelled.
     requests: int = 0
-    # Those that the platform failed, with what it refused for want of capacity.
+    # Those that the platform failed before a first token, with what it refused for want of capacity.
     errors: int = 0
-    # Those among ``errors`` that killed their engine.
+    # Those among ``errors`` and ``broken`` that killed their engine.
     poisoned: int = 0
-    # Requests that sent a first token, and those among them that the platform broke after it.
+    # Those that sent a first token, and those among them that the platform broke after it.
     started: int = 0
     broken: int = 0
     # Requests that finished, and their output tokens.
@@ -138,3 +138,12 @@ class ArmWindow:
     @property
     def sessions(self) -> int:
         return round(sum(sums.sessions for sums in self.clusters.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class SliReport:
+    """What one gateway measured since its last report. Arms of a window: by version digest."""
+
+    cut_unix_s: float
+    series: Mapping[SliKey, SliSums]
+    windows: Mapping[GateWindow, Mapping[str, ArmWindow]]

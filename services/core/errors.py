@@ -11,7 +11,8 @@
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced), NoLeader, StreamBroken, Overloaded,
-    │                           DeadlineUnmeetable, VersionFailing, TicketExpired, StaleRoute
+    │                           DeadlineUnmeetable, VersionFailing, TicketExpired, StaleRoute,
+    │                           UsageUnrecorded
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -22,7 +23,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from services.core.limits import RateState
 
 
 class FairwayError(Exception):
@@ -121,7 +125,11 @@ class VersionGone(FailedPrecondition):
 
 
 class OverQuota(FairwayError):
+    """``request_rate`` and ``token_rate``: the rates at the rejection, where they were checked."""
+
     reason = "OVER_QUOTA"
+    request_rate: RateState | None = None
+    token_rate: RateState | None = None
 
 
 class RequestRateExceeded(OverQuota):
@@ -221,6 +229,12 @@ class StreamBroken(Unavailable):
     """The worker was lost and the stream could not be continued on another one."""
 
     reason = "STREAM_BROKEN"
+
+
+class UsageUnrecorded(Unavailable):
+    """The use of a request that has budgets could not be recorded: the usage outbox is full."""
+
+    reason = "USAGE_UNRECORDED"
 
 
 class TicketExpired(Unavailable):

@@ -116,6 +116,13 @@ class Sketch:
         self.total += total
         self.most = max(self.most, most)
 
+    def values(self) -> Iterator[tuple[float, float]]:
+        """Yield a value of each bucket and its weight."""
+        if self._low:
+            yield 0.0, self._low
+        for index, weight in self._buckets.items():
+            yield min(self._middle(index), self.most), weight
+
     @property
     def mean(self) -> float | None:
         return self.total / self.count if self.count else None

@@ -46,6 +46,7 @@ class KindName(StrEnum):
     LEADER = "leader"
     BUDGET = "budget"
     ROLLOUT = "rollout"
+    OBJECTIVE = "objective"
 
     @property
     def proto(self) -> cp.ResourceKind.ValueType:

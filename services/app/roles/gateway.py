@@ -27,6 +27,7 @@ from services.adapters.quotas.observed_limiter import ObservedLimiter
 from services.adapters.quotas.settlement_spool import SettlementSpool
 from services.adapters.record_cipher import RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
+from services.adapters.usage.outbox import DiskOutbox
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.ledger import open_usage_outbox, start_outbox
@@ -36,6 +37,7 @@ from services.app.roles.shared import (
     open_redis,
     redis_password,
 )
+from services.app.roles.slis import open_sli_recorder
 from services.core.errors import StoreUnavailable
 from services.core.limits import TOKEN_RATES, LimitKind
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
@@ -43,10 +45,12 @@ from services.core.records import (
     BUDGETS,
     DEPLOYMENTS,
     GATEWAYS,
+    OBJECTIVES,
     WORKERS,
     Budget,
     Deployment,
     Gateway,
+    Objective,
     Worker,
     dump,
 )
@@ -73,11 +77,11 @@ from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.idempotency import RecordLimits
 from services.ports.message_stream import StreamClient
-from services.ports.usage import UsageOutbox
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
 from services.runtime.config import Settings, read_secret, read_secrets
+from services.runtime.fleet_state.objectives import ObjectiveIndex
 from services.runtime.fleet_state.registration import Registration
 from services.runtime.identity import KeyDirectory
 from services.runtime.process.health import Check
@@ -148,7 +152,7 @@ def gateway(environment: Environment) -> Role:
         await http.stop(1.0)
 
     draining = Check("draining", lambda: "this gateway is shutting down" if service.draining else "")
-    usage = Check("usage", lambda: outbox.problem, withdraws=False)
+    usage = Check("usage", lambda: _usage_problem(settings, outbox), withdraws=False)
     return Role(server, start=start, open=start_serving, drain=drain, checks=(draining, usage))
 
 
@@ -254,7 +258,7 @@ def _gateway_service(
     files: ModelFiles,
     quotas: _Quotas,
     gateway_id: str,
-    outbox: UsageOutbox,
+    outbox: DiskOutbox,
 ) -> IdempotentService:
     settings, clock = environment.settings, environment.clock
     threads = ThreadPoolExecutor(_NAMING_THREADS, "prefixes")
@@ -281,7 +285,11 @@ def _gateway_service(
         ),
         identity=identity,
         catalog=catalog,
-        ports=replace(_gateway_ports(environment, quotas, gateway_id), report_usage=outbox.add),
+        ports=replace(
+            _gateway_ports(environment, quotas, gateway_id),
+            report_usage=outbox.add,
+            unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
+        ),
         limits=limits,
     )
 
@@ -300,6 +308,16 @@ def _keyed_ports(
         owner=gateway_id,
         window_tokens=limits.window_tokens,
         limits=KeyedLimits(detach_grace_s=settings.detach_grace_s, renew_s=settings.idempotency_lease_s / 3),
+    )
+
+
+def _usage_problem(settings: Settings, outbox: DiskOutbox) -> str:
+    """Return the outbox's problem and what it does to requests; empty without one."""
+    if not outbox.problem:
+        return ""
+    rejected = settings.outage_usage == "closed"
+    return (
+        f"{outbox.problem}; requests of tenants with budgets are {'rejected' if rejected else 'not recorded'}"
     )
 
 
@@ -398,6 +416,7 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         new_incident=environment.ids.incident_id,
         error_of=by_reason,
         pressure=placement.pressure,
+        ttft_target_s=ObjectiveIndex(environment.informer(OBJECTIVES, Objective)).ttft_target_s,
         budgets_of=TenantBudgets(environment.informer(BUDGETS, Budget)).of,
         outputs=OutputQuantiles(
             OutputPolicy(settings.output_quantile, default_tokens=settings.predicted_output_tokens)
@@ -408,5 +427,6 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
             clock=clock,
             tracing=environment.tracing,
             lines=environment.request_lines,
+            slis=open_sli_recorder(environment),
         ),
     )

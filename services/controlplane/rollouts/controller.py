@@ -23,8 +23,8 @@ from services.controlplane.rollouts.policy.facts import facts_of
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.controlplane.rollouts.writes import context_in, effects
 from services.core.arms import ArmKey, ArmWindow, GateWindow
-from services.core.errors import StoreUnavailable
-from services.core.records import ROLLOUTS, dump
+from services.core.errors import NoLeader, StoreUnavailable
+from services.core.records import ROLLOUTS, BurnAlert, Priority, Sli, dump
 from services.core.rollouts.routes import WHOLE_BP
 from services.ports.clock import Clock
 from services.ports.store import Committed, CreateRevisionIs, LeaseLost, ModRevisionIs, Put, Store
@@ -36,21 +36,19 @@ log = structlog.get_logger()
 ROUND_S: Final = 0.25  # between two rounds while a rollout is open
 IDLE_S: Final = 5.0
 _RETRY_S: Final = 0.5
+# An alert that pages also rolls back.
+_PAGING: Final = frozenset({BurnAlert.FAST, BurnAlert.ACUTE})
 _MESSAGE_S: Final = 2.0  # between two writes of a message alone
 
 
-class ArmWindows(Protocol):
-    """What gateways report of the arms; the store of service level indicators implements it."""
+class ArmSlis(Protocol):
+    """What gateways measured of the arms: ``objectives.store.SliStore``. Both raise NoLeader."""
 
-    def window(self, window: GateWindow, arm: ArmKey) -> ArmWindow:
-        """Return what was measured of an arm in a step so far; empty where nothing was."""
+    def arms_of(self, window: GateWindow) -> Mapping[str, ArmWindow]:
+        """Return what was measured in a step so far, by version digest."""
 
-
-class NoWindows:
-    """Nothing is measured: no gate passes, and only operators promote."""
-
-    def window(self, window: GateWindow, arm: ArmKey) -> ArmWindow:
-        return ArmWindow()
+    def arm_alerts(self, arm: ArmKey) -> Mapping[tuple[Priority, Sli], BurnAlert]:
+        """Return the burn alerts of one arm alone, without those that are NONE."""
 
 
 class RolloutController:
@@ -67,14 +65,14 @@ class RolloutController:
         leader_key: str,
         clock: Clock,
         *,
-        windows: ArmWindows,
+        slis: ArmSlis,
     ) -> None:
         self._store = store
         self._informer = informer
         self._leadership = leadership
         self._leader_key = leader_key
         self._clock = clock
-        self._windows = windows
+        self._slis = slis
         self._message_s: dict[str, float] = {}  # when a message was written, of the open rollouts
 
     async def run(self) -> None:
@@ -85,8 +83,8 @@ class RolloutController:
             try:
                 if self._informer.synced:
                     period_s = ROUND_S if await self.round(epoch) else IDLE_S
-            except (StoreUnavailable, LeaseLost) as error:
-                log.warning("rollouts.store_lost", error=repr(error))
+            except (StoreUnavailable, LeaseLost, NoLeader) as error:
+                log.info("rollouts.round_failed", error=repr(error))
             await self._informer.wait_changed(revision, period_s)
 
     async def round(self, epoch: int) -> int:
@@ -109,8 +107,13 @@ class RolloutController:
             if context is None:
                 log.error("rollout.without_deployment", rollout=held.record.meta.name)
                 continue
-            short = _shortages(held.record, unplaced)
-            facts = facts_of(held.record, context.deployment.replicas, fleet.workers, short)
+            facts = facts_of(
+                held.record,
+                context.deployment.replicas,
+                fleet.workers,
+                _shortages(held.record, unplaced),
+                self.alarms(held.record),
+            )
             reports = self.reports(held.record)
             after = advance(held.record, facts, reports, self._clock.unix_s())
             after = self._without_chatter(held.record, replace(after, gates=reports))
@@ -132,18 +135,29 @@ class RolloutController:
             log.info("rollout.refused", rollout=name, phase=rollout.phase, step=rollout.step)
 
     def reports(self, rollout: Rollout) -> dict[str, GateReport]:
-        """Return the gates of the present step, by candidate; none without traffic."""
+        """Return the gates of the present step, by candidate; none without traffic. Raises NoLeader."""
         if rollout.phase is not RolloutPhase.RUNNING or rollout.shadow is not None:
             return {}
-        window = GateWindow(rollout.deployment, step_name(rollout))
-        baseline = self._windows.window(window, ArmKey(rollout.deployment, rollout.stable_digest))
-        gate = gate_plan(rollout)
+        windows = self._slis.arms_of(GateWindow(rollout.deployment, step_name(rollout)))
+        gate, baseline = gate_plan(rollout), windows.get(rollout.stable_digest, ArmWindow())
         return {
-            arm.name: judge(
-                gate, baseline, self._windows.window(window, ArmKey(rollout.deployment, arm.version_digest))
-            )
+            arm.name: judge(gate, baseline, windows.get(arm.version_digest, ArmWindow()))
             for arm in rollout.arms
         }
+
+    def alarms(self, rollout: Rollout) -> dict[str, str]:
+        """Return the candidates that burn an error budget while the stable version does not. Raises NoLeader."""
+        if rollout.phase not in (RolloutPhase.RUNNING, RolloutPhase.SOAKING):
+            return {}
+        stable = self._paging(rollout.deployment, rollout.stable_digest)
+        found = {arm.name: self._paging(rollout.deployment, arm.version_digest) for arm in rollout.arms}
+        return {
+            name: ", ".join(sorted(paging - stable)) for name, paging in found.items() if paging - stable
+        }
+
+    def _paging(self, deployment: str, digest: str) -> set[str]:
+        alerts = self._slis.arm_alerts(ArmKey(deployment, digest))
+        return {f"{sli} of {priority}" for (priority, sli), alert in alerts.items() if alert in _PAGING}
 
     def _without_chatter(self, before: Rollout, after: Rollout) -> Rollout:
         """Return the state; unchanged where only what it shows differs and that was written a moment ago."""

@@ -221,7 +221,7 @@ def _instead(after: Rollout, _before: Rollout) -> Rollout:
 
 
 def _facts(rollout: Rollout, deployment: Deployment, snapshot: Snapshot) -> RolloutFacts:
-    return facts_of(rollout, deployment.replicas, snapshot.fleet.workers, {})
+    return facts_of(rollout, deployment.replicas, snapshot.fleet.workers, {}, {})
 
 
 def _context_of(snapshot: Snapshot, name: str) -> RolloutContext:

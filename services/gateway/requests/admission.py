@@ -12,14 +12,15 @@ import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import FairwayError, InvalidInput
+from services.core.errors import FairwayError, InvalidInput, OverQuota, UsageUnrecorded
 from services.core.generation import GenerationSpec, Principal, Usage
 from services.core.limits import Limit
-from services.core.records import Tenant
+from services.core.records import Priority, Tenant
 from services.gateway.catalog import ModelCatalog
 from services.gateway.policy.claims import (
     Payer,
@@ -36,10 +37,12 @@ from services.gateway.requests.validate import Validator
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
 from services.ports.limiter import Reservation
+from services.rpc.convert.inference import PRIORITY_OF
 from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import Ticket
 
 log = structlog.get_logger()
+_FULL_RETRY_S: Final = 5.0
 
 
 class RequestAdmission:
@@ -69,8 +72,13 @@ class RequestAdmission:
     ) -> Admitted:
         resume, request_id = terms.resume, terms.received.request_id
         pinned = resume.version if resume is not None else None
+        if self._catalog.has(generation.model):
+            telemetry.addressed(principal.tenant_id, generation.model, _class_of(generation))
         checked = self._validator.check(principal, generation, pinned=pinned)
+        route = checked.route
+        telemetry.addressed(principal.tenant_id, route.model, checked.priority, route.version_digest)
         payer = self._payer(principal, generation.user)
+        self._require_recorded(payer)
         bounds = bounds_of(payer) if resume is None else RequestBounds()  # a resumed request keeps its terms
         _check_timeout(generation, bounds.timeout_s)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
@@ -99,18 +107,21 @@ class RequestAdmission:
             if terms.record is not None:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
                 await terms.record(spec, degradations)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OverQuota):  # the request stays counted against this rate
+                error.request_rate = reservation.request_rate
             # The slot is released before the error is returned, so that the client's next request finds it
             # free.
             undoing = self._release(reservation, reserving)
             await asyncio.shield(self._ports.supervisor.spawn(f"undo {request_id}", undoing))
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
+        ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
         return Admitted(
             spec,
             reservation,
             payer,
-            self._ticket(principal.tenant_id, spec, terms.timeout_s),
+            ticket,
             terms,
             self._ports,
             self._limits,
@@ -148,6 +159,16 @@ class RequestAdmission:
     def max_timeout_s(self, principal: Principal, user: str) -> float:
         """Return the longest time of a request of the caller; infinite without a limit."""
         return bounds_of(self._payer(principal, user)).timeout_s.value or math.inf
+
+    def _require_recorded(self, payer: Payer) -> None:
+        """Raises UsageUnrecorded while the use of a tenant with budgets cannot be recorded."""
+        problem = self._ports.unrecorded() if payer.budgets else ""
+        if problem:
+            error = UsageUnrecorded(
+                f"this tenant's use cannot be recorded: {problem}", retry_after_s=_FULL_RETRY_S
+            )
+            self._ports.telemetry.admission(error.reason)
+            raise error
 
     def _payer(self, principal: Principal, user: str) -> Payer:
         """Return whose limits and budgets apply. Raises Unauthenticated for a key that is not valid now."""
@@ -251,6 +272,11 @@ class RequestAdmission:
             await self._ports.limiter.settle(reservation, Usage(prompt_tokens=0, output_tokens=0))
         except FairwayError as error:
             log.info("reservation.undo_failed", reason=error.reason)
+
+
+def _class_of(generation: inference_pb2.Generation) -> Priority:
+    """Return the class that the request names, before it is checked."""
+    return PRIORITY_OF.get(generation.priority, Priority.STANDARD)
 
 
 def _check_timeout(generation: inference_pb2.Generation, longest: RequestBound) -> None:

@@ -13,6 +13,7 @@ from services.core.errors import (
     DeadlineExceeded,
     FairwayError,
     InternalError,
+    OverQuota,
     RequestCancelled,
     StaleRoute,
     first_failure,
@@ -120,7 +121,7 @@ class Request:
         """Return when every choice has ended and the slot is settled."""
         self.reservation = admitted.reservation
         self._prompt_tokens = len(admitted.spec.prompt.ids)
-        self.telemetry.accepted(admitted.tenant.meta.name, admitted.spec.model)
+        self.telemetry.accepted(admitted.tenant.meta.name, admitted.spec)
         cache, collected = self._ports.responses if self._cacheable(admitted) else None, None
         tenant_id = admitted.reservation.tenant_id
         try:
@@ -132,6 +133,10 @@ class Request:
                 results = self._repeat(admitted, self._cached)
             else:
                 admitted, results = await self._run_choices(admitted)
+        except OverQuota as error:  # of the scheduler
+            error.request_rate = admitted.reservation.request_rate
+            error.token_rate = admitted.reservation.token_rate
+            raise
         finally:
             usage = self.usage
             await self._settle(admitted, usage)
@@ -186,6 +191,7 @@ class Request:
             log.info("request.rerouted", request_id=self.request_id, version_digest=spec.version_digest)
             await self._ports.clock.sleep(_REROUTE_S)
             admitted = await admitted.reroute(admitted)
+            self.telemetry.accepted(admitted.tenant.meta.name, admitted.spec)
         raise AssertionError("the last round returns or raises")
 
     def _accepted(self, admitted: Admitted) -> Accepted:

@@ -16,9 +16,10 @@ from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord, decode
 from services.controlplane.objectives.policy.gates import GateReport, Verdict
 from services.controlplane.reconciler import Reconciler
-from services.controlplane.rollouts.controller import NoWindows, RolloutController
+from services.controlplane.rollouts.controller import RolloutController
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
-from services.core.records import ROLLOUTS, ROOT, Leader, dump, leader_key
+from services.core.arms import ArmKey, ArmWindow, GateWindow
+from services.core.records import ROLLOUTS, ROOT, BurnAlert, Leader, Priority, Sli, dump, leader_key
 from services.ports.store import Committed, Condition, ConditionFailed, Operation
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Informer
@@ -47,6 +48,16 @@ class KillingStore(EtcdStore):
         return done
 
 
+class NoSlis:
+    """Nothing is measured."""
+
+    def arms_of(self, window: GateWindow) -> dict[str, ArmWindow]:
+        return {}
+
+    def arm_alerts(self, arm: ArmKey) -> dict[tuple[Priority, Sli], BurnAlert]:
+        return {}
+
+
 class JudgedController(RolloutController):
     """Its gates have one verdict; RUNNING beyond the second step only where that is a failure."""
 
@@ -66,7 +77,7 @@ async def main(endpoint: str, number: int, when: str, verdict: str) -> None:
     informer: Informer[FleetRecord | None] = Informer(store, ROOT, decode, CLOCK)
     election = Election(store, KEY, dump(Leader(f"p{os.getpid()}", "")), 1, CLOCK)
     reconciler = Reconciler(store, informer, election, KEY, CLOCK, events=EventRecorder(store, CLOCK))
-    controller = JudgedController(store, informer, election, KEY, CLOCK, windows=NoWindows())
+    controller = JudgedController(store, informer, election, KEY, CLOCK, slis=NoSlis())
     controller.verdict = Verdict(verdict)
     await asyncio.gather(informer.run(), election.run(), reconciler.run(), controller.run())
 

@@ -1,6 +1,6 @@
 """The next state of a rollout. Pure and level-triggered: it depends on states and times, not on what changed.
 
-The order of what decides: a crash bound or a failed gate rolls back, also while paused; then an operator's
+The order of what decides: a crash bound, a burn alert or a failed gate rolls back, also while paused; then an operator's
 promotion; then the hold, the gate and the replicas of the next step. A state that is final for new requests
 (ROLLING_BACK, FINISHING) ends when no worker has the versions that leave.
 """
@@ -181,6 +181,9 @@ def _crashed(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollou
         if most and restarts >= most:
             message = f"the engines of {arm.name} crashed {restarts} times"
             return rolled_back(rollout, RolloutEvent(now_unix_s, "ENGINE_CRASHES", message, arm.name))
+        if alarm := facts.arm(arm.name).alarm:
+            message = f"{arm.name} burns the error budget of {alarm}"
+            return rolled_back(rollout, RolloutEvent(now_unix_s, "BURN_RATE", message, arm.name))
     return None
 
 

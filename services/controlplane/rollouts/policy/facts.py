@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.controlplane.rollouts.records import STABLE, Rollout
 from services.core.records import LoadedVersion, VersionState, Worker
@@ -22,6 +22,7 @@ class ArmFacts:
     failed: int = 0
     why: str = ""
     engine_restarts: int = 0
+    alarm: str = ""  # the objectives that its requests alone miss too fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,9 @@ class RolloutFacts:
 
 
 def facts_of(
-    rollout: Rollout, replicas: int, workers: Sequence[Worker], unplaced: Mapping[str, str]
+    rollout: Rollout, replicas: int, workers: Sequence[Worker], unplaced: Mapping[str, str], alarms: Mapping[str, str]
 ) -> RolloutFacts:
-    """Return the facts of the stable version and of each candidate."""
+    """Return the facts of the stable version and of each candidate. ``alarms``: by name."""
     names = {rollout.stable_digest: STABLE, **{arm.version_digest: arm.name for arm in rollout.arms}}
     found: dict[str, ArmFacts] = {}
     for worker in workers:
@@ -49,7 +50,8 @@ def facts_of(
             name = names.get(version.version_digest)
             if name is not None and version.deployment == rollout.deployment:
                 found[name] = _with(found.get(name, ArmFacts()), version, draining=worker.draining)
-    return RolloutFacts(replicas, found, unplaced)
+    arms = {name: replace(facts, alarm=alarms.get(name, "")) for name, facts in found.items()}
+    return RolloutFacts(replicas, arms, unplaced)
 
 
 def _with(facts: ArmFacts, version: LoadedVersion, *, draining: bool) -> ArmFacts:

@@ -26,6 +26,7 @@ from services.core.generation import GenerationSpec, NotAdmittedReason, Principa
 from services.core.limits import Claim, Limit, LimitKind, Price
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
 from services.core.rollouts.routes import ROUTES, WHOLE_BP, split
+from services.core.usage import RequestUsage
 from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Finished, Received
@@ -90,7 +91,9 @@ class Gateway:
         self.requests = 0
         self.tickets: list[Ticket] = []
         self.budgets = View()
+        self.unrecorded = ""
         self.workers = Workers(*[emit(1, ended(1))] * 100)
+        self.reported: list[RequestUsage] = []
         validator = Validator(fleet.catalog, fleet.identity, Random(7))
         self.service = GatewayService(
             validator=validator,
@@ -105,6 +108,8 @@ class Gateway:
                 rng=Random(0),
                 sign_ticket=self._sign,
                 budgets_of=TenantBudgets(self.budgets).of,
+                unrecorded=lambda: self.unrecorded,
+                report_usage=self.reported.append,
                 new_incident=lambda: "inc_1",
                 error_of=by_reason,
             ),

@@ -52,6 +52,7 @@ class Driven:
         self.rollout = found
         self.now_s = 0.0
         self.verdict: Verdict | None = Verdict.PASS
+        self.alarms: dict[str, str] = {}
         self.routes: list[ModelRoute | None] = []
         self.apply()
 
@@ -64,7 +65,7 @@ class Driven:
         workers = [worker.record(name) for name, worker in self.fleet.workers.items()]
         missing = [one.deployment for one in self.fleet.actions if isinstance(one, Unplaced)]
         unplaced = {"canary": "no room"} if f"d@{NEW}" in missing else {}
-        return facts_of(self.rollout, self.fleet.wanted.replicas, workers, unplaced)
+        return facts_of(self.rollout, self.fleet.wanted.replicas, workers, unplaced, self.alarms)
 
     @property
     def reports(self) -> Mapping[str, GateReport]:

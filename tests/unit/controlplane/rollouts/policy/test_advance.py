@@ -203,6 +203,16 @@ def test_engines_that_crash_roll_the_candidate_back() -> None:
     assert (found.phase, found.history[-1].what) == (RolloutPhase.ROLLING_BACK, "ENGINE_CRASHES")
 
 
+@pytest.mark.parametrize("phase", [RolloutPhase.RUNNING, RolloutPhase.SOAKING])
+def test_a_burn_alert_of_the_candidate_rolls_it_back(phase: RolloutPhase) -> None:
+    driven = Driven(rollout())
+    driven.until(phase)
+    driven.alarms = {"canary": "availability of standard"}
+    driven.tick()
+    assert (driven.phase, driven.weight_bp()) == (RolloutPhase.ROLLING_BACK, 0)
+    assert driven.whats()[-1] == "BURN_RATE"
+
+
 @pytest.mark.parametrize("strategy", [RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT])
 def test_blue_green_takes_all_traffic_once_every_replica_is_ready(strategy: RolloutStrategy) -> None:
     driven = Driven(rollout(strategy, soak_s=30.0 if strategy is RolloutStrategy.BLUE_GREEN else 0.0))
