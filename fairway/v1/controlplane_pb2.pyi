@@ -2471,6 +2471,88 @@ class DeleteDeploymentResponse(_message.Message):
 Global___DeleteDeploymentResponse: _TypeAlias = DeleteDeploymentResponse  # noqa: Y015
 
 @_typing.final
+class ListDeploymentRevisionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    page_size: _builtins.int
+    """At most this many; 0: 100."""
+    page_token: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeploymentRevisionsRequest: _TypeAlias = ListDeploymentRevisionsRequest  # noqa: Y015
+
+@_typing.final
+class DeploymentRevision(_message.Message):
+    """A state that a deployment had from a time on, without its status."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    cause: _builtins.str
+    """create, update, or the rollout that ended in it."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def deployment(self) -> Global___Deployment: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        cause: _builtins.str = ...,
+        deployment: Global___Deployment | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "deployment", b"deployment", "name", b"name", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeploymentRevision: _TypeAlias = DeploymentRevision  # noqa: Y015
+
+@_typing.final
+class ListDeploymentRevisionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def revisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeploymentRevision]: ...
+    def __init__(
+        self,
+        *,
+        revisions: _abc.Iterable[Global___DeploymentRevision] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "revisions", b"revisions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeploymentRevisionsResponse: _TypeAlias = ListDeploymentRevisionsResponse  # noqa: Y015
+
+@_typing.final
 class CreateRolloutRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

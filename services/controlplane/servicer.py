@@ -31,10 +31,12 @@ from services.controlplane.watcher import (
 )
 from services.core.errors import InvalidInput
 from services.core.generation import Principal
+from services.core.paging import page_of
 from services.core.records import ApiKey, Budget, Objective, Tag, Tenant, VersionRecord
 from services.ports.store import Store
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert import controlplane as convert
+from services.rpc.convert.inference import timestamp
 from services.rpc.interceptors.access import caller, principal
 from services.runtime.ids import request_id_of
 
@@ -189,6 +191,26 @@ class ControlPlaneServicer(RolloutMethods):
             deployment, etag=request.deployment.metadata.etag, request_id=request.request_id
         )
         return pb.UpdateDeploymentResponse(deployment=_deployment(view))
+
+    async def ListDeploymentRevisions(
+        self, request: pb.ListDeploymentRevisionsRequest, context: Context
+    ) -> pb.ListDeploymentRevisionsResponse:
+        found = await self._service.deployments.history(request.name)
+        page, token = page_of(
+            found, lambda one: one[0], size=request.page_size, token=request.page_token, descending=True
+        )
+        return pb.ListDeploymentRevisionsResponse(
+            revisions=[
+                pb.DeploymentRevision(
+                    name=name,
+                    time=timestamp(one.time_unix_s),
+                    cause=one.cause,
+                    deployment=convert.deployment_to_proto(one.deployment, "", pb.DeploymentStatus()),
+                )
+                for name, one in page
+            ],
+            next_page_token=token,
+        )
 
     async def DeleteDeployment(
         self, request: pb.DeleteDeploymentRequest, context: Context

@@ -54,23 +54,24 @@ class LoadFailure:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``model`` is the clients' name of the model; ``route_revision`` is that of its split or deployment.
+    """The version of one request, and what is known of it."""
 
-    ``version_digest`` is that of the request's arm in a split; without one the deployment's, or the previous
-    version while that one still takes new requests.
-
-    ``ready_replicas`` is 0 for a deployment of 0 replicas, even if another deployment runs its version.
-    ``failure`` is set when every replica failed: a stable reason, and the time of the next attempt.
-    """
-
+    # The clients' name of the model.
     model: str
     deployment: Deployment
+    # Of the request's arm in a split; without one the deployment's, or the version before it while that still
+    # takes new requests.
     version_digest: str
+    # Of the split, or of the deployment.
     route_revision: int
+    # 0 for a deployment of 0 replicas, even if another deployment runs its version.
     ready_replicas: int
+    # Set when every replica failed: a stable reason, and the time of the next attempt.
     failure: LoadFailure | None = None
-    arm: str = ""  # of the split; empty without one
-    step: str = ""  # of the rollout, where chance decided the arm
+    # The arm of the split; empty without one.
+    arm: str = ""
+    # The rollout's step, where chance decided the arm.
+    step: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import structlog
 
 from services.controlplane.fleet import read_snapshot
+from services.controlplane.resources.deployment_history import DeploymentRevision, kept, revisions_of
 from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.resources.status import DeploymentView, deployment_view, unplaced_in
 from services.core.errors import FailedPrecondition, InvalidInput, NotFound
@@ -36,6 +37,7 @@ class Deployments:
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
+        self._clock = clock
         self._kind = Resources(store, clock, DEPLOYMENTS, Deployment)
 
     async def create(self, deployment: Deployment, *, request_id: str = "") -> DeploymentView:
@@ -44,6 +46,7 @@ class Deployments:
         stored = await self._kind.replayed(request)
         if stored is None:
             pinned, together = await self._pinned(deployment)
+            together = await self._with_history(pinned, together, "create")
             stored = await self._kind.create(pinned, request, together=together)
             log.info(
                 "deployment.created", deployment=deployment.meta.name, digest=stored.record.version_digest
@@ -81,6 +84,7 @@ class Deployments:
                 return pinned
 
             together = replace(together, conditions=(unchanged, *together.conditions))
+            together = await self._with_history(pinned, together, "update")
             stored = await self._kind.update(name, change, request, etag=etag, together=together)
             log.info(
                 "deployment.updated", deployment=deployment.meta.name, digest=stored.record.version_digest
@@ -98,6 +102,19 @@ class Deployments:
         alone = WriteSet(conditions=(ModRevisionIs(ROUTES + name, 0),))
         await self._kind.delete(name, request, etag=etag, together=alone)
         log.info("deployment.deleted", deployment=name)
+
+    async def history(self, name: str) -> tuple[tuple[str, DeploymentRevision], ...]:
+        """Return the states that the deployment had, the newest first. Raises NotFound for an unknown
+        name.
+        """
+        found = await revisions_of(self._store, name)
+        if not found:
+            raise self._kind.not_found(name)
+        return found
+
+    async def _with_history(self, pinned: Deployment, together: WriteSet, cause: str) -> WriteSet:
+        operations = await kept(self._store, pinned, self._clock.unix_s(), cause)
+        return replace(together, operations=(*together.operations, *operations))
 
     async def names_by_version(self) -> dict[str, list[str]]:
         """Return the deployments of each version digest, by name."""

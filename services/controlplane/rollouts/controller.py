@@ -6,6 +6,7 @@ Nothing is remembered between two rounds: a new leader continues from the stored
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, Protocol
@@ -13,19 +14,25 @@ from typing import Final, Protocol
 import structlog
 
 from services.controlplane.fleet import FleetRecord, fleet_of
-from services.controlplane.objectives.policy.gates import DEFAULT_BOUNDS, GatePlan, GateReport, judge
+from services.controlplane.objectives.policy.gates import (
+    DEFAULT_BOUNDS,
+    GateMetric,
+    GatePlan,
+    GateReport,
+    judge,
+)
 from services.controlplane.policy.assign import Unplaced, plan
 from services.controlplane.reconciler import Leadership
 from services.controlplane.resources.status import unplaced_message
 from services.controlplane.rollouts.policy.advance import advance
-from services.controlplane.rollouts.policy.effects import step_name
+from services.controlplane.rollouts.policy.effects import load_ratio, step_name
 from services.controlplane.rollouts.policy.facts import facts_of
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.controlplane.rollouts.writes import context_in, effects
 from services.core.arms import ArmKey, ArmWindow, GateWindow
 from services.core.errors import NoLeader, StoreUnavailable
 from services.core.records import ROLLOUTS, BurnAlert, Priority, Sli, dump
-from services.core.rollouts.routes import WHOLE_BP
+from services.core.rollouts.routes import WHOLE_BP, ModelRoute
 from services.ports.clock import Clock
 from services.ports.store import Committed, CreateRevisionIs, LeaseLost, ModRevisionIs, Put, Store
 from services.runtime.fleet_state.informer import Informer
@@ -38,6 +45,8 @@ IDLE_S: Final = 5.0
 _RETRY_S: Final = 0.5
 # An alert that pages also rolls back.
 _PAGING: Final = frozenset({BurnAlert.FAST, BurnAlert.ACUTE})
+_LARGEST: Final = 1e6
+_EQUAL_LOAD: Final = (0.8, 1.25)
 _MESSAGE_S: Final = 2.0  # between two writes of a message alone
 
 
@@ -114,7 +123,7 @@ class RolloutController:
                 _shortages(held.record, unplaced),
                 self.alarms(held.record),
             )
-            reports = self.reports(held.record)
+            reports = self.reports(held.record, context.route)
             after = advance(held.record, facts, reports, self._clock.unix_s())
             after = self._without_chatter(held.record, replace(after, gates=reports))
             writes = effects(after, context)
@@ -134,26 +143,32 @@ class RolloutController:
         else:  # deposed, or the view is old
             log.info("rollout.refused", rollout=name, phase=rollout.phase, step=rollout.step)
 
-    def reports(self, rollout: Rollout) -> dict[str, GateReport]:
+    def reports(self, rollout: Rollout, route: ModelRoute | None) -> dict[str, GateReport]:
         """Return the gates of the present step, by candidate; none without traffic. Raises NoLeader."""
-        if rollout.phase is not RolloutPhase.RUNNING or rollout.shadow is not None:
+        if rollout.phase is not RolloutPhase.RUNNING or rollout.shadow is not None or route is None:
             return {}
         windows = self._slis.arms_of(GateWindow(rollout.deployment, step_name(rollout)))
-        gate, baseline = gate_plan(rollout), windows.get(rollout.stable_digest, ArmWindow())
+        baseline = windows.get(rollout.stable_digest, ArmWindow())
         return {
-            arm.name: judge(gate, baseline, windows.get(arm.version_digest, ArmWindow()))
+            arm.name: storable(
+                judge(
+                    gate_plan(rollout, load_ratio(route, arm.name)),
+                    baseline,
+                    windows.get(arm.version_digest, ArmWindow()),
+                )
+            )
             for arm in rollout.arms
         }
 
     def alarms(self, rollout: Rollout) -> dict[str, str]:
-        """Return the candidates that burn an error budget while the stable version does not. Raises NoLeader."""
+        """Return the candidates that burn an error budget while the stable version does not. Raises
+        NoLeader.
+        """
         if rollout.phase not in (RolloutPhase.RUNNING, RolloutPhase.SOAKING):
             return {}
         stable = self._paging(rollout.deployment, rollout.stable_digest)
         found = {arm.name: self._paging(rollout.deployment, arm.version_digest) for arm in rollout.arms}
-        return {
-            name: ", ".join(sorted(paging - stable)) for name, paging in found.items() if paging - stable
-        }
+        return {name: ", ".join(sorted(paging - stable)) for name, paging in found.items() if paging - stable}
 
     def _paging(self, deployment: str, digest: str) -> set[str]:
         alerts = self._slis.arm_alerts(ArmKey(deployment, digest))
@@ -170,8 +185,23 @@ class RolloutController:
         return after
 
 
-def gate_plan(rollout: Rollout) -> GatePlan:
-    """Return how the arms of the present step are compared."""
+def storable(report: GateReport) -> GateReport:
+    """Return the report with finite numbers: a bound is infinite until enough was measured."""
+    evidence = tuple(
+        replace(one, statistic=_finite(one.statistic), bound=_finite(one.bound)) for one in report.evidence
+    )
+    return replace(report, evidence=evidence)
+
+
+def _finite(value: float) -> float:
+    return 0.0 if math.isnan(value) else max(-_LARGEST, min(_LARGEST, value))
+
+
+def gate_plan(rollout: Rollout, load: float) -> GatePlan:
+    """Return how an arm is compared in the present step. ``load``: its ``effects.load_ratio``.
+
+    The cost of arms whose replicas have different load is shown and does not count.
+    """
     metrics = rollout.gate.metrics or tuple(DEFAULT_BOUNDS)
     steps = [step for step in rollout.steps if step.weight_bp < WHOLE_BP]
     step = rollout.steps[rollout.step] if rollout.step < len(rollout.steps) else None
@@ -179,9 +209,15 @@ def gate_plan(rollout: Rollout) -> GatePlan:
         bounds={metric: DEFAULT_BOUNDS[metric] for metric in metrics},
         gates=max(1, len(steps), len(rollout.arms)),
         min_sessions=rollout.gate.min_sessions,
-        accepted=rollout.gate.accepted,
+        accepted={**_unequal(load), **rollout.gate.accepted},
     )
     return plan_ if step is None else replace(plan_, min_requests=step.min_requests)
+
+
+def _unequal(load: float) -> dict[GateMetric, str]:
+    if _EQUAL_LOAD[0] <= load <= _EQUAL_LOAD[1]:
+        return {}
+    return {GateMetric.COST: f"a replica has {load:.2f} times the traffic of a stable one"}
 
 
 def _shortages(rollout: Rollout, unplaced: Mapping[str, Unplaced]) -> dict[str, str]:

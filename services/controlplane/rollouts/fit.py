@@ -21,18 +21,17 @@ from services.core.rollouts.routes import WHOLE_BP, RevisedRoute, RouteArm
 
 @dataclass(frozen=True, slots=True)
 class ArmFit:
-    """The largest number of replicas that an arm runs on, and where they go.
-
-    ``needed_bytes``: on each worker; ``measured``: reported by a worker, otherwise the size of its files.
-    ``rejected``: (worker, reason) where a replica finds no place.
-    """
+    """How an arm fits beside what serves."""
 
     name: str
     version_digest: str
+    # The most that it runs in any step.
     replicas: int
+    # On each worker: as a worker measured it, otherwise the size of its files.
     needed_bytes: int
     measured: bool
     workers: tuple[str, ...]
+    # Replicas without a worker, and (worker, reason) of each that rejects one.
     missing: int = 0
     rejected: tuple[tuple[str, str], ...] = ()
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.controlplane.resources.deployment_history import revision_put
 from services.controlplane.rollouts.policy.effects import deployment_of, route_of
 from services.controlplane.rollouts.records import Rollout
 from services.core.records import DEPLOYMENTS, Deployment, dump
@@ -52,5 +53,6 @@ def effects(rollout: Rollout, context: RolloutContext) -> WriteSet:
     if deployment != context.deployment:
         key = DEPLOYMENTS + rollout.deployment
         conditions.append(ModRevisionIs(key, context.deployment_revision))
-        operations.append(Put(key, dump(deployment)))
+        cause = f"rollout {rollout.meta.name}"
+        operations += [Put(key, dump(deployment)), revision_put(deployment, rollout.phase_unix_s, cause)]
     return WriteSet(conditions, operations)

@@ -20,6 +20,7 @@ from services.controlplane.rollouts.controller import RolloutController
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.core.arms import ArmKey, ArmWindow, GateWindow
 from services.core.records import ROLLOUTS, ROOT, BurnAlert, Leader, Priority, Sli, dump, leader_key
+from services.core.rollouts.routes import ModelRoute
 from services.ports.store import Committed, Condition, ConditionFailed, Operation
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Informer
@@ -63,7 +64,7 @@ class JudgedController(RolloutController):
 
     verdict = Verdict.PASS
 
-    def reports(self, rollout: Rollout) -> dict[str, GateReport]:
+    def reports(self, rollout: Rollout, route: ModelRoute | None) -> dict[str, GateReport]:
         if rollout.phase is not RolloutPhase.RUNNING:
             return {}
         failing = self.verdict is Verdict.FAIL and rollout.step < 2

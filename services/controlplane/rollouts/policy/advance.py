@@ -1,8 +1,8 @@
 """The next state of a rollout. Pure and level-triggered: it depends on states and times, not on what changed.
 
-The order of what decides: a crash bound, a burn alert or a failed gate rolls back, also while paused; then an operator's
-promotion; then the hold, the gate and the replicas of the next step. A state that is final for new requests
-(ROLLING_BACK, FINISHING) ends when no worker has the versions that leave.
+The order of what decides: a crash bound, a burn alert or a failed gate rolls back, also while paused; then
+an operator's promotion; then the hold, the gate and the replicas of the next step. A state that is final for
+new requests (ROLLING_BACK, FINISHING) ends when no worker has the versions that leave.
 """
 
 from __future__ import annotations

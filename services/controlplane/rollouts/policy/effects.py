@@ -93,6 +93,17 @@ def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
     )
 
 
+def load_ratio(route: ModelRoute, name: str) -> float:
+    """Return the traffic on a replica of an arm over that on a replica of the stable one; 0 without traffic.
+
+    A replica with less traffic computes smaller batches, so its tokens take more device time each.
+    """
+    arm, stable = route.arm(name), route.stable
+    if arm is None or not stable.weight_bp:
+        return 0.0
+    return arm.weight_bp * stable.replicas / (stable.weight_bp * arm.replicas)
+
+
 def step_name(rollout: Rollout) -> str:
     """Return the name under which the arms of the present step are compared."""
     return f"{rollout.salt}/{rollout.step}"

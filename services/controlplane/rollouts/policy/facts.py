@@ -40,7 +40,11 @@ class RolloutFacts:
 
 
 def facts_of(
-    rollout: Rollout, replicas: int, workers: Sequence[Worker], unplaced: Mapping[str, str], alarms: Mapping[str, str]
+    rollout: Rollout,
+    replicas: int,
+    workers: Sequence[Worker],
+    unplaced: Mapping[str, str],
+    alarms: Mapping[str, str],
 ) -> RolloutFacts:
     """Return the facts of the stable version and of each candidate. ``alarms``: by name."""
     names = {rollout.stable_digest: STABLE, **{arm.version_digest: arm.name for arm in rollout.arms}}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.controlplane.objectives.policy.gates import GateMetric, Verdict
 from services.controlplane.rollouts.policy.advance import advance
+from services.controlplane.rollouts.policy.effects import load_ratio
 from services.controlplane.rollouts.policy.operate import Promotion, abort, pause, promote, resume
 from services.controlplane.rollouts.records import (
     ABORTABLE,
@@ -24,7 +25,7 @@ from services.controlplane.rollouts.records import (
 )
 from services.core.errors import FailedPrecondition, InvalidInput
 from services.core.records import VersionState
-from services.core.rollouts.routes import Shadow
+from services.core.rollouts.routes import ModelRoute, RouteArm, Shadow, split
 from tests.unit.controlplane.policy.test_arms import ready
 from tests.unit.controlplane.policy.test_update import NEW, OLD
 from tests.unit.controlplane.rollouts.policy.driven import Driven, rollout
@@ -309,3 +310,11 @@ def test_whatever_happens_the_split_is_whole_and_a_version_serves(events: list[s
     wanted = NEW if driven.phase is RolloutPhase.COMPLETED else OLD
     assert driven.fleet.digests() == {wanted}
     assert ready(driven.fleet, wanted) == 2
+
+
+def test_the_load_of_an_arm_s_replicas_is_relative_to_the_stable_ones() -> None:
+    arms = (RouteArm("stable", OLD, 6600, 2), RouteArm("canary", NEW, 3400))
+    route = ModelRoute("d", "s", arms)
+    assert load_ratio(route, "canary") == pytest.approx(1.03, abs=0.01)
+    assert load_ratio(route, "gone") == 0.0
+    assert load_ratio(replace(route, arms=split(route, {"canary": 10_000})), "canary") == 0.0

@@ -1,0 +1,111 @@
+"""Versions of the null executor with a fault of their own, for drills of rollouts.
+
+A version names its fault in ``config.json`` (``drill_fault``). ``rollout_faults`` on PYTHONPATH puts the
+faulty engine in the place of each engine that a worker starts. Nothing of it is in the product.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from services.worker.engine import process
+from services.worker.engine.execute.executor import Batch, Executor, Samples
+from services.worker.engine.load import loading
+from services.worker.engine_protocol import EngineConfig
+from tests.support.stack import ROOT
+
+CHECKPOINT: Final = ROOT / "models/tiny/checkpoint"
+FIELD: Final = "drill_fault"
+CRASHING_ID: Final = 507  # a prompt that begins with it ends the engine of a crashing version
+_FAILING_OF: Final = 20
+_SHORT_FROM: Final = 4
+
+
+class VersionFault(StrEnum):
+    GOOD = "good"
+    SLOW = "slow"  # steps take 1.5 times as long
+    FAILING = "failing"  # one sequence in 20 ends with an error
+    COSTLY = "costly"  # twice the device time for a token
+    GARBAGE = "garbage"  # outputs end after a few tokens
+    CRASHING = "crashing"  # some prompts end the engine
+
+
+class FaultyExecutor:
+    """Implements ``Executor`` around another one."""
+
+    runs_ahead = False
+
+    def __init__(self, inner: Executor, fault: VersionFault, step_s: float, eos_id: int) -> None:
+        self._inner = inner
+        self._fault = fault
+        self._step_s = step_s
+        self._eos_id = eos_id
+        self._batch: Batch | None = None
+
+    def submit(self, batch: Batch) -> None:
+        """See ``Executor``."""
+        self._batch = batch
+        self._inner.submit(batch)
+
+    def collect(self) -> Samples:
+        """See ``Executor``."""
+        batch, samples = self._batch, self._inner.collect()
+        assert batch is not None
+        match self._fault:
+            case VersionFault.SLOW:
+                time.sleep(0.5 * self._step_s)
+            case VersionFault.COSTLY:
+                time.sleep(self._step_s)
+            case VersionFault.FAILING:
+                errors = {
+                    row: "a fault of the drill"
+                    for row, sequence in enumerate(batch.sampled)
+                    if sequence.key % _FAILING_OF == 0
+                }
+                return Samples(samples.tokens, samples.logprobs, errors)
+            case VersionFault.GARBAGE:
+                tokens = [
+                    self._eos_id if len(one.tokens) - one.prompt_tokens >= _SHORT_FROM else token
+                    for one, token in zip(batch.sampled, samples.tokens, strict=True)
+                ]
+                return Samples(tokens, samples.logprobs, samples.errors)
+            case VersionFault.CRASHING:
+                if any(one.tokens[0] == CRASHING_ID for one in batch.sampled):
+                    raise RuntimeError("device-side assert triggered")
+            case VersionFault.GOOD:
+                pass
+        return samples
+
+    def resize(self, blocks: int) -> None:
+        """See ``Executor``."""
+        self._inner.resize(blocks)
+
+
+def write_version(folder: Path, fault: VersionFault, number: int) -> Path:
+    """Write the bundled checkpoint with a fault, as a version with a digest of its own."""
+    shutil.copytree(CHECKPOINT, folder)
+    config = folder / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, FIELD: fault.value}))
+    (folder / "README.md").write_text(f"A version of a drill: {fault}, number {number}.\n")
+    return folder
+
+
+def main(arguments: list[str]) -> int:
+    """Run the engine process with these arguments; return its exit code."""
+    load_null = loading._load_null
+
+    def load(config: EngineConfig) -> tuple[Executor, Any, frozenset[int]]:
+        executor, ready, stop_ids = load_null(config)
+        fields = json.loads((Path(config.model_dir) / "config.json").read_text())
+        fault = VersionFault(fields.get(FIELD, VersionFault.GOOD))
+        eos_id = min(stop_ids, default=0)
+        return FaultyExecutor(executor, fault, config.null_step_s, eos_id), ready, stop_ids
+
+    loading._load_null = load
+    return process.main(arguments)
