@@ -85,6 +85,8 @@ class RequestAdmission:
             else:  # a resumed request keeps its terms, regardless of the present pressure
                 degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
+            if self._ports.poisons is not None:
+                self._ports.poisons.check(spec)
             price = self._catalog.price(spec.model)
             predicted = self._ports.outputs.predict(payer.tenant.meta.name, spec.version_digest)
             claims = usage_claims(payer, spec, price, predicted)

@@ -30,12 +30,15 @@ from services.core.generation import (
     StartSpec,
     TokenLogprobs,
 )
+from services.core.suspicion import Condemned, LossCause, LostTooOften, StepRole, Suspicion, judge
 from services.gateway.events import ChoiceResult, RequestSink
+from services.gateway.poison import condemned_error
 from services.gateway.policy.retry import (
     EXCLUDED_S,
     GiveUp,
     PlaceAgain,
     after_loss,
+    after_not_finite,
     after_refusal,
     after_unreached,
 )
@@ -78,6 +81,9 @@ class ChoiceRun:
         self.choice = choice
         self.timer = timer
         self.losses = 0
+        self._suspicion = Suspicion()
+        self._suspect_since_s: float | None = None  # the start of its first run apart
+        self._not_finite = 0
         self.cached_tokens = 0
         self.device_us = 0  # on all workers that ran it and reported its end
         self._request = request
@@ -122,6 +128,7 @@ class ChoiceRun:
             ):
                 return self._result(outcome)
             again = self._decide(outcome, grant)
+            self._check_quarantine()
             excluded = (again.exclude_worker,) if again.exclude_worker else ()
             if again.delay_s > 0:
                 await self._clock.sleep(again.delay_s)
@@ -223,9 +230,12 @@ class ChoiceRun:
             delivered_chars=self._chars,
             time_left_s=self._time_left_s(),
             traceparent=self.timer.traceparent,
+            apart_tokens=self._suspicion.trial_tokens,
         )
         if isinstance(grant, FallbackGrant):
             request.telemetry.placed_by_fallback()
+        if start.apart_tokens and self._suspect_since_s is None:
+            self._suspect_since_s = self._clock.monotonic_s()
         self._accepted = False
         self._first_run = not self._produced
         self._outcome = asyncio.get_running_loop().create_future()
@@ -264,11 +274,11 @@ class ChoiceRun:
             if isinstance(decision, GiveUp) and _is_not_finite(outcome):
                 raise VersionFailing(
                     f"version {self.spec.version_digest} of {self.spec.model} gave logits that are not "
-                    f"finite on {self.losses} tries: the version is faulty",
+                    f"finite on {self._not_finite} tries: the version is faulty",
                     retry_after_s=10.0,
                     version_digest=self.spec.version_digest,
                     model=self.spec.model,
-                    tries=self.losses,
+                    tries=self._not_finite,
                 )
             if isinstance(decision, GiveUp):
                 raise StreamBroken(f"{decision.why}; send it again", retry_after_s=1.0)
@@ -281,13 +291,42 @@ class ChoiceRun:
         """Count a loss, unless the worker never accepted the sequence."""
         if self._accepted or not isinstance(outcome, Lost):
             self.losses += 1
-            return after_loss(grant.worker_id, self.losses, jitter)
+            if _is_not_finite(outcome):
+                self._not_finite += 1
+                return after_not_finite(grant.worker_id, self._not_finite, jitter)
+            return self._after_loss(outcome, grant, jitter)
         now_s = self._clock.monotonic_s()
         if self._unreached == 0:
             self._unreached_since_s = now_s
         self._unreached += 1
         waited_s = now_s - self._unreached_since_s
         return after_unreached(grant.worker_id, self._unreached, waited_s, self._request.queue_ttl_s, jitter)
+
+    def _after_loss(self, outcome: Outcome, grant: AnyGrant, jitter: float) -> PlaceAgain | GiveUp:
+        """Judge the sequence by what ended its engine. Raises PoisonedInput when it is the cause."""
+        cause, role = LossCause.OUTSIDE, StepRole.NONE
+        kills, now_s, since_s = self._request.ports.kills, self._clock.monotonic_s(), self._suspect_since_s
+        if isinstance(outcome, SequenceEnd):
+            cause, role = outcome.loss_cause, outcome.step_role
+            kills.note(cause, role, now_s)
+        others_killed = since_s is not None and kills.any_since(since_s)
+        verdict = judge(self._suspicion, cause, role, others_killed=others_killed)
+        if isinstance(verdict, Condemned):
+            poisons = self._request.ports.poisons
+            condemn = condemned_error if poisons is None else poisons.condemn
+            raise condemn(self.spec, verdict.deaths)
+        if isinstance(verdict, LostTooOften):
+            return GiveUp(f"the worker was lost under this request {verdict.losses} times")
+        self._suspicion = verdict.suspicion
+        if others_killed:
+            self._suspect_since_s = None  # its next run apart is its first evidence
+        return after_loss(grant.worker_id, self.losses, jitter, cause, role)
+
+    def _check_quarantine(self) -> None:
+        """Raise PoisonedInput for a suspect whose input another request proved to be the cause."""
+        poisons = self._request.ports.poisons
+        if self._suspicion.trial_tokens and poisons is not None:
+            poisons.check(self.spec)
 
     def _log_placed_again(self, grant: AnyGrant, outcome: Outcome) -> None:
         cause = "lost" if isinstance(outcome, Lost) else outcome.reason.value

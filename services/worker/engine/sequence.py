@@ -16,6 +16,7 @@ class Status(Enum):
     """Where a sequence is. PREFILLING, DECODING, HELD: KV and a seat; STALLED, RETURNING: KV alone."""
 
     WAITING = auto()  # new, no KV
+    APART = auto()  # no KV, a suspect that waits for its turn to run in steps of its own
     PREEMPTED = auto()  # lost its KV, goes before new ones
     PARKED = auto()  # no KV and no credit: nothing to do until a Credit
     PREFILLING = auto()
@@ -37,6 +38,7 @@ class SequenceState:
     sequence was queued, or got its place. ``table_version`` moves with each change of ``blocks``.
     ``prefix_names`` are the root of its chain in a prefix cache and the names that are known so far; empty:
     nothing of it is to be found or kept. ``sees_output``: how it is sampled depends on what its output is.
+    ``apart_until``: up to that length it is computed in steps of its own.
     """
 
     handle: int
@@ -60,6 +62,7 @@ class SequenceState:
     table_version: int = 0
     prefix_names: list[int] = field(default_factory=list)
     sees_output: bool = False
+    apart_until: int = 0
 
     @property
     def output_tokens(self) -> int:
@@ -69,6 +72,15 @@ class SequenceState:
     @property
     def has_credit(self) -> bool:
         return self.output_tokens < self.credit_limit
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its next step has no other member."""
+        return len(self.tokens) < self.apart_until
+
+    def set_apart(self, tokens: int) -> None:
+        """Have it computed in steps of its own for so many tokens; 0: not at all."""
+        self.apart_until = len(self.tokens) + tokens if tokens else 0
 
     def set_credit(self, limit: int) -> None:
         """Raise the credit: a limit below the present one changes nothing."""
@@ -104,4 +116,5 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
         or sampling.repetition_penalty != 1.0,
     )
     sequence.set_credit(submit.credit_limit)
+    sequence.set_apart(submit.apart_tokens)
     return sequence

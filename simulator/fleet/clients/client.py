@@ -14,6 +14,7 @@ from services.core.records import Priority
 from services.worker.engine.execute.null_executor import STRIDE
 from services.worker.engine.sample.keyed_random import sequence_key
 from services.worker.engine_protocol import Submit
+from simulator.engine.poison import Poison
 from simulator.fleet.spec import VOCABULARY
 
 
@@ -28,6 +29,7 @@ class SimRequest:
     ``prefix_id``. ``arrival_s`` counts from the start of the load, ``deadline_s`` from the arrival.
     ``cancel_after_s``: the client leaves so long after its arrival. ``read_tokens_per_s``: how fast it reads;
     None: as it comes. ``key``: an idempotency key, with which it retries when its gateway is lost.
+    ``poison``: its prompt is that of this poison alone, and ends the engine.
     ``retries``: how often it sends again what was refused with a delay, with the number of earlier attempts.
     """
 
@@ -46,6 +48,7 @@ class SimRequest:
     read_tokens_per_s: float | None = None
     key: str = ""
     retries: int = 0
+    poison: Poison | None = None
 
 
 @dataclass(slots=True)

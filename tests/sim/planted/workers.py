@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from services.core.generation import FinishReason, Grant, NotAdmittedReason, StartSpec
+from services.core.suspicion import LossCause
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.fallback import FallbackAdmission, FallbackRules
 from services.worker.streams.grants import GrantFence
@@ -93,7 +95,9 @@ class _AtOnce(UsageAccounting):
 
 
 class _Forgetful(SequenceHost):
-    def remove(self, table: SequenceTable) -> None:
+    def remove(
+        self, table: SequenceTable, cause: LossCause = LossCause.OUTSIDE, members: Collection[int] = ()
+    ) -> None:
         self._tables.pop(table.version_digest, None)
         self.changed()
 
