@@ -44,3 +44,7 @@ class MemoryQuarantine:
             del self._entries[entry.version_digest, entry.fingerprint]
         self._entries[version_digest, fingerprint] = added
         return added
+
+    def drop(self, version_digest: str, fingerprint: str) -> None:
+        """Remove an entry, if there is one."""
+        self._entries.pop((version_digest, fingerprint), None)

@@ -7,6 +7,7 @@ gateways that add at the same time may exceed the limits by one entry each.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from services.adapters.memory.quarantine import MemoryQuarantine
 from services.adapters.quarantine.entries import QuarantineLimits, displaced, in_force
@@ -15,6 +16,8 @@ from services.ports.clock import Clock
 from services.ports.quarantine import Quarantined
 from services.ports.store import Delete, Put, Store
 from services.runtime.fleet_state.informer import RecordView, Versioned
+
+_MAX_REMOVED: Final = 64  # by one addition: a commit is bounded
 
 
 class StoreQuarantine:
@@ -31,7 +34,7 @@ class StoreQuarantine:
         self._records = records
         self._clock = clock
         self._limits = limits if limits is not None else QuarantineLimits()
-        self._own = MemoryQuarantine(clock, self._limits)  # added here
+        self._own = MemoryQuarantine(clock, self._limits)  # added here, until the view has it
         self._indexed: Mapping[str, Versioned[Quarantined]] | None = None
         self._by_version: dict[str, dict[str, Quarantined]] = {}
 
@@ -48,7 +51,7 @@ class StoreQuarantine:
         """See ``Quarantine``."""
         now_s = self._clock.unix_s()
         seen = sum(in_force(entry, now_s) is not None for entry in self._of(version_digest).values())
-        return max(seen, self._own.count(version_digest))
+        return seen + self._own.count(version_digest)
 
     async def add(self, version_digest: str, fingerprint: str, *, model: str, deaths: int) -> None:
         """See ``Quarantine``."""
@@ -56,7 +59,7 @@ class StoreQuarantine:
         entries = [versioned.record for versioned in self._records.view.values()]
         removed = [
             Delete(quarantine_key(entry.version_digest, entry.fingerprint))
-            for entry in displaced(entries, added, self._limits)
+            for entry in displaced(entries, added, self._limits)[:_MAX_REMOVED]
         ]
         lease_id = await self._store.grant_lease(self._limits.ttl_s)
         put = Put(quarantine_key(version_digest, fingerprint), dump(added), lease_id)
@@ -70,4 +73,5 @@ class StoreQuarantine:
             for versioned in view.values():
                 entry = versioned.record
                 self._by_version.setdefault(entry.version_digest, {})[entry.fingerprint] = entry
+                self._own.drop(entry.version_digest, entry.fingerprint)
         return self._by_version.get(version_digest, {})

@@ -108,7 +108,7 @@ class Planner:
     @property
     def has_suspects(self) -> bool:
         """Whether a sequence runs in steps of its own, or waits to."""
-        return self._suspect is not None or bool(self._places.apart)
+        return bool(self._places.apart) or self._running_suspect() is not None
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a new sequence; the planner owns it from now on."""
@@ -141,7 +141,6 @@ class Planner:
         """
         self._seat_returning()
         handed_back = [*self._release_closed(), *self._grow()]
-        self._drop_cleared()
         if self._seat_suspect(handed_back):
             while (head := self._admission.head()) is not None and self._make_room(head, handed_back):
                 self._copies += self._admission.admit(head)
@@ -224,7 +223,8 @@ class Planner:
 
     def stall(self, sequence: SequenceState) -> None:
         """Take a sequence out of the plan until it has credit. Its seat is free; its blocks stay until
-        another sequence needs them."""
+        another sequence needs them. A suspect has run by then: what it lacks is a reader."""
+        sequence.set_apart(0)
         self._places.move(sequence, Status.STALLED)
 
     def remove(self, sequence: SequenceState, *, is_sound: bool = True) -> None:
@@ -255,25 +255,23 @@ class Planner:
 
     # --- suspects ------------------------------------------------------------------------------------
 
+    def _running_suspect(self) -> SequenceState | None:
+        """Return the suspect whose trial runs: it has a seat and has not produced its tokens."""
+        suspect = self._suspect
+        if suspect is None or suspect.status not in (Status.PREFILLING, Status.DECODING):
+            return None
+        return suspect if suspect.is_apart else None
+
     def _apart_head(self) -> SequenceState | None:
         """Return the suspect that starts next, None while one runs or none may start."""
-        if self._suspect is not None or not self._places.apart:
+        if not self._places.apart or self._running_suspect() is not None:
             return None
         return self._places.apart[0] if self._admission.may_start(self._places.apart[0]) else None
-
-    def _drop_cleared(self) -> None:
-        """End the trial of a suspect that has produced its tokens, ended, or lost its seat."""
-        suspect = self._suspect
-        seated = suspect is not None and suspect.status in (Status.PREFILLING, Status.DECODING)
-        if suspect is not None and not (seated and suspect.is_apart):
-            if suspect.status is Status.STALLED:
-                suspect.set_apart(0)  # it has run: what it lacks is a reader
-            self._suspect = None
 
     def _seat_suspect(self, handed_back: list[SequenceState]) -> bool:
         """Let the next suspect start; return whether others may start too: none overtakes a suspect that
         waits for blocks."""
-        if self._suspect is not None or not self._places.apart:
+        if not self._places.apart or self._running_suspect() is not None:
             return True
         head = self._apart_head()
         if head is None or not self._make_room(head, handed_back):
@@ -284,7 +282,7 @@ class Planner:
 
     def _batch(self, copies: list[tuple[int, int]]) -> Batch:
         """Return the suspect's step, or that of all others: in turn, while both have something to compute."""
-        suspect, places = self._suspect, self._places
+        suspect, places = self._running_suspect(), self._places
         if suspect is None:
             return Batch(
                 list(places.decoding), self._chunks(places.prefilling, len(places.decoding)), copies=copies
