@@ -10,6 +10,7 @@ import ctypes
 import os
 import resource
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from services.worker.engine import process
 from services.worker.engine.execute.executor import Batch, Executor, Samples
 from services.worker.engine.load.loading import load
 
-MARK: Final = (4001, 4002, 4003)
+MARK: Final = (509, 508, 509, 507)
 
 
 class Fault(IntEnum):
@@ -35,11 +36,12 @@ class Fault(IntEnum):
 
 
 def poison_ids(fault: Fault, number: int) -> list[int]:
-    """Return the first ids of a prompt, different for each number below 4,000."""
+    """Return the first ids of a prompt, different for each number; of any vocabulary with 512 tokens."""
     return [*MARK, fault, number]
 
 
 def fault_of(tokens: Sequence[int]) -> Fault | None:
+    """Return what a sequence that begins with these ids does to its engine."""
     return Fault(tokens[len(MARK)]) if tuple(tokens[: len(MARK)]) == MARK else None
 
 
@@ -89,3 +91,7 @@ def end_by(fault: Fault) -> None:
 def main(arguments: list[str]) -> int:
     """Run the engine process with these arguments; return its exit code."""
     return process.main(arguments, load=partial(load, around=PoisonedExecutor))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
