@@ -14,6 +14,8 @@ from simulator.invariants.invariant import Invariant
 
 CONDEMNED: Final = "innocent-condemned"
 DEATHS: Final = "poison-deaths"
+AGAIN: Final = "condemned-runs"
+_KNOWN_S: Final = 5.0  # until every gateway has the entry
 # Engines that one attempt of one request ends. In shared steps: two by kills or hangs, else one. Alone: three
 # by kills or hangs, else two. One more where other kills made evidence void.
 MAX_DEATHS: Final = 6
@@ -22,13 +24,16 @@ MAX_DEATHS: Final = 6
 class Poisons(GrantListener, Invariant):
     """``condemned`` counts the poisons that were found, so that a test can check that it is not zero.
 
-    A client whose gateway is lost begins anew: its losses were that gateway's memory.
+    A client whose gateway is lost begins anew: its losses were that gateway's memory. ``calm``: nothing but
+    poisons befalls the fleet, so that what is condemned never runs again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, calm: bool = False) -> None:
+        self._calm = calm
         self.condemned = 0
         self.deaths: Counter[Poison] = Counter()
         self._attempts: Counter[Poison] = Counter()
+        self._condemned_s: dict[Poison, float] = {}
 
     def watch(self, fleet: SimFleet) -> None:
         self._fleet = fleet
@@ -36,6 +41,9 @@ class Poisons(GrantListener, Invariant):
 
     def engine_ended(self, worker_id: str, poison: Poison) -> None:
         self.deaths[poison] += 1
+        known_s = self._condemned_s.get(poison)
+        if self._calm and known_s is not None and self._fleet.loop.now_s > known_s + _KNOWN_S:
+            self._fleet.violations.add(AGAIN, f"{poison} ended an engine of {worker_id}")
 
     def closed(self, record: Record) -> None:
         """Judge the end of a request."""
@@ -45,6 +53,8 @@ class Poisons(GrantListener, Invariant):
                 self._fleet.violations.add(CONDEMNED, f"request {record.number} is no poison")
             return
         self.condemned += is_condemned
+        if is_condemned:
+            self._condemned_s.setdefault(poison, self._fleet.loop.now_s)
         self._attempts[poison] += record.attempts
 
     def at_rest(self, fleet: SimFleet) -> None:

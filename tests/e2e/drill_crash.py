@@ -27,7 +27,7 @@ import grpc
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
 from tests.support.poisoned_engine import Fault, poison_ids
-from tests.support.stack import ROOT, Stack, metadata
+from tests.support.stack import ROOT, Stack, at_rest, metadata
 
 NEIGHBOURS: Final = 32
 TOKENS: Final = 160
@@ -35,6 +35,7 @@ JOINS_AFTER: Final = 20  # tokens of the first neighbour
 AT_ONCE_S: Final = 0.5
 MAX_RESTARTS: Final = 6
 TIMEOUT_S: Final = 300.0
+REST_S: Final = 90.0
 RUNS: Final = (
     *((workers, fault) for workers in (1, 2, 3) for fault in (Fault.RAISES, Fault.SEGFAULTS)),
     (2, Fault.KILLED),
@@ -132,6 +133,8 @@ async def poison_among(stack: Stack, fault: Fault) -> Found:
     await clients.begun.wait()
     first = await clients.stream(poison)
     neighbours = await running
+    # A hung engine is killed long after its sequences have left it.
+    await stack.wait_workers(lambda state: at_rest(state, len(state)), REST_S)
     restarts = await restarts_of(stack)
     seconds = [await clients.stream(poison, gateway=gateway) for gateway in range(len(clients.gateways))]
     problems = [f"undisturbed: {one.reason}" for one in undisturbed if one.reason]
