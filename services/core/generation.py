@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import KeyRole, Priority
-from services.core.suspicion import LossCause, StepRole
 
 
 class FinishReason(StrEnum):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Final
+
 import structlog
 
 from services.core.errors import PoisonedInput, StoreUnavailable
-from services.core.fingerprint import fingerprint_of
 from services.core.generation import GenerationSpec
+from services.core.poison.fingerprint import fingerprint_of
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
-from services.ports.quarantine import Quarantine
+from services.ports.poison.quarantine import Quarantine
 from services.runtime.supervisor import Supervisor
 
 log = structlog.get_logger()
+
+_WRITE_S: Final = 2.0
 
 
 class PoisonGate:
@@ -53,13 +58,16 @@ class PoisonGate:
             left_s=left_s,
         )
 
-    def condemn(self, spec: GenerationSpec, deaths: int) -> PoisonedInput:
-        """Refuse the input in the whole fleet from now on; return the error that ends its request."""
+    async def condemn(self, spec: GenerationSpec, deaths: int) -> None:
+        """Return once the fleet refuses the input, or the store did not take it in time.
+
+        A caller that is cancelled meanwhile does not stop the write.
+        """
         digest = spec.version_digest
         self._telemetry.poisoned(spec.model, digest, "condemned")
         log.error("input.condemned", request_id=spec.request_id, version_digest=digest, deaths=deaths)
-        self._supervisor.spawn(f"quarantine {spec.request_id}", self._add(spec, deaths))
-        return condemned_error(spec, deaths)
+        writing = self._supervisor.spawn(f"quarantine {spec.request_id}", self._add(spec, deaths))
+        await asyncio.wait({writing}, timeout=_WRITE_S)
 
     async def _add(self, spec: GenerationSpec, deaths: int) -> None:
         try:

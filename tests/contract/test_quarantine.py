@@ -17,7 +17,7 @@ from services.adapters.quarantine.entries import QuarantineLimits, displaced
 from services.adapters.quarantine.store import StoreQuarantine
 from services.core.errors import StoreUnavailable
 from services.core.records import QUARANTINE, load, quarantine_key
-from services.ports.quarantine import Quarantine, Quarantined
+from services.ports.poison.quarantine import Quarantine, Quarantined
 from services.ports.store import Delete, Entry, Store
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Informer

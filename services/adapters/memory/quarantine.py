@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.adapters.quarantine.entries import QuarantineLimits, displaced, in_force
 from services.ports.clock import Clock
-from services.ports.quarantine import Quarantined
+from services.ports.poison.quarantine import Quarantined
 
 
 class MemoryQuarantine:

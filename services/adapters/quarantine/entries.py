@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from services.ports.quarantine import Quarantined
+from services.ports.poison.quarantine import Quarantined
 
 TTL_S: Final = 3600
 

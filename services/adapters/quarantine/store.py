@@ -13,7 +13,7 @@ from services.adapters.memory.quarantine import MemoryQuarantine
 from services.adapters.quarantine.entries import QuarantineLimits, displaced, in_force
 from services.core.records import dump, quarantine_key
 from services.ports.clock import Clock
-from services.ports.quarantine import Quarantined
+from services.ports.poison.quarantine import Quarantined
 from services.ports.store import Delete, Put, Store
 from services.runtime.fleet_state.informer import RecordView, Versioned
 

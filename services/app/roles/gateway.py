@@ -74,7 +74,7 @@ from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.idempotency import RecordLimits
 from services.ports.message_stream import StreamClient
-from services.ports.quarantine import Quarantined
+from services.ports.poison.quarantine import Quarantined
 from services.ports.usage import UsageOutbox
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service

@@ -22,7 +22,7 @@ from services.core.errors import (
     Unavailable,
 )
 from services.core.generation import NotAdmittedReason
-from services.core.suspicion import MAX_LOSSES, LossCause, StepRole
+from services.core.poison.suspicion import MAX_LOSSES, LossCause, StepRole
 
 MAX_REFUSALS: Final = 64
 # How long a sequence avoids the worker that lost it while no other worker takes it.

@@ -23,8 +23,8 @@ from services.core.generation import (
     SequenceEnd,
     StartSpec,
 )
+from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import LoadedVersion, VersionState
-from services.core.suspicion import LossCause, StepRole
 from services.ports.worker_stream import StepFrame
 from services.rpc.convert.inference import (
     FINISH_REASONS,

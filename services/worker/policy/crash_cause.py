@@ -6,7 +6,7 @@ import signal
 from collections.abc import Collection
 from typing import Final
 
-from services.core.suspicion import LossCause, StepRole
+from services.core.poison.suspicion import LossCause, StepRole
 
 STEP_FAILED: Final = 4  # exit code of an engine whose step raised an exception
 # Signals that a process raises against itself. SIGKILL, SIGTERM and the like come from others.

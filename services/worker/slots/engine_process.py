@@ -24,7 +24,7 @@ import structlog
 
 from fairway.task_group import TaskGroup
 from services.core.errors import FailedPrecondition
-from services.core.suspicion import LossCause
+from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
 from services.runtime.process.child_end import is_stopped, wait_end
 from services.runtime.supervisor import Supervisor
@@ -310,7 +310,10 @@ class EngineProcess:
                 self._link.transport.abort()
             self._exited.set()
         exit_ = self._exit_of(code)
-        log.info("engine.exited", pid=process.pid, exit_code=code, outcome=type(exit_).__name__)
+        crashed = {}
+        if isinstance(exit_, Crashed):
+            crashed = {"cause": exit_.cause.value, "members": len(exit_.members)}
+        log.info("engine.exited", pid=process.pid, exit_code=code, outcome=type(exit_).__name__, **crashed)
         self._events.on_exit(exit_)
 
     async def _drain(self, reader: asyncio.Task[None]) -> None:

@@ -8,8 +8,8 @@ from typing import Final
 from services.core.errors import InvalidInput
 from services.core.fleet import TenantCounter
 from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
+from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
-from services.core.suspicion import LossCause
 from services.ports.worker_stream import StepFrame
 from services.worker.kv.prefix_set import PrefixSet
 from services.worker.streams.device_time import DeviceTime

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from services.core.generation import NOT_FINITE, FinishReason, SequenceEnd, StartSpec, TokenLogprobs
-from services.core.suspicion import LossCause, StepRole
+from services.core.poison.suspicion import LossCause, StepRole
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
 from services.worker.kv.pool import PoolLimits, PoolStats

@@ -45,7 +45,7 @@ from services.gateway.telemetry import GatewayTelemetry
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.message_stream import StreamClient
 from services.ports.placement import FallbackPlacer
-from services.ports.quarantine import Quarantine, Quarantined
+from services.ports.poison.quarantine import Quarantine, Quarantined
 from services.ports.store import Entry, Store
 from services.ports.worker import WorkerClient
 from services.rpc.status import by_reason

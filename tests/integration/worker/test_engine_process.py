@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.core.suspicion import LossCause
+from services.core.poison.suspicion import LossCause
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire

@@ -13,7 +13,7 @@ from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.service_types import GatewayLimits
 from services.ports.message_stream import StreamClient
 from services.ports.placement import FallbackPlacer
-from services.ports.quarantine import Quarantine, Quarantined
+from services.ports.poison.quarantine import Quarantine, Quarantined
 from services.ports.store import Store
 from services.ports.worker import RunningSequence, SequenceSink, WorkerClient
 from simulator.fleet.nodes.gateway_node import GatewayNode

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection
 
 from services.core.generation import FinishReason, Grant, NotAdmittedReason, StartSpec
-from services.core.suspicion import LossCause, StepRole
+from services.core.poison.suspicion import LossCause, StepRole
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.fallback import FallbackAdmission, FallbackRules
 from services.worker.streams.grants import GrantFence

@@ -4,7 +4,7 @@ import pytest
 
 from services.core import errors
 from services.core.generation import NotAdmittedReason
-from services.core.suspicion import MAX_LOSSES, LossCause, StepRole
+from services.core.poison.suspicion import MAX_LOSSES, LossCause, StepRole
 from services.gateway.policy.retry import (
     MAX_REFUSALS,
     BudgetPolicy,

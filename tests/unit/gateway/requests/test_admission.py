@@ -23,9 +23,9 @@ from services.core.errors import (
     ShareExceeded,
     TokenRateExceeded,
 )
-from services.core.fingerprint import fingerprint_of
 from services.core.generation import Principal, Usage
 from services.core.limits import Claim, Limit, LimitKind, Price
+from services.core.poison.fingerprint import fingerprint_of
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
 from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import PinnedVersion

@@ -10,7 +10,6 @@ import pytest
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.quarantine import MemoryQuarantine
 from services.core import errors
-from services.core.fingerprint import fingerprint_of
 from services.core.generation import (
     AnyGrant,
     FinishReason,
@@ -27,8 +26,9 @@ from services.core.generation import (
     Usage,
 )
 from services.core.limits import Limit
+from services.core.poison.fingerprint import fingerprint_of
+from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import ApiKey, KeyRole, Meta, Tenant
-from services.core.suspicion import LossCause, StepRole
 from services.gateway.events import Accepted, Finished, Received
 from services.gateway.poison import PoisonGate
 from services.gateway.policy.claims import Payer

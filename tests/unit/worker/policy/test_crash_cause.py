@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from services.core.suspicion import LossCause, StepRole
+from services.core.poison.suspicion import LossCause, StepRole
 from services.worker.engine.process import ExitCode
 from services.worker.policy.crash_cause import STEP_FAILED, cause_of, role_of
 
@@ -28,7 +28,7 @@ def test_a_kill_and_other_exits_are_nobodys(code: int) -> None:
 
 
 def test_the_exit_code_is_the_engines() -> None:
-    assert STEP_FAILED == ExitCode.STEP_FAILED
+    assert int(ExitCode.STEP_FAILED) == STEP_FAILED
 
 
 def test_roles_in_a_step() -> None:

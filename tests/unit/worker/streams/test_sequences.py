@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.core.errors import InvalidInput
 from services.core.fleet import ReportSnapshot
 from services.core.generation import FinishReason, NotAdmittedReason
-from services.core.suspicion import LossCause, StepRole
+from services.core.poison.suspicion import LossCause, StepRole
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import WorkerIdentity, take_snapshot
 from services.worker.streams.outbox import MAX_FRAME_TOKENS

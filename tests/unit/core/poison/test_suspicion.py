@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.suspicion import (
+from services.core.poison.suspicion import (
     FATAL_FAULTS,
     FATAL_KILLS,
     MAX_CRASHES,

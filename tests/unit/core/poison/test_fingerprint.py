@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.core.fingerprint import fingerprint_of
 from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling
+from services.core.poison.fingerprint import fingerprint_of
 
 SPEC = GenerationSpec(
     "r1", "chat", "sha256:1", 1, Prompt([1, 2, 3]), Sampling(seed=5, temperature=0.5), OutputLimits(8)

@@ -1,6 +1,6 @@
 """Port of the inputs that end the process which computes them, shared by the whole fleet.
 
-An input is named by the digest of the version and a fingerprint (``core.fingerprint``). Entries end by
+An input is named by the digest of the version and a fingerprint (``core.poison``). Entries end by
 themselves. Implementations: ``adapters/quarantine/store.py``, ``adapters/memory/quarantine.py``.
 """
 
