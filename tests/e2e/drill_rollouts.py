@@ -173,6 +173,12 @@ async def roll_out(admin: AdminClient, load: Load, fault: VersionFault, version:
         if ended or time.monotonic() - began_s > LONGEST_S:
             break
         await asyncio.sleep(0.1)
+    if not ended:
+        for arm in found.arm_status:
+            for one in arm.evidence:
+                print(f"  {one}".replace("\n", " "), flush=True)
+        await admin.rollouts.abort(name, reason="the drill's time is over")
+        await asyncio.sleep(10.0)
     while load.open[digest] and found.phase == cp.ROLLOUT_PHASE_ABORTED:
         await asyncio.sleep(0.05)
     mine = [one for one in load.sent if one.version_digest == digest]

@@ -11,12 +11,14 @@ import shutil
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from services.worker.engine import process
+from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Batch, Executor, Samples
-from services.worker.engine.load import loading
-from services.worker.engine_protocol import EngineConfig
+from services.worker.engine.load.config import eos_ids, vocab_size_of
+from services.worker.engine.load.loading import Report, load
+from services.worker.engine_protocol import EngineConfig, Ready
 from tests.support.stack import ROOT
 
 CHECKPOINT: Final = ROOT / "models/tiny/checkpoint"
@@ -98,14 +100,17 @@ def write_version(folder: Path, fault: VersionFault, number: int) -> Path:
 
 def main(arguments: list[str]) -> int:
     """Run the engine process with these arguments; return its exit code."""
-    load_null = loading._load_null
+    return process.main(arguments, load=load_faulty)
 
-    def load(config: EngineConfig) -> tuple[Executor, Any, frozenset[int]]:
-        executor, ready, stop_ids = load_null(config)
-        fields = json.loads((Path(config.model_dir) / "config.json").read_text())
-        fault = VersionFault(fields.get(FIELD, VersionFault.GOOD))
-        eos_id = min(stop_ids, default=0)
-        return FaultyExecutor(executor, fault, config.null_step_s, eos_id), ready, stop_ids
 
-    loading._load_null = load
-    return process.main(arguments)
+def load_faulty(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
+    """Load as the product does, with the fault that the version's ``config.json`` names."""
+    folder = Path(config.model_dir)
+    fields = json.loads((folder / "config.json").read_text())
+    fault = VersionFault(fields.get(FIELD, VersionFault.GOOD))
+    eos_id = min(eos_ids(folder, fields, vocab_size_of(fields)), default=0)
+
+    def around(inner: Executor) -> Executor:
+        return FaultyExecutor(inner, fault, config.null_step_s, eos_id)
+
+    return load(config, report, around=around)

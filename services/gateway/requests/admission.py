@@ -94,6 +94,7 @@ class RequestAdmission:
             else:  # a resumed request keeps its terms, regardless of the present pressure
                 degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
+            self._check_quarantine(spec)
             price = self._catalog.price(spec.model)
             predicted = self._ports.outputs.predict(payer.tenant.meta.name, spec.version_digest)
             claims = usage_claims(payer, spec, price, predicted)
@@ -145,6 +146,7 @@ class RequestAdmission:
         asked.model = before.model
         checked = self._validator.check(principal, asked)
         spec = await self._validator.resolve(principal, asked, before.request_id, checked, bounds)
+        self._check_quarantine(spec)
         most = min(spec.limits.max_tokens, before.limits.max_tokens)
         spec = replace(
             spec,
@@ -155,6 +157,11 @@ class RequestAdmission:
             await terms.record(spec, admitted.degradations)
         ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
         return replace(admitted, spec=spec, ticket=ticket)
+
+    def _check_quarantine(self, spec: GenerationSpec) -> None:
+        """Raise PoisonedInput for an input that ended engines of the version."""
+        if self._ports.poisons is not None:
+            self._ports.poisons.check(spec)
 
     def max_timeout_s(self, principal: Principal, user: str) -> float:
         """Return the longest time of a request of the caller; infinite without a limit."""
