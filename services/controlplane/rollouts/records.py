@@ -12,7 +12,7 @@ from typing import Final
 
 from services.controlplane.objectives.policy.gates import GateMetric, GateReport, MetricEvidence
 from services.core.records import Meta
-from services.core.rollouts.routes import WHOLE_BP, Shadow, SplitRules
+from services.core.rollouts.routes import WHOLE_BP, SplitRules
 
 MAX_HISTORY: Final = 64
 STABLE: Final = "stable"
@@ -21,13 +21,12 @@ STABLE: Final = "stable"
 class RolloutStrategy(StrEnum):
     CANARY = "canary"  # growing weights, each judged
     AB = "ab"  # fixed weights until an operator decides
-    SHADOW = "shadow"  # copies of requests, whose results are dropped
     BLUE_GREEN = "blue_green"  # all replicas beside the stable ones, then all traffic
     INSTANT = "instant"  # as blue_green, final at once
 
 
 class RolloutPhase(StrEnum):
-    LOADING = "loading"  # the candidates are loaded and probed; no traffic
+    LOADING = "loading"  # the candidates are loaded; no traffic
     RUNNING = "running"  # traffic by the present step
     SOAKING = "soaking"  # all traffic on the candidate; the version before is warm
     FINISHING = "finishing"  # the deployment has the candidate; the version before ends its requests
@@ -107,11 +106,10 @@ class Rollout:
     arms: tuple[RolloutArm, ...]
     steps: tuple[RolloutStep, ...] = ()
     rules: SplitRules = field(default_factory=SplitRules)
-    shadow: Shadow | None = None
     gate: GateSettings = field(default_factory=GateSettings)
     # All traffic is on the candidate for this long before the rollout is final.
     soak_s: float = 300.0
-    # Longest time to load and probe the candidates, and those of the next step.
+    # Longest time to load the candidates, and those of the next step.
     load_timeout_s: float = 900.0
 
     # Set by the server. What makes the drawing of sessions its own.

@@ -11,7 +11,7 @@ from services.core.records import LoadedVersion, VersionState, Worker
 
 @dataclass(frozen=True, slots=True)
 class ArmFacts:
-    """One arm on the workers. ``ready``: replicas that answered their probe and take requests.
+    """One arm on the workers. ``ready``: replicas that take requests.
 
     ``loaded``: workers that report it in any state. ``failed``: those on which it failed for good, and
     ``why``.
