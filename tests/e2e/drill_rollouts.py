@@ -39,11 +39,11 @@ from tests.support.stack import ROOT, Stack, fairway, metadata
 from tests.support.updating import admin_of
 
 NAME: Final = "drill"
-CLIENTS: Final = 24
+CLIENTS: Final = 32
 SESSIONS: Final = 600
-TOKENS: Final = 16
+TOKENS: Final = 10
 STEP_S: Final = 0.02
-LONGEST_S: Final = 180.0
+LONGEST_S: Final = 240.0
 # At a third, a replica of the candidate has the traffic of each of the two stable ones: the cost counts.
 STEPS: Final = (0.1, 0.34, 1.0)
 SETTINGS: Final = {

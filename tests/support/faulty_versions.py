@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from services.worker.engine import process
 from services.worker.engine.core import Engine
@@ -37,15 +38,17 @@ class VersionFault(StrEnum):
     CRASHING = "crashing"  # some prompts end the engine
 
 
+_STEP_RATIOS: Final = {VersionFault.SLOW: 1.5, VersionFault.COSTLY: 2.0}
+
+
 class FaultyExecutor:
     """Implements ``Executor`` around another one."""
 
     runs_ahead = False
 
-    def __init__(self, inner: Executor, fault: VersionFault, step_s: float, eos_id: int) -> None:
+    def __init__(self, inner: Executor, fault: VersionFault, eos_id: int) -> None:
         self._inner = inner
         self._fault = fault
-        self._step_s = step_s
         self._eos_id = eos_id
         self._batch: Batch | None = None
 
@@ -59,10 +62,6 @@ class FaultyExecutor:
         batch, samples = self._batch, self._inner.collect()
         assert batch is not None
         match self._fault:
-            case VersionFault.SLOW:
-                time.sleep(0.5 * self._step_s)
-            case VersionFault.COSTLY:
-                time.sleep(self._step_s)
             case VersionFault.FAILING:
                 errors = {
                     row: "a fault of the drill"
@@ -79,7 +78,7 @@ class FaultyExecutor:
             case VersionFault.CRASHING:
                 if any(one.tokens[0] == CRASHING_ID for one in batch.sampled):
                     raise RuntimeError("device-side assert triggered")
-            case VersionFault.GOOD:
+            case VersionFault.GOOD | VersionFault.SLOW | VersionFault.COSTLY:
                 pass
         return samples
 
@@ -111,6 +110,7 @@ def load_faulty(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
     eos_id = min(eos_ids(folder, fields, vocab_size_of(fields)), default=0)
 
     def around(inner: Executor) -> Executor:
-        return FaultyExecutor(inner, fault, config.null_step_s, eos_id)
+        return FaultyExecutor(inner, fault, eos_id)
 
-    return load(config, report, around=around)
+    stretched = msgspec.structs.replace(config, null_step_s=config.null_step_s * _STEP_RATIOS.get(fault, 1.0))
+    return load(stretched, report, around=around)
