@@ -83,8 +83,8 @@ class RequestAdmission:
         _check_timeout(generation, bounds.timeout_s)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
         # A resumed request was counted against the rates when it began.
-        limits = admission_limits(payer, anew=resume is None)
-        reservation = await self._reserve(principal.tenant_id, request_id, limits)
+        due = admission_limits(payer, anew=resume is None)
+        reservation = await self._reserve(principal.tenant_id, request_id, due)
         reserving: asyncio.Task[Reservation | FairwayError] | None = None
         try:
             timer.enter(Stage.VALIDATE, self._ports.clock.monotonic_s())
@@ -118,19 +118,10 @@ class RequestAdmission:
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
         ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
-        return Admitted(
-            spec,
-            reservation,
-            payer,
-            ticket,
-            terms,
-            self._ports,
-            self._limits,
-            telemetry,
-            degradations,
-            price,
-            partial(self._reroute, principal, generation, bounds),
-        )
+        ports, limits = self._ports, self._limits
+        admitted = Admitted(spec, reservation, payer, ticket, terms, ports, limits, telemetry, degradations)
+        reroute = partial(self._reroute, principal, generation, bounds)
+        return replace(admitted, price=price, reroute=reroute)
 
     async def _reroute(
         self,
