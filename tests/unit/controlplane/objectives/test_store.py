@@ -12,7 +12,7 @@ import pytest
 
 from services.controlplane.objectives.codec import book_from_bytes, book_to_message
 from services.controlplane.objectives.policy.book import SliBook
-from services.controlplane.objectives.store import SliStore
+from services.controlplane.objectives.store import SliStore, SnapshotTaken
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReport, SliSums
 from services.core.errors import NoLeader, StoreUnavailable
 from services.core.generation import Usage
@@ -124,6 +124,32 @@ async def test_each_request_counts_once_over_failovers(seed: int) -> None:
     finally:
         for plane in planes:
             await plane.stop()
+
+
+@pytest.mark.parametrize("snapshots", [1, 6])
+async def test_of_two_leaders_one_stores(snapshots: int) -> None:
+    """The other one began from the same snapshot. After several, its number is free again."""
+    objects, clock = MemoryLedger(), QuickClock(UNIX_S)
+    planes = [Plane(objects, clock), Plane(objects, clock)]
+    recorders = [SliRecorder(zone="a") for _ in planes]
+    for epoch, plane in enumerate(planes, 1):
+        await plane.lead(epoch)
+    reporters = [
+        SliReporter(recorder, Link(Random(1), [plane]), clock, f"g{at}")
+        for at, (recorder, plane) in enumerate(zip(recorders, planes, strict=True))
+    ]
+    for _ in range(snapshots):
+        finish(recorders[0])
+        await reporters[0].send()
+        await planes[0].store.store()
+    finish(recorders[1])
+    await reporters[1].send()
+    with pytest.raises(SnapshotTaken):
+        await planes[1].store.store()
+    await reporters[1].send()
+    assert reporters[1].kept == 1, "it is in no snapshot that counts"
+    for plane in planes:
+        await plane.stop()
 
 
 async def test_what_is_stored_is_forgotten_by_the_gateway() -> None:
