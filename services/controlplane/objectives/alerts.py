@@ -78,9 +78,12 @@ class ObjectiveAlerts:
 
     async def check(self, epoch: int) -> None:
         """Write the status of each objective that changed. Raises NoLeader before the sums are loaded."""
+        objectives = await self._objectives.all()
+        if not objectives:
+            return
         listing = await self._store.list(OBJECTIVE_STATUS)
         found = {entry.key: entry for entry in listing.entries}
-        for stored in await self._objectives.all():
+        for stored in objectives:
             entry = found.get(OBJECTIVE_STATUS + stored.record.meta.name)
             await self._write(stored, entry, epoch, listing.revision)
 

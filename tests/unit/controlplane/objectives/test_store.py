@@ -13,13 +13,12 @@ import pytest
 from services.controlplane.objectives.codec import book_from_bytes, book_to_message
 from services.controlplane.objectives.policy.book import SliBook
 from services.controlplane.objectives.store import SliStore, SnapshotTaken
-from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReport, SliSums
+from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport, SliSums
 from services.core.errors import NoLeader, StoreUnavailable
 from services.core.generation import Usage
 from services.core.records import BurnAlert, LatencyTarget, Meta, Objective, Priority, Sli
 from services.gateway.slis.recorder import RequestEnd, RequestLatencies, SliRecorder, SliSubject
 from services.gateway.slis.reporter import SliReporter
-from services.ports.slis import SliReceipt
 from services.rpc.convert.slis import report_from_proto, report_to_proto
 from tests.support.clocks import QuickClock
 from tests.support.memory_ledger import MemoryLedger
