@@ -34,9 +34,9 @@ from services.controlplane.objectives.policy.gates import (
 GATES: Final = 3
 BASELINE: Final = 3  # its sessions by the candidate's: a canary at 25 %
 LONG: Final = 8  # times the length of the traces' sessions: agents
-SHORT_LOOKS: Final = (50, 100, 200, 350, 500)
-AA_LOOKS: Final = (50, 100, 200, 350, 500, 700, 1000, 1400, 2000)
-POWER_LOOKS: Final = (100, 200, 350, 500, 700, 1000, 1500, 2000, 3000, 4000, 6000)
+SHORT_LOOKS: Final = (50, 100, 250, 500)
+AA_LOOKS: Final = (50, 100, 250, 500, 1000, 1600)
+POWER_LOOKS: Final = (100, 250, 500, 1000, 1500, 2000, 3000, 4000, 6000)
 PLAN: Final = GatePlan(gates=GATES)
 STRICT: Final = replace(
     PLAN,
@@ -143,7 +143,7 @@ def _show_power(name: str, found: list[Gate], counts: Iterable[int]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rollouts", type=int, default=2000, help="rollouts of equal versions")
-    parser.add_argument("--bad", type=int, default=300, help="gates with each regression")
+    parser.add_argument("--bad", type=int, default=200, help="gates with each regression")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

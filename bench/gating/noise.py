@@ -27,7 +27,7 @@ from services.core.arms import (
 )
 
 MODEL_FILE: Final = Path(__file__).with_name("noise.json")
-_GAPS: Final = 8  # sampled between tokens of a request
+_GAPS: Final = 4  # sampled between tokens of a request
 _LOG_RATIO: Final = np.log((1 + SKETCH_ERROR_RATIO) / (1 - SKETCH_ERROR_RATIO))
 
 Floats = npt.NDArray[np.float64]
@@ -169,7 +169,8 @@ def _sums(requests: Requests, part: slice) -> dict[int, SliSums]:
                 requests=int(count), errors=int(errors), started=int(sent), broken=int(cut),
                 finished=int(ended), output_tokens=int(length), tokens=int(tokens), device_s=device_s,
             )  # fmt: skip
-    size = np.array([prompt_size(tokens) for tokens in requests.prompt[part].tolist()], dtype=np.int64)
+    lengths, place = np.unique(requests.prompt[part], return_inverse=True)
+    size = np.array([prompt_size(length) for length in lengths.tolist()], dtype=np.int64)[place]
     ttft = _histograms(cluster * PROMPT_SIZES + size, requests.ttft_s[part][:, None], started)
     itl = _histograms(cluster, requests.gap_s[part], np.maximum(output, 0) / _GAPS)
     for number, sums in found.items():

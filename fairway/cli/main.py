@@ -27,8 +27,8 @@ from fairway.cli.commands import (
     tenants,
     usage,
 )
-from fairway.cli.commands.chat import chat
-from fairway.cli.commands.complete import complete
+from fairway.cli.commands.generation.chat import chat
+from fairway.cli.commands.generation.complete import complete
 from fairway.cli.commands.simulate import calibrate, simulate
 from fairway.cli.commands.status import status
 from fairway.cli.errors import CliError, ExitCode

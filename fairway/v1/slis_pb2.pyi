@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class LatencySketch(_message.Message):
-    """Counts of values by bucket: services/core/sketch.py."""
+    """Counts of values by bucket: services/core/estimates/sketch.py."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from services.core.estimates.sketch import Sketch
 from services.core.records import Priority
-from services.core.sketch import Sketch
 
 CLUSTERS: Final = 64
 SKETCH_ERROR_RATIO: Final = 0.02
@@ -138,6 +138,14 @@ class ArmWindow:
     @property
     def sessions(self) -> int:
         return round(sum(sums.sessions for sums in self.clusters.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class SliReceipt:
+    """``last``: every report of the source up to it is counted. ``durable``: these outlive the leader."""
+
+    last: int
+    durable: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,16 +254,15 @@ class LatencyTarget:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the requests of one model and class are promised; 0: nothing. ``model``: the deployment.
-
-    ``availability``: share of requests without an error before the first token. ``completion``: share of
-    begun streams that the platform does not break.
-    """
+    """What the requests of one model and class are promised; 0: nothing."""
 
     meta: Meta
+    # The deployment. Model and class have one objective.
     model: str
     priority: Priority = Priority.STANDARD
+    # Share of requests without an error before the first token.
     availability: float = 0.0
+    # Share of begun streams that the platform does not break.
     completion: float = 0.0
     ttft: LatencyTarget = field(default_factory=LatencyTarget)
     itl: LatencyTarget = field(default_factory=LatencyTarget)

@@ -33,7 +33,7 @@ def _ratio(text: str | float) -> float:
     """Return an option's share; `99.9%` is 0.999. Raises BadParameter."""
     number, percent, _ = str(text).partition("%")
     try:
-        found = float(number) / (100 if percent else 1)
+        found = round(float(number) / (100 if percent else 1), 12)
     except ValueError as exc:
         raise typer.BadParameter(f"{text!r} is no share such as 0.999 or 99.9%") from exc
     if not 0 <= found < 1:

@@ -1,4 +1,4 @@
-"""Calls to the leading control plane's store of service level indicators. Implements ``ports.slis``."""
+"""Calls to the leading control plane's store of service level indicators. Implements the gateway's port."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Final
 from fairway.v1 import slis_pb2, slis_pb2_grpc
 from services.adapters.grpc.leader_calls import LeaderCalls
 from services.adapters.links.scheduler_directory import LeaderDirectory
-from services.core.arms import SliReport
+from services.core.arms import SliReceipt, SliReport
 from services.ports.clock import Clock
-from services.ports.slis import SliReceipt
 from services.rpc.convert.slis import report_to_proto
 
 REPORT_S: Final = 10.0

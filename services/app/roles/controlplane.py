@@ -15,11 +15,10 @@ from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.ledger import open_ledger
 from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
-from services.app.roles.slis import open_sli_store
+from services.app.roles.slis import open_objectives
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
-from services.controlplane.objectives.alerts import ObjectiveAlerts
 from services.controlplane.objectives.servicer import SliServicer
 from services.controlplane.reconciler import Reconciler
 from services.controlplane.resources.bootstrap import bootstrap
@@ -62,11 +61,8 @@ def controlplane(environment: Environment) -> Role:
         held = fleet.view.get(DEPLOYMENTS + model)
         return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
 
-    slis = open_sli_store(environment, election)
+    slis, burning = open_objectives(environment, election, service.objectives, recorder)
     rollouts = RolloutController(store, fleet, election, leader_key("controlplane"), clock, slis=slis)
-    burning = ObjectiveAlerts(
-        store, service.objectives, slis, election, leader_key("controlplane"), clock, events=recorder
-    )
     settler = UsageSettler(ledger, limiter, clock, price_of=price_of)
 
     async def start() -> None:

@@ -6,18 +6,27 @@ from services.adapters.grpc.slis import GrpcSlis
 from services.app.environment import Environment
 from services.app.roles.ledger import open_ledger_store
 from services.app.roles.shared import open_directory
+from services.controlplane.event_log import EventRecorder
+from services.controlplane.objectives.alerts import ObjectiveAlerts
 from services.controlplane.objectives.store import SliStore
-from services.core.records import OBJECTIVES, Objective
+from services.controlplane.resources.objectives import Objectives
+from services.core.records import OBJECTIVES, Objective, leader_key
 from services.gateway.slis.recorder import SliRecorder
 from services.gateway.slis.reporter import SliReporter
 from services.runtime.fleet_state.leadership import Election
 from services.runtime.fleet_state.objectives import ObjectiveIndex
 
 
-def open_sli_store(environment: Environment, election: Election) -> SliStore:
-    """Return the store of a control plane, which counts by the objectives of the fleet state."""
-    objectives = ObjectiveIndex(environment.informer(OBJECTIVES, Objective))
-    return SliStore(open_ledger_store(environment), environment.clock, election, lambda: objectives.by_class)
+def open_objectives(
+    environment: Environment, election: Election, objectives: Objectives, recorder: EventRecorder
+) -> tuple[SliStore, ObjectiveAlerts]:
+    """Return the store of what gateways measure, and the alerts of the objectives."""
+    clock, index = environment.clock, ObjectiveIndex(environment.informer(OBJECTIVES, Objective))
+    slis = SliStore(open_ledger_store(environment), clock, election, lambda: index.by_class)
+    alerts = ObjectiveAlerts(
+        environment.store, objectives, slis, election, leader_key("controlplane"), clock, events=recorder
+    )
+    return slis, alerts
 
 
 def open_sli_recorder(environment: Environment) -> SliRecorder:

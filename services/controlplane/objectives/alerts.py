@@ -7,20 +7,27 @@ is reported once, whichever control plane leads.
 from __future__ import annotations
 
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import readable
-from services.controlplane.objectives.policy.burn import status_of
+from services.controlplane.objectives.policy.burn import EventCounts, status_of
 from services.controlplane.objectives.policy.transitions import transitions
-from services.controlplane.objectives.store import SliStore
 from services.controlplane.reconciler import Leadership
 from services.controlplane.resources.objectives import Objectives
 from services.controlplane.resources.resources import Stored
 from services.core.errors import NoLeader, StoreUnavailable
-from services.core.records import OBJECTIVE_STATUS, OBJECTIVES, Objective, ObjectiveStatus, dump
+from services.core.records import (
+    OBJECTIVE_STATUS,
+    OBJECTIVES,
+    Objective,
+    ObjectiveStatus,
+    Priority,
+    Sli,
+    dump,
+)
 from services.ports.clock import Clock
 from services.ports.store import CreateRevisionIs, Entry, LeaseLost, ModRevisionIs, Put, Store
 from services.runtime.idempotent_writes import WriteSet
@@ -30,6 +37,13 @@ PERIOD_S: Final = 5.0
 _REFRESH_S: Final = 30.0  # a status without a new alert is written at most that often
 
 
+class MeasuredEvents(Protocol):
+    """``SliStore``, as far as alerts read it."""
+
+    def events_of(self, model: str, priority: Priority, sli: Sli, window_s: float) -> EventCounts:
+        """Return the events of the window that ends now. Raises NoLeader."""
+
+
 class ObjectiveAlerts:
     """Runs in every control plane; acts only while it leads. ``leader_key`` is the election's key."""
 
@@ -37,7 +51,7 @@ class ObjectiveAlerts:
         self,
         store: Store,
         objectives: Objectives,
-        slis: SliStore,
+        slis: MeasuredEvents,
         leadership: Leadership,
         leader_key: str,
         clock: Clock,
@@ -64,9 +78,12 @@ class ObjectiveAlerts:
 
     async def check(self, epoch: int) -> None:
         """Write the status of each objective that changed. Raises NoLeader before the sums are loaded."""
+        objectives = await self._objectives.all()
+        if not objectives:
+            return
         listing = await self._store.list(OBJECTIVE_STATUS)
         found = {entry.key: entry for entry in listing.entries}
-        for stored in await self._objectives.all():
+        for stored in objectives:
             entry = found.get(OBJECTIVE_STATUS + stored.record.meta.name)
             await self._write(stored, entry, epoch, listing.revision)
 

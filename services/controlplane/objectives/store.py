@@ -19,12 +19,11 @@ from services.controlplane.objectives.codec import book_from_bytes, book_to_mess
 from services.controlplane.objectives.policy.book import ObjectivesByClass, SliBook
 from services.controlplane.objectives.policy.burn import EventCounts, alert_of
 from services.controlplane.usage.ledger import LedgerElection
-from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReport, SliSums
+from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport, SliSums
 from services.core.errors import FairwayError, NoLeader, NotFound
 from services.core.records import BurnAlert, Priority, Sli
 from services.ports.clock import Clock
 from services.ports.ledger_store import LedgerStore
-from services.ports.slis import SliReceipt
 from services.runtime.supervisor import first_of
 
 log = structlog.get_logger()
@@ -71,7 +70,7 @@ class SliStore:
         return self._term is not None and self._leadership.epoch == self._term.epoch
 
     def report(self, source: str, first: int, oldest: int, reports: Sequence[SliReport]) -> SliReceipt:
-        """Count reports: see ``ports.slis.SliReports``. Raises NoLeader."""
+        """Count reports: see ``SliReports`` of the gateway. Raises NoLeader."""
         term = self._leading()
         last = term.book.apply(source, first, oldest, reports, self._objectives(), now_s=self._clock.unix_s())
         term.changed = term.changed or bool(reports)

@@ -18,9 +18,9 @@ from services.core.arms import (
     prompt_size,
     session_hash,
 )
+from services.core.estimates.sketch import Sketch
 from services.core.faults import Fault, fault_of
 from services.core.generation import GenerationSpec, Usage
-from services.core.sketch import Sketch
 from services.runtime.telemetry.metrics import GAP_S, LabelCap, Metrics
 
 MAX_SERIES: Final = 512

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
-from services.core.arms import SliReport
+from services.core.arms import SliReceipt, SliReport
 from services.core.errors import FairwayError
 from services.gateway.slis.recorder import SliRecorder
 from services.ports.clock import Clock
-from services.ports.slis import SliReports
 from services.runtime.telemetry.metrics import Metrics
 
 log = structlog.get_logger()
@@ -26,6 +26,17 @@ PERIOD_S: Final = 2.0
 MAX_KEPT: Final = 300  # ten minutes
 _AT_ONCE: Final = 4
 _LAST_SEND_S: Final = 2.0
+
+
+class SliReports(Protocol):
+    """The leading control plane's store of service level indicators."""
+
+    async def report(self, source: str, first: int, oldest: int, reports: Sequence[SliReport]) -> SliReceipt:
+        """Count reports of a source, which numbers them; ``oldest`` is the first that it still has.
+
+        A report with a number that is already counted is skipped. With a gap before ``first`` that the source
+        can fill, nothing is counted. Raises FairwayError, within a bounded time.
+        """
 
 
 class SliReporter:

@@ -14,7 +14,7 @@ from services.core.arms import (
     SliSums,
     latency_sketch,
 )
-from services.core.sketch import Sketch
+from services.core.estimates.sketch import Sketch
 from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
 
 

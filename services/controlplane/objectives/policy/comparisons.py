@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from services.core.arms import ArmWindow, SliSums, latency_sketch
-from services.core.sketch import Sketch, merged
+from services.core.estimates.sketch import Sketch, merged
 
 MIN_CLUSTERS: Final = 12  # of each arm: fewer give no variance
 QUANTILE: Final = 0.95
