@@ -52,7 +52,7 @@ SETTINGS: Final = {
     "FAIRWAY_QUEUE_TTL_S": "5",
     "FAIRWAY_SHEDDING": "false",
 }
-# Twice the device time is slower too: only the cost is judged there.
+# Twice the device time is slower too: only the cost is judged there, from the step with equal load on.
 METRICS: Final = {VersionFault.COSTLY: ["cost"]}
 
 
@@ -151,7 +151,7 @@ def rollout(fault: VersionFault, version: str, number: int) -> cp.Rollout:
         arms=[cp.RolloutArm(name="canary", version=version)],
         gate=cp.RolloutGate(metrics=METRICS.get(fault, []), min_sessions=30),
     )
-    for ratio in STEPS:
+    for ratio in STEPS if fault is not VersionFault.COSTLY else STEPS[1:]:
         step = found.steps.add(weight_ratio=ratio, min_requests=150)
         step.hold.FromSeconds(3)
     found.soak.FromSeconds(3)

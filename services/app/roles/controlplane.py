@@ -45,14 +45,12 @@ def controlplane(environment: Environment) -> Role:
     environment.exported.informer(fleet)
     rounds = ReconcilerTelemetry(clock, environment.metrics, leads=lambda: election.epoch is not None)
     recorder = EventRecorder(store, clock)
-    reconciler = Reconciler(
-        store, fleet, election, leader_key("controlplane"), clock, rounds, events=recorder
-    )
+    key = leader_key("controlplane")
+    reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder)
     identity = environment.identity()
-    sealer = Sealer(environment.internal_token.encode())
     limiter = open_redis(environment)
-    service = ControlPlaneService(store, clock, sealer, limiter)
-    alerts = SpendAlerts(store, service.budgets, election, leader_key("controlplane"), clock, events=recorder)
+    service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()), limiter)
+    alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder)
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
     environment.closing.push_async_callback(queues.close)
     ledger, listing = open_ledger(environment, election)
@@ -62,7 +60,7 @@ def controlplane(environment: Environment) -> Role:
         return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
 
     slis, burning = open_objectives(environment, election, service.objectives, recorder)
-    rollouts = RolloutController(store, fleet, election, leader_key("controlplane"), clock, slis=slis)
+    rollouts = RolloutController(store, fleet, election, key, clock, slis=slis)
     settler = UsageSettler(ledger, limiter, clock, price_of=price_of)
 
     async def start() -> None:
