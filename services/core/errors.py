@@ -6,12 +6,13 @@
     ├── PermissionDenied
     ├── NotFound                ModelNotFound
     ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
-    ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone
+    ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone,
+    │                           PoisonedInput
     ├── OverQuota               RequestRateExceeded, TokenRateExceeded, ConcurrencyExceeded,
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced), NoLeader, StreamBroken, Overloaded,
-    │                           DeadlineUnmeetable, VersionFailing, TicketExpired
+    │                           DeadlineUnmeetable, VersionFailing, TicketExpired, UsageUnrecorded
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -22,7 +23,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from services.core.limits import RateState
 
 
 class FairwayError(Exception):
@@ -120,8 +124,18 @@ class VersionGone(FailedPrecondition):
     reason = "VERSION_GONE"
 
 
+class PoisonedInput(FailedPrecondition):
+    """The input ends the process that computes it, and is refused on this version for a while."""
+
+    reason = "POISONED_INPUT"
+
+
 class OverQuota(FairwayError):
+    """``request_rate`` and ``token_rate``: the rates at the rejection, where they were checked."""
+
     reason = "OVER_QUOTA"
+    request_rate: RateState | None = None
+    token_rate: RateState | None = None
 
 
 class RequestRateExceeded(OverQuota):
@@ -221,6 +235,12 @@ class StreamBroken(Unavailable):
     """The worker was lost and the stream could not be continued on another one."""
 
     reason = "STREAM_BROKEN"
+
+
+class UsageUnrecorded(Unavailable):
+    """The use of a request that has budgets could not be recorded: the usage outbox is full."""
+
+    reason = "USAGE_UNRECORDED"
 
 
 class TicketExpired(Unavailable):

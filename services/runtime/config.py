@@ -37,6 +37,8 @@ class Settings(BaseModel):
     outage_concurrency: Literal["open", "closed"] = "open"
     # The same for tokens per minute. Budgets are always closed.
     outage_tokens: Literal["open", "closed"] = "open"
+    # What requests of tenants with budgets do while the usage outbox is full: `closed` rejects them.
+    outage_usage: Literal["open", "closed"] = "closed"
     # File with the password of Redis.
     redis_password_file: Path | None = None
     # Address of the gRPC server; port 0 takes a free one.

@@ -11,11 +11,12 @@ import asyncio
 import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from typing import Final
 
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import FairwayError, InvalidInput
+from services.core.errors import FairwayError, InvalidInput, OverQuota, UsageUnrecorded
 from services.core.generation import GenerationSpec, Principal, Usage
 from services.core.limits import Limit
 from services.core.records import Tenant
@@ -39,6 +40,7 @@ from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import Ticket
 
 log = structlog.get_logger()
+_FULL_RETRY_S: Final = 5.0
 
 
 class RequestAdmission:
@@ -70,6 +72,7 @@ class RequestAdmission:
         pinned = resume.version if resume is not None else None
         checked = self._validator.check(principal, generation, pinned=pinned)
         payer = self._payer(principal, generation.user)
+        self._require_recorded(payer)
         bounds = bounds_of(payer) if resume is None else RequestBounds()  # a resumed request keeps its terms
         _check_timeout(generation, bounds.timeout_s)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
@@ -85,6 +88,7 @@ class RequestAdmission:
             else:  # a resumed request keeps its terms, regardless of the present pressure
                 degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
+            self._check_quarantine(spec)
             price = self._catalog.price(spec.model)
             predicted = self._ports.outputs.predict(payer.tenant.meta.name, spec.version_digest)
             claims = usage_claims(payer, spec, price, predicted)
@@ -98,29 +102,38 @@ class RequestAdmission:
             if terms.record is not None:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
                 await terms.record(spec, degradations)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OverQuota):  # the request stays counted against this rate
+                error.request_rate = reservation.request_rate
             # The slot is released before the error is returned, so that the client's next request finds it
             # free.
             undoing = self._release(reservation, reserving)
             await asyncio.shield(self._ports.supervisor.spawn(f"undo {request_id}", undoing))
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
+        ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
         return Admitted(
-            spec,
-            reservation,
-            payer,
-            self._ticket(principal.tenant_id, spec, terms.timeout_s),
-            terms,
-            self._ports,
-            self._limits,
-            telemetry,
-            degradations,
-            price,
+            spec, reservation, payer, ticket, terms, self._ports, self._limits, telemetry, degradations, price
         )
+
+    def _check_quarantine(self, spec: GenerationSpec) -> None:
+        """Raise PoisonedInput for an input that ended engines of the version."""
+        if self._ports.poisons is not None:
+            self._ports.poisons.check(spec)
 
     def max_timeout_s(self, principal: Principal, user: str) -> float:
         """Return the longest time of a request of the caller; infinite without a limit."""
         return bounds_of(self._payer(principal, user)).timeout_s.value or math.inf
+
+    def _require_recorded(self, payer: Payer) -> None:
+        """Raises UsageUnrecorded while the use of a tenant with budgets cannot be recorded."""
+        problem = self._ports.unrecorded() if payer.budgets else ""
+        if problem:
+            error = UsageUnrecorded(
+                f"this tenant's use cannot be recorded: {problem}", retry_after_s=_FULL_RETRY_S
+            )
+            self._ports.telemetry.admission(error.reason)
+            raise error
 
     def _payer(self, principal: Principal, user: str) -> Payer:
         """Return whose limits and budgets apply. Raises Unauthenticated for a key that is not valid now."""

@@ -12,6 +12,7 @@ from services.core.errors import (
     DeadlineExceeded,
     FairwayError,
     InternalError,
+    OverQuota,
     RequestCancelled,
     first_failure,
 )
@@ -127,6 +128,10 @@ class Request:
                 results = self._repeat(admitted, self._cached)
             else:
                 results = await self._run_choices(admitted)
+        except OverQuota as error:  # of the scheduler
+            error.request_rate = admitted.reservation.request_rate
+            error.token_rate = admitted.reservation.token_rate
+            raise
         finally:
             usage = self.usage
             await self._settle(admitted, usage)

@@ -98,6 +98,7 @@ class Admitted:
             usage=usage,
             list_micros=self.price.cost_micros(usage),
             labels=self.payer.key.meta.labels,
+            budgeted=bool(self.payer.budgets),
         )
 
     @property

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from fairway.task_group import TaskGroup
-from services.core.errors import FairwayError, InvalidInput, SlowReader
+from services.core.errors import FairwayError, InvalidInput, OverQuota, SlowReader
 from services.gateway.events import MAX_ATTEMPT
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, error_headers, status_of
+from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.types import is_cheap
 
 T = TypeVar("T")
@@ -304,7 +305,8 @@ class Reply:
         if self.started:
             await self.write(b"data: " + error_body(error) + b"\n\n", last=True)
         else:
-            await self.json(status_of(error), error_body(error), error_headers(error))
+            rates = rate_headers(error) if isinstance(error, OverQuota) else ()
+            await self.json(status_of(error), error_body(error), [*error_headers(error), *rates])
 
     async def start_events(self) -> None:
         """Begin a stream of server-sent events."""
