@@ -7,8 +7,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 ARGS ?=
-# Tests wait more than they compute; a file stays in one process (tests/conftest.py).
-TEST_PROCESSES ?= 4
+# Tests wait more than they compute; a group stays in one process (tests/conftest.py).
+TEST_PROCESSES ?= 6
 OPENAI := 3.52.0
 MOTO := 5.2.5
 TRITON := 3.6.0
@@ -43,6 +43,9 @@ setup-dev:
 		echo "next:  install one, or name it: make test PYTHON=/path/to/python3.11" >&2; exit 1; fi
 	@$(PYTHON) scripts/setup_env.py --dev
 
+# Hundreds of processes import the tree: it is compiled once, also where the environment says not to store that.
+test floor test-pythons e2e: export PYTHONDONTWRITEBYTECODE =
+
 test: setup-dev e2e-env s3-env ## Run all tests but the chaos drills and those of the containers
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
 
@@ -58,7 +61,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-pythons engine-oracle triton-test chaos security-drills drill-update sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-pythons engine-oracle triton-test chaos chaos-admission chaos-streams security-drills drill-update sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .

@@ -68,21 +68,22 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn: every default applied, the seed drawn. See Sampling in common.proto.
-
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1.0 and ``min_p`` 0.0 switch a filter off.
-    ``logprobs`` is None for none, else how many alternatives (0: only the sampled token's own).
-    """
+    """How tokens are drawn: every default applied, the seed drawn. See Sampling in common.proto."""
 
     seed: int
+    # 0: greedy.
     temperature: float = 1.0
+    # 1.0: no filter.
     top_p: float = 1.0
+    # 0: no filter.
     top_k: int = 0
+    # 0.0: no filter.
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    # None: none. Else how many alternatives; 0: only the sampled token's own.
     logprobs: int | None = None
 
 

@@ -233,19 +233,17 @@ class BudgetAlert:
 
 @dataclass(frozen=True, slots=True)
 class AssignedVersion:
-    """A version that a worker runs for a deployment.
-
-    ``priority`` orders the use of the worker's memory. ``served``: an update replaces the version, which
-    served when the update began. ``retiring``: it runs only requests that were accepted for it, and is
-    unloaded when these have ended.
-    """
+    """A version that a worker runs for a deployment."""
 
     deployment: str
     model: str
     version_digest: str
     executor: str = "torch"
+    # Orders the use of the worker's memory.
     priority: Priority = Priority.STANDARD
+    # An update replaces the version, which served when the update began.
     served: bool = False
+    # It runs only requests that were accepted for it, and is unloaded when these have ended.
     retiring: bool = False
 
 

@@ -71,14 +71,14 @@ def verify(secret: str, stored_hash: str) -> bool:
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A request that passed admission, and what it reserved.
 
-    ``expire_unix_s`` by the gateway's clock. ``max_tokens``: prompt and most output of each of its
+    ``expire_unix_s`` by the gateway's clock. ``reserved_tokens``: prompt and most output of each of its
     ``choices``.
     """
 
     tenant_id: str
     request_id: str
     expire_unix_s: int
-    max_tokens: int
+    reserved_tokens: int
     choices: int
 
 

@@ -66,18 +66,18 @@ _STRIKES_A_WORKER: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. ``at_s`` counts from the start of the load; it is healed ``for_s`` after it struck.
-
-    ``pick`` chooses among what the kind can strike, 0..1, and ``other`` the far end of a cut. ``amount`` is
-    the kind's own measure: by how much a worker is slow, how far a clock jumps in seconds, how much longer a
-    message takes.
-    """
+    """One fault."""
 
     kind: FaultKind
+    # From the start of the load.
     at_s: float
+    # It is healed so long after it struck.
     for_s: float
+    # Chooses among what the kind can strike, 0..1.
     pick: float
+    # Chooses the far end of a cut, 0..1.
     other: float
+    # The kind's own measure: a worker's slowness, a clock's jump in seconds, a message's delay.
     amount: float
     moment: Moment = Moment.AT_ONCE
 

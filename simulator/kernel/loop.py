@@ -117,6 +117,9 @@ class VirtualTimeLoop(InsideLoop):
             raise RuntimeError("an event loop is running already")
         hooks = sys.get_asyncgen_hooks()
         collected = gc.isenabled()
+        frozen = gc.get_freeze_count() > 0  # a process that froze what it holds has little left to collect
+        if frozen:
+            gc.collect()
         gc.freeze()  # what is garbage by now is finalised after the run, and not at some event of it
         gc.disable()
         sys.set_asyncgen_hooks(firstiter=self._generator_began, finalizer=self._generator_dropped)
@@ -130,7 +133,8 @@ class VirtualTimeLoop(InsideLoop):
             events._set_running_loop(None)
             self._running = False
             sys.set_asyncgen_hooks(*hooks)
-            gc.unfreeze()
+            if not frozen:
+                gc.unfreeze()
             if collected:
                 gc.enable()
 

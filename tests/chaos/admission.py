@@ -3,7 +3,8 @@
 1,000 clients send requests of one tenant in a closed loop through three gateways to two workers that take
 fixed steps. The tenant has a limit of requests at once and a month's budget that the run uses up. Meanwhile
 Redis is frozen, then killed, and two gateways are killed one after the other. Every request is recorded; a
-pure checker judges the history and what Redis counts at rest.
+pure checker judges the history, what Redis counts at rest and what the usage ledger has. Then a budget is
+spent through a failover of Sentinels (``admission_failover``).
 
 The last line is ``RESULT {json}``. Exits 0 when nothing was overspent, falsely rejected, leaked or lost.
 """
@@ -23,6 +24,8 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +33,7 @@ import grpc
 import structlog
 
 from fairway.v1 import controlplane_pb2 as cp
-from fairway.v1 import controlplane_pb2_grpc
+from fairway.v1 import controlplane_pb2_grpc, usage_pb2
 from fairway.v1 import inference_pb2 as pb
 from services.core.errors import BudgetExceeded, ConcurrencyExceeded
 from services.core.generation import Usage
@@ -44,6 +47,7 @@ from tests.chaos.admission_checker import (
     FinalMeters,
     judge_admissions,
 )
+from tests.chaos.admission_failover import run_failover
 from tests.chaos.driver import state_root, until
 from tests.chaos.faults import Freeze, Kill, inject
 from tests.chaos.fleet import Fleet, Shape
@@ -76,6 +80,7 @@ class AdmissionDrill:
         self._budget: int = options.budget_micros
         self._rng = random.Random(options.seed)
         self._stopped = False
+        self._began = datetime.now(UTC)
         self.history: list[AdmissionRecord] = []
         self.outages: list[tuple[float, float]] = []
         self.reasons: Counter[str] = Counter()
@@ -184,7 +189,25 @@ class AdmissionDrill:
             return f"{meters}" if slots or spent.reserved_micros else ""
 
         await until(rested, RESTED_S)
-        return meters
+        booked = await self._booked()
+        return replace(
+            meters,
+            by_gateways_micros=booked[usage_pb2.USAGE_SOURCE_GATEWAY],
+            by_workers_micros=booked[usage_pb2.USAGE_SOURCE_WORKER],
+        )
+
+    async def _booked(self) -> Counter[usage_pb2.UsageSource.ValueType]:
+        """Return the list cost of the tenant's requests in the usage ledger, by source."""
+        request = cp.ListUsageRequest(tenant=TENANT, page_size=1000)
+        request.start_time.FromDatetime(self._began)
+        stub = controlplane_pb2_grpc.ControlPlaneServiceStub(
+            self._fleet.channel(self._fleet.addresses.of("controlplane"))
+        )
+        listed = await stub.ListUsage(request, metadata=metadata(self._fleet.admin_key), timeout=30)
+        booked: Counter[usage_pb2.UsageSource.ValueType] = Counter()
+        for record in listed.records:
+            booked[record.source] += record.list_cost_micros
+        return booked
 
 
 PROMPT_TOKENS: Final = 16
@@ -251,16 +274,20 @@ def main(arguments: Sequence[str]) -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     with state_root(options.state_dir, "admission") as root:
         verdict = asyncio.run(run(options, root))
-    for problem in verdict.problems:
+        failover = asyncio.run(run_failover(root / "failover", options.seed))
+    print(failover)
+    problems = [*verdict.problems, *failover.problems]
+    for problem in problems:
         print(problem)
     figures = {
         "budget_overspend": verdict.budget_overspend,
         "false_rejections": verdict.false_rejections,
         "leaked": verdict.leaked,
         "killed_charged_ratio": verdict.killed_charged_ratio,
+        "sentinel_overspend_within_bound": failover.overspend <= failover.bound,
     }
     print(f"RESULT {json.dumps(figures)}")
-    return 1 if verdict.problems else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -52,6 +52,9 @@ class FinalMeters:
     settled_micros: int
     reserved_micros: int
     slots: int
+    # List cost in the usage ledger: of requests that gateways settled; of those that only workers reported.
+    by_gateways_micros: int = 0
+    by_workers_micros: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class AdmissionVerdict:
     budget_overspend: int
     false_rejections: int
     leaked: int
-    # What was charged of the requests of killed gateways, over what their clients had received.
+    # What was charged of the requests that no gateway settled, over what workers computed for them.
     killed_charged_ratio: float
     problems: tuple[str, ...]
 
@@ -73,7 +76,7 @@ def judge_admissions(
     finished = sum(each.received_micros for each in history if each.end is AdmissionEnd.FINISHED)
     cut = [each for each in history if each.end is AdmissionEnd.CUT]
     received, worst = sum(each.received_micros for each in cut), sum(each.worst_micros for each in cut)
-    charged = meters.settled_micros - finished
+    charged = meters.settled_micros - meters.by_gateways_micros
     overspend = max(
         0, meters.settled_micros - limits.budget_micros, finished + received - limits.budget_micros
     )
@@ -86,9 +89,13 @@ def judge_admissions(
         problems.append(f"{meters.settled_micros} settled, {finished + received} received: over the budget")
     if leaked:
         problems.append(f"{meters.slots} slots and {meters.reserved_micros} micro-dollars are held at rest")
-    if not received <= charged <= worst:
-        problems.append(f"{charged} charged for killed gateways: {received} received, {worst} reserved")
-    ratio = charged / received if received else float(charged == 0)
+    ended = meters.settled_micros - finished
+    if not received <= ended <= worst:
+        problems.append(f"{ended} charged for killed gateways: {received} received, {worst} reserved")
+    if charged != meters.by_workers_micros:
+        problems.append(f"{charged} charged for what no gateway settled: {meters.by_workers_micros} computed")
+    computed = meters.by_workers_micros
+    ratio = charged / computed if computed else float(charged == 0)
     return AdmissionVerdict(overspend, len(false), leaked, round(ratio, 4), tuple(problems))
 
 

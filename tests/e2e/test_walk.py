@@ -64,7 +64,7 @@ async def generate(stack: Stack) -> None:
 
 
 async def first_calls(folder: Path, work: Callable[[], Awaitable[None]]) -> dict[str, float]:
-    """Return when each function, as ``file:name``, was first called meanwhile."""
+    """Return when each process first called each function meanwhile, by ``file:name:process``."""
     pids = processes(folder)
     for pid in pids:
         os.kill(pid, signal.SIGUSR2)
@@ -76,8 +76,7 @@ async def first_calls(folder: Path, work: Callable[[], Awaitable[None]]) -> dict
     for path in folder.glob("*.json"):
         times = json.loads(path.read_text())
         path.unlink()
-        for name, at_s in times.items():
-            found[name] = min(at_s, found.get(name, at_s))
+        found |= {f"{name}:{path.stem}": at_s for name, at_s in times.items()}
     return found
 
 

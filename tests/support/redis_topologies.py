@@ -87,10 +87,11 @@ def servers(folder: Path) -> Iterator[Servers]:
             running.kill(port)
 
 
-def sentinel_group(running: Servers) -> tuple[str, int, int]:
+def sentinel_group(running: Servers, *options: str) -> tuple[str, int, int]:
     """Return the URL, the master's port and the replica's, once the Sentinels see both and each other."""
-    master = running.start("--appendonly", "yes", "--appendfsync", "always")
-    replica = running.start("--appendonly", "yes", "--replicaof", HOST, str(master))
+    options = options or ("--appendonly", "yes", "--appendfsync", "always")
+    master = running.start(*options)
+    replica = running.start(*options, "--replicaof", HOST, str(master))
     with running.client(master) as client:
         until(lambda: client.info("replication").get("slave0", {}).get("state") == "online")
     sentinels = [running.start_sentinel(master) for _ in range(3)]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from scripts.house import (
+    MAX_FIELDS_IN_TEXT,
     ROOT,
     ambiguous_names,
     code_files,
+    crowded_docstrings,
     dialect_of,
     documents,
     modules_by_folder,
@@ -64,3 +66,14 @@ def test_shapes_of_a_request_are_found_in_classes_and_messages() -> None:
         "services/a.py:Spec",
         "protos:Start",
     ]
+
+
+def test_each_of_many_fields_is_documented_at_the_field() -> None:
+    assert crowded_docstrings(SOURCES) == []
+
+
+def test_a_docstring_that_describes_many_fields_is_found() -> None:
+    fields = "\n".join(f"    f{number}: int" for number in range(MAX_FIELDS_IN_TEXT + 1))
+    crowded = f'class C:\n    """``f0`` is a, ``f1`` b, ``f2`` c."""\n\n{fields}\n'
+    assert crowded_docstrings({"a.py": crowded}) == ["a.py: C"]
+    assert crowded_docstrings({"a.py": crowded.replace("``f2``", "f2")}) == []

@@ -17,7 +17,7 @@ from tests.chaos.admission_checker import (
 LIMITS = AdmissionLimits(budget_micros=100, max_concurrency=2, held_s=60.0, outages=((50.0, 60.0),))
 DONE = AdmissionRecord(0.0, 10.0, AdmissionEnd.FINISHED, 40, 30)
 CUT = AdmissionRecord(1.0, 5.0, AdmissionEnd.CUT, 40, 12)
-METERS = FinalMeters(settled_micros=30 + 20, reserved_micros=0, slots=0)
+METERS = FinalMeters(30 + 20, reserved_micros=0, slots=0, by_gateways_micros=30, by_workers_micros=20)
 
 
 def test_a_history_that_holds() -> None:
@@ -26,7 +26,7 @@ def test_a_history_that_holds() -> None:
     verdict = judge_admissions([DONE, CUT, full, spent], LIMITS, METERS)
     assert verdict.problems == ()
     assert (verdict.budget_overspend, verdict.false_rejections, verdict.leaked) == (0, 0, 0)
-    assert verdict.killed_charged_ratio == pytest.approx(20 / 12, abs=1e-4)
+    assert verdict.killed_charged_ratio == 1
 
 
 @pytest.mark.parametrize("end", [AdmissionEnd.NO_SLOT, AdmissionEnd.NO_BUDGET])
@@ -70,4 +70,12 @@ def test_tokens_that_were_received_and_not_charged() -> None:
 
 
 def test_more_charged_than_was_reserved() -> None:
-    assert judge_admissions([DONE, CUT], LIMITS, replace(METERS, settled_micros=80)).problems
+    more = replace(METERS, settled_micros=80, by_workers_micros=50)
+    assert judge_admissions([DONE, CUT], LIMITS, more).problems
+
+
+@pytest.mark.parametrize("by_workers_micros", [19, 21])
+def test_a_charge_that_differs_from_the_ledger(by_workers_micros: int) -> None:
+    verdict = judge_admissions([DONE, CUT], LIMITS, replace(METERS, by_workers_micros=by_workers_micros))
+    assert verdict.killed_charged_ratio != 1
+    assert verdict.problems

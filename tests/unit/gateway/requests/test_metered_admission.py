@@ -136,7 +136,7 @@ async def test_an_output_above_the_limit_is_rejected_and_an_absent_one_capped(ga
         await gateway.ask(max_output_tokens=11)
     assert caught.value.metadata["field"] == "max_output_tokens"
     await gateway.ask(max_output_tokens=None)
-    assert gateway.tickets[-1].max_tokens == 3 + 10
+    assert gateway.tickets[-1].reserved_tokens == 3 + 10
 
 
 async def test_a_context_above_the_limit_is_rejected_and_names_it(gateway: Metered) -> None:
@@ -144,7 +144,7 @@ async def test_a_context_above_the_limit_is_rejected_and_names_it(gateway: Meter
     with pytest.raises(PromptTooLong, match="max_context_tokens of the user of 20"):
         await gateway.ask(max_output_tokens=18, user="ann")
     await gateway.ask(max_output_tokens=None, user="ann")
-    assert gateway.tickets[-1].max_tokens == 20
+    assert gateway.tickets[-1].reserved_tokens == 20
     await gateway.ask(max_output_tokens=18)
 
 
@@ -161,7 +161,7 @@ async def test_a_timeout_above_the_limit_is_rejected_and_an_absent_one_capped(ga
 async def test_the_ticket_carries_what_was_reserved(gateway: Metered) -> None:
     await gateway.ask(max_output_tokens=7, choices=3)
     ticket = gateway.tickets[-1]
-    assert (ticket.tenant_id, ticket.max_tokens, ticket.choices) == ("acme", 3 + 7, 3)
+    assert (ticket.tenant_id, ticket.reserved_tokens, ticket.choices) == ("acme", 3 + 7, 3)
 
 
 async def test_a_budget_is_claimed_by_the_worst_case_and_charged_by_use(gateway: Metered) -> None:
