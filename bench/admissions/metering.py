@@ -14,7 +14,6 @@ import json
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Final
 
 from bench.admissions.http_load import HttpConnection, HttpTarget
 from bench.overhead import quantile
-from bench.stack import free_port
+from bench.stack import free_port, metric_sum
 from fairway.client import AdminClient
 from fairway.client.admin.usage import UsageRecords
 from fairway.v1 import controlplane_pb2 as cp
@@ -46,7 +45,7 @@ class Installation:
     controlplanes: tuple[str, ...]
     admin_key: str
     registry: str
-    worker_metrics: str
+    state: Path
 
 
 @contextlib.contextmanager
@@ -68,7 +67,7 @@ def installation(state: Path) -> Iterator[Installation]:
             tuple(found["controlplanes"] or [found["controlplane"]]),
             found["admin_key"],
             found["registry"],
-            found["metrics"]["worker-0"],
+            state,
         )
     finally:
         fairway("down")
@@ -86,7 +85,7 @@ async def metering(found: Installation) -> dict[str, float]:
             timed.set()
         await asyncio.sleep(REPORTED_S)
         charged_s = await _charged_s(admin.usage)
-    step_s = _step_s(found.worker_metrics)
+    step_s = metric_sum(found.state, "worker-0", "fairway_worker_device_seconds_total")
     p50_s, p95_s = quantile(fresh_s, 0.5), quantile(fresh_s, 0.95)
     print(
         f"ledger: of {step_s:.2f} s of engine steps {charged_s:.2f} s charged; usage fresh after "
@@ -120,11 +119,3 @@ async def _charged_s(usage: UsageRecords) -> float:
     """Return the device time that requests were charged."""
     records = await usage.list(group_by=[cp.USAGE_DIMENSION_TENANT])
     return sum(record.device_us for record in records if record.source not in _OF_NOBODY) / 1e6
-
-
-def _step_s(worker_metrics: str) -> float:
-    """Return the time of all engine steps, as the worker counts it."""
-    with urllib.request.urlopen(f"http://{worker_metrics}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    found = [line for line in lines if line.startswith("fairway_worker_device_seconds_total{")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
