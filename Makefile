@@ -61,7 +61,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-pythons engine-oracle triton-test chaos chaos-admission chaos-streams security-drills drill-update sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-pythons engine-oracle triton-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -142,6 +142,9 @@ security-drills: setup-dev ## Attack an installation from outside, with canaries
 
 drill-update: setup-dev ## Update deployments under streams, on one worker and on two (about 5 minutes)
 	$(BIN)/python -m tests.e2e.drill_update $(ARGS)
+
+drill-crash: setup-dev ## A prompt that ends its engine among 32 neighbours, on one to three workers (about 10 minutes)
+	$(BIN)/python -m tests.e2e.drill_crash $(ARGS)
 
 sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check every invariant (about 10 minutes)
 	$(BIN)/python -m simulator sim --seeds 500 --workers 20 --processes 2 $(ARGS)

@@ -6,7 +6,8 @@
     ├── PermissionDenied
     ├── NotFound                ModelNotFound
     ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
-    ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone
+    ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone,
+    │                           PoisonedInput
     ├── OverQuota               RequestRateExceeded, TokenRateExceeded, ConcurrencyExceeded,
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
@@ -121,6 +122,12 @@ class VersionGone(FailedPrecondition):
     """The version that started the output is no longer served, so the output cannot be continued."""
 
     reason = "VERSION_GONE"
+
+
+class PoisonedInput(FailedPrecondition):
+    """The input ends the process that computes it, and is refused on this version for a while."""
+
+    reason = "POISONED_INPUT"
 
 
 class OverQuota(FairwayError):

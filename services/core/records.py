@@ -30,6 +30,7 @@ STORE_GENERATION: Final = ROOT + "store/generation"
 GATEWAYS: Final = ROOT + "gateways/"
 BUDGETS: Final = ROOT + "budgets/"
 BUDGET_ALERTS: Final = ROOT + "budget-alerts/"
+QUARANTINE: Final = ROOT + "quarantine/"
 # Outside the root: writing an event does not wake the watchers of the fleet's state.
 EVENTS: Final = "/fairway/v1-events/"
 
@@ -46,6 +47,10 @@ def model_users_key(model: str) -> str:
     """Key that every commit writes when a tag or a deployment starts to use a version; a deletion checks
     it."""
     return f"{ROOT}guards/model-users/{model}"
+
+
+def quarantine_key(version_digest: str, fingerprint: str) -> str:
+    return f"{QUARANTINE}{version_digest}/{fingerprint}"
 
 
 def leader_key(role: str, shard: str = "0") -> str:

@@ -72,6 +72,11 @@ class GatewayTelemetry:
             "Sequences placed again, by cause: the worker's answer, or LOST",
             ("cause",),
         )
+        self._poisoned = metrics.counter(
+            "fairway_gateway_poisoned_inputs_total",
+            "Inputs that ended an engine, by model, version and event: condemned, or refused later",
+            ("model", "version", "event"),
+        )
         self._degraded = metrics.counter(
             "fairway_gateway_degraded_total",
             "Requests changed under pressure, by kind of change",
@@ -130,6 +135,11 @@ class GatewayTelemetry:
 
     def degraded(self, kind: str) -> None:
         self._degraded.add(kind)
+
+    def poisoned(self, model: str, version_digest: str, event: str) -> None:
+        """Count an input that was condemned or refused, against its version."""
+        metrics = self.metrics
+        self._poisoned.add(metrics.models.of(model), metrics.versions.of(version_digest), event)
 
     def placed_by_fallback(self) -> None:
         self._fallback_placements.add()

@@ -88,6 +88,7 @@ class RequestAdmission:
             else:  # a resumed request keeps its terms, regardless of the present pressure
                 degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
+            self._check_quarantine(spec)
             price = self._catalog.price(spec.model)
             predicted = self._ports.outputs.predict(payer.tenant.meta.name, spec.version_digest)
             claims = usage_claims(payer, spec, price, predicted)
@@ -114,6 +115,11 @@ class RequestAdmission:
         return Admitted(
             spec, reservation, payer, ticket, terms, self._ports, self._limits, telemetry, degradations, price
         )
+
+    def _check_quarantine(self, spec: GenerationSpec) -> None:
+        """Raise PoisonedInput for an input that ended engines of the version."""
+        if self._ports.poisons is not None:
+            self._ports.poisons.check(spec)
 
     def max_timeout_s(self, principal: Principal, user: str) -> float:
         """Return the longest time of a request of the caller; infinite without a limit."""

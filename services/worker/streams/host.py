@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from services.core.errors import InvalidInput
 from services.core.fleet import TenantCounter
 from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
+from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
 from services.ports.worker_stream import StepFrame
 from services.worker.kv.prefix_set import PrefixSet
@@ -74,12 +75,15 @@ class SequenceHost:
             table.kv.shared.reported.follow(left[1])
         self.changed()
 
-    def remove(self, table: SequenceTable) -> None:
-        """Remove a table; its remaining sequences end with ENGINE_LOST."""
+    def remove(
+        self, table: SequenceTable, cause: LossCause = LossCause.OUTSIDE, members: Collection[int] = ()
+    ) -> None:
+        """Remove a table; its remaining sequences end with ENGINE_LOST. ``members``: those of the step that
+        ran."""
         if self._tables.get(table.version_digest) is table:
             del self._tables[table.version_digest]
             self._closed_to.discard(table.version_digest)
-            table.lost()
+            table.lost(cause, members)
             self._leave_prefixes(table)
             self.changed()
 

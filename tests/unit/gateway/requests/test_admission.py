@@ -12,10 +12,12 @@ import pytest
 
 from fairway.v1 import inference_pb2
 from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.memory.quarantine import MemoryQuarantine
 from services.core.errors import (
     ConcurrencyExceeded,
     FairwayError,
     InvalidInput,
+    PoisonedInput,
     PromptTooLong,
     RequestRateExceeded,
     ShareExceeded,
@@ -23,11 +25,13 @@ from services.core.errors import (
 )
 from services.core.generation import Principal, Usage
 from services.core.limits import Claim, Limit, LimitKind, Price
+from services.core.poison.fingerprint import fingerprint_of
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
 from services.core.usage import RequestUsage
 from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
+from services.gateway.poison import PoisonGate
 from services.gateway.requests.terms import Produced, Resume, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
@@ -35,7 +39,7 @@ from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
 from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolder, TextModel, Texts
 from services.ports.limiter import NO_PRICE, Reservation
-from services.rpc.status import by_reason
+from services.rpc.status import by_reason, http_status
 from services.runtime.clock import SystemClock
 from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
@@ -44,6 +48,7 @@ from tests.unit.gateway.requests.test_request import Placement, Workers, emit, e
 
 DIGEST = "sha256:" + "ab" * 32
 CLOCK = SystemClock()
+SECRET = b"of the quarantine"
 RATE = Limit(LimitKind.TOKENS, 1000)
 LONG = "far too long for the context " * 8  # more tokens than fit, and bytes that might
 
@@ -89,6 +94,7 @@ class Gateway:
         self.unrecorded = ""
         self.workers = Workers(*[emit(1, ended(1))] * 100)
         self.reported: list[RequestUsage] = []
+        self.quarantine = MemoryQuarantine(CLOCK)
         validator = Validator(fleet.catalog, fleet.identity, Random(7))
         self.service = GatewayService(
             validator=validator,
@@ -107,6 +113,13 @@ class Gateway:
                 report_usage=self.reported.append,
                 new_incident=lambda: "inc_1",
                 error_of=by_reason,
+                poisons=PoisonGate(
+                    self.quarantine,
+                    secret=SECRET,
+                    clock=CLOCK,
+                    supervisor=self.supervisor,
+                    telemetry=GatewayTelemetry(),
+                ),
             ),
             limits=limits,
         )
@@ -356,3 +369,20 @@ async def test_a_request_cancelled_while_it_reserves_returns_the_tokens(gateway:
         while await gateway.limiter.concurrency("tokens"):
             await asyncio.sleep(0.001)
     assert await tokens_left(gateway) == 1000
+
+
+async def test_an_input_in_quarantine_is_refused_without_a_placement(gateway: Gateway, fleet: Any) -> None:
+    """Another input of the same version runs, and so does the same one once its time is over."""
+    quarantine = gateway.quarantine
+    await gateway.ask("hi", tenant="free")
+    (started,) = gateway.workers.started
+    fingerprint = fingerprint_of(started.generation, SECRET)
+    await quarantine.add(started.generation.version_digest, fingerprint, model="chat-small", deaths=2)
+    with pytest.raises(PoisonedInput) as found:
+        await gateway.ask("hi", tenant="free")
+    assert found.value.retry_after_s is None
+    assert http_status(found.value) == 422
+    assert len(gateway.workers.started) == 1
+    await gateway.ask("ho", tenant="free")
+    quarantine.drop(started.generation.version_digest, fingerprint)
+    await gateway.ask("hi", tenant="free")

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.memory.quarantine import MemoryQuarantine
 from services.core import errors
 from services.core.generation import (
     AnyGrant,
@@ -25,8 +26,11 @@ from services.core.generation import (
     Usage,
 )
 from services.core.limits import Limit
+from services.core.poison.fingerprint import fingerprint_of
+from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import ApiKey, KeyRole, Meta, Tenant
 from services.gateway.events import Accepted, Finished, Received
+from services.gateway.poison import PoisonGate
 from services.gateway.policy.claims import Payer
 from services.gateway.requests.request import Request
 from services.gateway.requests.terms import Admitted, RunTerms
@@ -183,6 +187,11 @@ class Harness:
         )
         self.terms = RunTerms(Received(CLOCK.monotonic_s(), 1, "req_1"), timeout_s)
         self.request = Request(self.terms, self.sink, self.ports)
+
+    def use(self, ports: Ports) -> None:
+        """Have the request act through these ports."""
+        self.ports = ports
+        self.request = Request(self.terms, self.sink, ports)
 
     async def admit(self) -> Admitted:
         return Admitted(
@@ -351,6 +360,76 @@ async def test_losses_are_bounded() -> None:
     assert isinstance(end, errors.StreamBroken)
     assert end.retry_after_s is not None
     assert harness.limiter.usage[0].output_tokens == 3
+
+
+def crashed(role: StepRole, cause: LossCause = LossCause.FAULT, *, output_tokens: int = 0) -> SequenceEnd:
+    return SequenceEnd(
+        FinishReason.ENGINE_LOST, output_tokens=output_tokens, loss_cause=cause, step_role=role
+    )
+
+
+def poison_gate(harness: Harness) -> MemoryQuarantine:
+    """Give the harness a quarantine, and return it."""
+    quarantine = MemoryQuarantine(CLOCK)
+    gate = PoisonGate(
+        quarantine,
+        secret=b"s",
+        clock=CLOCK,
+        supervisor=harness.supervisor,
+        telemetry=harness.ports.telemetry,
+    )
+    harness.use(replace(harness.ports, poisons=gate))
+    return quarantine
+
+
+async def test_a_member_of_a_step_that_crashed_runs_apart_and_its_worker_is_not_charged() -> None:
+    harness = Harness(emit(2, crashed(StepRole.SHARED)), emit(2, ended(4)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert (end.resumes, end.usage.output_tokens) == (1, 4)
+    assert [start.apart_tokens for start in harness.workers.started] == [0, 2]
+    assert harness.placement.asked[1].excluded_workers == ()
+
+
+async def test_a_bystander_of_many_crashes_goes_on_and_is_no_suspect() -> None:
+    harness = Harness(*[emit(1, crashed(StepRole.BYSTANDER))] * 5, emit(1, ended(6)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert {start.apart_tokens for start in harness.workers.started} == {0}
+
+
+async def test_who_crashes_alone_twice_is_condemned_for_the_fleet() -> None:
+    harness = Harness(
+        emit(2, crashed(StepRole.SHARED)), emit(1, crashed(StepRole.ALONE)), emit(1, crashed(StepRole.ALONE))
+    )
+    quarantine = poison_gate(harness)
+    end = await harness.run()
+    assert isinstance(end, errors.PoisonedInput)
+    assert end.retry_after_s is None
+    assert end.metadata["version_digest"] == "sha256:x"
+    assert harness.limiter.usage[0].output_tokens == 4
+    await asyncio.sleep(0)
+    assert quarantine.count("sha256:x") == 1
+
+
+async def test_a_kill_from_outside_condemns_nobody_however_alone_it_strikes() -> None:
+    killed = crashed(StepRole.ALONE, LossCause.OUTSIDE)
+    harness = Harness(emit(1, killed), emit(1, killed), emit(1, ended(3)))
+    assert isinstance(await harness.run(), Finished)
+
+
+async def test_a_suspect_is_not_run_again_once_another_request_with_its_input_was_condemned() -> None:
+    harness = Harness(emit(2, crashed(StepRole.SHARED)))
+    quarantine = poison_gate(harness)
+    await quarantine.add("sha256:x", fingerprint_of(harness.spec, b"s"), model="m", deaths=2)
+    end = await harness.run()
+    assert isinstance(end, errors.PoisonedInput)
+    assert len(harness.workers.started) == 1
+
+
+async def test_without_a_quarantine_the_request_still_ends() -> None:
+    harness = Harness(emit(0, crashed(StepRole.ALONE)), emit(0, crashed(StepRole.ALONE)))
+    assert isinstance(await harness.run(), errors.PoisonedInput)
 
 
 def unreached(spec: StartSpec, sink: SequenceSink) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from services.core.errors import InvalidInput
 from services.core.fleet import ReportSnapshot
 from services.core.generation import FinishReason, NotAdmittedReason
+from services.core.poison.suspicion import LossCause, StepRole
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import WorkerIdentity, take_snapshot
 from services.worker.streams.outbox import MAX_FRAME_TOKENS
@@ -499,3 +500,34 @@ def test_any_order_of_events_leaks_nothing(bench_factory: Callable[[], Bench], d
     assert (bench.table.kv.blocks, len(bench.table), bench.table.prefills.queued_tokens) == (0, 0, 0)
     snapshot = take_snapshot(bench.host, WHO, whole=False)
     assert charged + sum(use.output for use in snapshot.tenants) == bench.tokens, "each token is charged once"
+
+
+def test_a_lost_engine_ends_each_sequence_with_its_part_in_the_step(bench: Bench) -> None:
+    reader = Reader(bench)
+    for handle in (1, 2, 3):
+        reader.stream.start(handle, bench.spec())
+    bench.host.remove(bench.table, LossCause.FAULT, (1, 3))
+    reader.read()
+    assert {end.reason for end in reader.ends.values()} == {FinishReason.ENGINE_LOST}
+    assert {end.loss_cause for end in reader.ends.values()} == {LossCause.FAULT}
+    roles = {handle: end.step_role for handle, end in reader.ends.items()}
+    assert roles == {1: StepRole.SHARED, 2: StepRole.BYSTANDER, 3: StepRole.SHARED}
+
+
+def test_an_engine_that_hangs_in_a_step_names_who_it_computes(bench: Bench) -> None:
+    reader = Reader(bench)
+    for handle in (1, 2):
+        reader.stream.start(handle, bench.spec())
+    bench.members = (2,)
+    bench.clock.now_s += 60.0
+    bench.host.sweep(bench.clock.now_s)
+    reader.read()
+    assert {end.loss_cause for end in reader.ends.values()} == {LossCause.OUTSIDE}
+    roles = {handle: end.step_role for handle, end in reader.ends.items()}
+    assert roles == {1: StepRole.BYSTANDER, 2: StepRole.ALONE}
+
+
+def test_a_suspect_is_submitted_as_one(bench: Bench) -> None:
+    reader = Reader(bench)
+    reader.stream.start(1, replace(bench.spec(), apart_tokens=2))
+    assert [command.apart_tokens for command in bench.commands(wire.Submit)] == [2]
