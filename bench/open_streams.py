@@ -35,8 +35,9 @@ from services.runtime.clock import SystemClock
 STREAMS: Final = 2000
 RATE_PER_S: Final = 50.0
 STEP_S: Final = 1.0
-TOKENS: Final = 150  # the last is opened before the first ends, on a busy machine too
+TOKENS: Final = 90  # the last is opened before the first ends, on a busy machine too
 CHANNELS: Final = 40
+KV_MEMORY_BYTES: Final = 4 * 1024**3  # room for all streams; the null executor allocates none of it
 OPENED_S: Final = 60.0
 RESTED_S: Final = 60.0
 
@@ -163,6 +164,7 @@ def main() -> None:
         "FAIRWAY_MAX_SEQUENCES": options.streams,
         "FAIRWAY_TOKEN_BUDGET": 2 * options.streams + 4096,
         "FAIRWAY_ITL_TARGET_S": 0,  # the steps are slow by intent
+        "FAIRWAY_KV_MEMORY_BYTES": KV_MEMORY_BYTES,
     }
     settings = [f"worker-0:{name}={value}" for name, value in worker.items()]
     with (
