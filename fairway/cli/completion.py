@@ -23,7 +23,14 @@ _Read = Callable[[AdminClient], Awaitable[Iterable[str]]]
 def names(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the names of the resources of the command's group; none for `create`."""
     group = ctx.parent.info_name if ctx.parent is not None else None
-    if ctx.info_name == "create" or group not in ("tenants", "keys", "budgets", "deployments", "nodes"):
+    if ctx.info_name == "create" or group not in (
+        "tenants",
+        "keys",
+        "budgets",
+        "objectives",
+        "deployments",
+        "nodes",
+    ):
         return []
     return _completions(ctx, incomplete, lambda admin: _named(getattr(admin, group)))
 

@@ -21,13 +21,14 @@ from fairway.cli.commands import (
     lifecycle,
     models,
     nodes,
+    objectives,
     placements,
     queue,
     tenants,
     usage,
 )
-from fairway.cli.commands.chat import chat
-from fairway.cli.commands.complete import complete
+from fairway.cli.commands.generation.chat import chat
+from fairway.cli.commands.generation.complete import complete
 from fairway.cli.commands.simulate import calibrate, simulate
 from fairway.cli.commands.status import status
 from fairway.cli.errors import CliError, ExitCode
@@ -82,6 +83,7 @@ app.add_typer(deployments.app, name="deployments")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
 app.add_typer(budgets.app, name="budgets")
+app.add_typer(objectives.app, name="objectives")
 app.add_typer(nodes.app, name="nodes")
 queue.add(app)
 usage.add(app)

@@ -92,6 +92,54 @@ NODE_STATE_LOST: NodeState.ValueType  # 2
 """Its lease is gone: it ended, died, or was cut off."""
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
 
+class _Sli:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SliEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sli.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SLI_UNSPECIFIED: _Sli.ValueType  # 0
+    SLI_AVAILABILITY: _Sli.ValueType  # 1
+    SLI_COMPLETION: _Sli.ValueType  # 2
+    SLI_TTFT: _Sli.ValueType  # 3
+    SLI_ITL: _Sli.ValueType  # 4
+
+class Sli(_Sli, metaclass=_SliEnumTypeWrapper): ...
+
+SLI_UNSPECIFIED: Sli.ValueType  # 0
+SLI_AVAILABILITY: Sli.ValueType  # 1
+SLI_COMPLETION: Sli.ValueType  # 2
+SLI_TTFT: Sli.ValueType  # 3
+SLI_ITL: Sli.ValueType  # 4
+Global___Sli: _TypeAlias = Sli  # noqa: Y015
+
+class _BurnAlert:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BurnAlertEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BurnAlert.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BURN_ALERT_UNSPECIFIED: _BurnAlert.ValueType  # 0
+    BURN_ALERT_NONE: _BurnAlert.ValueType  # 1
+    BURN_ALERT_SLOW: _BurnAlert.ValueType  # 2
+    """1x over 3 days and 6 hours."""
+    BURN_ALERT_FAST: _BurnAlert.ValueType  # 3
+    """6x over 6 hours and 30 minutes."""
+    BURN_ALERT_ACUTE: _BurnAlert.ValueType  # 4
+    """14.4x over 1 hour and 5 minutes."""
+
+class BurnAlert(_BurnAlert, metaclass=_BurnAlertEnumTypeWrapper): ...
+
+BURN_ALERT_UNSPECIFIED: BurnAlert.ValueType  # 0
+BURN_ALERT_NONE: BurnAlert.ValueType  # 1
+BURN_ALERT_SLOW: BurnAlert.ValueType  # 2
+"""1x over 3 days and 6 hours."""
+BURN_ALERT_FAST: BurnAlert.ValueType  # 3
+"""6x over 6 hours and 30 minutes."""
+BURN_ALERT_ACUTE: BurnAlert.ValueType  # 4
+"""14.4x over 1 hour and 5 minutes."""
+Global___BurnAlert: _TypeAlias = BurnAlert  # noqa: Y015
+
 class _UsageGranularity:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -170,6 +218,7 @@ class _ResourceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Resource
     """Registered versions and tags."""
     RESOURCE_KIND_LEADER: _ResourceKind.ValueType  # 8
     """Of events only: who leads."""
+    RESOURCE_KIND_OBJECTIVE: _ResourceKind.ValueType  # 9
 
 class ResourceKind(_ResourceKind, metaclass=_ResourceKindEnumTypeWrapper): ...
 
@@ -184,6 +233,7 @@ RESOURCE_KIND_MODEL: ResourceKind.ValueType  # 7
 """Registered versions and tags."""
 RESOURCE_KIND_LEADER: ResourceKind.ValueType  # 8
 """Of events only: who leads."""
+RESOURCE_KIND_OBJECTIVE: ResourceKind.ValueType  # 9
 Global___ResourceKind: _TypeAlias = ResourceKind  # noqa: Y015
 
 @_typing.final
@@ -886,6 +936,147 @@ class Budget(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__spent_micros) -> _WhichOneofReturnType__spent_micros | None: ...
 
 Global___Budget: _TypeAlias = Budget  # noqa: Y015
+
+@_typing.final
+class LatencyTarget(_message.Message):
+    """A quantile of latencies that must not exceed a time. seconds 0: no target."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    QUANTILE_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    quantile: _builtins.float
+    """0: 0.95."""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        quantile: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quantile", b"quantile", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LatencyTarget: _TypeAlias = LatencyTarget  # noqa: Y015
+
+@_typing.final
+class Objective(_message.Message):
+    """What the requests of one model and class are promised. What is not set is not promised."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METADATA_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    AVAILABILITY_FIELD_NUMBER: _builtins.int
+    COMPLETION_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The deployment. Model and class never change, and have one objective."""
+    priority: _common_pb2.Priority.ValueType
+    """Unspecified: standard."""
+    availability: _builtins.float
+    """Share of requests without an error before the first token, such as 0.999. Mistakes of callers and limits of
+    tenants do not count; what is refused for want of capacity does.
+    """
+    completion: _builtins.float
+    """Share of begun streams that the platform does not break."""
+    @_builtins.property
+    def metadata(self) -> Global___Metadata: ...
+    @_builtins.property
+    def ttft(self) -> Global___LatencyTarget: ...
+    @_builtins.property
+    def itl(self) -> Global___LatencyTarget: ...
+    @_builtins.property
+    def status(self) -> Global___ObjectiveStatus:
+        """Set by the server. Absent: no control plane has measured yet."""
+
+    def __init__(
+        self,
+        *,
+        metadata: Global___Metadata | None = ...,
+        model: _builtins.str = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        availability: _builtins.float = ...,
+        completion: _builtins.float = ...,
+        ttft: Global___LatencyTarget | None = ...,
+        itl: Global___LatencyTarget | None = ...,
+        status: Global___ObjectiveStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "metadata", b"metadata", "status", b"status", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["availability", b"availability", "completion", b"completion", "itl", b"itl", "metadata", b"metadata", "model", b"model", "priority", b"priority", "status", b"status", "ttft", b"ttft"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Objective: _TypeAlias = Objective  # noqa: Y015
+
+@_typing.final
+class SliStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLI_FIELD_NUMBER: _builtins.int
+    BUDGET_LEFT_RATIO_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    BAD_EVENTS_FIELD_NUMBER: _builtins.int
+    ALERT_FIELD_NUMBER: _builtins.int
+    BURN_RATES_FIELD_NUMBER: _builtins.int
+    sli: Global___Sli.ValueType
+    budget_left_ratio: _builtins.float
+    """Of the error budget of 28 days; below 0: overspent."""
+    events: _builtins.int
+    bad_events: _builtins.int
+    alert: Global___BurnAlert.ValueType
+    @_builtins.property
+    def burn_rates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """How many times as fast as allowed the budget is spent, over 5 minutes, 30 minutes, 1 hour, 6 hours, 3 days."""
+
+    def __init__(
+        self,
+        *,
+        sli: Global___Sli.ValueType = ...,
+        budget_left_ratio: _builtins.float = ...,
+        events: _builtins.int = ...,
+        bad_events: _builtins.int = ...,
+        alert: Global___BurnAlert.ValueType = ...,
+        burn_rates: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alert", b"alert", "bad_events", b"bad_events", "budget_left_ratio", b"budget_left_ratio", "burn_rates", b"burn_rates", "events", b"events", "sli", b"sli"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SliStatus: _TypeAlias = SliStatus  # noqa: Y015
+
+@_typing.final
+class ObjectiveStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLIS_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slis(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliStatus]: ...
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        slis: _abc.Iterable[Global___SliStatus] | None = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slis", b"slis", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ObjectiveStatus: _TypeAlias = ObjectiveStatus  # noqa: Y015
 
 @_typing.final
 class UsageRecord(_message.Message):
@@ -2882,6 +3073,222 @@ class DeleteBudgetResponse(_message.Message):
 Global___DeleteBudgetResponse: _TypeAlias = DeleteBudgetResponse  # noqa: Y015
 
 @_typing.final
+class CreateObjectiveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
+    @_builtins.property
+    def objective(self) -> Global___Objective: ...
+    def __init__(
+        self,
+        *,
+        objective: Global___Objective | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["objective", b"objective"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["objective", b"objective", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateObjectiveRequest: _TypeAlias = CreateObjectiveRequest  # noqa: Y015
+
+@_typing.final
+class CreateObjectiveResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def objective(self) -> Global___Objective: ...
+    def __init__(
+        self,
+        *,
+        objective: Global___Objective | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["objective", b"objective"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["objective", b"objective"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateObjectiveResponse: _TypeAlias = CreateObjectiveResponse  # noqa: Y015
+
+@_typing.final
+class GetObjectiveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetObjectiveRequest: _TypeAlias = GetObjectiveRequest  # noqa: Y015
+
+@_typing.final
+class GetObjectiveResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def objective(self) -> Global___Objective: ...
+    def __init__(
+        self,
+        *,
+        objective: Global___Objective | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["objective", b"objective"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["objective", b"objective"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetObjectiveResponse: _TypeAlias = GetObjectiveResponse  # noqa: Y015
+
+@_typing.final
+class ListObjectivesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0: 100."""
+    page_token: _builtins.str
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListObjectivesRequest: _TypeAlias = ListObjectivesRequest  # noqa: Y015
+
+@_typing.final
+class ListObjectivesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECTIVES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def objectives(self) -> _containers.RepeatedCompositeFieldContainer[Global___Objective]: ...
+    def __init__(
+        self,
+        *,
+        objectives: _abc.Iterable[Global___Objective] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "objectives", b"objectives"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListObjectivesResponse: _TypeAlias = ListObjectivesResponse  # noqa: Y015
+
+@_typing.final
+class UpdateObjectiveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
+    @_builtins.property
+    def objective(self) -> Global___Objective:
+        """metadata.etag empty: whatever is stored is replaced."""
+
+    def __init__(
+        self,
+        *,
+        objective: Global___Objective | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["objective", b"objective"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["objective", b"objective", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateObjectiveRequest: _TypeAlias = UpdateObjectiveRequest  # noqa: Y015
+
+@_typing.final
+class UpdateObjectiveResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def objective(self) -> Global___Objective: ...
+    def __init__(
+        self,
+        *,
+        objective: Global___Objective | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["objective", b"objective"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["objective", b"objective"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateObjectiveResponse: _TypeAlias = UpdateObjectiveResponse  # noqa: Y015
+
+@_typing.final
+class DeleteObjectiveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteObjectiveRequest: _TypeAlias = DeleteObjectiveRequest  # noqa: Y015
+
+@_typing.final
+class DeleteObjectiveResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteObjectiveResponse: _TypeAlias = DeleteObjectiveResponse  # noqa: Y015
+
+@_typing.final
 class ListUsageRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3135,6 +3542,7 @@ class ResourceChange(_message.Message):
     BUDGET_FIELD_NUMBER: _builtins.int
     MODEL_VERSION_FIELD_NUMBER: _builtins.int
     MODEL_TAG_FIELD_NUMBER: _builtins.int
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
     DELETED_FIELD_NUMBER: _builtins.int
     deleted: _builtins.bool
     """Only what names the resource is set then."""
@@ -3154,6 +3562,8 @@ class ResourceChange(_message.Message):
     def model_version(self) -> Global___ModelVersion: ...
     @_builtins.property
     def model_tag(self) -> Global___ModelTag: ...
+    @_builtins.property
+    def objective(self) -> Global___Objective: ...
     def __init__(
         self,
         *,
@@ -3165,13 +3575,14 @@ class ResourceChange(_message.Message):
         budget: Global___Budget | None = ...,
         model_version: Global___ModelVersion | None = ...,
         model_tag: Global___ModelTag | None = ...,
+        objective: Global___Objective | None = ...,
         deleted: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "deployment", b"deployment", "key", b"key", "model_tag", b"model_tag", "model_version", b"model_version", "node", b"node", "resource", b"resource", "rollout", b"rollout", "tenant", b"tenant"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "deployment", b"deployment", "key", b"key", "model_tag", b"model_tag", "model_version", b"model_version", "node", b"node", "objective", b"objective", "resource", b"resource", "rollout", b"rollout", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "deleted", b"deleted", "deployment", b"deployment", "key", b"key", "model_tag", b"model_tag", "model_version", b"model_version", "node", b"node", "resource", b"resource", "rollout", b"rollout", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "deleted", b"deleted", "deployment", b"deployment", "key", b"key", "model_tag", b"model_tag", "model_version", b"model_version", "node", b"node", "objective", b"objective", "resource", b"resource", "rollout", b"rollout", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_resource: _TypeAlias = _typing.Literal["tenant", "key", "deployment", "rollout", "node", "budget", "model_version", "model_tag"]  # noqa: Y015
+    _WhichOneofReturnType_resource: _TypeAlias = _typing.Literal["tenant", "key", "deployment", "rollout", "node", "budget", "model_version", "model_tag", "objective"]  # noqa: Y015
     _WhichOneofArgType_resource: _TypeAlias = _typing.Literal["resource", b"resource"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_resource) -> _WhichOneofReturnType_resource | None: ...
 

@@ -8,6 +8,7 @@ from services.controlplane.resources.accounts import Accounts
 from services.controlplane.resources.budgets import Budgets
 from services.controlplane.resources.deployments import Deployments
 from services.controlplane.resources.nodes import Nodes
+from services.controlplane.resources.objectives import Objectives
 from services.controlplane.resources.sealing import Sealer
 from services.ports.clock import Clock
 from services.ports.spending import Spending
@@ -31,3 +32,4 @@ class ControlPlaneService:
         self.budgets = Budgets(store, clock, spending)
         self.deployments = Deployments(store, clock)
         self.nodes = Nodes(store)
+        self.objectives = Objectives(store, clock)

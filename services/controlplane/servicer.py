@@ -14,14 +14,22 @@ from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import scheduler_pb2
 from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.resources.budgets import BudgetView
+from services.controlplane.resources.objectives import ObjectiveView
 from services.controlplane.resources.resources import Stored
 from services.controlplane.resources.status import DeploymentView, NodeView
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.unimplemented import NotYetServed
-from services.controlplane.watcher import ResourceChange, ResourceChanges, ResourceKind, watch_resources
+from services.controlplane.watcher import (
+    Name,
+    ResourceChange,
+    ResourceChanges,
+    ResourceKind,
+    View,
+    watch_resources,
+)
 from services.core.errors import InvalidInput
 from services.core.generation import Principal
-from services.core.records import ApiKey, Budget, Tag, Tenant, VersionRecord
+from services.core.records import ApiKey, Budget, Objective, Tag, Tenant, VersionRecord
 from services.ports.store import Store
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert import controlplane as convert
@@ -38,6 +46,7 @@ _WATCHED: Final = {
     pb.RESOURCE_KIND_DEPLOYMENT: (ResourceKind.DEPLOYMENT,),
     pb.RESOURCE_KIND_NODE: (ResourceKind.NODE,),
     pb.RESOURCE_KIND_BUDGET: (ResourceKind.BUDGET,),
+    pb.RESOURCE_KIND_OBJECTIVE: (ResourceKind.OBJECTIVE,),
     pb.RESOURCE_KIND_MODEL: (ResourceKind.MODEL_VERSION, ResourceKind.MODEL_TAG),
 }
 
@@ -213,6 +222,40 @@ class ControlPlaneServicer(NotYetServed):
         await self._service.budgets.delete(request.name, etag=request.etag, request_id=request.request_id)
         return pb.DeleteBudgetResponse()
 
+    async def CreateObjective(
+        self, request: pb.CreateObjectiveRequest, context: Context
+    ) -> pb.CreateObjectiveResponse:
+        objective = convert.objective_from_proto(request.objective)
+        view = await self._service.objectives.create(objective, request_id=request.request_id)
+        return pb.CreateObjectiveResponse(objective=_objective(view))
+
+    async def GetObjective(
+        self, request: pb.GetObjectiveRequest, context: Context
+    ) -> pb.GetObjectiveResponse:
+        return pb.GetObjectiveResponse(objective=_objective(await self._service.objectives.get(request.name)))
+
+    async def ListObjectives(
+        self, request: pb.ListObjectivesRequest, context: Context
+    ) -> pb.ListObjectivesResponse:
+        page, token = await self._service.objectives.page(size=request.page_size, token=request.page_token)
+        return pb.ListObjectivesResponse(objectives=map(_objective, page), next_page_token=token)
+
+    async def UpdateObjective(
+        self, request: pb.UpdateObjectiveRequest, context: Context
+    ) -> pb.UpdateObjectiveResponse:
+        view = await self._service.objectives.update(
+            convert.objective_from_proto(request.objective),
+            etag=request.objective.metadata.etag,
+            request_id=request.request_id,
+        )
+        return pb.UpdateObjectiveResponse(objective=_objective(view))
+
+    async def DeleteObjective(
+        self, request: pb.DeleteObjectiveRequest, context: Context
+    ) -> pb.DeleteObjectiveResponse:
+        await self._service.objectives.delete(request.name, etag=request.etag, request_id=request.request_id)
+        return pb.DeleteObjectiveResponse()
+
     async def GetNode(self, request: pb.GetNodeRequest, context: Context) -> pb.GetNodeResponse:
         return pb.GetNodeResponse(node=_node(await self._service.nodes.get(request.name)))
 
@@ -333,14 +376,16 @@ class ControlPlaneServicer(NotYetServed):
             )
 
     async def _with_amounts(self, changes: Sequence[ResourceChange]) -> list[ResourceChange]:
-        """Return the changes; those of budgets with what was spent until now."""
+        """Return the changes; budgets with what was spent, objectives with what was measured."""
         stored = [one.view for one in changes if isinstance(one.view, Stored)]
         budgets = [one for one in stored if isinstance(one.record, Budget)]
-        views = {one.stored.record.meta.name: one for one in await self._service.budgets.views(budgets)}
-        return [
-            replace(one, view=views[one.name]) if one.kind is ResourceKind.BUDGET and one.view else one
-            for one in changes
-        ]
+        objectives = [one for one in stored if isinstance(one.record, Objective)]
+        views: dict[Name, View] = {}
+        for budget in await self._service.budgets.views(budgets):
+            views[ResourceKind.BUDGET, budget.stored.record.meta.name] = budget
+        for objective in await self._service.objectives.views(objectives):
+            views[ResourceKind.OBJECTIVE, objective.stored.record.meta.name] = objective
+        return [replace(one, view=views.get((one.kind, one.name), one.view)) for one in changes]
 
 
 def _tenant(stored: Stored[Tenant]) -> pb.Tenant:
@@ -372,6 +417,10 @@ def _budget(view: BudgetView) -> pb.Budget:
     return convert.budget_to_proto(view.stored.record, view.stored.etag, amounts, view.message)
 
 
+def _objective(view: ObjectiveView) -> pb.Objective:
+    return convert.objective_to_proto(view.stored.record, view.stored.etag, view.status)
+
+
 def _node(view: NodeView) -> pb.Node:
     drain = None
     if view.drain is not None:
@@ -395,6 +444,8 @@ def _change(change: ResourceChange) -> pb.ResourceChange:
             found.node.CopyFrom(_node(view))
         case BudgetView():
             found.budget.CopyFrom(_budget(view))
+        case ObjectiveView():
+            found.objective.CopyFrom(_objective(view))
         case VersionRecord():
             found.model_version.CopyFrom(convert.model_version_to_proto(view))
         case Tag():
@@ -415,6 +466,8 @@ def _name_deleted(found: pb.ResourceChange, change: ResourceChange) -> None:
             found.key.metadata.name = change.name
         case ResourceKind.BUDGET:
             found.budget.metadata.name = change.name
+        case ResourceKind.OBJECTIVE:
+            found.objective.metadata.name = change.name
         case ResourceKind.DEPLOYMENT:
             found.deployment.metadata.name = change.name
         case ResourceKind.NODE:

@@ -16,6 +16,7 @@ from typing import Final
 
 from services.controlplane.fleet import Snapshot, read_snapshot, readable, snapshot_of
 from services.controlplane.resources.budgets import BudgetView
+from services.controlplane.resources.objectives import ObjectiveView
 from services.controlplane.resources.resources import Stored
 from services.controlplane.resources.status import (
     DeploymentView,
@@ -33,12 +34,14 @@ from services.core.records import (
     KEYS,
     MODELS,
     NODES,
+    OBJECTIVES,
     ROOT,
     TENANTS,
     WORKERS,
     ApiKey,
     Budget,
     Deployment,
+    Objective,
     Tag,
     Tenant,
     VersionRecord,
@@ -50,6 +53,7 @@ class ResourceKind(StrEnum):
     TENANT = "tenant"
     KEY = "key"
     BUDGET = "budget"
+    OBJECTIVE = "objective"
     DEPLOYMENT = "deployment"
     NODE = "node"
     MODEL_VERSION = "model_version"
@@ -61,6 +65,8 @@ View = (
     | Stored[ApiKey]
     | Stored[Budget]
     | BudgetView
+    | Stored[Objective]
+    | ObjectiveView
     | DeploymentView
     | NodeView
     | VersionRecord
@@ -227,6 +233,9 @@ def _change_of(key: str, entry: Entry | None, kinds: Collection[ResourceKind]) -
         case ResourceKind.BUDGET:
             budget = readable(entry, Budget)
             view = None if budget is None else Stored(budget, entry.create_revision, entry.mod_revision)
+        case ResourceKind.OBJECTIVE:
+            objective = readable(entry, Objective)
+            view = None if objective is None else Stored(objective, entry.create_revision, entry.mod_revision)
         case ResourceKind.MODEL_TAG:
             view = readable(entry, Tag)
         case _:
@@ -241,6 +250,8 @@ def _plain_name(key: str) -> Name | None:
         return ResourceKind.KEY, key.removeprefix(KEYS)
     if key.startswith(BUDGETS):
         return ResourceKind.BUDGET, key.removeprefix(BUDGETS)
+    if key.startswith(OBJECTIVES):
+        return ResourceKind.OBJECTIVE, key.removeprefix(OBJECTIVES)
     if not key.startswith(MODELS):
         return None
     model, kind, name = [*key.removeprefix(MODELS).split("/", 2), "", ""][:3]

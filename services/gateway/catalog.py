@@ -147,6 +147,10 @@ class ModelCatalog:
         self._remember(found.model, pinned.version_digest)
         return self._route(deployment, pinned.route_revision)
 
+    def has(self, model: str) -> bool:
+        """Whether a deployment has this name."""
+        return DEPLOYMENTS + model in self._deployments.view
+
     def price(self, model: str) -> Price:
         """Return the list price of a model name's deployment; nothing costs where it was deleted."""
         held = self._deployments.view.get(DEPLOYMENTS + model)

@@ -45,6 +45,7 @@ class KindName(StrEnum):
     MODEL = "model"
     LEADER = "leader"
     BUDGET = "budget"
+    OBJECTIVE = "objective"
 
     @property
     def proto(self) -> cp.ResourceKind.ValueType:

@@ -18,7 +18,7 @@ from fairway.client.errors import Conflict
 from fairway.client.values import checked_timeout_s
 from fairway.v1 import controlplane_pb2 as cp
 
-T = TypeVar("T", cp.Tenant, cp.Key, cp.Budget, cp.Deployment, cp.Node)
+T = TypeVar("T", cp.Tenant, cp.Key, cp.Budget, cp.Objective, cp.Deployment, cp.Node)
 R = TypeVar("R")
 _TRIES: Final = 4
 _ETAG_MISMATCH: Final = "ETAG_MISMATCH"
@@ -170,6 +170,18 @@ class Budgets(Writing[cp.Budget]):
     async def create(self, budget: cp.Budget, *, timeout_s: float | None = None) -> cp.Budget:
         """Return it as stored. Raises Conflict for a name that is taken."""
         return await self._changed("Create", budget=budget, timeout_s=timeout_s)
+
+
+class Objectives(Writing[cp.Objective]):
+    """What the requests of a model and class are promised, and what was measured. Model and class never
+    change."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service, "Objective", cp.RESOURCE_KIND_OBJECTIVE)
+
+    async def create(self, objective: cp.Objective, *, timeout_s: float | None = None) -> cp.Objective:
+        """Return it as stored. Raises Conflict for a name that is taken."""
+        return await self._changed("Create", objective=objective, timeout_s=timeout_s)
 
 
 class Deployments(Writing[cp.Deployment]):

@@ -19,6 +19,7 @@ from services.core.records import (
     LEADERS,
     MODELS,
     NODES,
+    OBJECTIVES,
     TENANTS,
     WORKERS,
     ApiKey,
@@ -30,6 +31,7 @@ from services.core.records import (
     Leader,
     LoadedVersion,
     Node,
+    Objective,
     Tag,
     Tenant,
     VersionRecord,
@@ -37,7 +39,19 @@ from services.core.records import (
     Worker,
 )
 
-Observed = Tenant | ApiKey | Budget | Deployment | Node | Worker | Assignment | Leader | Tag | VersionRecord
+Observed = (
+    Tenant
+    | ApiKey
+    | Budget
+    | Objective
+    | Deployment
+    | Node
+    | Worker
+    | Assignment
+    | Leader
+    | Tag
+    | VersionRecord
+)
 State = Mapping[str, Observed]
 T = TypeVar("T")
 MAX_MESSAGE_CHARS: Final = 512
@@ -45,6 +59,7 @@ _KINDS: Final[Mapping[str, type[Observed]]] = {
     TENANTS: Tenant,
     KEYS: ApiKey,
     BUDGETS: Budget,
+    OBJECTIVES: Objective,
     DEPLOYMENTS: Deployment,
     NODES: Node,
     WORKERS: Worker,
@@ -96,6 +111,8 @@ def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterat
             yield from _api_key(_as(before, ApiKey), _as(after, ApiKey))
         case Budget():
             yield from _budget(_as(before, Budget), _as(after, Budget))
+        case Objective():
+            yield from _objective(_as(before, Objective), _as(after, Objective))
         case Deployment():
             yield from _deployment(_as(before, Deployment), _as(after, Deployment))
         case Node():
@@ -166,6 +183,19 @@ def _budget(before: Budget | None, after: Budget | None) -> Iterator[FleetEvent]
         yield FleetEvent(EventKind.BUDGET, budget.meta.name, "BUDGET_CREATED", message)
     elif replace(before, meta=after.meta) != after:
         yield FleetEvent(EventKind.BUDGET, budget.meta.name, "BUDGET_UPDATED", f"limits changed; {message}")
+
+
+def _objective(before: Objective | None, after: Objective | None) -> Iterator[FleetEvent]:
+    objective = after or before
+    assert objective is not None
+    kind, name = EventKind.OBJECTIVE, objective.meta.name
+    message = f"for {objective.priority} requests of {objective.model}"
+    if after is None:
+        yield FleetEvent(kind, name, "OBJECTIVE_DELETED", message)
+    elif before is None:
+        yield FleetEvent(kind, name, "OBJECTIVE_CREATED", message)
+    elif replace(before, meta=after.meta) != after:
+        yield FleetEvent(kind, name, "OBJECTIVE_UPDATED", f"promises changed; {message}")
 
 
 def _deployment(before: Deployment | None, after: Deployment | None) -> Iterator[FleetEvent]:

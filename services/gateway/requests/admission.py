@@ -19,7 +19,7 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, InvalidInput, OverQuota, UsageUnrecorded
 from services.core.generation import GenerationSpec, Principal, Usage
 from services.core.limits import Limit
-from services.core.records import Tenant
+from services.core.records import Priority, Tenant
 from services.gateway.catalog import ModelCatalog
 from services.gateway.policy.claims import (
     Payer,
@@ -36,6 +36,7 @@ from services.gateway.requests.validate import Validator
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
 from services.ports.limiter import Reservation
+from services.rpc.convert.inference import PRIORITY_OF
 from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import Ticket
 
@@ -70,7 +71,11 @@ class RequestAdmission:
     ) -> Admitted:
         resume, request_id = terms.resume, terms.received.request_id
         pinned = resume.version if resume is not None else None
+        if self._catalog.has(generation.model):
+            telemetry.addressed(principal.tenant_id, generation.model, _class_of(generation))
         checked = self._validator.check(principal, generation, pinned=pinned)
+        route = checked.route
+        telemetry.addressed(principal.tenant_id, route.model, checked.priority, route.version_digest)
         payer = self._payer(principal, generation.user)
         self._require_recorded(payer)
         bounds = bounds_of(payer) if resume is None else RequestBounds()  # a resumed request keeps its terms
@@ -237,6 +242,11 @@ class RequestAdmission:
             await self._ports.limiter.settle(reservation, Usage(prompt_tokens=0, output_tokens=0))
         except FairwayError as error:
             log.info("reservation.undo_failed", reason=error.reason)
+
+
+def _class_of(generation: inference_pb2.Generation) -> Priority:
+    """Return the class that the request names, before it is checked."""
+    return PRIORITY_OF.get(generation.priority, Priority.STANDARD)
 
 
 def _check_timeout(generation: inference_pb2.Generation, longest: RequestBound) -> None:

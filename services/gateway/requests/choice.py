@@ -202,6 +202,7 @@ class ChoiceRun:
             deadline_left_s=self._time_left_s(),
             tenant_weight=tenant.weight,
             attempt=received.attempt,
+            ttft_target_s=request.ports.ttft_target_s(spec.model, spec.priority),
             committed_tokens_per_minute=tenant.committed_tokens_per_minute,
             begun=self._granted,
         )

@@ -116,7 +116,7 @@ class Request:
         """Return when every choice has ended and the slot is settled."""
         self.reservation = admitted.reservation
         self._prompt_tokens = len(admitted.spec.prompt.ids)
-        self.telemetry.accepted(admitted.tenant.meta.name, admitted.spec.model)
+        self.telemetry.accepted(admitted.tenant.meta.name, admitted.spec)
         cache, collected = self._ports.responses if self._cacheable(admitted) else None, None
         tenant_id = admitted.reservation.tenant_id
         try:
