@@ -143,6 +143,9 @@ security-drills: setup-dev ## Attack an installation from outside, with canaries
 drill-update: setup-dev ## Update deployments under streams, on one worker and on two (about 5 minutes)
 	$(BIN)/python -m tests.e2e.drill_update $(ARGS)
 
+drill-rollouts: setup-dev ## Roll out good and faulty versions under load, on two workers (about 8 minutes)
+	$(BIN)/python -m tests.e2e.drill_rollouts $(ARGS)
+
 drill-crash: setup-dev ## A prompt that ends its engine among 32 neighbours, on one to three workers (about 10 minutes)
 	$(BIN)/python -m tests.e2e.drill_crash $(ARGS)
 

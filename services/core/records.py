@@ -30,10 +30,10 @@ STORE_GENERATION: Final = ROOT + "store/generation"
 GATEWAYS: Final = ROOT + "gateways/"
 BUDGETS: Final = ROOT + "budgets/"
 BUDGET_ALERTS: Final = ROOT + "budget-alerts/"
-QUARANTINE: Final = ROOT + "quarantine/"
 OBJECTIVES: Final = ROOT + "objectives/"
 # Outside the root: the leader writes it often, and only control planes read it.
 OBJECTIVE_STATUS: Final = "/fairway/v1-objective-status/"
+QUARANTINE: Final = ROOT + "quarantine/"
 # Outside the root: writing an event does not wake the watchers of the fleet's state.
 EVENTS: Final = "/fairway/v1-events/"
 
@@ -52,13 +52,13 @@ def model_users_key(model: str) -> str:
     return f"{ROOT}guards/model-users/{model}"
 
 
-def quarantine_key(version_digest: str, fingerprint: str) -> str:
-    return f"{QUARANTINE}{version_digest}/{fingerprint}"
-
-
 def objective_key(model: str, priority: Priority) -> str:
     """Key that the one objective of a model and class holds."""
     return f"{ROOT}guards/objectives/{model}/{priority}"
+
+
+def quarantine_key(version_digest: str, fingerprint: str) -> str:
+    return f"{QUARANTINE}{version_digest}/{fingerprint}"
 
 
 def leader_key(role: str, shard: str = "0") -> str:
@@ -327,6 +327,8 @@ class AssignedVersion:
     served: bool = False
     # It runs only requests that were accepted for it, and is unloaded when these have ended.
     retiring: bool = False
+    # Requests that were resolved before it are not started.
+    least_route_revision: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,6 +449,7 @@ class EventKind(StrEnum):
     MODEL = "model"
     LEADER = "leader"
     BUDGET = "budget"
+    ROLLOUT = "rollout"
     OBJECTIVE = "objective"
 
 

@@ -56,6 +56,7 @@ from services.core.records import (
     Worker,
     dump,
 )
+from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
@@ -73,6 +74,7 @@ from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
@@ -274,6 +276,7 @@ def _gateway_service(
         files,
         clock,
         texts=texts,
+        splits=Splits(environment.informer(ROUTES, ModelRoute), max_age_s=settings.route_max_age_s),
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     limits = _limits(settings)
