@@ -15,7 +15,7 @@ TRITON := 3.6.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test chaos chaos-streams security-drills sim sim-scale sim-escrow bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test chaos chaos-streams security-drills sim sim-scale sim-escrow bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -143,6 +143,9 @@ security-drills: setup-dev ## Attack an installation from outside, with canaries
 drill-update: setup-dev ## Update deployments under streams, on one worker and on two (about 5 minutes)
 	$(BIN)/python -m tests.e2e.drill_update $(ARGS)
 
+drill-rollouts: setup-dev ## Roll out good and faulty versions under load, on two workers (about 8 minutes)
+	$(BIN)/python -m tests.e2e.drill_rollouts $(ARGS)
+
 drill-crash: setup-dev ## A prompt that ends its engine among 32 neighbours, on one to three workers (about 10 minutes)
 	$(BIN)/python -m tests.e2e.drill_crash $(ARGS)
 
@@ -172,6 +175,9 @@ bench-idle: setup-dev ## Measure the processor time of an installation at rest (
 
 bench-scheduler: setup-dev ## Measure how many placements a scheduler decides per second of a core
 	$(BIN)/python -m bench.scheduler $(ARGS)
+
+bench-gates: setup-dev ## Measure the false alarms and the power of the rollouts' gates (about 15 minutes)
+	$(BIN)/python -m bench.gates $(ARGS)
 
 bench-engine: setup-dev ## Compare the engine with its peers on the same weights, load and cores (about an hour)
 	$(BIN)/python -m bench.engine $(ARGS)

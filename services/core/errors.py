@@ -12,7 +12,8 @@
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced), NoLeader, StreamBroken, Overloaded,
-    │                           DeadlineUnmeetable, VersionFailing, TicketExpired, UsageUnrecorded
+    │                           DeadlineUnmeetable, VersionFailing, TicketExpired, StaleRoute,
+    │                           UsageUnrecorded
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -247,6 +248,12 @@ class TicketExpired(Unavailable):
     """A gateway's clock is so far behind the scheduler's clock that its tickets have already expired."""
 
     reason = "TICKET_EXPIRED"
+
+
+class StaleRoute(Unavailable):
+    """The version that the request was resolved to was withdrawn before a worker started it."""
+
+    reason = "STALE_ROUTE"
 
 
 class DeadlineExceeded(FairwayError):

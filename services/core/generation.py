@@ -113,6 +113,7 @@ class GenerationSpec:
     choices: int = 1
     priority: Priority = Priority.STANDARD
     session_key: str = ""
+    step: str = ""  # of the rollout that drew its version; empty: no draw
 
 
 @dataclass(frozen=True, slots=True)

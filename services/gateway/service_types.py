@@ -10,7 +10,7 @@ from random import Random
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, QueueFull, ShareExceeded
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
-from services.core.records import Budget
+from services.core.records import Budget, Priority
 from services.core.shares import share_of
 from services.core.usage import RequestUsage
 from services.gateway.poison import PoisonGate
@@ -88,6 +88,8 @@ class Ports:
     pressure: Callable[[str], float] = lambda _digest: 0.0
     # Returns the budgets of a tenant.
     budgets_of: Callable[[str], Sequence[Budget]] = lambda _tenant: ()
+    # Returns the time to first token that a model and class are promised, None for none.
+    ttft_target_s: Callable[[str, Priority], float | None] = lambda _model, _priority: None
     # Predicts the output that token rates reserve.
     outputs: OutputQuantiles = field(default_factory=lambda: OutputQuantiles(OutputPolicy()))
     # Answers for equal requests; None: every request runs.

@@ -38,6 +38,7 @@ from services.app.roles.shared import (
     open_redis,
     redis_password,
 )
+from services.app.roles.slis import open_sli_recorder
 from services.core.errors import StoreUnavailable
 from services.core.limits import TOKEN_RATES, LimitKind
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
@@ -45,14 +46,17 @@ from services.core.records import (
     BUDGETS,
     DEPLOYMENTS,
     GATEWAYS,
+    OBJECTIVES,
     QUARANTINE,
     WORKERS,
     Budget,
     Deployment,
     Gateway,
+    Objective,
     Worker,
     dump,
 )
+from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
@@ -70,6 +74,7 @@ from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
@@ -80,6 +85,7 @@ from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
 from services.runtime.config import Settings, read_secret, read_secrets
+from services.runtime.fleet_state.objectives import ObjectiveIndex
 from services.runtime.fleet_state.registration import Registration
 from services.runtime.identity import KeyDirectory
 from services.runtime.process.health import Check
@@ -270,6 +276,7 @@ def _gateway_service(
         files,
         clock,
         texts=texts,
+        splits=Splits(environment.informer(ROUTES, ModelRoute), max_age_s=settings.route_max_age_s),
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     limits = _limits(settings)
@@ -404,7 +411,11 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         scheduler_connected=lambda: placement.connected,
     )
     telemetry = GatewayTelemetry(
-        environment.metrics, clock=clock, tracing=environment.tracing, lines=environment.request_lines
+        environment.metrics,
+        clock=clock,
+        tracing=environment.tracing,
+        lines=environment.request_lines,
+        slis=open_sli_recorder(environment),
     )
     return Ports(
         limiter=quotas.limiter,
@@ -417,6 +428,7 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         new_incident=environment.ids.incident_id,
         error_of=by_reason,
         pressure=placement.pressure,
+        ttft_target_s=ObjectiveIndex(environment.informer(OBJECTIVES, Objective)).ttft_target_s,
         budgets_of=TenantBudgets(environment.informer(BUDGETS, Budget)).of,
         outputs=OutputQuantiles(
             OutputPolicy(settings.output_quantile, default_tokens=settings.predicted_output_tokens)

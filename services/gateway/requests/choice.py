@@ -16,6 +16,7 @@ from services.core.errors import (
     NoWorkerAvailable,
     QueueTimeout,
     SlowReader,
+    StaleRoute,
     StreamBroken,
     VersionFailing,
 )
@@ -202,6 +203,7 @@ class ChoiceRun:
             deadline_left_s=self._time_left_s(),
             tenant_weight=tenant.weight,
             attempt=received.attempt,
+            ttft_target_s=request.ports.ttft_target_s(spec.model, spec.priority),
             committed_tokens_per_minute=tenant.committed_tokens_per_minute,
             begun=self._granted,
         )
@@ -261,6 +263,14 @@ class ChoiceRun:
         if isinstance(outcome, StartRefused):
             if outcome.reason is NotAdmittedReason.INVALID:
                 raise InternalError(f"{grant.worker_id} took the start for out of bounds")
+            if outcome.reason is NotAdmittedReason.STALE_ROUTE:
+                raise StaleRoute(
+                    f"{self.spec.model} withdrew version {self.spec.version_digest} while the request "
+                    "waited; send it again",
+                    retry_after_s=1.0,
+                    model=self.spec.model,
+                    version_digest=self.spec.version_digest,
+                )
             self._refusals += 1
             again = after_refusal(outcome.reason, grant.worker_id, self._refusals, jitter)
             if isinstance(again, GiveUp):

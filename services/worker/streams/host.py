@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from services.core.errors import InvalidInput
@@ -46,6 +46,8 @@ class SequenceHost:
         self.device = device
         self.counters = FairnessCounters()
         self.draining = False
+        # A request that was resolved at an older revision is not started, by version.
+        self.least_route_revisions: Mapping[str, int] = {}
         self.changed = changed
         self._tables: dict[str, SequenceTable] = {}
         self._closed_to: set[str] = set()  # versions that finish their sequences and admit no new ones
@@ -167,6 +169,8 @@ class SequenceHost:
         table = self._tables.get(digest)
         if table is None or spec.generation.version_digest != digest:
             return NotAdmittedReason.NOT_READY
+        if self._is_stale(spec):
+            return NotAdmittedReason.STALE_ROUTE
         if digest in self._closed_to:
             return NotAdmittedReason.DRAINING
         if table.stalled:
@@ -176,6 +180,11 @@ class SequenceHost:
         if isinstance(spec.grant, FallbackGrant) and not self._has_credit(table, spec):
             return NotAdmittedReason.NO_FALLBACK
         return None
+
+    def _is_stale(self, spec: StartSpec) -> bool:
+        """Whether the route that the request was resolved by is withdrawn. What has output goes on."""
+        least = self.least_route_revisions.get(spec.grant.version_digest, 0)
+        return spec.generation.route_revision < least and not spec.produced_ids
 
     def _fallback_refusal(self, grant: FallbackGrant) -> NotAdmittedReason | None:
         if self._fallback is None:

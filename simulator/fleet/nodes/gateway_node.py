@@ -31,6 +31,7 @@ from services.core.records import (
     Worker,
     load,
 )
+from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.fallback import FallbackSettings, GatewayFallback
@@ -41,6 +42,7 @@ from services.gateway.poison import PoisonGate
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService, drain
 from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.message_stream import StreamClient
@@ -113,6 +115,7 @@ class GatewayNode:
             _BundledFiles(),
             clock,
             texts=LocalTexts(Executor(), clock),
+            splits=Splits(self._informers.routes),
         )
         identity = KeyDirectory(self._informers.keys, self._informers.tenants, clock)
         self._directory = directory
@@ -254,16 +257,24 @@ class _Informers:
         self.workers = informer(WORKERS, Worker)
         self.tenants = informer(TENANTS, Tenant)
         self.keys = informer(KEYS, ApiKey)
+        self.routes = informer(ROUTES, ModelRoute)
         self.quarantine = informer(QUARANTINE, Quarantined)
 
     def start(self) -> None:
-        for informer in (self.deployments, self.workers, self.tenants, self.keys, self.quarantine):
+        for informer in (
+            self.deployments,
+            self.workers,
+            self.tenants,
+            self.keys,
+            self.routes,
+            self.quarantine,
+        ):
             self._process.supervisor.spawn(f"informer {informer.prefix}", informer.run())
 
     @property
     def synced(self) -> bool:
         followed = self.deployments.synced and self.workers.synced
-        return followed and self.tenants.synced and self.keys.synced
+        return followed and self.tenants.synced and self.keys.synced and self.routes.synced
 
 
 class _BundledFiles:

@@ -1,7 +1,7 @@
 """A request ends in exactly one terminal event, whatever its workers do, and frees what it held."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -32,7 +32,7 @@ from services.core.records import ApiKey, KeyRole, Meta, Tenant
 from services.gateway.events import Accepted, Finished, Received
 from services.gateway.poison import PoisonGate
 from services.gateway.policy.claims import Payer
-from services.gateway.requests.request import Request
+from services.gateway.requests.request import MAX_ROUTES, Request
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.limiter import Reservation
@@ -167,6 +167,7 @@ def ended(output_tokens: int, reason: FinishReason = FinishReason.STOP, *, cache
 class Harness:
     def __init__(self, *scripts: Script, choices: int = 1, timeout_s: float = 5.0) -> None:
         self.client_window: int | None = None
+        self.reroute: Callable[[Admitted], Awaitable[Admitted]] | None = None
         self.limits = GatewayLimits(queue_ttl_s=5.0, window_tokens=8, placed_prefix_blocks=0)
         self.reason_of: Callable[[str, str], errors.FairwayError] = lambda _, text: errors.InvalidInput(text)
         self.sink, self.placement, self.workers = Sink(), Placement(), Workers(*scripts)
@@ -203,6 +204,7 @@ class Harness:
             self.ports,
             self.limits,
             self.request.telemetry,
+            reroute=self.reroute,
         )
 
     def start(self) -> asyncio.Task[None]:
@@ -215,6 +217,50 @@ class Harness:
         assert self.limiter.running == set(), "the slot was not given back"
         assert self.sink.end is not None
         return self.sink.end
+
+
+def rerouted(harness: Harness, version: str, calls: list[str]) -> Callable[[Admitted], Awaitable[Admitted]]:
+    """What resolves a request again, to another version with another prompt."""
+
+    async def reroute(admitted: Admitted) -> Admitted:
+        calls.append(admitted.spec.version_digest)
+        spec = replace(admitted.spec, version_digest=version, route_revision=9, prompt=Prompt([1, 2]))
+        return replace(admitted, spec=spec)
+
+    return reroute
+
+
+async def test_a_request_whose_version_is_withdrawn_is_resolved_again() -> None:
+    harness, calls = Harness(emit(0, NotAdmittedReason.STALE_ROUTE), emit(3, ended(3))), list[str]()
+    harness.reroute = rerouted(harness, "sha256:y", calls)
+    harness.client_window = 2
+    harness.request.allow(5)
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert calls == ["sha256:x"]
+    assert [spec.version_digest for spec in harness.placement.asked] == ["sha256:x", "sha256:y"]
+    assert [(one.version_digest, one.route_revision) for one in harness.sink.accepted] == [
+        ("sha256:x", 3),
+        ("sha256:y", 9),
+    ]
+    assert (end.usage.prompt_tokens, harness.sink.tokens) == (2, {0: [100, 101, 102]})
+    assert [start.initial_credit_tokens for start in harness.workers.started] == [7, 7]
+
+
+async def test_a_version_that_stays_withdrawn_ends_the_request_retryably() -> None:
+    harness = Harness(*[emit(0, NotAdmittedReason.STALE_ROUTE)] * 99)
+    harness.reroute = rerouted(harness, "sha256:x", [])
+    end = await harness.run()
+    assert isinstance(end, errors.StaleRoute)
+    assert end.retry_after_s
+    assert len(harness.workers.started) == MAX_ROUTES
+
+
+async def test_output_of_another_choice_prevents_another_version() -> None:
+    harness, calls = Harness(emit(2, None), emit(0, NotAdmittedReason.STALE_ROUTE), choices=2), list[str]()
+    harness.reroute = rerouted(harness, "sha256:y", calls)
+    assert isinstance(await harness.run(), errors.StaleRoute)
+    assert not calls
 
 
 async def test_a_request_that_ends_well() -> None:

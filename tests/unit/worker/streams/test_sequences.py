@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.core.errors import InvalidInput
 from services.core.fleet import ReportSnapshot
-from services.core.generation import FinishReason, NotAdmittedReason
+from services.core.generation import FinishReason, NotAdmittedReason, StartSpec
 from services.core.poison.suspicion import LossCause, StepRole
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import WorkerIdentity, take_snapshot
@@ -95,6 +95,21 @@ def test_the_number_of_sequences_is_bounded(bench: Bench, reader: Reader) -> Non
         reader.stream.start(handle, bench.spec(blocks=1, prompt=1))
     reader.read()
     assert reader.refused == {8: NotAdmittedReason.NO_ROOM}
+
+
+def test_a_withdrawn_route_starts_nothing_and_what_has_output_goes_on(bench: Bench, reader: Reader) -> None:
+    def at(revision: int, **fields: Any) -> StartSpec:
+        spec = bench.spec(**fields)
+        return replace(spec, generation=replace(spec.generation, route_revision=revision))
+
+    reader.stream.start(1, at(6))
+    bench.host.least_route_revisions = {bench.table.version_digest: 7, "sha256:other": 99}
+    reader.stream.start(2, at(6))
+    reader.stream.start(3, at(7))
+    reader.stream.start(4, at(6, produced=(A,)))
+    reader.ids[4] = [A]  # of the earlier run
+    reader.read()
+    assert (reader.accepted, reader.refused) == ([1, 3, 4], {2: NotAdmittedReason.STALE_ROUTE})
 
 
 def test_draining_and_closed_versions_take_nothing(bench: Bench, reader: Reader) -> None:
