@@ -167,7 +167,7 @@ bench-idempotency: setup-dev ## Measure what an idempotency key costs a request
 bench-streams: setup-dev ## Measure 2,000 live streams on one gateway: memory, time to first token
 	$(BIN)/python -m bench.open_streams $(ARGS)
 
-bench-admission: setup-dev ## Measure the gateway with limits on against LiteLLM's proxy
+bench-admission: setup-dev ## Measure reservations, leases, metering, and the gateway against LiteLLM's proxy (5 minutes)
 	$(BIN)/python -m bench.admission $(ARGS)
 
 bench-idle: setup-dev ## Measure the processor time of an installation at rest (3 minutes)

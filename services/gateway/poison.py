@@ -10,7 +10,7 @@ import structlog
 from services.core.errors import PoisonedInput, StoreUnavailable
 from services.core.generation import GenerationSpec
 from services.core.poison.fingerprint import fingerprint_of
-from services.gateway.telemetry import GatewayTelemetry
+from services.gateway.telemetry import CONDEMNED, GatewayTelemetry
 from services.ports.clock import Clock
 from services.ports.poison.quarantine import Quarantine
 from services.runtime.supervisor import Supervisor
@@ -42,6 +42,7 @@ class PoisonGate:
         """Return if the input may run. Raises PoisonedInput. Without an entry of the version nothing is
         hashed."""
         digest = spec.version_digest
+        self._telemetry.may_be_poisoned(spec.model, digest)
         if not self._quarantine.holds(digest):
             return
         found = self._quarantine.find(digest, fingerprint_of(spec, self._secret))
@@ -64,7 +65,7 @@ class PoisonGate:
         A caller that is cancelled meanwhile does not stop the write.
         """
         digest = spec.version_digest
-        self._telemetry.poisoned(spec.model, digest, "condemned")
+        self._telemetry.poisoned(spec.model, digest, CONDEMNED)
         log.error("input.condemned", request_id=spec.request_id, version_digest=digest, deaths=deaths)
         writing = self._supervisor.spawn(f"quarantine {spec.request_id}", self._add(spec, deaths))
         await asyncio.wait({writing}, timeout=_WRITE_S)

@@ -38,6 +38,7 @@ log = structlog.get_logger()
 
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
+CONDEMNED: Final = "condemned"
 
 
 class GatewayTelemetry:
@@ -151,6 +152,13 @@ class GatewayTelemetry:
 
     def degraded(self, kind: str) -> None:
         self._degraded.add(kind)
+
+    def may_be_poisoned(self, model: str, version_digest: str) -> None:
+        """Export the version's count before its first event: Prometheus sees no increase in a series that
+        begins above 0."""
+        self._poisoned.cell(
+            self.metrics.models.of(model), self.metrics.versions.of(version_digest), CONDEMNED
+        )
 
     def poisoned(self, model: str, version_digest: str, event: str) -> None:
         """Count an input that was condemned or refused, against its version."""

@@ -15,6 +15,7 @@ from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import Cancel
 from services.worker.step_page import StepPage
+from tests.support.run_ahead import RunsAhead
 from tests.support.submits import make_submit
 
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -23,25 +24,33 @@ PROMPT = [1, 2, 3, 4, 5, 6]
 class Recorder:
     """Notes the members of each batch and what the page announces meanwhile."""
 
-    def __init__(self, page: StepPage) -> None:
+    def __init__(self, page: StepPage, *, ahead: bool) -> None:
         self.page = page
+        self.ahead = ahead
         self.steps: list[list[int]] = []
 
     def run(self, batch: Batch) -> Samples:
         members = [*batch.decodes, *(chunk.sequence for chunk in batch.prefills)]
-        assert self.page.members() == tuple(sequence.handle for sequence in members)
-        self.steps.append([sequence.handle for sequence in members])
+        handles = tuple(sequence.handle for sequence in members)
+        announced = self.page.members()
+        assert announced == handles if not self.ahead else set(announced) >= set(handles)
+        if any(sequence.is_apart for sequence in members):
+            assert announced == handles, "a suspect's step was submitted while another runs"
+        self.steps.append(list(handles))
         return Samples([sequence.handle for sequence in batch.sampled])
 
     def resize(self, blocks: int) -> None: ...
 
 
 class Rig:
-    def __init__(self, *, blocks: int = 64, max_sequences: int = 4, token_budget: int = 16) -> None:
+    def __init__(
+        self, *, blocks: int = 64, max_sequences: int = 4, token_budget: int = 16, ahead: bool = False
+    ) -> None:
         page = StepPage.in_memory(max_sequences)
-        self.recorder = Recorder(page)
+        self.recorder = Recorder(page, ahead=ahead)
+        self.launch = RunsAhead(self.recorder) if ahead else Inline(self.recorder)
         self.engine = Engine(
-            Inline(self.recorder),
+            self.launch,
             blocks=BlockManager(blocks, 4),
             limits=PlannerLimits(token_budget, max_sequences),
             model=ModelLimits(97, 64),
@@ -65,6 +74,11 @@ class Rig:
             self.tokens[handle] = self.tokens.get(handle, 0) + 1
         assert self.recorder.page.members() == ()
         return self.recorder.steps[-1]
+
+    def run_ahead(self) -> None:
+        """Run to the end an engine that has a step under way between two steps."""
+        while self.engine.has_work:
+            self.finished |= self.engine.step().finished
 
     def run(self) -> None:
         for _ in range(3000):
@@ -143,6 +157,23 @@ def test_a_suspect_that_lacks_blocks_is_not_overtaken() -> None:
         handle: next(n for n, step in enumerate(rig.recorder.steps) if handle in step) for handle in (2, 3)
     }
     assert first[2] < first[3]
+
+
+def test_a_suspects_step_is_not_submitted_while_another_runs() -> None:
+    rig = Rig(ahead=True)
+    rig.submit(1, tokens=30)
+    rig.submit(2, tokens=30)
+    for _ in range(4):
+        rig.engine.step()
+    rig.submit(3, tokens=30, apart=4)
+    for _ in range(12):
+        rig.engine.step()
+    assert isinstance(rig.launch, RunsAhead)
+    ahead = rig.launch.ahead
+    assert [step for step in rig.recorder.steps if step == [3]] == [[3]] * 4
+    rig.run_ahead()
+    assert rig.launch.ahead > ahead, "it runs ahead again once the suspect is cleared"
+    assert rig.finished == {1: "length", 2: "length", 3: "length"}
 
 
 _SEQUENCE = st.tuples(st.integers(1, 12), st.sampled_from([0, 0, 1, 2, 5, 100]), st.integers(0, 20))
