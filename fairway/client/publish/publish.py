@@ -23,6 +23,7 @@ from fairway.client.publish.folder import (
     CHUNK_BYTES,
     Kind,
     PublishRefused,
+    declared_kind,
     find_files,
     hash_files,
     manifest_of,
@@ -93,21 +94,23 @@ async def publish(
     progress: Callable[[PublishProgress], None] | None = None,
     *,
     metadata: Metadata = (),
-    kind: Kind = "causal-lm",
+    kind: Kind | None = None,
     max_context_tokens: int = 0,
     for_another_engine: bool = False,
     patience_s: float = PATIENCE_S,
 ) -> Published:
     """Return once the version is registered and verified and ``tag``, unless empty, points at it.
 
-    A folder that Fairway cannot serve is rejected, unless ``for_another_engine``. Files and folders whose
+    ``kind``: by default the one that ``config.json`` declares. A folder that Fairway cannot serve is
+    rejected, unless ``for_another_engine``. Files and folders whose
     name begins with a dot are left out. An unreachable registry is retried for ``patience_s``. Raises
     PublishRefused for a folder that cannot be a version, OSError for one that cannot be read, and
     grpc.aio.AioRpcError when the registry rejects it.
     """
     files = await asyncio.to_thread(find_files, folder)
-    if kind == "causal-lm" and not for_another_engine:
-        await asyncio.to_thread(require_servable, files)
+    kind = kind or await asyncio.to_thread(declared_kind, files)
+    if not for_another_engine:
+        await asyncio.to_thread(require_servable, files, kind)
     reporter = _ProgressReporter(progress, sum(path.stat().st_size for path in files.values()))
     hashed = await asyncio.to_thread(hash_files, files, reporter.hashed_from_thread)
     reporter.update(hashed_bytes=reporter.now.total_bytes, chunks=len(hashed.chunks))
