@@ -16,7 +16,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-scale sim-escrow bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-scale sim-escrow sim-batching bench-batch-costs bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -164,6 +164,12 @@ sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run
 
 sim-escrow: setup-dev ## Simulate a budget in escrow of three regions, one of them cut off (seconds)
 	$(BIN)/python -m simulator escrow $(ARGS)
+
+sim-batching: setup-dev ## Compare the derived batch window with the best fixed one (minutes)
+	$(BIN)/python -m simulator batching $(ARGS)
+
+bench-batch-costs: setup-dev ## Measure what batches of fixed-cost models take, by width and rows (minutes)
+	$(BIN)/python -m bench.batch_costs $(ARGS)
 
 bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
 	$(BIN)/python -m bench.overhead $(ARGS)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.core.records import Priority
+from services.core.sketch import Sketch, merged
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from simulator.fleet.clients.client import Record
-from simulator.lab.report.sketch import Sketch, merged
 
 MAX_BINS: Final = 600
 

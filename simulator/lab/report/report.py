@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from services.core.sketch import Sketch, merged
 from simulator.lab.report.fairness import Fairness, fairness
 from simulator.lab.report.measure import Collector, Group, Slo
 from simulator.lab.report.samples import Timeline
-from simulator.lab.report.sketch import Sketch, merged
 
 CDF_POINTS: Final = 120
 Point = tuple[float, float]
