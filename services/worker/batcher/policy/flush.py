@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from services.worker.batcher.policy.arrival_profile import LEAST_WAIT_S
 from services.worker.batcher.policy.cost_curve import CostCurve
 from services.worker.batcher.policy.linger import (
     Expected,
@@ -109,7 +110,7 @@ def decide(group: WaitingGroup, device: Device, expected: Expected, now_s: float
         return Flush(rows, limit, bound)
     if device.draining:
         return Flush(rows, FlushCause.DRAIN, bound)
-    if bound.linger_s <= 0.0:
+    if bound.linger_s < LEAST_WAIT_S:
         late = FlushCause.DEADLINE if group.deadline_s < target_s else FlushCause.LINGER
         return Flush(rows, late, bound)
     wait_s = worthwhile_wait_s(device.curve, width=group.width, rows=rows, most_rows=most, expected=expected)
