@@ -7,8 +7,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 ARGS ?=
-# Tests wait more than they compute; a file stays in one process (tests/conftest.py).
-TEST_PROCESSES ?= 4
+# Tests wait more than they compute; a group stays in one process (tests/conftest.py).
+TEST_PROCESSES ?= 6
 OPENAI := 3.52.0
 MOTO := 5.2.5
 TRITON := 3.6.0
@@ -16,7 +16,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-scale sim-escrow sim-batching bench-batch-costs bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-scale sim-escrow sim-batching bench-batch-costs bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -44,6 +44,9 @@ setup-dev:
 		echo "next:  install one, or name it: make test PYTHON=/path/to/python3.11" >&2; exit 1; fi
 	@$(PYTHON) scripts/setup_env.py --dev
 
+# Hundreds of processes import the tree: it is compiled once, also where the environment says not to store that.
+test floor test-pythons e2e: export PYTHONDONTWRITEBYTECODE =
+
 test: setup-dev e2e-env s3-env ## Run all tests but the chaos drills and those of the containers
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
 
@@ -59,7 +62,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -156,6 +159,12 @@ security-drills: setup-dev ## Attack an installation from outside, with canaries
 drill-update: setup-dev ## Update deployments under streams, on one worker and on two (about 5 minutes)
 	$(BIN)/python -m tests.e2e.drill_update $(ARGS)
 
+drill-rollouts: setup-dev ## Roll out good and faulty versions under load, on two workers (about 8 minutes)
+	$(BIN)/python -m tests.e2e.drill_rollouts $(ARGS)
+
+drill-crash: setup-dev ## A prompt that ends its engine among 32 neighbours, on one to three workers (about 10 minutes)
+	$(BIN)/python -m tests.e2e.drill_crash $(ARGS)
+
 sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check every invariant (about 10 minutes)
 	$(BIN)/python -m simulator sim --seeds 500 --workers 20 --processes 2 $(ARGS)
 
@@ -180,7 +189,7 @@ bench-idempotency: setup-dev ## Measure what an idempotency key costs a request
 bench-streams: setup-dev ## Measure 2,000 live streams on one gateway: memory, time to first token
 	$(BIN)/python -m bench.open_streams $(ARGS)
 
-bench-admission: setup-dev ## Measure the gateway with limits on against LiteLLM's proxy
+bench-admission: setup-dev ## Measure reservations, leases, metering, and the gateway against LiteLLM's proxy (5 minutes)
 	$(BIN)/python -m bench.admission $(ARGS)
 
 bench-idle: setup-dev ## Measure the processor time of an installation at rest (3 minutes)
@@ -188,6 +197,9 @@ bench-idle: setup-dev ## Measure the processor time of an installation at rest (
 
 bench-scheduler: setup-dev ## Measure how many placements a scheduler decides per second of a core
 	$(BIN)/python -m bench.scheduler $(ARGS)
+
+bench-gates: setup-dev ## Measure the false alarms and the power of the rollouts' gates (about 15 minutes)
+	$(BIN)/python -m bench.gates $(ARGS)
 
 bench-engine: setup-dev ## Compare the engine with its peers on the same weights, load and cores (about an hour)
 	$(BIN)/python -m bench.engine $(ARGS)

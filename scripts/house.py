@@ -30,6 +30,8 @@ DIALECT: Final = re.compile(
 # A shape of a request names a request, a sequence or a model, and says how it is sampled or how long it is.
 NAMED: Final = frozenset({"request_id", "handle", "model"})
 CARRIED: Final = frozenset({"sampling", "limits", "max_output_tokens", "max_tokens"})
+# A class with more fields documents each at its own line.
+MAX_FIELDS_IN_TEXT: Final = 6
 _MESSAGE: Final = re.compile(r"^message (\w+) \{(.*?)^\}", re.MULTILINE | re.DOTALL)
 
 
@@ -103,6 +105,19 @@ def _fields(node: ast.ClassDef) -> Iterator[str]:
     for child in node.body:
         if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
             yield child.target.id
+
+
+def crowded_docstrings(sources: Mapping[str, str]) -> list[str]:
+    """Return the classes with many fields whose docstring describes several of them."""
+    found = []
+    for name, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                fields = set(_fields(node))
+                described = fields & set(re.findall(r"``(\w+)``", ast.get_docstring(node) or ""))
+                if len(fields) > MAX_FIELDS_IN_TEXT and len(described) > 2:
+                    found.append(f"{name}: {node.name}")
+    return found
 
 
 def modules_by_folder(files: Iterable[Path]) -> Counter[str]:

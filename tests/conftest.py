@@ -7,6 +7,7 @@ import tests.support.grpc_forks  # noqa: F401
 # isort: split
 
 import contextlib
+import gc
 import os
 import pwd
 import signal
@@ -14,33 +15,21 @@ import socket
 import subprocess
 import time
 import urllib.parse
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import structlog
 from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 from fairway.cli import embedded
 from services.runtime.telemetry import logging
-from tests.support import local_servers
+from tests.support import groups, local_servers
 from tests.support.object_store import ObjectStore
 
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
 REDIS_IMAGE = "redis:7-alpine"
 ROOT = Path(__file__).parents[1]
-# `fairway up` gives them ports: two that start at the same moment would pick the same preferred ones.
-INSTALLATIONS = (
-    "tests/unit/cli/test_up.py",
-    "tests/integration/client/test_gateways.py",
-    "tests/security/test_store_identity.py",
-    "tests/security/test_log_disk.py",
-    "tests/security/test_local_stores.py",
-)
-# Those that share an installation, whose ports are its own.
-SHARED_INSTALLATION = "tests/e2e/"
 STARTS = 3  # a port that was free may be taken by the time that the server binds it
 
 
@@ -279,30 +268,15 @@ def _docker_accepts() -> bool:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole installations come first: a run of several processes ends when its longest group does.
-
-    The others come by their number of tests, so that files that wait and files that compute are mixed.
-    """
-    files = [item.nodeid.partition("::")[0] for item in items]
-    counts = Counter(files)
-
-    def rank(item: pytest.Item) -> tuple[bool, int, str]:
-        file = item.nodeid.partition("::")[0]
-        return not file.startswith((SHARED_INSTALLATION, *INSTALLATIONS)), -counts[file], file
-
-    items.sort(key=rank)
+    groups.sort(items)
 
 
-class ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """Keeps a file together in a run of several processes, and all that start whole installations."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        if file.startswith(SHARED_INSTALLATION):
-            return SHARED_INSTALLATION
-        return "installations" if file.startswith(INSTALLATIONS) else file
+def pytest_collection_finish() -> None:
+    """The tests and what they import stay: a collection that walked them would take a third of a second."""
+    gc.collect()
+    gc.freeze()
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> groups.ByGroup:
     config.option.loadscopereorder = False  # else the groups with the most tests come first
-    return ByFile(config, log)
+    return groups.ByGroup(config, log)

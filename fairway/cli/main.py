@@ -21,17 +21,19 @@ from fairway.cli.commands import (
     lifecycle,
     models,
     nodes,
+    objectives,
     placements,
     queue,
     tenants,
     usage,
 )
-from fairway.cli.commands.chat import chat
-from fairway.cli.commands.complete import complete
+from fairway.cli.commands.generation.chat import chat
+from fairway.cli.commands.generation.complete import complete
 from fairway.cli.commands.simulate import calibrate, simulate
 from fairway.cli.commands.status import status
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption
+from fairway.cli.rollouts import commands as rollouts
 from fairway.cli.terminal.formats import DOCUMENTS, write_document
 from fairway.cli.terminal.output import OutputClosed, err, out, plain, show_error
 
@@ -79,9 +81,11 @@ app.command()(complete)
 app.command()(chat)
 app.add_typer(models.app, name="models")
 app.add_typer(deployments.app, name="deployments")
+app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
 app.add_typer(budgets.app, name="budgets")
+app.add_typer(objectives.app, name="objectives")
 app.add_typer(nodes.app, name="nodes")
 queue.add(app)
 usage.add(app)

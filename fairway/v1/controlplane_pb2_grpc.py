@@ -114,6 +114,11 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteDeploymentRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteDeploymentResponse.FromString,
                 _registered_method=True)
+        self.ListDeploymentRevisions = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/ListDeploymentRevisions',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListDeploymentRevisionsRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListDeploymentRevisionsResponse.FromString,
+                _registered_method=True)
         self.CreateRollout = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/CreateRollout',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.CreateRolloutRequest.SerializeToString,
@@ -229,6 +234,31 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteBudgetRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteBudgetResponse.FromString,
                 _registered_method=True)
+        self.CreateObjective = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/CreateObjective',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.CreateObjectiveRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.CreateObjectiveResponse.FromString,
+                _registered_method=True)
+        self.GetObjective = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/GetObjective',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.GetObjectiveRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.GetObjectiveResponse.FromString,
+                _registered_method=True)
+        self.ListObjectives = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/ListObjectives',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListObjectivesRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListObjectivesResponse.FromString,
+                _registered_method=True)
+        self.UpdateObjective = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/UpdateObjective',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.UpdateObjectiveRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.UpdateObjectiveResponse.FromString,
+                _registered_method=True)
+        self.DeleteObjective = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/DeleteObjective',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteObjectiveRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteObjectiveResponse.FromString,
+                _registered_method=True)
         self.ListUsage = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/ListUsage',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListUsageRequest.SerializeToString,
@@ -342,6 +372,13 @@ class ControlPlaneServiceServicer:
 
     def DeleteDeployment(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDeploymentRevisions(self, request, context):
+        """The states that a deployment had, newest first; the last 32 or so.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -492,6 +529,36 @@ class ControlPlaneServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateObjective(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetObjective(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListObjectives(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateObjective(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteObjective(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListUsage(self, request, context):
         """What was used and what it cost. NO_LEADER while no control plane leads.
         """
@@ -594,6 +661,11 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.DeleteDeployment,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteDeploymentRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteDeploymentResponse.SerializeToString,
+            ),
+            'ListDeploymentRevisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDeploymentRevisions,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListDeploymentRevisionsRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListDeploymentRevisionsResponse.SerializeToString,
             ),
             'CreateRollout': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateRollout,
@@ -709,6 +781,31 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.DeleteBudget,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteBudgetRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteBudgetResponse.SerializeToString,
+            ),
+            'CreateObjective': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateObjective,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.CreateObjectiveRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.CreateObjectiveResponse.SerializeToString,
+            ),
+            'GetObjective': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetObjective,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.GetObjectiveRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.GetObjectiveResponse.SerializeToString,
+            ),
+            'ListObjectives': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListObjectives,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListObjectivesRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListObjectivesResponse.SerializeToString,
+            ),
+            'UpdateObjective': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateObjective,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.UpdateObjectiveRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.UpdateObjectiveResponse.SerializeToString,
+            ),
+            'DeleteObjective': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteObjective,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteObjectiveRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteObjectiveResponse.SerializeToString,
             ),
             'ListUsage': grpc.unary_unary_rpc_method_handler(
                     servicer.ListUsage,
@@ -1158,6 +1255,33 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/DeleteDeployment',
             fairway_dot_v1_dot_controlplane__pb2.DeleteDeploymentRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.DeleteDeploymentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDeploymentRevisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/ListDeploymentRevisions',
+            fairway_dot_v1_dot_controlplane__pb2.ListDeploymentRevisionsRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.ListDeploymentRevisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -1779,6 +1903,141 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/DeleteBudget',
             fairway_dot_v1_dot_controlplane__pb2.DeleteBudgetRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.DeleteBudgetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateObjective(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/CreateObjective',
+            fairway_dot_v1_dot_controlplane__pb2.CreateObjectiveRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.CreateObjectiveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetObjective(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/GetObjective',
+            fairway_dot_v1_dot_controlplane__pb2.GetObjectiveRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.GetObjectiveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListObjectives(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/ListObjectives',
+            fairway_dot_v1_dot_controlplane__pb2.ListObjectivesRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.ListObjectivesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateObjective(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/UpdateObjective',
+            fairway_dot_v1_dot_controlplane__pb2.UpdateObjectiveRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.UpdateObjectiveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteObjective(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/DeleteObjective',
+            fairway_dot_v1_dot_controlplane__pb2.DeleteObjectiveRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.DeleteObjectiveResponse.FromString,
             options,
             channel_credentials,
             insecure,

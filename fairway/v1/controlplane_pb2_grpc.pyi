@@ -48,6 +48,8 @@ class ControlPlaneServiceStub:
     ListDeployments: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListDeploymentsRequest, _controlplane_pb2.ListDeploymentsResponse]
     UpdateDeployment: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateDeploymentRequest, _controlplane_pb2.UpdateDeploymentResponse]
     DeleteDeployment: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteDeploymentRequest, _controlplane_pb2.DeleteDeploymentResponse]
+    ListDeploymentRevisions: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListDeploymentRevisionsRequest, _controlplane_pb2.ListDeploymentRevisionsResponse]
+    """The states that a deployment had, newest first; the last 32 or so."""
     CreateRollout: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.CreateRolloutRequest, _controlplane_pb2.CreateRolloutResponse]
     GetRollout: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.GetRolloutRequest, _controlplane_pb2.GetRolloutResponse]
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListRolloutsRequest, _controlplane_pb2.ListRolloutsResponse]
@@ -79,6 +81,11 @@ class ControlPlaneServiceStub:
     ListBudgets: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListBudgetsRequest, _controlplane_pb2.ListBudgetsResponse]
     UpdateBudget: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateBudgetRequest, _controlplane_pb2.UpdateBudgetResponse]
     DeleteBudget: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteBudgetRequest, _controlplane_pb2.DeleteBudgetResponse]
+    CreateObjective: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.CreateObjectiveRequest, _controlplane_pb2.CreateObjectiveResponse]
+    GetObjective: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.GetObjectiveRequest, _controlplane_pb2.GetObjectiveResponse]
+    ListObjectives: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListObjectivesRequest, _controlplane_pb2.ListObjectivesResponse]
+    UpdateObjective: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateObjectiveRequest, _controlplane_pb2.UpdateObjectiveResponse]
+    DeleteObjective: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteObjectiveRequest, _controlplane_pb2.DeleteObjectiveResponse]
     ListUsage: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListUsageRequest, _controlplane_pb2.ListUsageResponse]
     """What was used and what it cost. NO_LEADER while no control plane leads."""
     ListAuditEvents: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListAuditEventsRequest, _controlplane_pb2.ListAuditEventsResponse]
@@ -105,6 +112,8 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     ListDeployments: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListDeploymentsRequest, _controlplane_pb2.ListDeploymentsResponse]  # type: ignore[assignment]
     UpdateDeployment: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateDeploymentRequest, _controlplane_pb2.UpdateDeploymentResponse]  # type: ignore[assignment]
     DeleteDeployment: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteDeploymentRequest, _controlplane_pb2.DeleteDeploymentResponse]  # type: ignore[assignment]
+    ListDeploymentRevisions: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListDeploymentRevisionsRequest, _controlplane_pb2.ListDeploymentRevisionsResponse]  # type: ignore[assignment]
+    """The states that a deployment had, newest first; the last 32 or so."""
     CreateRollout: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.CreateRolloutRequest, _controlplane_pb2.CreateRolloutResponse]  # type: ignore[assignment]
     GetRollout: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.GetRolloutRequest, _controlplane_pb2.GetRolloutResponse]  # type: ignore[assignment]
     ListRollouts: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListRolloutsRequest, _controlplane_pb2.ListRolloutsResponse]  # type: ignore[assignment]
@@ -136,6 +145,11 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     ListBudgets: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListBudgetsRequest, _controlplane_pb2.ListBudgetsResponse]  # type: ignore[assignment]
     UpdateBudget: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateBudgetRequest, _controlplane_pb2.UpdateBudgetResponse]  # type: ignore[assignment]
     DeleteBudget: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteBudgetRequest, _controlplane_pb2.DeleteBudgetResponse]  # type: ignore[assignment]
+    CreateObjective: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.CreateObjectiveRequest, _controlplane_pb2.CreateObjectiveResponse]  # type: ignore[assignment]
+    GetObjective: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.GetObjectiveRequest, _controlplane_pb2.GetObjectiveResponse]  # type: ignore[assignment]
+    ListObjectives: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListObjectivesRequest, _controlplane_pb2.ListObjectivesResponse]  # type: ignore[assignment]
+    UpdateObjective: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateObjectiveRequest, _controlplane_pb2.UpdateObjectiveResponse]  # type: ignore[assignment]
+    DeleteObjective: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteObjectiveRequest, _controlplane_pb2.DeleteObjectiveResponse]  # type: ignore[assignment]
     ListUsage: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListUsageRequest, _controlplane_pb2.ListUsageResponse]  # type: ignore[assignment]
     """What was used and what it cost. NO_LEADER while no control plane leads."""
     ListAuditEvents: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListAuditEventsRequest, _controlplane_pb2.ListAuditEventsResponse]  # type: ignore[assignment]
@@ -255,6 +269,14 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controlplane_pb2.DeleteDeploymentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.DeleteDeploymentResponse, _abc.Awaitable[_controlplane_pb2.DeleteDeploymentResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListDeploymentRevisions(
+        self,
+        request: _controlplane_pb2.ListDeploymentRevisionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.ListDeploymentRevisionsResponse, _abc.Awaitable[_controlplane_pb2.ListDeploymentRevisionsResponse]]:
+        """The states that a deployment had, newest first; the last 32 or so."""
 
     @_abc_1.abstractmethod
     def CreateRollout(
@@ -424,6 +446,41 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controlplane_pb2.DeleteBudgetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.DeleteBudgetResponse, _abc.Awaitable[_controlplane_pb2.DeleteBudgetResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def CreateObjective(
+        self,
+        request: _controlplane_pb2.CreateObjectiveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.CreateObjectiveResponse, _abc.Awaitable[_controlplane_pb2.CreateObjectiveResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetObjective(
+        self,
+        request: _controlplane_pb2.GetObjectiveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.GetObjectiveResponse, _abc.Awaitable[_controlplane_pb2.GetObjectiveResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListObjectives(
+        self,
+        request: _controlplane_pb2.ListObjectivesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.ListObjectivesResponse, _abc.Awaitable[_controlplane_pb2.ListObjectivesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def UpdateObjective(
+        self,
+        request: _controlplane_pb2.UpdateObjectiveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.UpdateObjectiveResponse, _abc.Awaitable[_controlplane_pb2.UpdateObjectiveResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def DeleteObjective(
+        self,
+        request: _controlplane_pb2.DeleteObjectiveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.DeleteObjectiveResponse, _abc.Awaitable[_controlplane_pb2.DeleteObjectiveResponse]]: ...
 
     @_abc_1.abstractmethod
     def ListUsage(

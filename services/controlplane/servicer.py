@@ -14,17 +14,29 @@ from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import scheduler_pb2
 from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.resources.budgets import BudgetView
+from services.controlplane.resources.objectives import ObjectiveView
 from services.controlplane.resources.resources import Stored
 from services.controlplane.resources.status import DeploymentView, NodeView
+from services.controlplane.rollouts import convert as convert_rollout
+from services.controlplane.rollouts.methods import RolloutMethods
+from services.controlplane.rollouts.records import Rollout
 from services.controlplane.service import ControlPlaneService
-from services.controlplane.unimplemented import NotYetServed
-from services.controlplane.watcher import ResourceChange, ResourceChanges, ResourceKind, watch_resources
+from services.controlplane.watcher import (
+    Name,
+    ResourceChange,
+    ResourceChanges,
+    ResourceKind,
+    View,
+    watch_resources,
+)
 from services.core.errors import InvalidInput
 from services.core.generation import Principal
-from services.core.records import ApiKey, Budget, Tag, Tenant, VersionRecord
+from services.core.paging import page_of
+from services.core.records import ApiKey, Budget, Objective, Tag, Tenant, VersionRecord
 from services.ports.store import Store
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert import controlplane as convert
+from services.rpc.convert.inference import timestamp
 from services.rpc.interceptors.access import caller, principal
 from services.runtime.ids import request_id_of
 
@@ -36,8 +48,10 @@ _WATCHED: Final = {
     pb.RESOURCE_KIND_TENANT: (ResourceKind.TENANT,),
     pb.RESOURCE_KIND_KEY: (ResourceKind.KEY,),
     pb.RESOURCE_KIND_DEPLOYMENT: (ResourceKind.DEPLOYMENT,),
+    pb.RESOURCE_KIND_ROLLOUT: (ResourceKind.ROLLOUT,),
     pb.RESOURCE_KIND_NODE: (ResourceKind.NODE,),
     pb.RESOURCE_KIND_BUDGET: (ResourceKind.BUDGET,),
+    pb.RESOURCE_KIND_OBJECTIVE: (ResourceKind.OBJECTIVE,),
     pb.RESOURCE_KIND_MODEL: (ResourceKind.MODEL_VERSION, ResourceKind.MODEL_TAG),
 }
 
@@ -61,7 +75,7 @@ class UsagePages(Protocol):
     async def page(self, request: pb.ListUsageRequest, *, forwarded: bool) -> pb.ListUsageResponse: ...
 
 
-class ControlPlaneServicer(NotYetServed):
+class ControlPlaneServicer(RolloutMethods):
     def __init__(
         self,
         service: ControlPlaneService,
@@ -75,6 +89,7 @@ class ControlPlaneServicer(NotYetServed):
 
         ``require_current`` raises once the caller's key is no longer valid; the watch then ends.
         """
+        super().__init__(service.rollouts)
         self._service = service
         self._store = store
         self._scheduler = scheduler
@@ -177,6 +192,26 @@ class ControlPlaneServicer(NotYetServed):
         )
         return pb.UpdateDeploymentResponse(deployment=_deployment(view))
 
+    async def ListDeploymentRevisions(
+        self, request: pb.ListDeploymentRevisionsRequest, context: Context
+    ) -> pb.ListDeploymentRevisionsResponse:
+        found = await self._service.deployments.history(request.name)
+        page, token = page_of(
+            found, lambda one: one[0], size=request.page_size, token=request.page_token, descending=True
+        )
+        return pb.ListDeploymentRevisionsResponse(
+            revisions=[
+                pb.DeploymentRevision(
+                    name=name,
+                    time=timestamp(one.time_unix_s),
+                    cause=one.cause,
+                    deployment=convert.deployment_to_proto(one.deployment, "", pb.DeploymentStatus()),
+                )
+                for name, one in page
+            ],
+            next_page_token=token,
+        )
+
     async def DeleteDeployment(
         self, request: pb.DeleteDeploymentRequest, context: Context
     ) -> pb.DeleteDeploymentResponse:
@@ -212,6 +247,40 @@ class ControlPlaneServicer(NotYetServed):
     ) -> pb.DeleteBudgetResponse:
         await self._service.budgets.delete(request.name, etag=request.etag, request_id=request.request_id)
         return pb.DeleteBudgetResponse()
+
+    async def CreateObjective(
+        self, request: pb.CreateObjectiveRequest, context: Context
+    ) -> pb.CreateObjectiveResponse:
+        objective = convert.objective_from_proto(request.objective)
+        view = await self._service.objectives.create(objective, request_id=request.request_id)
+        return pb.CreateObjectiveResponse(objective=_objective(view))
+
+    async def GetObjective(
+        self, request: pb.GetObjectiveRequest, context: Context
+    ) -> pb.GetObjectiveResponse:
+        return pb.GetObjectiveResponse(objective=_objective(await self._service.objectives.get(request.name)))
+
+    async def ListObjectives(
+        self, request: pb.ListObjectivesRequest, context: Context
+    ) -> pb.ListObjectivesResponse:
+        page, token = await self._service.objectives.page(size=request.page_size, token=request.page_token)
+        return pb.ListObjectivesResponse(objectives=map(_objective, page), next_page_token=token)
+
+    async def UpdateObjective(
+        self, request: pb.UpdateObjectiveRequest, context: Context
+    ) -> pb.UpdateObjectiveResponse:
+        view = await self._service.objectives.update(
+            convert.objective_from_proto(request.objective),
+            etag=request.objective.metadata.etag,
+            request_id=request.request_id,
+        )
+        return pb.UpdateObjectiveResponse(objective=_objective(view))
+
+    async def DeleteObjective(
+        self, request: pb.DeleteObjectiveRequest, context: Context
+    ) -> pb.DeleteObjectiveResponse:
+        await self._service.objectives.delete(request.name, etag=request.etag, request_id=request.request_id)
+        return pb.DeleteObjectiveResponse()
 
     async def GetNode(self, request: pb.GetNodeRequest, context: Context) -> pb.GetNodeResponse:
         return pb.GetNodeResponse(node=_node(await self._service.nodes.get(request.name)))
@@ -333,14 +402,16 @@ class ControlPlaneServicer(NotYetServed):
             )
 
     async def _with_amounts(self, changes: Sequence[ResourceChange]) -> list[ResourceChange]:
-        """Return the changes; those of budgets with what was spent until now."""
+        """Return the changes; budgets with what was spent, objectives with what was measured."""
         stored = [one.view for one in changes if isinstance(one.view, Stored)]
         budgets = [one for one in stored if isinstance(one.record, Budget)]
-        views = {one.stored.record.meta.name: one for one in await self._service.budgets.views(budgets)}
-        return [
-            replace(one, view=views[one.name]) if one.kind is ResourceKind.BUDGET and one.view else one
-            for one in changes
-        ]
+        objectives = [one for one in stored if isinstance(one.record, Objective)]
+        views: dict[Name, View] = {}
+        for budget in await self._service.budgets.views(budgets):
+            views[ResourceKind.BUDGET, budget.stored.record.meta.name] = budget
+        for objective in await self._service.objectives.views(objectives):
+            views[ResourceKind.OBJECTIVE, objective.stored.record.meta.name] = objective
+        return [replace(one, view=views.get((one.kind, one.name), one.view)) for one in changes]
 
 
 def _tenant(stored: Stored[Tenant]) -> pb.Tenant:
@@ -372,6 +443,10 @@ def _budget(view: BudgetView) -> pb.Budget:
     return convert.budget_to_proto(view.stored.record, view.stored.etag, amounts, view.message)
 
 
+def _objective(view: ObjectiveView) -> pb.Objective:
+    return convert.objective_to_proto(view.stored.record, view.stored.etag, view.status)
+
+
 def _node(view: NodeView) -> pb.Node:
     drain = None
     if view.drain is not None:
@@ -395,6 +470,8 @@ def _change(change: ResourceChange) -> pb.ResourceChange:
             found.node.CopyFrom(_node(view))
         case BudgetView():
             found.budget.CopyFrom(_budget(view))
+        case ObjectiveView():
+            found.objective.CopyFrom(_objective(view))
         case VersionRecord():
             found.model_version.CopyFrom(convert.model_version_to_proto(view))
         case Tag():
@@ -403,6 +480,8 @@ def _change(change: ResourceChange) -> pb.ResourceChange:
             found.tenant.CopyFrom(convert.tenant_to_proto(tenant, view.etag))
         case Stored(record=ApiKey() as key):
             found.key.CopyFrom(convert.key_to_proto(key, view.etag))
+        case Stored(record=Rollout() as rollout):
+            found.rollout.CopyFrom(convert_rollout.stored_to_proto(rollout, view.etag))
     return found
 
 
@@ -415,8 +494,12 @@ def _name_deleted(found: pb.ResourceChange, change: ResourceChange) -> None:
             found.key.metadata.name = change.name
         case ResourceKind.BUDGET:
             found.budget.metadata.name = change.name
+        case ResourceKind.OBJECTIVE:
+            found.objective.metadata.name = change.name
         case ResourceKind.DEPLOYMENT:
             found.deployment.metadata.name = change.name
+        case ResourceKind.ROLLOUT:
+            found.rollout.metadata.name = change.name
         case ResourceKind.NODE:
             found.node.metadata.name = change.name
         case ResourceKind.MODEL_VERSION:

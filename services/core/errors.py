@@ -6,12 +6,14 @@
     ├── PermissionDenied
     ├── NotFound                ModelNotFound
     ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
-    ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone
+    ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone,
+    │                           PoisonedInput
     ├── OverQuota               RequestRateExceeded, TokenRateExceeded, ConcurrencyExceeded,
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced), NoLeader, StreamBroken, Overloaded,
-    │                           DeadlineUnmeetable, VersionFailing, TicketExpired
+    │                           DeadlineUnmeetable, VersionFailing, TicketExpired, StaleRoute,
+    │                           UsageUnrecorded
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -22,7 +24,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from services.core.limits import RateState
 
 
 class FairwayError(Exception):
@@ -120,8 +125,18 @@ class VersionGone(FailedPrecondition):
     reason = "VERSION_GONE"
 
 
+class PoisonedInput(FailedPrecondition):
+    """The input ends the process that computes it, and is refused on this version for a while."""
+
+    reason = "POISONED_INPUT"
+
+
 class OverQuota(FairwayError):
+    """``request_rate`` and ``token_rate``: the rates at the rejection, where they were checked."""
+
     reason = "OVER_QUOTA"
+    request_rate: RateState | None = None
+    token_rate: RateState | None = None
 
 
 class RequestRateExceeded(OverQuota):
@@ -223,10 +238,22 @@ class StreamBroken(Unavailable):
     reason = "STREAM_BROKEN"
 
 
+class UsageUnrecorded(Unavailable):
+    """The use of a request that has budgets could not be recorded: the usage outbox is full."""
+
+    reason = "USAGE_UNRECORDED"
+
+
 class TicketExpired(Unavailable):
     """A gateway's clock is so far behind the scheduler's clock that its tickets have already expired."""
 
     reason = "TICKET_EXPIRED"
+
+
+class StaleRoute(Unavailable):
+    """The version that the request was resolved to was withdrawn before a worker started it."""
+
+    reason = "STALE_ROUTE"
 
 
 class DeadlineExceeded(FairwayError):

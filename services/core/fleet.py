@@ -23,36 +23,41 @@ MAX_COUNTER_TOKENS = 1e18  # the leader rejects a report with a larger counter
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
-    """Free and used capacity of one loaded version on one worker.
-
-    ``steps``, ``step_seconds``, ``prefill_tokens``, ``decode_tokens`` and ``attended_tokens`` count since the
-    engine started. The ``prefix_*`` fields are deltas. ``kv_blocks_reserved`` of the same snapshot counts
-    each shared prefix block once: another sequence that begins with shared blocks needs no new blocks for
-    them.
-    """
+    """Free and used capacity of one loaded version on one worker."""
 
     digest: str
     kv_blocks_total: int
-    # Of granted, running and preempted sequences: the larger of grant and use; shared blocks count once.
+    # Of granted, running and preempted sequences: the larger of grant and use. Shared blocks count once.
     kv_blocks_reserved: int
     block_size: int
     running: int
-    waiting: int  # accepted, without a place in the batch; without sequences whose readers grant no credit
+    # Accepted, without a place in the batch; without sequences whose readers grant no credit.
+    waiting: int
     max_sequences: int
     max_model_len: int
-    queued_prefill_tokens: int = 0  # prompt tokens that wait for prefill
-    ready: bool = True  # accepts new sequences; False while loading, draining or restarting its engine
+    # Prompt tokens that wait for prefill.
+    queued_prefill_tokens: int = 0
+    # Accepts new sequences; False while loading, draining or restarting its engine.
+    ready: bool = True
+    # From here to attended_tokens: counts since the engine started.
     steps: int = 0
     step_seconds: float = 0.0
-    prefill_tokens: int = 0  # tokens prefilled inside the steps
-    decode_tokens: int = 0  # tokens decoded inside the steps
-    attended_tokens: int = 0  # tokens of KV that the decodes read
+    # Tokens prefilled inside the steps.
+    prefill_tokens: int = 0
+    # Tokens decoded inside the steps.
+    decode_tokens: int = 0
+    # Tokens of KV that the decodes read.
+    attended_tokens: int = 0
     # Accepted prompts with at least LONG_PROMPT_TOKENS left to compute and no token yet.
     long_prefills: int = 0
-    prefix_added: tuple[int, ...] = ()  # prefix blocks that entered the cache
-    prefix_removed: tuple[int, ...] = ()  # prefix blocks that left the cache
-    prefix_shared: tuple[int, ...] = ()  # blocks that live sequences now refer to and that several used
-    prefix_unshared: tuple[int, ...] = ()  # blocks that are no longer shared
+    # Prefix blocks that entered the cache since the last snapshot.
+    prefix_added: tuple[int, ...] = ()
+    # Prefix blocks that left it.
+    prefix_removed: tuple[int, ...] = ()
+    # Blocks that live sequences now refer to and that several used.
+    prefix_shared: tuple[int, ...] = ()
+    # Blocks that are no longer shared.
+    prefix_unshared: tuple[int, ...] = ()
     # Lowest class whose tenants, without a sequence here, take the slot of another tenant while none is free;
     # 0: none.
     yields_to_rank: int = 0

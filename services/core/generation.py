@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import KeyRole, Priority
 
 
@@ -68,21 +69,22 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn: every default applied, the seed drawn. See Sampling in common.proto.
-
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1.0 and ``min_p`` 0.0 switch a filter off.
-    ``logprobs`` is None for none, else how many alternatives (0: only the sampled token's own).
-    """
+    """How tokens are drawn: every default applied, the seed drawn. See Sampling in common.proto."""
 
     seed: int
+    # 0: greedy.
     temperature: float = 1.0
+    # 1.0: no filter.
     top_p: float = 1.0
+    # 0: no filter.
     top_k: int = 0
+    # 0.0: no filter.
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    # None: none. Else how many alternatives; 0: only the sampled token's own.
     logprobs: int | None = None
 
 
@@ -111,6 +113,7 @@ class GenerationSpec:
     choices: int = 1
     priority: Priority = Priority.STANDARD
     session_key: str = ""
+    step: str = ""  # of the rollout that drew its version; empty: no draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,7 @@ class StartSpec:
     delivered_chars: int = 0  # characters of output text that the client has already received
     time_left_s: float | None = None  # None: no deadline
     traceparent: str = ""
+    apart_tokens: int = 0  # of a suspect of a crash: its next tokens come from steps of its own
 
     @property
     def prefill_tokens(self) -> int:
@@ -216,6 +220,9 @@ class SequenceEnd:
     error_reason: str = ""
     error_message: str = ""
     device_us: int = 0  # its shares of engine steps on that worker, as far as they are known
+    # Of ENGINE_LOST: what ended the engine, and the part of the sequence in the step that ran.
+    loss_cause: LossCause = LossCause.OUTSIDE
+    step_role: StepRole = StepRole.NONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,25 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class RateState:
+    """A rate right after a request was counted against it, or when one was rejected."""
+
+    # Per minute.
+    limit: int
+    # How many more it has room for at once.
+    remaining: int
+    # The time until it has room for a whole minute's again.
+    reset_s: float
+
+    def later(self, elapsed_s: float) -> RateState:
+        """Return the state after a time in which nothing was counted."""
+        drained = int(self.limit * elapsed_s / 60)
+        return RateState(
+            self.limit, min(self.limit, self.remaining + drained), max(0.0, self.reset_s - elapsed_s)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Price:
     """List price in micro-dollars per million tokens. ``cached``: prompt tokens from the prefix cache."""
 

@@ -30,6 +30,10 @@ STORE_GENERATION: Final = ROOT + "store/generation"
 GATEWAYS: Final = ROOT + "gateways/"
 BUDGETS: Final = ROOT + "budgets/"
 BUDGET_ALERTS: Final = ROOT + "budget-alerts/"
+OBJECTIVES: Final = ROOT + "objectives/"
+# Outside the root: the leader writes it often, and only control planes read it.
+OBJECTIVE_STATUS: Final = "/fairway/v1-objective-status/"
+QUARANTINE: Final = ROOT + "quarantine/"
 # Outside the root: writing an event does not wake the watchers of the fleet's state.
 EVENTS: Final = "/fairway/v1-events/"
 
@@ -46,6 +50,15 @@ def model_users_key(model: str) -> str:
     """Key that every commit writes when a tag or a deployment starts to use a version; a deletion checks
     it."""
     return f"{ROOT}guards/model-users/{model}"
+
+
+def objective_key(model: str, priority: Priority) -> str:
+    """Key that the one objective of a model and class holds."""
+    return f"{ROOT}guards/objectives/{model}/{priority}"
+
+
+def quarantine_key(version_digest: str, fingerprint: str) -> str:
+    return f"{QUARANTINE}{version_digest}/{fingerprint}"
 
 
 def leader_key(role: str, shard: str = "0") -> str:
@@ -232,21 +245,90 @@ class BudgetAlert:
 
 
 @dataclass(frozen=True, slots=True)
-class AssignedVersion:
-    """A version that a worker runs for a deployment.
+class LatencyTarget:
+    """A quantile of latencies that must not exceed ``seconds``; 0: no target."""
 
-    ``priority`` orders the use of the worker's memory. ``served``: an update replaces the version, which
-    served when the update began. ``retiring``: it runs only requests that were accepted for it, and is
-    unloaded when these have ended.
+    seconds: float = 0.0
+    quantile: float = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What the requests of one model and class are promised; 0: nothing."""
+
+    meta: Meta
+    # The deployment. Model and class have one objective.
+    model: str
+    priority: Priority = Priority.STANDARD
+    # Share of requests without an error before the first token.
+    availability: float = 0.0
+    # Share of begun streams that the platform does not break.
+    completion: float = 0.0
+    ttft: LatencyTarget = field(default_factory=LatencyTarget)
+    itl: LatencyTarget = field(default_factory=LatencyTarget)
+
+
+class Sli(StrEnum):
+    """A service level indicator: a share of good events."""
+
+    AVAILABILITY = "availability"
+    COMPLETION = "completion"
+    TTFT = "ttft"
+    ITL = "itl"
+
+
+class BurnAlert(StrEnum):
+    """How urgently an error budget is spent too fast."""
+
+    NONE = "none"
+    SLOW = "slow"
+    FAST = "fast"
+    ACUTE = "acute"
+
+
+@dataclass(frozen=True, slots=True)
+class SliStatus:
+    """One indicator of an objective. ``burn_rates``: by ``burn.WINDOWS_S``, the shortest first."""
+
+    sli: Sli
+    budget_left_ratio: float
+    events: int
+    bad_events: int
+    alert: BurnAlert = BurnAlert.NONE
+    burn_rates: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveStatus:
+    """What the leader measured last. Key: ``OBJECTIVE_STATUS`` and the objective's name.
+
+    ``create_revision``: of the objective that it is of.
     """
+
+    slis: tuple[SliStatus, ...]
+    unix_s: float
+    create_revision: int = 0
+
+    def alert_of(self, sli: Sli) -> BurnAlert:
+        return next((one.alert for one in self.slis if one.sli is sli), BurnAlert.NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class AssignedVersion:
+    """A version that a worker runs for a deployment."""
 
     deployment: str
     model: str
     version_digest: str
     executor: str = "torch"
+    # Orders the use of the worker's memory.
     priority: Priority = Priority.STANDARD
+    # An update replaces the version, which served when the update began.
     served: bool = False
+    # It runs only requests that were accepted for it, and is unloaded when these have ended.
     retiring: bool = False
+    # Requests that were resolved before it are not started.
+    least_route_revision: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +449,8 @@ class EventKind(StrEnum):
     MODEL = "model"
     LEADER = "leader"
     BUDGET = "budget"
+    ROLLOUT = "rollout"
+    OBJECTIVE = "objective"
 
 
 @dataclass(frozen=True, slots=True)

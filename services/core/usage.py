@@ -27,6 +27,8 @@ class RequestUsage:
     usage: Usage
     list_micros: int  # cost at list price
     labels: dict[str, str] = field(default_factory=dict)  # of the key, such as its cost centre
+    # Whether the tenant has budgets: the outbox has room of its own for such events. Not stored.
+    budgeted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

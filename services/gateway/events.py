@@ -15,8 +15,8 @@ from typing import Final, Protocol
 
 from services.core.errors import FairwayError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
+from services.core.limits import RateState
 from services.gateway.policy.degrade import Degradation
-from services.ports.limiter import RateState
 
 MAX_ATTEMPT: Final = 1000  # larger numbers count as this one
 
@@ -88,7 +88,7 @@ class Accepted:
     replayed: bool = False
     # Whether this is the answer of an equal earlier request of the tenant.
     cached: bool = False
-    # The tenant's rates after this request, where they apply; not under an idempotency key.
+    # The tenant's rates after this request, where they apply; not under an idempotency key or on a slice.
     request_rate: RateState | None = None
     token_rate: RateState | None = None
     # How the served request differs from the client's.

@@ -11,7 +11,7 @@ from functools import partial
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import Draining, FairwayError, RequestRateExceeded, StoreUnavailable
+from services.core.errors import Draining, FairwayError, QueueFull, RequestRateExceeded, StoreUnavailable
 from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Event, Handle, Received, RequestSink
@@ -95,7 +95,7 @@ class GatewayService:
         ``client_window``: how many tokens of each choice the client takes before it allows more; None: no
         client window. Raises Draining, ShareExceeded and QueueFull at once.
         """
-        self.check_open(principal.tenant_id, received)
+        self.check_open(principal.tenant_id, generation.model, received)
         longest_s = self.max_timeout_s(principal, generation)
         timeout_s = min(self.limits.timeout_of(generation, timeout_s), longest_s)
         # A cached answer comes at once, which a client with a window of its own may not take.
@@ -209,13 +209,15 @@ class GatewayService:
             request.cancel(error)
         return len(left)
 
-    def check_open(self, tenant_id: str, received: Received) -> None:
+    def check_open(self, tenant_id: str, model: str, received: Received) -> None:
         """Return if a new request of the tenant is accepted. Raises Draining, ShareExceeded, QueueFull."""
         refusal = self.capacity.refusal(tenant_id)
         if self._draining:
             refusal = Draining("this gateway is shutting down; send it to another", retry_after_s=1.0)
         if refusal is not None:
             self._ports.telemetry.refused(received, refusal)
+            if isinstance(refusal, QueueFull) and self._catalog.has(model):
+                self._ports.telemetry.full(tenant_id, model)
             raise refusal
 
     def start(

@@ -10,11 +10,12 @@ from random import Random
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, QueueFull, ShareExceeded
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
-from services.core.records import Budget
+from services.core.records import Budget, Priority
 from services.core.shares import share_of
 from services.core.usage import RequestUsage
+from services.gateway.poison import PoisonGate
 from services.gateway.policy.degrade import DegradeLevels
-from services.gateway.policy.retry import RetryBudget
+from services.gateway.policy.retry import OutsideKills, RetryBudget
 from services.gateway.response_cache import ResponseCache
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
@@ -81,16 +82,24 @@ class Ports:
     telemetry: GatewayTelemetry = field(default_factory=GatewayTelemetry)
     # Receives each request's usage once it is settled.
     report_usage: Callable[[RequestUsage], None] = lambda _event: None
+    # Returns why no request of a tenant with budgets is admitted; empty while its use can be recorded.
+    unrecorded: Callable[[], str] = lambda: ""
     # Returns the pressure of a version, 0..1, as far as it is reported.
     pressure: Callable[[str], float] = lambda _digest: 0.0
     # Returns the budgets of a tenant.
     budgets_of: Callable[[str], Sequence[Budget]] = lambda _tenant: ()
+    # Returns the time to first token that a model and class are promised, None for none.
+    ttft_target_s: Callable[[str, Priority], float | None] = lambda _model, _priority: None
     # Predicts the output that token rates reserve.
     outputs: OutputQuantiles = field(default_factory=lambda: OutputQuantiles(OutputPolicy()))
     # Answers for equal requests; None: every request runs.
     responses: ResponseCache | None = None
     # The budget of placements after losses.
     retries: RetryBudget = field(default_factory=RetryBudget)
+    # The kills of engines that this gateway's sequences observed.
+    kills: OutsideKills = field(default_factory=OutsideKills)
+    # Refuses inputs that ended an engine; None: nothing is refused.
+    poisons: PoisonGate | None = None
 
 
 class RequestCapacity:

@@ -12,12 +12,21 @@ from typing import Final
 import structlog
 
 from services.core import faults
-from services.core.errors import FairwayError
+from services.core.arms import ArmKey, SliKey
+from services.core.errors import FairwayError, QueueFull
 from services.core.faults import fault_of
-from services.core.generation import StageClock, Usage
+from services.core.generation import GenerationSpec, StageClock, Usage
+from services.core.records import Priority
 from services.gateway.events import Finished, Received
 from services.gateway.policy.degrade import Degradation
 from services.gateway.requests.stage_timer import STAGE_NAMES, StageTimer, StageTrace
+from services.gateway.slis.recorder import (
+    RequestEnd,
+    RequestLatencies,
+    SliRecorder,
+    SliSubject,
+    subject_of,
+)
 from services.ports.clock import Clock
 from services.runtime.clock import SystemClock
 from services.runtime.connections import ConnectionTable
@@ -29,6 +38,7 @@ log = structlog.get_logger()
 
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
+CONDEMNED: Final = "condemned"
 
 
 class GatewayTelemetry:
@@ -41,12 +51,14 @@ class GatewayTelemetry:
         clock: Clock | None = None,
         tracing: Tracing | None = None,
         lines: LineBudget | None = None,
+        slis: SliRecorder | None = None,
     ) -> None:
-        """Without arguments it exports no metrics and writes no lines or spans."""
+        """Without arguments it exports no metrics, writes no lines or spans and reports nothing."""
         self.clock = clock if clock is not None else SystemClock()
         self.tracing = tracing if tracing is not None else Tracing(self.clock)
         self.metrics = metrics = metrics if metrics is not None else Metrics()
         self._lines = lines
+        self.slis = slis if slis is not None else SliRecorder(metrics)
         self._requests = metrics.counter(
             "fairway_gateway_requests_total",
             "Requests that ended, by outcome, error reason (FINISHED without an error) and party at fault",
@@ -71,6 +83,11 @@ class GatewayTelemetry:
             "fairway_gateway_placed_again_total",
             "Sequences placed again, by cause: the worker's answer, or LOST",
             ("cause",),
+        )
+        self._poisoned = metrics.counter(
+            "fairway_gateway_poisoned_inputs_total",
+            "Inputs that ended an engine, by model, version and event: condemned, or refused later",
+            ("model", "version", "event"),
         )
         self._degraded = metrics.counter(
             "fairway_gateway_degraded_total",
@@ -122,6 +139,11 @@ class GatewayTelemetry:
         error.metadata.setdefault("request_id", received.request_id)
         self._requests.add(received.face, FAILED, error.reason, fault_of(error.reason))
 
+    def full(self, tenant: str, model: str) -> None:
+        """Count a request for a deployment that this gateway had no room for."""
+        key = SliKey(ArmKey(model, ""), tenant, Priority.STANDARD, self.slis.zone)
+        self.slis.ended(SliSubject(key), RequestEnd(QueueFull.reason, Usage(0, 0), RequestLatencies()))
+
     def admission(self, outcome: str) -> None:
         self._admissions.add(outcome)
 
@@ -130,6 +152,18 @@ class GatewayTelemetry:
 
     def degraded(self, kind: str) -> None:
         self._degraded.add(kind)
+
+    def may_be_poisoned(self, model: str, version_digest: str) -> None:
+        """Export the version's count before its first event: Prometheus sees no increase in a series that
+        begins above 0."""
+        self._poisoned.cell(
+            self.metrics.models.of(model), self.metrics.versions.of(version_digest), CONDEMNED
+        )
+
+    def poisoned(self, model: str, version_digest: str, event: str) -> None:
+        """Count an input that was condemned or refused, against its version."""
+        metrics = self.metrics
+        self._poisoned.add(metrics.models.of(model), metrics.versions.of(version_digest), event)
 
     def placed_by_fallback(self) -> None:
         self._fallback_placements.add()
@@ -156,6 +190,7 @@ class GatewayTelemetry:
         label = request.model_label
         return TokenPace(
             request.received.monotonic_s,
+            request.latencies,
             self._ttft.cell(label),
             self._itl.cell(label),
             self._tpot.cell(label),
@@ -166,7 +201,7 @@ class RequestTelemetry:
     """One request, from its receipt to its one end."""
 
     __slots__ = (
-        "_owner", "_trace", "changes", "fallback", "model", "model_label",
+        "_owner", "_subject", "_trace", "changes", "fallback", "latencies", "model", "model_label",
         "received", "tenant", "tenant_label", "usage",
     )  # fmt: skip
 
@@ -176,6 +211,8 @@ class RequestTelemetry:
         self.received = received
         self.tenant = self.tenant_label = self.model = self.model_label = ""
         self.usage = Usage(0, 0)
+        self.latencies = RequestLatencies()
+        self._subject: SliSubject | None = None
         self.fallback = False
         self.changes = ""  # how the served request differs from the client's
 
@@ -183,11 +220,17 @@ class RequestTelemetry:
         """Return the request's stage clock, started when it was received."""
         return StageTimer(self.received.unix_us, self.received.monotonic_s, self._trace)
 
-    def accepted(self, tenant: str, model: str) -> None:
-        """The request was admitted: its tenant and deployment are verified."""
+    def addressed(self, tenant: str, model: str, priority: Priority, digest: str = "") -> None:
+        """The request is for a deployment that exists; ``digest``: the version, once it is chosen."""
+        key = SliKey(ArmKey(model, digest), tenant, priority, self._owner.slis.zone)
+        self._subject = SliSubject(key)
+
+    def accepted(self, tenant: str, spec: GenerationSpec) -> None:
+        """The request was admitted, or is served by another version from now on."""
         metrics = self._owner.metrics
         self.tenant, self.tenant_label = tenant, metrics.tenants.of(tenant)
-        self.model, self.model_label = model, metrics.models.of(model)
+        self.model, self.model_label = spec.model, metrics.models.of(spec.model)
+        self._subject = subject_of(tenant, spec, self._owner.slis.zone)
 
     def pace(self) -> TokenPace:
         """Return the token timing of one choice."""
@@ -218,6 +261,8 @@ class RequestTelemetry:
 
     def _end(self, outcome: str, reason: str, clock: StageClock, resumes: int) -> None:
         self._owner.ended(self, outcome, reason, clock)
+        if self._subject is not None:
+            self._owner.slis.ended(self._subject, RequestEnd(reason, self.usage, self.latencies))
         if self._trace is not None:
             self._trace.close(
                 self._owner.clock.monotonic_s(),
@@ -238,12 +283,18 @@ class RequestTelemetry:
 class TokenPace:
     """The arrival times of one choice's tokens. Called once per frame: it must be cheap."""
 
-    __slots__ = ("_first_s", "_itl", "_last_s", "_received_s", "_tpot", "_ttft")
+    __slots__ = ("_first_s", "_itl", "_last_s", "_latencies", "_received_s", "_tpot", "_ttft")
 
     def __init__(
-        self, received_s: float, ttft: HistogramCell, itl: HistogramCell, tpot: HistogramCell
+        self,
+        received_s: float,
+        latencies: RequestLatencies,
+        ttft: HistogramCell,
+        itl: HistogramCell,
+        tpot: HistogramCell,
     ) -> None:
         self._received_s = received_s
+        self._latencies = latencies
         self._ttft, self._itl, self._tpot = ttft, itl, tpot
         self._first_s = self._last_s = 0.0
 
@@ -251,10 +302,13 @@ class TokenPace:
         """Record ``count`` tokens, at least one."""
         last_s, self._last_s = self._last_s, now_s
         if last_s:
-            self._itl.observe((now_s - last_s) / count, count)
+            gap_s = (now_s - last_s) / count
+            self._itl.observe(gap_s, count)
+            self._latencies.itl.add(gap_s, count)
         elif count:
             self._first_s = now_s
             self._ttft.observe(now_s - self._received_s)
+            self._latencies.ttft_s.append(now_s - self._received_s)
 
     def finished(self, output_tokens: int, now_s: float) -> None:
         if output_tokens > 1 and self._first_s:

@@ -7,21 +7,9 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from services.core.generation import Usage
-from services.core.limits import Claim, Limit, Price
+from services.core.limits import Claim, Limit, Price, RateState
 
 NO_PRICE: Final = Price()
-
-
-@dataclass(frozen=True, slots=True)
-class RateState:
-    """A rate right after a request was counted against it."""
-
-    # Per minute.
-    limit: int
-    # How many more it has room for at once.
-    remaining: int
-    # The time until it has room for a whole minute's again.
-    reset_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +23,20 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """An admitted request. It expires at its deadline unless renewed, so that a killed gateway leaks no slot.
+    """An admitted request.
 
-    ``local`` marks a reservation made while the shared store was unreachable. ``claims`` are what its
-    settlement replaces by the real use: slots, and after ``reserve`` tokens and budgets at ``price``.
-    ``admitted_us`` is the store's time of the admission: it names the budgets' periods.
+    It expires at its deadline unless renewed, so that a killed gateway leaks no slot.
     """
 
     tenant_id: str
     request_id: str
+    # Made while the shared store was unreachable.
     local: bool = False
+    # What the settlement replaces by the real use: slots, and after ``reserve`` tokens and budgets.
     claims: tuple[Claim, ...] = ()
+    # At which budgets are charged.
     price: Price = NO_PRICE
+    # The store's time of the admission, which names the periods of budgets.
     admitted_us: int = field(default=0, compare=False)
     # The rate with the least room; None where none applies, or where the request had been counted before.
     request_rate: RateState | None = field(default=None, compare=False)

@@ -15,19 +15,21 @@ from services.core.generation import NotAdmittedReason, SequenceEnd, StartSpec, 
 
 @dataclass(slots=True)
 class StepFrame:
-    """All changes since the previous frame. The fields are to be processed in this order.
-
-    Entry i of ``handles``, ``offsets``, ``counts`` and ``texts`` belongs together.
-    """
+    """All changes since the previous frame, to be processed in the order of the fields."""
 
     accepted: list[int] = field(default_factory=list)
     not_admitted: list[tuple[int, NotAdmittedReason]] = field(default_factory=list)
+    # One per entry, as are offsets, counts and texts.
     handles: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)  # output offset of the entry's first token
-    counts: list[int] = field(default_factory=list)  # tokens of the entry
-    ids: list[int] = field(default_factory=list)  # the tokens of all entries, one entry after another
+    # Output offset of the entry's first token.
+    offsets: list[int] = field(default_factory=list)
+    # Tokens of the entry.
+    counts: list[int] = field(default_factory=list)
+    # The tokens of all entries, one entry after another.
+    ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry: one value per token
+    # By entry: one value per token.
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     finished: list[tuple[int, SequenceEnd]] = field(default_factory=list)
 
 

@@ -32,6 +32,7 @@ _MAC_BYTES: Final = 32
 _PREFIX_PURPOSE: Final = b"fairway prefix v1"
 _EVENTS_PURPOSE: Final = b"fairway event ids v1"
 _RECORDS_PURPOSE: Final = b"fairway record names v1"
+_QUARANTINE_PURPOSE: Final = b"fairway quarantine v1"
 
 
 def new_secret() -> bytes:
@@ -71,14 +72,14 @@ def verify(secret: str, stored_hash: str) -> bool:
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A request that passed admission, and what it reserved.
 
-    ``expire_unix_s`` by the gateway's clock. ``max_tokens``: prompt and most output of each of its
+    ``expire_unix_s`` by the gateway's clock. ``reserved_tokens``: prompt and most output of each of its
     ``choices``.
     """
 
     tenant_id: str
     request_id: str
     expire_unix_s: int
-    max_tokens: int
+    reserved_tokens: int
     choices: int
 
 
@@ -93,6 +94,11 @@ def prefix_secret(key: bytes) -> bytes:
 def record_names_secret(key: bytes) -> bytes:
     """Return the secret for naming idempotency records, derived from the installation's ticket key."""
     return hmac.digest(key, _RECORDS_PURPOSE, "sha256")
+
+
+def quarantine_secret(key: bytes) -> bytes:
+    """Return the secret of the fingerprints in the quarantine, derived from the installation's ticket key."""
+    return hmac.digest(key, _QUARANTINE_PURPOSE, "sha256")
 
 
 def event_ids_secret(key: bytes) -> bytes:

@@ -163,12 +163,12 @@ class SchedulerService:
         if ticket.tenant_id != spec.tenant_id or ticket.request_id != spec.request_id:
             raise PermissionDenied("the placement ticket belongs to another request")
         tokens = spec.prompt_tokens + spec.max_output_tokens
-        if tokens > ticket.max_tokens or spec.choice >= ticket.choices:
+        if tokens > ticket.reserved_tokens or spec.choice >= ticket.choices:
             raise PermissionDenied(
                 f"choice {spec.choice} needs {tokens} tokens; the placement ticket is for {ticket.choices} "
-                f"choices of {ticket.max_tokens}",
+                f"choices of {ticket.reserved_tokens}",
                 tokens=tokens,
-                max_tokens=ticket.max_tokens,
+                max_tokens=ticket.reserved_tokens,
                 choice=spec.choice,
                 choices=ticket.choices,
             )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from services.worker.batcher.policy.linger import Objective
+from services.worker.batcher.policy.linger import BatchObjective
 from simulator.batcher.costs import BatchCosts
 from simulator.batcher.world import (
     BatcherOutcome,
@@ -40,7 +40,7 @@ class DeviceKind:
 
     costs: BatchCosts
     widths: tuple[tuple[int, float], ...]
-    objective: Objective
+    objective: BatchObjective
 
     def rate_per_s(self, rows: int) -> float:
         """Return the rows per second of batches of so many rows of the mean width."""
@@ -74,9 +74,9 @@ def device_kinds() -> dict[str, DeviceKind]:
     mlp, minilm = (BatchCosts.measured(model) for model in ("mlp", "minilm"))
     mixed = ((16, 0.7), (64, 0.3))
     return {
-        "mlp": DeviceKind(mlp, ((0, 1.0),), Objective(0.05)),
-        "minilm": DeviceKind(minilm, mixed, Objective(2.0)),
-        "accelerator": DeviceKind(BatchCosts.linear(3e-3, 0.1e-3), ((0, 1.0),), Objective(0.05)),
+        "mlp": DeviceKind(mlp, ((0, 1.0),), BatchObjective(0.05)),
+        "minilm": DeviceKind(minilm, mixed, BatchObjective(2.0)),
+        "accelerator": DeviceKind(BatchCosts.linear(3e-3, 0.1e-3), ((0, 1.0),), BatchObjective(0.05)),
     }
 
 

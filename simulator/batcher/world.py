@@ -14,8 +14,8 @@ from itertools import islice
 from random import Random
 from typing import Final, Protocol
 
-from services.core.sketch import Sketch
-from services.core.tensors import Operation
+from services.core.estimates.sketch import Sketch
+from services.core.fixed_cost.tensors import Operation
 from services.worker.batcher.policy.arrival_profile import ArrivalProfile
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve
@@ -28,8 +28,8 @@ from services.worker.batcher.policy.flush import (
     WaitingGroup,
     decide,
 )
-from services.worker.batcher.policy.linger import Expected, LingerBound, Objective
-from services.worker.batcher.policy.waiting import Accepted, WaitingRow, WaitingRows
+from services.worker.batcher.policy.linger import BatchObjective, Expected, LingerBound
+from services.worker.batcher.policy.waiting import RowAccepted, WaitingRow, WaitingRows
 from simulator.batcher.costs import BatchCosts
 from simulator.kernel.loop import Limits, VirtualTimeLoop
 from simulator.lab.load.arrivals import Arrivals
@@ -93,7 +93,7 @@ class BatcherSpec:
     rows: int = 20_000
     widths: tuple[tuple[int, float], ...] = ((0, 1.0),)  # width and share of the rows
     limits: BatchLimits = field(default_factory=BatchLimits)
-    objective: Objective = field(default_factory=Objective)
+    objective: BatchObjective = field(default_factory=BatchObjective)
     seed: int = 0
 
 
@@ -168,7 +168,7 @@ class BatcherWorld:
         self._shares[width] += 1
         self._profile.arrived(now_s)
         added = self._waiting.add(row, self._curve, spec.limits, now_s=now_s)
-        assert isinstance(added, Accepted)
+        assert isinstance(added, RowAccepted)
         self._decide()
 
     def _decide(self) -> None:

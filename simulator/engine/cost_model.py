@@ -26,23 +26,22 @@ MAX_MODEL_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds per unit of work, and sizes in bytes. Linear if ``weight_read_s`` is 0.
-
-    ``attended_tokens`` are those of KV that a step's decodes read; ``prefill_attended_tokens`` the sum over
-    its prefill tokens of the tokens before them. Loading takes ``start_s`` and the weights at
-    ``load_bytes_per_s``.
-    """
+    """Seconds per unit of work, and sizes in bytes."""
 
     name: str
     base_s: float
     prefill_token_s: float
     decode_sequence_s: float
+    # Per token of KV that a step's decodes read.
     attended_token_s: float = 0.0
+    # 0: the model is linear.
     weight_read_s: float = 0.0
+    # Per token before a prefill token, summed over the prefill tokens.
     prefill_attended_token_s: float = 0.0
     kv_bytes_per_token: int = 131_072
     kv_memory_bytes: int = 8 * 1024**3
     weight_bytes: int = 0
+    # Loading takes start_s and the weights at this rate.
     load_bytes_per_s: float = 2e9
     start_s: float = 5.0
 

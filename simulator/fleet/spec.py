@@ -54,21 +54,16 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """A fleet. Times in seconds.
-
-    ``term`` is what every scheduler decides by: another queue order or placement profile makes a baseline.
-    ``worker_kinds`` are dealt out in turn. ``idempotency`` gives the gateways a record store. ``skewed``:
-    every process has clocks of its own. ``engine_restart_s``: how long an engine loads, None for that of its
-    cost model. ``coalesce_s``: for how long an engine may keep steps without events to itself.
-    ``settled_keep_s``: for how long Redis stores that a request was settled.
-    """
+    """A fleet."""
 
     workers: int = 20
     gateways: int = 2
     schedulers: int = 2
     seed: int = 0
+    # Dealt out in turn.
     worker_kinds: tuple[WorkerSpec, ...] = (WorkerSpec(),)
     tenants: tuple[TenantSpec, ...] = (TenantSpec("tenant-0"),)
+    # What every scheduler decides by: another queue order or placement profile makes a baseline.
     term: TermSettings = field(default_factory=TermSettings)
     gateway: GatewayLimits = field(default_factory=GatewayLimits)
     link: LinkSpec = field(default_factory=LinkSpec)
@@ -76,8 +71,13 @@ class FleetSpec:
     lease_ttl_s: int = 5
     leader_ttl_s: int = 3
     slow_reader_s: float = 30.0
+    # How long an engine loads; None: as its cost model has it.
     engine_restart_s: float | None = None
+    # For how long an engine may keep steps without events to itself.
     coalesce_s: float = 0.1
+    # The gateways have a record store.
     idempotency: bool = True
+    # For how long Redis stores that a request was settled.
     settled_keep_s: float = SETTLED_KEEP_S
+    # Every process has clocks of its own.
     skewed: bool = False

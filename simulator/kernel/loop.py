@@ -117,7 +117,8 @@ class VirtualTimeLoop(InsideLoop):
             raise RuntimeError("an event loop is running already")
         hooks = sys.get_asyncgen_hooks()
         collected = gc.isenabled()
-        gc.freeze()  # what is garbage by now is finalised after the run, and not at some event of it
+        gc.collect()  # what is garbage by now is finalised before the run, and not at some event of it
+        gc.freeze()  # and stays so: no collection of this or a later run walks what was there before
         gc.disable()
         sys.set_asyncgen_hooks(firstiter=self._generator_began, finalizer=self._generator_dropped)
         self._running = True
@@ -130,7 +131,6 @@ class VirtualTimeLoop(InsideLoop):
             events._set_running_loop(None)
             self._running = False
             sys.set_asyncgen_hooks(*hooks)
-            gc.unfreeze()
             if collected:
                 gc.enable()
 

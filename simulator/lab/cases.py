@@ -23,15 +23,15 @@ WORKERS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recorded trace, replayed at ``load_ratio`` of what the fleet could serve without a cache.
-
-    ``rows`` are replayed in a run, their lengths times ``length_ratio``.
-    """
+    """A recorded trace to be replayed."""
 
     file: str
     preset: str
+    # Replayed in a run.
     rows: int
+    # Factor of the lengths.
     length_ratio: float
+    # Of what the fleet could serve without a cache.
     load_ratio: float
     slo: Slo
     synthetic: Callable[[int], Iterator[TraceRow]]
@@ -65,13 +65,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one run showed. Seconds; ``minnow_*`` are of all tenants besides the whale together.
-
-    ``asked_tokens_per_s``: output tokens of all requests after the warm-up, those refused at the mean of the
-    others; ``tokens_per_s``: output tokens that were produced from the warm-up until the last arrival.
-    ``found_after_s`` and ``share_after_ratio`` are infinite when the slow worker is never found, so that a
-    median over seeds counts that as worse than any time.
-    """
+    """What one run showed."""
 
     ttft_p50_s: float
     ttft_p95_s: float
@@ -80,13 +74,18 @@ class Figures:
     itl_p95_s: float
     good_per_s: float
     good_ratio: float
+    # Output tokens of all requests after the warm-up; a refused one counts as the mean of the others.
     asked_tokens_per_s: float
+    # Output tokens produced from the warm-up until the last arrival.
     tokens_per_s: float
     cached_ratio: float
     refused_ratio: float
     jain: float
+    # Of all tenants besides the whale together.
     minnow_ttft_p95_s: float = 0.0
+    # Infinite if the slow worker is never found, so that a median over seeds counts that as worst.
     found_after_s: float = 0.0
+    # Infinite in the same case.
     share_after_ratio: float = 0.0
 
 

@@ -24,18 +24,17 @@ class ScenarioError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a caller may choose; None leaves it to the scenario.
-
-    ``rate_per_s`` is the fleet's. ``load_ratio`` is it as a share of what the fleet can serve at most.
-    ``traces`` is a folder in which recorded traces are looked for.
-    """
+    """What a caller may choose; None leaves it to the scenario."""
 
     workers: int = 8
     seed: int = 0
     duration_s: float | None = None
+    # Of the fleet.
     rate_per_s: float | None = None
+    # The rate as a share of what the fleet can serve at most.
     load_ratio: float | None = None
     preset: str = "a10"
+    # A folder in which recorded traces are looked for.
     traces: Path | None = None
 
     def __post_init__(self) -> None:
@@ -69,15 +68,12 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A simulation that can be started. ``load`` gives the requests anew at each call.
-
-    ``watched``: a worker whose share of traffic from an instant on is of interest, and that instant.
-    ``together``: tenants whose requests are of interest as one population.
-    """
+    """A simulation that can be started."""
 
     name: str
     summary: str
     fleet: FleetSpec
+    # Gives the requests anew at each call.
     load: Callable[[], Iterator[SimRequest]]
     duration_s: float
     plans: tuple[Plan, ...] = ()
@@ -85,7 +81,9 @@ class Scenario:
     marks: tuple[Mark, ...] = ()
     notes: tuple[str, ...] = ()
     warm_up_s: float = 0.0
+    # A worker whose share of traffic from an instant on is of interest, and that instant.
     watched: tuple[str, float] | None = None
+    # Tenants whose requests are of interest as one population.
     together: tuple[str, ...] = ()
 
 

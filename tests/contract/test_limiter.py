@@ -15,7 +15,7 @@ from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded, TokenRateExceeded
 from services.core.generation import Usage
-from services.core.limits import Claim, Limit, LimitKind
+from services.core.limits import Claim, Limit, LimitKind, Scope
 from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
 from tests.support.metered import PRICE, admit_metered, charged, limits
@@ -320,3 +320,38 @@ async def test_a_reservation_states_what_its_rates_have_left(limiter: AnyLimiter
     assert held.token_rate.reset_s == pytest.approx(30.0, abs=0.01)
     unlimited = await limiter.admit(tenant, "r3", NONE)
     assert (unlimited.request_rate, unlimited.token_rate) == (None, None)
+
+
+async def test_a_rejection_states_what_its_rates_have_left(limiter: AnyLimiter, tenant: str) -> None:
+    own = Limit(LimitKind.REQUESTS, 2, Scope.KEY, "k")
+    most = (*limits(60, slots=2), own)
+    held = [await limiter.admit(tenant, f"r{number}", most) for number in range(2)]
+    with pytest.raises(ConcurrencyExceeded) as full:
+        await limiter.admit(tenant, "r3", most[:2])
+    assert full.value.request_rate is not None
+    assert (full.value.request_rate.limit, full.value.request_rate.remaining) == (60, 58)
+    assert full.value.token_rate is None
+    await limiter.settle(held[1], NOTHING)
+    with pytest.raises(RequestRateExceeded) as rate:
+        await limiter.admit(tenant, "r3", most)
+    state, wait_s = rate.value.request_rate, rate.value.retry_after_s
+    assert state is not None
+    assert wait_s is not None
+    assert (state.limit, state.remaining) == (2, 0), "the limit that rejects, not the tenant's"
+    assert state.reset_s == pytest.approx(wait_s + 30, abs=0.001)
+    tokens, output = Limit(LimitKind.TOKENS, 6000), Limit(LimitKind.OUTPUT_TOKENS, 600)
+    await limiter.reserve(held[0], [Claim(tokens, 1000), Claim(output, 500)], PRICE)
+    with pytest.raises(TokenRateExceeded) as spent:
+        await limiter.reserve(
+            await limiter.admit(tenant, "r4", NONE), [Claim(output, 50), Claim(tokens, 5500)], PRICE
+        )
+    state, wait_s = spent.value.token_rate, spent.value.retry_after_s
+    assert state is not None
+    assert wait_s is not None
+    assert state.limit == 6000, "the limit that rejects, not the one with the least room"
+    assert 5000 <= state.remaining <= 5100
+    assert state.reset_s == pytest.approx(wait_s + 5, abs=0.01), "500 more than fit, 100 a second"
+    with pytest.raises(TokenRateExceeded) as taken:
+        await limiter.take(tenant, [Claim(output, 50), Claim(tokens, 5500)])
+    assert taken.value.token_rate is not None
+    assert taken.value.token_rate.limit == 6000

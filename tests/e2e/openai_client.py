@@ -1,6 +1,7 @@
 """What an application does with the OpenAI SDK. Runs in an environment that has nothing of Fairway.
 
-Arguments: base URL, API key, model. The last line is JSON of what happened.
+Arguments: base URL, API key, model, API key of a tenant with 3 requests a minute.
+The last line is JSON of what happened.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from typing import Any
 
 import openai
 
-BASE, KEY, MODEL = sys.argv[1:4]
+BASE, KEY, MODEL, LIMITED_KEY = sys.argv[1:5]
 
 
 async def stream_one(client: openai.AsyncOpenAI, number: int) -> dict[str, Any]:
@@ -181,6 +182,23 @@ async def errors(client: openai.AsyncOpenAI) -> dict[str, Any]:
     return found
 
 
+async def rates(client: openai.AsyncOpenAI) -> dict[str, Any]:
+    """Return the rate headers of requests until one is rejected, and what the SDK makes of that one."""
+    limited = openai.AsyncOpenAI(base_url=client.base_url, api_key=LIMITED_KEY, max_retries=0)
+    found: list[dict[str, str]] = []
+    for _ in range(30):
+        ask = limited.completions.with_raw_response.create(model=MODEL, prompt="x", max_tokens=4)
+        try:
+            answer = await ask
+            found.append(dict(answer.headers))
+        except openai.RateLimitError as error:
+            await limited.close()
+            return {"served": found, "rejected": dict(error.response.headers), "code": error.code}
+        except openai.AuthenticationError:  # the gateway has not received the key yet
+            await asyncio.sleep(0.5)
+    return {"served": found}
+
+
 async def main() -> None:
     client = openai.AsyncOpenAI(base_url=BASE.rstrip("/") + "/v1", api_key=KEY, max_retries=0, timeout=120)
     streams = await asyncio.gather(*(stream_one(client, number) for number in range(32)))
@@ -190,6 +208,7 @@ async def main() -> None:
         "details": await details(client),
         "keyed": await keyed(client),
         "errors": await errors(client),
+        "rates": await rates(client),
     }
     await client.close()
     print(json.dumps(result))

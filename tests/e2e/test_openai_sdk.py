@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.command_line import CommandLine
 from tests.support.stack import Stack
 
 CLIENT = Path(__file__).with_name("openai_client.py")
@@ -19,7 +20,10 @@ CLIENT = Path(__file__).with_name("openai_client.py")
 def heard(openai_python: str, stack: Stack) -> Any:
     """What the client script heard, run without anything of Fairway on its path."""
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
-    command = [openai_python, str(CLIENT), stack.http, stack.api_key, stack.model]
+    cli = CommandLine(stack.state)
+    cli("tenants", "create", "limited", "--requests-per-minute", "3", "--tokens-per-minute", "6000")
+    limited = cli("keys", "create", "limited-key", "--tenant", "limited").out.strip()
+    command = [openai_python, str(CLIENT), stack.http, stack.api_key, stack.model, limited]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -65,6 +69,19 @@ def test_a_stream_with_a_key_is_repeated_and_continued(heard: Any) -> None:
     assert keyed["first"]
     assert keyed["ids"] > 0
     assert keyed["roles"] == 0
+
+
+def test_the_rates_are_in_the_headers_of_served_and_rejected_answers(heard: Any) -> None:
+    served, rejected = heard["rates"]["served"], heard["rates"]["rejected"]
+    assert [headers["x-ratelimit-remaining-requests"] for headers in served] == ["2", "1", "0"]
+    assert all(int(headers["x-ratelimit-remaining-tokens"]) > 5000 for headers in served)
+    assert heard["rates"]["code"] == "rate_limit_exceeded"
+    assert rejected["x-ratelimit-limit-requests"] == "3"
+    assert rejected["x-ratelimit-remaining-requests"] == "0"
+    assert rejected["x-ratelimit-reset-requests"].endswith("s")
+    wait_s = int(rejected["retry-after-ms"]) / 1000
+    assert 0 < wait_s <= int(rejected["retry-after"]) < wait_s + 1
+    assert wait_s < 20, "three a minute: the next fits within 20 s"
 
 
 def test_errors_have_the_shape_that_the_sdk_knows(heard: Any) -> None:

@@ -21,7 +21,6 @@ from typing import Any, Final, Protocol
 import hypothesis
 import msgspec
 import torch
-import transformers
 from hypothesis import strategies as st
 
 from services.core.prefix import prefix_chain
@@ -121,6 +120,8 @@ class Shape:
 
 def save(shape: Shape, folder: Path, *, seed: int = 0) -> Any:
     """Write a random checkpoint into ``folder``; return the model of transformers."""
+    import transformers
+
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     config = getattr(transformers, f"{shape.family}Config")(**shape.fields)

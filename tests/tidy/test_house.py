@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from scripts.house import (
+    MAX_FIELDS_IN_TEXT,
     ROOT,
     ambiguous_names,
     code_files,
+    crowded_docstrings,
     dialect_of,
     documents,
     modules_by_folder,
@@ -31,8 +33,8 @@ def test_no_folder_is_crowded() -> None:
     assert [found for found in modules_by_folder(code_files()).most_common() if found[1] > 16] == []
 
 
-# 35,000 were enough before the usage ledger. A capability that adds a page raises it by the page's words.
-MAX_DOCS_WORDS = 36_000
+# 35,000 before the usage ledger, poison isolation, objectives, rollouts and fixed-cost models.
+MAX_DOCS_WORDS = 41_000
 
 
 def test_the_documents_can_be_read() -> None:
@@ -64,3 +66,14 @@ def test_shapes_of_a_request_are_found_in_classes_and_messages() -> None:
         "services/a.py:Spec",
         "protos:Start",
     ]
+
+
+def test_each_of_many_fields_is_documented_at_the_field() -> None:
+    assert crowded_docstrings(SOURCES) == []
+
+
+def test_a_docstring_that_describes_many_fields_is_found() -> None:
+    fields = "\n".join(f"    f{number}: int" for number in range(MAX_FIELDS_IN_TEXT + 1))
+    crowded = f'class C:\n    """``f0`` is a, ``f1`` b, ``f2`` c."""\n\n{fields}\n'
+    assert crowded_docstrings({"a.py": crowded}) == ["a.py: C"]
+    assert crowded_docstrings({"a.py": crowded.replace("``f2``", "f2")}) == []

@@ -45,6 +45,8 @@ class KindName(StrEnum):
     MODEL = "model"
     LEADER = "leader"
     BUDGET = "budget"
+    ROLLOUT = "rollout"
+    OBJECTIVE = "objective"
 
     @property
     def proto(self) -> cp.ResourceKind.ValueType:

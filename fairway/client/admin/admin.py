@@ -20,7 +20,7 @@ import grpc
 
 from fairway.client.admin.calls import Service
 from fairway.client.admin.models import Models
-from fairway.client.admin.resources import Budgets, Deployments, Keys, Nodes, Tenants
+from fairway.client.admin.resources import Budgets, Deployments, Keys, Nodes, Objectives, Rollouts, Tenants
 from fairway.client.admin.usage import UsageRecords
 from fairway.client.admin.watch import Missed, OnLost, watch_events
 from fairway.client.attempts import Core
@@ -201,8 +201,16 @@ class AdminClient:
         return Budgets(self._control())
 
     @property
+    def objectives(self) -> Objectives:
+        return Objectives(self._control())
+
+    @property
     def deployments(self) -> Deployments:
         return Deployments(self._control())
+
+    @property
+    def rollouts(self) -> Rollouts:
+        return Rollouts(self._control())
 
     @property
     def nodes(self) -> Nodes:

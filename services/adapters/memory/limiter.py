@@ -24,7 +24,7 @@ from services.adapters.quotas.quota import (
     used_of,
 )
 from services.core.generation import Usage
-from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Price, Scope
+from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Price, RateState, Scope
 from services.ports.clock import Clock
 from services.ports.limiter import NO_PRICE, Reservation, Spent
 
@@ -138,7 +138,7 @@ class MemoryLimiter:
         admitted_us = 0 if self._local else round(self._clock.unix_s() * 1e6)
         record = _Record(_State.LAPSED, admitted_us)
         if (over := self._first_over(tenant, record, claims)) is not None:
-            raise rejection(*over)
+            raise rejection(*over, self._rates(tenant, claims))
         times = self._times(record.admitted_us)
         rates = [
             rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, claim.amount, times))
@@ -160,14 +160,8 @@ class MemoryLimiter:
         while (over := self._try_reserve(tenant, wanted, len(reservation.claims))) is not None:
             # A lapsed reservation must not take the room of a request.
             if not self._settle_lapsed(tenant, LAPSED_BATCH):
-                raise rejection(*over)
-        times = self._times(reservation.admitted_us)
-        rates = [
-            rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, 0, times))
-            for claim in wanted.claims
-            if claim.limit.kind in TOKEN_RATES
-        ]
-        return replace(wanted, token_rate=tightest(rates))
+                raise rejection(*over, self._rates(tenant, wanted.claims))
+        return replace(wanted, token_rate=tightest(rate for _, rate in self._rates(tenant, wanted.claims)))
 
     async def spend(self, tenant_id: str, per_minute: int) -> None:
         limit = Limit(LimitKind.REQUESTS, per_minute)
@@ -181,7 +175,7 @@ class MemoryLimiter:
         tenant, times = self._tenant(tenant_id), Times(self._now_us(), self._clock.unix_s(), 0.0)
         for claim in claims:
             if (wait_us := tenant.meter(claim.limit).wait_us(claim.limit, claim.amount, times)) > 0:
-                raise rejection(claim, wait_us / 1e6)
+                raise rejection(claim, wait_us / 1e6, self._rates(tenant, claims))
         for claim in claims:
             tenant.meter(claim.limit).count(claim.limit, 0, claim.amount, times)
 
@@ -356,6 +350,15 @@ class MemoryLimiter:
             if wait_us > 0:
                 return claim, wait_us / 1e6
         return None
+
+    def _rates(self, tenant: _Tenant, claims: Sequence[Claim]) -> list[tuple[Limit, RateState]]:
+        """Return the present state of the rates among the claims."""
+        times = self._times(0)
+        return [
+            (claim.limit, rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, 0, times)))
+            for claim in claims
+            if claim.limit.kind in (LimitKind.REQUESTS, *TOKEN_RATES)
+        ]
 
     def _slot_wait_us(self, tenant: _Tenant, limit: Limit, now_us: int) -> int:
         scope = (limit.scope, limit.name)

@@ -42,6 +42,8 @@ class _Tenant(TenantSlices):
             return None
         again = type(error)(error.message, retry_after_s=(error.retry_after_s or 0.0) - elapsed_s)
         again.metadata |= error.metadata
+        again.request_rate = error.request_rate and error.request_rate.later(elapsed_s)
+        again.token_rate = error.token_rate and error.token_rate.later(elapsed_s)
         return again
 
 

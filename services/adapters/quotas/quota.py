@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
@@ -14,8 +14,8 @@ from services.core.errors import (
     TokenRateExceeded,
 )
 from services.core.generation import Usage
-from services.core.limits import BUDGETS, TOKEN_RATES, Claim, Limit, LimitKind, Price, Scope
-from services.ports.limiter import RateState, Reservation
+from services.core.limits import BUDGETS, TOKEN_RATES, Claim, Limit, LimitKind, Price, RateState, Scope
+from services.ports.limiter import Reservation
 
 # What one request and one token weigh in a bucket, which drains by its limit per microsecond or millisecond.
 REQUEST_UNITS: Final = 60_000_000
@@ -96,12 +96,19 @@ def period_end_s(kind: LimitKind, unix_s: float) -> float:
     return datetime(period // 12, period % 12 + 1, 1, tzinfo=UTC).timestamp()
 
 
-def rejection(claim: Claim, wait_s: float) -> OverQuota:
-    """Return the error for a limit that has no room for a claim.
+def rejection(claim: Claim, wait_s: float, rates: Sequence[tuple[Limit, RateState]] = ()) -> OverQuota:
+    """Return the error for a limit that has no room for a claim. ``rates``: those that were checked with it.
 
     The wait for a rate or a budget is exact if no other request takes its place. The end of a running request
     is unknown, so the wait for a slot is a second, or less when a slot lapses earlier.
     """
+    error = _rejection(claim, wait_s)
+    error.request_rate = _stated(claim, rates, (LimitKind.REQUESTS,))
+    error.token_rate = _stated(claim, rates, TOKEN_RATES)
+    return error
+
+
+def _rejection(claim: Claim, wait_s: float) -> OverQuota:
     limit, kind, whose = most(claim.limit), claim.limit.kind, _WHOSE[claim.limit.scope]
     if kind is LimitKind.REQUESTS:
         text = f"{whose} limit of {limit} requests per minute is reached"
@@ -146,6 +153,14 @@ def rate_state(limit: Limit, used: int) -> RateState:
 def tightest(states: Iterable[RateState]) -> RateState | None:
     """Return the rate with the least room."""
     return min(states, key=lambda state: state.remaining, default=None)
+
+
+def _stated(
+    claim: Claim, rates: Sequence[tuple[Limit, RateState]], kinds: Collection[LimitKind]
+) -> RateState | None:
+    """Return the rate that rejects the claim, else the one with the least room."""
+    own = [state for limit, state in rates if limit == claim.limit and limit.kind in kinds]
+    return own[0] if own else tightest(state for limit, state in rates if limit.kind in kinds)
 
 
 def _about(error: OverQuota, claim: Claim) -> OverQuota:

@@ -41,11 +41,11 @@ from services.adapters.redis.reservation_calls import (
     record_key,
     slots_key,
 )
-from services.core.errors import RequestRateExceeded, StoreUnavailable
+from services.core.errors import OverQuota, RequestRateExceeded, StoreUnavailable
 from services.core.generation import Usage
-from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Price
+from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Price, RateState
 from services.ports.clock import Clock
-from services.ports.limiter import RateState, Reservation, Spent
+from services.ports.limiter import Reservation, Spent
 
 # A Redis that syncs every write answers no call during the sync: a third of a second on a busy disk. A limit
 # that fails open during a sync would not be exact.
@@ -132,9 +132,11 @@ class RedisLimiter:
                 break
             # A lapsed reservation must not take the room of a request.
             if not (answer[3] and await self._settle_requests(reservation.tenant_id, answer[3])):
-                raise rejection(wanted.claims[answer[1] - 1], answer[2] / 1e6)
-        rates = _rates(wanted.claims, answer[2], TOKEN_RATES)
-        return replace(wanted, token_rate=tightest(rates))
+                raise _rejected(wanted.claims, answer[1:])
+        rates = _rates(wanted.claims, answer[2])
+        return replace(
+            wanted, token_rate=tightest(state for limit, state in rates if limit.kind in TOKEN_RATES)
+        )
 
     async def spend(self, tenant_id: str, per_minute: int) -> None:
         limit = Limit(LimitKind.REQUESTS, per_minute)
@@ -147,9 +149,9 @@ class RedisLimiter:
     async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
         keys = [limit_key(tenant_id, claim.limit) for claim in claims]
         amounts = [part for claim in claims for part in (claim.limit.kind, most(claim.limit), claim.amount)]
-        number, wait_us = await self._scripts.run(tenant_id, self._take, keys, amounts)
+        number, wait_us, units = await self._scripts.run(tenant_id, self._take, keys, amounts)
         if number:
-            raise rejection(claims[number - 1], wait_us / 1e6)
+            raise rejection(claims[number - 1], wait_us / 1e6, _rates(claims, units))
 
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         by_tenant: dict[str, list[tuple[Reservation, Usage]]] = {}
@@ -209,10 +211,10 @@ class RedisLimiter:
                 case b"held":
                     return decoded(replace(wanted, admitted_us=answer[1]), answer[2])
                 case b"over":
-                    raise rejection(claims[answer[1] - 1], answer[2] / 1e6)
+                    raise _rejected(claims, answer[1:])
                 case b"ok":
                     await self._settle_few(tenant_id, answer[3])
-                    rate = tightest(_rates(claims, answer[2], (LimitKind.REQUESTS,)))
+                    rate = tightest(state for _, state in _rates(claims, answer[2]))
                     return replace(wanted, admitted_us=answer[1], request_rate=rate)
             await self._settle_recorded("lapse", tenant_id, request_id, _NOTHING)
         raise StoreUnavailable("the request's earlier admission changes all the time", retry_after_s=1.0)
@@ -293,9 +295,16 @@ class RedisLimiter:
         return keys[:_CONFIRM_BATCH]
 
 
-def _rates(claims: Sequence[Claim], units: Sequence[int], kinds: Sequence[LimitKind]) -> list[RateState]:
+def _rejected(claims: Sequence[Claim], answer: Sequence[Any]) -> OverQuota:
+    """Return the error for an answer ``over`` of the script: number of the claim, wait, lapsed, units."""
+    number, wait_us, _, units = answer
+    return rejection(claims[number - 1], wait_us / 1e6, _rates(claims, units))
+
+
+def _rates(claims: Sequence[Claim], units: Sequence[int]) -> list[tuple[Limit, RateState]]:
+    """Return the rates among the claims; ``units`` are -1 for others."""
     return [
-        rate_state(claim.limit, used)
+        (claim.limit, rate_state(claim.limit, used))
         for claim, used in zip(claims, units, strict=True)
-        if claim.limit.kind in kinds and used >= 0
+        if used >= 0
     ]

@@ -28,7 +28,7 @@ from fairway.v1 import usage_pb2 as pb
 from services.adapters.synced_files import append_bytes, own_folder
 from services.adapters.threads import in_thread
 from services.core.errors import FairwayError
-from services.core.usage import UsageEvent
+from services.core.usage import RequestUsage, UsageEvent
 from services.ports.clock import Clock
 from services.rpc.convert.usage import event_to_proto
 from services.runtime.telemetry.metrics import Metrics
@@ -36,6 +36,9 @@ from services.runtime.telemetry.metrics import Metrics
 log = structlog.get_logger()
 
 MAX_BYTES: Final = 64 * 1024**2
+# Above this part the outbox is full, and takes only requests of tenants with budgets, which were admitted
+# before: a gateway runs at most 4,096, and an event is far below 4 KiB.
+FULL_RATIO: Final = 0.75
 SYNC_S: Final = 0.1
 SEND_S: Final = 1.0
 _RETRY_S: Final = 2.0
@@ -106,10 +109,14 @@ class DiskOutbox:
 
     @property
     def problem(self) -> str:
-        """Why events are lost; empty when none is. Requests can be refused meanwhile."""
+        """Why events are lost, or may be; empty while none is. Requests can be rejected meanwhile."""
         if self._refused:
             return f"the disk does not take usage events ({self._refused})"
-        return "as many usage events wait for the ledger as may" if self.size_bytes >= self._max_bytes else ""
+        return "as many usage events wait for the ledger as may" if self._full else ""
+
+    @property
+    def _full(self) -> bool:
+        return self.size_bytes >= self._max_bytes * FULL_RATIO
 
     @property
     def lost(self) -> int:
@@ -117,7 +124,8 @@ class DiskOutbox:
         return self._lost
 
     def add(self, event: UsageEvent) -> None:
-        if self.size_bytes >= self._max_bytes:
+        reserved = isinstance(event, RequestUsage) and event.budgeted
+        if self.size_bytes >= self._max_bytes or (self._full and not reserved):
             if not self._lost:
                 log.error("usage.outbox_full", bytes=self.size_bytes)
             self._lost += 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from fairway.v1 import (
     controlplane_pb2,
     controlplane_pb2_grpc,
+    slis_pb2,
+    slis_pb2_grpc,
     usage_pb2,
     usage_pb2_grpc,
 )
@@ -13,12 +15,15 @@ from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.ledger import open_ledger
 from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
+from services.app.roles.slis import open_objectives
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
+from services.controlplane.objectives.servicer import SliServicer
 from services.controlplane.reconciler import Reconciler
 from services.controlplane.resources.bootstrap import bootstrap
 from services.controlplane.resources.sealing import Sealer
+from services.controlplane.rollouts.controller import RolloutController
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.controlplane.spend_alerts import SpendAlerts
@@ -40,14 +45,12 @@ def controlplane(environment: Environment) -> Role:
     environment.exported.informer(fleet)
     rounds = ReconcilerTelemetry(clock, environment.metrics, leads=lambda: election.epoch is not None)
     recorder = EventRecorder(store, clock)
-    reconciler = Reconciler(
-        store, fleet, election, leader_key("controlplane"), clock, rounds, events=recorder
-    )
+    key = leader_key("controlplane")
+    reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder)
     identity = environment.identity()
-    sealer = Sealer(environment.internal_token.encode())
     limiter = open_redis(environment)
-    service = ControlPlaneService(store, clock, sealer, limiter)
-    alerts = SpendAlerts(store, service.budgets, election, leader_key("controlplane"), clock, events=recorder)
+    service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()), limiter)
+    alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder)
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
     environment.closing.push_async_callback(queues.close)
     ledger, listing = open_ledger(environment, election)
@@ -56,6 +59,8 @@ def controlplane(environment: Environment) -> Role:
         held = fleet.view.get(DEPLOYMENTS + model)
         return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
 
+    slis, burning = open_objectives(environment, election, service.objectives, recorder)
+    rollouts = RolloutController(store, fleet, election, key, clock, slis=slis)
     settler = UsageSettler(ledger, limiter, clock, price_of=price_of)
 
     async def start() -> None:
@@ -65,10 +70,13 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("fleet informer", fleet.run())
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("reconciler", reconciler.run())
+        environment.supervisor.spawn("rollouts", rollouts.run())
         environment.supervisor.spawn("event recorder", recorder.run())
         environment.supervisor.spawn("usage ledger", ledger.run())
         environment.supervisor.spawn("usage settler", settler.run())
         environment.supervisor.spawn("spend alerts", alerts.run())
+        environment.supervisor.spawn("service level indicators", slis.run())
+        environment.supervisor.spawn("objective alerts", burning.run())
 
     server = environment.server(
         Service(
@@ -80,6 +88,11 @@ def controlplane(environment: Environment) -> Role:
             usage_pb2.DESCRIPTOR.services_by_name["UsageService"],
             usage_pb2_grpc.add_UsageServiceServicer_to_server,
             UsageServicer(ledger),
+        ),
+        Service(
+            slis_pb2.DESCRIPTOR.services_by_name["SliService"],
+            slis_pb2_grpc.add_SliServiceServicer_to_server,
+            SliServicer(slis),
         ),
         identity=identity,
     )

@@ -21,12 +21,14 @@ from services.adapters.links.muxed_placement import MuxedPlacement
 from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.model_files.cache import ModelFiles
+from services.adapters.quarantine.store import StoreQuarantine
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.adapters.quotas.leased_limiter import LeasedLimiter
 from services.adapters.quotas.observed_limiter import ObservedLimiter
 from services.adapters.quotas.settlement_spool import SettlementSpool
 from services.adapters.record_cipher import RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
+from services.adapters.usage.outbox import DiskOutbox
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.ledger import open_usage_outbox, start_outbox
@@ -36,6 +38,7 @@ from services.app.roles.shared import (
     open_redis,
     redis_password,
 )
+from services.app.roles.slis import open_sli_recorder
 from services.core.errors import StoreUnavailable
 from services.core.limits import TOKEN_RATES, LimitKind
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
@@ -43,13 +46,17 @@ from services.core.records import (
     BUDGETS,
     DEPLOYMENTS,
     GATEWAYS,
+    OBJECTIVES,
+    QUARANTINE,
     WORKERS,
     Budget,
     Deployment,
     Gateway,
+    Objective,
     Worker,
     dump,
 )
+from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
@@ -60,22 +67,25 @@ from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
+from services.gateway.poison import PoisonGate
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.idempotency import RecordLimits
 from services.ports.message_stream import StreamClient
-from services.ports.usage import UsageOutbox
+from services.ports.poison.quarantine import Quarantined
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
 from services.runtime.config import Settings, read_secret, read_secrets
+from services.runtime.fleet_state.objectives import ObjectiveIndex
 from services.runtime.fleet_state.registration import Registration
 from services.runtime.identity import KeyDirectory
 from services.runtime.process.health import Check
@@ -83,6 +93,7 @@ from services.runtime.secrets import (
     event_ids_secret,
     issue_ticket,
     prefix_secret,
+    quarantine_secret,
     record_names_secret,
 )
 from services.runtime.telemetry.metrics import Metrics
@@ -146,7 +157,7 @@ def gateway(environment: Environment) -> Role:
         await http.stop(1.0)
 
     draining = Check("draining", lambda: "this gateway is shutting down" if service.draining else "")
-    usage = Check("usage", lambda: outbox.problem, withdraws=False)
+    usage = Check("usage", lambda: _usage_problem(settings, outbox), withdraws=False)
     return Role(server, start=start, open=start_serving, drain=drain, checks=(draining, usage))
 
 
@@ -252,7 +263,7 @@ def _gateway_service(
     files: ModelFiles,
     quotas: _Quotas,
     gateway_id: str,
-    outbox: UsageOutbox,
+    outbox: DiskOutbox,
 ) -> IdempotentService:
     settings, clock = environment.settings, environment.clock
     threads = ThreadPoolExecutor(_NAMING_THREADS, "prefixes")
@@ -265,6 +276,7 @@ def _gateway_service(
         files,
         clock,
         texts=texts,
+        splits=Splits(environment.informer(ROUTES, ModelRoute), max_age_s=settings.route_max_age_s),
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     limits = _limits(settings)
@@ -278,7 +290,11 @@ def _gateway_service(
         ),
         identity=identity,
         catalog=catalog,
-        ports=replace(_gateway_ports(environment, quotas, gateway_id), report_usage=outbox.add),
+        ports=replace(
+            _gateway_ports(environment, quotas, gateway_id),
+            report_usage=outbox.add,
+            unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
+        ),
         limits=limits,
     )
 
@@ -297,6 +313,16 @@ def _keyed_ports(
         owner=gateway_id,
         window_tokens=limits.window_tokens,
         limits=KeyedLimits(detach_grace_s=settings.detach_grace_s, renew_s=settings.idempotency_lease_s / 3),
+    )
+
+
+def _usage_problem(settings: Settings, outbox: DiskOutbox) -> str:
+    """Return the outbox's problem and what it does to requests; empty without one."""
+    if not outbox.problem:
+        return ""
+    rejected = settings.outage_usage == "closed"
+    return (
+        f"{outbox.problem}; requests of tenants with budgets are {'rejected' if rejected else 'not recorded'}"
     )
 
 
@@ -384,6 +410,13 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         placements_pending=lambda: placement.pending,
         scheduler_connected=lambda: placement.connected,
     )
+    telemetry = GatewayTelemetry(
+        environment.metrics,
+        clock=clock,
+        tracing=environment.tracing,
+        lines=environment.request_lines,
+        slis=open_sli_recorder(environment),
+    )
     return Ports(
         limiter=quotas.limiter,
         placement=placement,
@@ -395,15 +428,18 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         new_incident=environment.ids.incident_id,
         error_of=by_reason,
         pressure=placement.pressure,
+        ttft_target_s=ObjectiveIndex(environment.informer(OBJECTIVES, Objective)).ttft_target_s,
         budgets_of=TenantBudgets(environment.informer(BUDGETS, Budget)).of,
         outputs=OutputQuantiles(
             OutputPolicy(settings.output_quantile, default_tokens=settings.predicted_output_tokens)
         ),
         responses=_response_cache(environment, quotas, gateway_id),
-        telemetry=GatewayTelemetry(
-            environment.metrics,
+        telemetry=telemetry,
+        poisons=PoisonGate(
+            StoreQuarantine(environment.store, environment.informer(QUARANTINE, Quarantined), clock),
+            secret=quarantine_secret(_ticket_key(settings)),
             clock=clock,
-            tracing=environment.tracing,
-            lines=environment.request_lines,
+            supervisor=supervisor,
+            telemetry=telemetry,
         ),
     )

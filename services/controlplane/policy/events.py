@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
+from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.core.records import (
     ASSIGNMENTS,
     BUDGETS,
@@ -19,6 +20,8 @@ from services.core.records import (
     LEADERS,
     MODELS,
     NODES,
+    OBJECTIVES,
+    ROLLOUTS,
     TENANTS,
     WORKERS,
     ApiKey,
@@ -30,6 +33,7 @@ from services.core.records import (
     Leader,
     LoadedVersion,
     Node,
+    Objective,
     Tag,
     Tenant,
     VersionRecord,
@@ -37,7 +41,20 @@ from services.core.records import (
     Worker,
 )
 
-Observed = Tenant | ApiKey | Budget | Deployment | Node | Worker | Assignment | Leader | Tag | VersionRecord
+Observed = (
+    Tenant
+    | ApiKey
+    | Budget
+    | Objective
+    | Deployment
+    | Node
+    | Worker
+    | Assignment
+    | Leader
+    | Tag
+    | VersionRecord
+    | Rollout
+)
 State = Mapping[str, Observed]
 T = TypeVar("T")
 MAX_MESSAGE_CHARS: Final = 512
@@ -45,11 +62,13 @@ _KINDS: Final[Mapping[str, type[Observed]]] = {
     TENANTS: Tenant,
     KEYS: ApiKey,
     BUDGETS: Budget,
+    OBJECTIVES: Objective,
     DEPLOYMENTS: Deployment,
     NODES: Node,
     WORKERS: Worker,
     ASSIGNMENTS: Assignment,
     LEADERS: Leader,
+    ROLLOUTS: Rollout,
 }
 _CALM: Final = (VersionState.READY, VersionState.RETIRING, VersionState.DRAINING)
 
@@ -96,6 +115,8 @@ def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterat
             yield from _api_key(_as(before, ApiKey), _as(after, ApiKey))
         case Budget():
             yield from _budget(_as(before, Budget), _as(after, Budget))
+        case Objective():
+            yield from _objective(_as(before, Objective), _as(after, Objective))
         case Deployment():
             yield from _deployment(_as(before, Deployment), _as(after, Deployment))
         case Node():
@@ -109,6 +130,8 @@ def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterat
             yield from _leader(role, _as(before, Leader), _as(after, Leader))
         case Tag():
             yield from _tag(_as(before, Tag), _as(after, Tag))
+        case Rollout():
+            yield from _rollout(_as(before, Rollout), _as(after, Rollout))
         case VersionRecord() if before is None:
             message = f"version {record.digest} of {record.size_bytes} bytes"
             yield FleetEvent(EventKind.MODEL, record.model, "VERSION_REGISTERED", message)
@@ -116,6 +139,21 @@ def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterat
             yield FleetEvent(EventKind.MODEL, record.model, "VERSION_REMOVED", f"version {record.digest}")
         case _:
             return
+
+
+def _rollout(before: Rollout | None, after: Rollout | None) -> Iterator[FleetEvent]:
+    kind = EventKind.ROLLOUT
+    if after is None:
+        return
+    name = after.meta.name
+    if before is None:
+        message = f"{after.strategy} of {after.deployment} from {after.stable_version}"
+        yield FleetEvent(kind, name, "ROLLOUT_CREATED", message)
+    known = () if before is None else before.history
+    for one in after.history:
+        if one not in known:
+            warning = after.phase in (RolloutPhase.ROLLING_BACK, RolloutPhase.ABORTED)
+            yield FleetEvent(kind, name, f"ROLLOUT_{one.what}", one.message, warning=warning)
 
 
 def _as(record: Observed | None, kind: type[T]) -> T | None:
@@ -166,6 +204,19 @@ def _budget(before: Budget | None, after: Budget | None) -> Iterator[FleetEvent]
         yield FleetEvent(EventKind.BUDGET, budget.meta.name, "BUDGET_CREATED", message)
     elif replace(before, meta=after.meta) != after:
         yield FleetEvent(EventKind.BUDGET, budget.meta.name, "BUDGET_UPDATED", f"limits changed; {message}")
+
+
+def _objective(before: Objective | None, after: Objective | None) -> Iterator[FleetEvent]:
+    objective = after or before
+    assert objective is not None
+    kind, name = EventKind.OBJECTIVE, objective.meta.name
+    message = f"for {objective.priority} requests of {objective.model}"
+    if after is None:
+        yield FleetEvent(kind, name, "OBJECTIVE_DELETED", message)
+    elif before is None:
+        yield FleetEvent(kind, name, "OBJECTIVE_CREATED", message)
+    elif replace(before, meta=after.meta) != after:
+        yield FleetEvent(kind, name, "OBJECTIVE_UPDATED", f"promises changed; {message}")
 
 
 def _deployment(before: Deployment | None, after: Deployment | None) -> Iterator[FleetEvent]:

@@ -71,7 +71,7 @@ class IdempotentService(GatewayService):
                 timeout_s=timeout_s,
                 client_window=client_window,
             )
-        self.check_open(principal.tenant_id, received)
+        self.check_open(principal.tenant_id, generation.model, received)
         timeout_s = self.limits.timeout_of(generation, timeout_s)
         bounds.check(generation)
         self._identity.authorise_model(principal, generation.model)

@@ -11,14 +11,16 @@ import asyncio
 import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Final
 
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import FairwayError, InvalidInput
+from services.core.errors import FairwayError, InvalidInput, OverQuota, UsageUnrecorded
 from services.core.generation import GenerationSpec, Principal, Usage
 from services.core.limits import Limit
-from services.core.records import Tenant
+from services.core.records import Priority, Tenant
 from services.gateway.catalog import ModelCatalog
 from services.gateway.policy.claims import (
     Payer,
@@ -35,10 +37,12 @@ from services.gateway.requests.validate import Validator
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
 from services.ports.limiter import Reservation
+from services.rpc.convert.inference import PRIORITY_OF
 from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import Ticket
 
 log = structlog.get_logger()
+_FULL_RETRY_S: Final = 5.0
 
 
 class RequestAdmission:
@@ -68,14 +72,19 @@ class RequestAdmission:
     ) -> Admitted:
         resume, request_id = terms.resume, terms.received.request_id
         pinned = resume.version if resume is not None else None
+        if self._catalog.has(generation.model):
+            telemetry.addressed(principal.tenant_id, generation.model, _class_of(generation))
         checked = self._validator.check(principal, generation, pinned=pinned)
+        route = checked.route
+        telemetry.addressed(principal.tenant_id, route.model, checked.priority, route.version_digest)
         payer = self._payer(principal, generation.user)
+        self._require_recorded(payer)
         bounds = bounds_of(payer) if resume is None else RequestBounds()  # a resumed request keeps its terms
         _check_timeout(generation, bounds.timeout_s)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
         # A resumed request was counted against the rates when it began.
-        limits = admission_limits(payer, anew=resume is None)
-        reservation = await self._reserve(principal.tenant_id, request_id, limits)
+        due = admission_limits(payer, anew=resume is None)
+        reservation = await self._reserve(principal.tenant_id, request_id, due)
         reserving: asyncio.Task[Reservation | FairwayError] | None = None
         try:
             timer.enter(Stage.VALIDATE, self._ports.clock.monotonic_s())
@@ -85,6 +94,7 @@ class RequestAdmission:
             else:  # a resumed request keeps its terms, regardless of the present pressure
                 degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
+            self._check_quarantine(spec)
             price = self._catalog.price(spec.model)
             predicted = self._ports.outputs.predict(payer.tenant.meta.name, spec.version_digest)
             claims = usage_claims(payer, spec, price, predicted)
@@ -98,29 +108,65 @@ class RequestAdmission:
             if terms.record is not None:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
                 await terms.record(spec, degradations)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OverQuota):  # the request stays counted against this rate
+                error.request_rate = reservation.request_rate
             # The slot is released before the error is returned, so that the client's next request finds it
             # free.
             undoing = self._release(reservation, reserving)
             await asyncio.shield(self._ports.supervisor.spawn(f"undo {request_id}", undoing))
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
-        return Admitted(
+        ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
+        ports, limits = self._ports, self._limits
+        admitted = Admitted(spec, reservation, payer, ticket, terms, ports, limits, telemetry, degradations)
+        reroute = partial(self._reroute, principal, generation, bounds)
+        return replace(admitted, price=price, reroute=reroute)
+
+    async def _reroute(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        bounds: RequestBounds,
+        admitted: Admitted,
+    ) -> Admitted:
+        """Return a request without output on its model's present version; its reservation and terms stay."""
+        before, terms = admitted.spec, admitted.terms
+        asked = inference_pb2.Generation()
+        asked.CopyFrom(generation)
+        asked.model = before.model
+        checked = self._validator.check(principal, asked)
+        spec = await self._validator.resolve(principal, asked, before.request_id, checked, bounds)
+        self._check_quarantine(spec)
+        most = min(spec.limits.max_tokens, before.limits.max_tokens)
+        spec = replace(
             spec,
-            reservation,
-            payer,
-            self._ticket(principal.tenant_id, spec, terms.timeout_s),
-            terms,
-            self._ports,
-            self._limits,
-            telemetry,
-            degradations,
-            price,
+            sampling=replace(spec.sampling, seed=before.sampling.seed),
+            limits=replace(spec.limits, max_tokens=most, min_tokens=min(spec.limits.min_tokens, most)),
         )
+        if terms.record is not None:
+            await terms.record(spec, admitted.degradations)
+        ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
+        return replace(admitted, spec=spec, ticket=ticket)
+
+    def _check_quarantine(self, spec: GenerationSpec) -> None:
+        """Raise PoisonedInput for an input that ended engines of the version."""
+        if self._ports.poisons is not None:
+            self._ports.poisons.check(spec)
 
     def max_timeout_s(self, principal: Principal, user: str) -> float:
         """Return the longest time of a request of the caller; infinite without a limit."""
         return bounds_of(self._payer(principal, user)).timeout_s.value or math.inf
+
+    def _require_recorded(self, payer: Payer) -> None:
+        """Raises UsageUnrecorded while the use of a tenant with budgets cannot be recorded."""
+        problem = self._ports.unrecorded() if payer.budgets else ""
+        if problem:
+            error = UsageUnrecorded(
+                f"this tenant's use cannot be recorded: {problem}", retry_after_s=_FULL_RETRY_S
+            )
+            self._ports.telemetry.admission(error.reason)
+            raise error
 
     def _payer(self, principal: Principal, user: str) -> Payer:
         """Return whose limits and budgets apply. Raises Unauthenticated for a key that is not valid now."""
@@ -224,6 +270,11 @@ class RequestAdmission:
             await self._ports.limiter.settle(reservation, Usage(prompt_tokens=0, output_tokens=0))
         except FairwayError as error:
             log.info("reservation.undo_failed", reason=error.reason)
+
+
+def _class_of(generation: inference_pb2.Generation) -> Priority:
+    """Return the class that the request names, before it is checked."""
+    return PRIORITY_OF.get(generation.priority, Priority.STANDARD)
 
 
 def _check_timeout(generation: inference_pb2.Generation, longest: RequestBound) -> None:

@@ -19,9 +19,12 @@ from services.core.records import (
     EventKind,
     EventRecord,
     KeyRole,
+    LatencyTarget,
     LoadedVersion,
     Meta,
     Node,
+    Objective,
+    ObjectiveStatus,
     Tag,
     Tenant,
     VersionRecord,
@@ -171,6 +174,55 @@ def budget_to_proto(
         day_spent_micros=day_spent,
         message=message,
     )
+
+
+def objective_from_proto(message: pb.Objective) -> Objective:
+    return Objective(
+        meta=_meta_from(message.metadata),
+        model=message.model,
+        priority=PRIORITY_OF[message.priority],
+        availability=message.availability,
+        completion=message.completion,
+        ttft=_target_from(message.ttft),
+        itl=_target_from(message.itl),
+    )
+
+
+def objective_to_proto(objective: Objective, etag: str, status: ObjectiveStatus | None) -> pb.Objective:
+    """Return an objective. ``status``: what was measured, None: nothing yet."""
+    return pb.Objective(
+        metadata=_meta_to(objective.meta, etag),
+        model=objective.model,
+        priority=PRIORITIES[objective.priority],
+        availability=objective.availability,
+        completion=objective.completion,
+        ttft=_target_to(objective.ttft),
+        itl=_target_to(objective.itl),
+        status=None if status is None else _objective_status_to(status),
+    )
+
+
+def _objective_status_to(status: ObjectiveStatus) -> pb.ObjectiveStatus:
+    slis = [
+        pb.SliStatus(
+            sli=pb.Sli.Value(f"SLI_{one.sli.name}"),
+            budget_left_ratio=one.budget_left_ratio,
+            events=one.events,
+            bad_events=one.bad_events,
+            alert=pb.BurnAlert.Value(f"BURN_ALERT_{one.alert.name}"),
+            burn_rates=one.burn_rates,
+        )
+        for one in status.slis
+    ]
+    return pb.ObjectiveStatus(slis=slis, time=timestamp(status.unix_s))
+
+
+def _target_from(message: pb.LatencyTarget) -> LatencyTarget:
+    return LatencyTarget(message.seconds, message.quantile or LatencyTarget().quantile)
+
+
+def _target_to(target: LatencyTarget) -> pb.LatencyTarget | None:
+    return pb.LatencyTarget(seconds=target.seconds, quantile=target.quantile) if target.seconds else None
 
 
 def replica_to_proto(

@@ -42,19 +42,19 @@ MAX_YIELDING_GRANTS: Final = 4
 
 
 class Outstanding(Struct, frozen=True, gc=False):
-    """A grant that no report includes yet. ``prefill_tokens`` of its prompt are not expected in the cache.
-
-    ``kv_blocks`` are the blocks of the reported room that it will take: ``whole_blocks``, for its prompt and
-    predicted output, less ``each_blocks`` for every leading block of ``chain`` that the worker's last report
-    lists as shared. ``chain`` is empty unless the grant relies on shared blocks (``shared_prefix``).
-    """
+    """A grant that no report includes yet."""
 
     digest: str
+    # Blocks of the reported room that it will take.
     kv_blocks: int
+    # Tokens of its prompt that are not expected in the cache.
     prefill_tokens: int
     prompt_tokens: int
+    # Blocks for its prompt and predicted output.
     whole_blocks: int
+    # Blocks saved for every leading block of the chain that the last report lists as shared.
     each_blocks: int = 0
+    # Empty unless the grant relies on shared blocks (``shared_prefix``).
     chain: tuple[int, ...] = ()
 
     @property

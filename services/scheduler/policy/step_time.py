@@ -20,8 +20,8 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
+from services.core.estimates.least_squares import NormalEquations, non_negative
 from services.core.fleet import PoolSnapshot
-from services.core.least_squares import NormalEquations, non_negative
 
 SAMPLE_S: Final = 1.0
 FIT_S: Final = 2.0

@@ -16,6 +16,7 @@ class Status(Enum):
     """Where a sequence is. PREFILLING, DECODING, HELD: KV and a seat; STALLED, RETURNING: KV alone."""
 
     WAITING = auto()  # new, no KV
+    APART = auto()  # no KV, a suspect that waits for its turn to run in steps of its own
     PREEMPTED = auto()  # lost its KV, goes before new ones
     PARKED = auto()  # no KV and no credit: nothing to do until a Credit
     PREFILLING = auto()
@@ -28,38 +29,42 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)  # two sequences are never the same one
 class SequenceState:
-    """``tokens`` is prompt and output; KV is written for the first ``computed`` of them.
-
-    ``order`` is (priority, arrival): smaller goes first and is preempted last. ``pause_at`` is the length
-    of ``tokens`` at which the sequence runs out of credit or reaches ``max_tokens``. ``capacity`` is the
-    number of tokens that ``blocks`` hold; ``contiguous``: the blocks are consecutive. ``cached`` of
-    the computed ones came from a cache. ``is_long``: what was left to compute of the prompt was long when the
-    sequence was queued, or got its place. ``table_version`` moves with each change of ``blocks``.
-    ``prefix_names`` are the root of its chain in a prefix cache and the names that are known so far; empty:
-    nothing of it is to be found or kept. ``sees_output``: how it is sampled depends on what its output is.
-    """
+    """What the engine keeps of one sequence."""
 
     handle: int
+    # Prompt and output.
     tokens: MutableSequence[int]
     prompt_tokens: int
     sampling: Sampling
     limits: OutputLimits
     stop_ids: frozenset[int]
     key: int
+    # (priority, arrival): smaller goes first and is preempted last.
     order: tuple[int, int]
     credit_limit: int
+    # The length of tokens at which credit or max_tokens ends.
     pause_at: int = 0
     status: Status = Status.WAITING
+    # KV is written for so many of the tokens.
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    # How many tokens the blocks hold.
     capacity: int = 0
+    # The blocks are consecutive.
     contiguous: bool = True
     preemptions: int = 0
+    # Of the computed tokens, how many came from a cache.
     cached: int = 0
+    # Much of the prompt was left to compute when the sequence was queued, or got its place.
     is_long: bool = False
+    # Moves with each change of the blocks.
     table_version: int = 0
+    # The root of its chain in a prefix cache and the names known so far. Empty: it is not cached.
     prefix_names: list[int] = field(default_factory=list)
+    # How it is sampled depends on its output so far.
     sees_output: bool = False
+    # Up to that length of tokens it is computed in steps of its own.
+    apart_until: int = 0
 
     @property
     def output_tokens(self) -> int:
@@ -69,6 +74,15 @@ class SequenceState:
     @property
     def has_credit(self) -> bool:
         return self.output_tokens < self.credit_limit
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its next step has no other member."""
+        return len(self.tokens) < self.apart_until
+
+    def set_apart(self, tokens: int) -> None:
+        """Have it computed in steps of its own for so many tokens; 0: not at all."""
+        self.apart_until = len(self.tokens) + tokens if tokens else 0
 
     def set_credit(self, limit: int) -> None:
         """Raise the credit: a limit below the present one changes nothing."""
@@ -104,4 +118,5 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
         or sampling.repetition_penalty != 1.0,
     )
     sequence.set_credit(submit.credit_limit)
+    sequence.set_apart(submit.apart_tokens)
     return sequence

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from services.core.least_squares import NormalEquations, non_negative
+from services.core.estimates.least_squares import NormalEquations, non_negative
 
 MIN_SAMPLES: Final = 8.0  # before the fit is used
 MAX_ERROR_RATIO: Final = 0.5  # of a fit that is used

@@ -14,49 +14,49 @@ from services.core.records import Priority
 from services.worker.engine.execute.null_executor import STRIDE
 from services.worker.engine.sample.keyed_random import sequence_key
 from services.worker.engine_protocol import Submit
+from simulator.engine.poison import Poison
 from simulator.fleet.spec import VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """One request of the load.
-
-    ``output_tokens`` is the model's output length without a limit, ``max_output_tokens`` the client's limit;
-    None: just as many. The first ``prefix_tokens`` of the prompt are those of every request with the same
-    ``prefix_id``. ``blocks`` name the leading blocks of ``block_tokens`` tokens of the prompt, as recorded
-    traces do: blocks of one name have the same tokens, whatever their place; with them there is no
-    ``prefix_id``. ``arrival_s`` counts from the start of the load, ``deadline_s`` from the arrival.
-    ``cancel_after_s``: the client leaves so long after its arrival. ``read_tokens_per_s``: how fast it reads;
-    None: as it comes. ``key``: an idempotency key, with which it retries when its gateway is lost.
-    ``retries``: how often it sends again what was refused with a delay, with the number of earlier attempts.
-    """
+    """One request of the load."""
 
     tenant: str
     prompt_tokens: int
+    # The model's output length without a limit.
     output_tokens: int
+    # From the start of the load.
     arrival_s: float = 0.0
     priority: Priority = Priority.STANDARD
+    # The client's limit; None: just as many.
     max_output_tokens: int | None = None
+    # Requests with the same id have the same leading tokens.
     prefix_id: int = 0
+    # How many.
     prefix_tokens: int = 0
+    # Names of the prompt's leading blocks, as in recorded traces, instead of a prefix id. A name has the same
+    # tokens in any place.
     blocks: tuple[int, ...] = ()
+    # Tokens of each.
     block_tokens: int = 0
+    # From the arrival.
     deadline_s: float | None = None
+    # The client leaves so long after its arrival.
     cancel_after_s: float | None = None
+    # How fast it reads; None: as it comes.
     read_tokens_per_s: float | None = None
+    # An idempotency key, with which it retries when its gateway is lost.
     key: str = ""
+    # How often it sends again what was refused with a delay, with the number of earlier attempts.
     retries: int = 0
+    # Its prompt is that of this poison alone, and ends the engine.
+    poison: Poison | None = None
 
 
 @dataclass(slots=True)
 class Record:
-    """What a client saw of one request. Times in seconds of the simulation; 0.0 for what did not happen.
-
-    ``outcome`` is "finished" or the reason of the error that ended it. ``gap_s`` and ``gap_tokens`` are the
-    gaps between two arrivals of tokens and how many tokens came with the later one: the inter-token latency,
-    token by token, is gap / tokens. ``output_tokens`` counts what came; ``attempts`` how often it was sent,
-    ``refusals`` how often again after a refusal. ``degraded``: its output limit was reduced.
-    """
+    """What a client saw of one request. Times in seconds of the simulation; 0.0 for what did not happen."""
 
     number: int
     request: SimRequest
@@ -66,16 +66,23 @@ class Record:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     ended_s: float = 0.0
+    # "finished", or the reason of the error that ended it.
     outcome: str = ""
+    # What came.
     output_tokens: int = 0
     cached_tokens: int = 0
     resumes: int = 0
+    # How often it was sent.
     attempts: int = 0
+    # How often again after a refusal.
     refusals: int = 0
+    # Its output limit was reduced.
     degraded: bool = False
     queue_s: float = 0.0
     max_gap_s: float = 0.0
+    # Gaps between two arrivals of tokens.
     gap_s: list[float] = field(default_factory=list)
+    # How many tokens came with the later one: the inter-token latency is gap / tokens.
     gap_tokens: list[int] = field(default_factory=list)
 
     @property

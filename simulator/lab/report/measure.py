@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final
 
+from services.core.estimates.sketch import Sketch, merged
 from services.core.records import Priority
-from services.core.sketch import Sketch, merged
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from simulator.fleet.clients.client import Record
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from services.core.sketch import Sketch, merged
+from services.core.estimates.sketch import Sketch, merged
 from simulator.lab.report.fairness import Fairness, fairness
 from simulator.lab.report.measure import Collector, Group, Slo
 from simulator.lab.report.samples import Timeline

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fairway.v1 import inference_pb2
+from services.core.errors import TokenRateExceeded
 from services.core.generation import FinishReason, Principal, StageClock, TokenLogprobs, Usage
+from services.core.limits import RateState
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
 from services.gateway.events import Accepted, ChoiceResult, Event, Finished, Received, Tokens
 from services.gateway.faces.openai.exchange import HttpLimits
@@ -20,7 +22,6 @@ from services.gateway.faces.openai.server import HttpServer
 from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.gateway.requests.streaming import Completion
 from services.gateway.service import ServedModel
-from services.ports.limiter import RateState
 from services.runtime import secrets
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Versioned
@@ -154,6 +155,13 @@ async def limited(call: Call) -> AsyncGenerator[Event, None]:
     yield replace(accepted(call), request_rate=requests, token_rate=tokens)
     yield Tokens(0, 0, [0], "Hel")
     yield finished(call)
+
+
+async def rejected(call: Call) -> AsyncGenerator[Event, None]:
+    error = TokenRateExceeded("no room", retry_after_s=7.25)
+    error.request_rate, error.token_rate = RateState(600, 598, 0.2), RateState(6000, 100, 59.0)
+    raise error
+    yield accepted(call)
 
 
 async def endless(call: Call) -> AsyncGenerator[Event, None]:

@@ -20,6 +20,7 @@ from tests.integration.openai.face import (
     finished,
     limited,
     plain,
+    rejected,
 )
 
 
@@ -135,6 +136,24 @@ async def test_the_rates_of_the_tenant_are_in_the_headers(face: Face) -> None:
         assert {name: value for name, value in headers.items() if name.startswith("x-ratelimit")} == stated
     face.service.script = plain
     assert not any(name.startswith("x-ratelimit") for name in (await face.chat(CHAT)).headers)
+
+
+async def test_a_rejection_has_the_rates_and_when_to_retry(face: Face) -> None:
+    face.service.script = rejected
+    stated = {
+        "retry-after": "8",
+        "retry-after-ms": "7250",
+        "x-ratelimit-limit-requests": "600",
+        "x-ratelimit-remaining-requests": "598",
+        "x-ratelimit-reset-requests": "200ms",
+        "x-ratelimit-limit-tokens": "6000",
+        "x-ratelimit-remaining-tokens": "100",
+        "x-ratelimit-reset-tokens": "59s",
+    }
+    for body in (CHAT, STREAM):
+        answer = await face.chat(body)
+        assert answer.status == 429
+        assert {name: answer.headers[name] for name in stated} == stated
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from services.core.records import AssignedVersion, VersionState
 from services.worker.slots.engine_process import EngineTimeouts
@@ -28,6 +27,8 @@ DRAFTS = EngineSettings(
 
 def save(folder: Path, *, vocab_size: int = VOCAB, layers: int = 1) -> int:
     """Write a random checkpoint; return how many values its tensors have."""
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,

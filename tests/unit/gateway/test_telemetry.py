@@ -34,6 +34,7 @@ from tests.unit.gateway.requests.test_request import Placement, Workers, emit, e
 
 CLOCK = SystemClock()
 SETTLE_S = 0.2
+SPEC = GenerationSpec("req_1", "m", "sha256:x", 3, Prompt([1, 2, 3]), Sampling(7), OutputLimits(64))
 
 
 class SlowSettling(MemoryLimiter):
@@ -103,12 +104,9 @@ class Rig:
             if self.refuse is not None:
                 raise self.refuse
             request.timer.enter(Stage.ADMIT, CLOCK.monotonic_s())
-            spec = GenerationSpec(
-                "req_1", "m", "sha256:x", 3, Prompt([1, 2, 3]), Sampling(7), OutputLimits(64)
-            )
             reservation = await self.limiter.admit("acme", "req_1", ())
             limits = GatewayLimits(window_tokens=8)
-            return Admitted(spec, reservation, payer(), b"t", terms, ports, limits, request.telemetry)
+            return Admitted(SPEC, reservation, payer(), b"t", terms, ports, limits, request.telemetry)
 
         task = self.supervisor.spawn("request", request.run(admit))
         request.bind(task)
@@ -168,7 +166,7 @@ async def test_each_figure_is_of_its_own_interval() -> None:
 def test_the_pace_of_a_choice_is_weighted_by_token() -> None:
     rig = Rig()
     request = rig.telemetry.begin(Received(10.0, 1, "req_1"))
-    request.accepted("acme", "m")
+    request.accepted("acme", SPEC)
     pace = request.pace()
     for count, now_s in ((1, 10.5), (4, 10.9), (1, 11.9)):
         pace.tokens(count, now_s)
@@ -193,7 +191,7 @@ def test_names_that_operators_make_are_bounded_and_kinds_of_tokens_are_apart() -
     rig.metrics.tenants = LabelCap(1)
     for tenant in ("acme", "umbrella"):
         request = rig.telemetry.begin(Received(CLOCK.monotonic_s(), 1, "req_1"))
-        request.accepted(tenant, "m")
+        request.accepted(tenant, SPEC)
         clock = request.timer().finish(CLOCK.monotonic_s())
         request.finished(Finished((), Usage(prompt_tokens=7, output_tokens=3, cached_tokens=5), clock, 0))
     tokens = rig.counted("fairway_gateway_tokens_total")

@@ -5,7 +5,7 @@
 -- Returns {'ok', admitted us, {units in each claim's bucket}, {lapsed requests}},
 --   {'held', admitted us, encoded claims} for a request that was admitted and runs,
 --   {'lapsed'} for one that has to be settled with its checkpoint before it is admitted again, or
---   {'over', number of the claim, time to wait in us, {lapsed requests}}.
+--   {'over', number of the claim, time to wait in us, {lapsed requests}, {units in each claim's bucket}}.
 --
 -- A call whose response was lost is sent again: the record shows that it was carried out. The first write is one
 -- that Redis rejects when it is out of memory: then nothing is written.
@@ -16,7 +16,7 @@ local running = r.state == 'r'
 
 local function levels(r, units, now)
   for i, claim in ipairs(r.claims) do
-    if counted(claim) and not MICROS[claim.kind] and (units[i] or -1) < 0 then
+    if claim.kind ~= 'concurrency' and not MICROS[claim.kind] and (units[i] or -1) < 0 then
       units[i] = level(claim.kind, claim.key, claim.limit, now)
     end
     units[i] = units[i] or -1
@@ -45,7 +45,7 @@ for i = before + 1, #r.claims do
   local claim = r.claims[i]
   local amount = counted(claim) and reserved_of(r, claim) or claim.amount
   local wait = wait_of(claim.kind, claim.key, claim.limit, amount, now, r.began)
-  if wait > 0 then return {'over', i, wait, lapsed} end
+  if wait > 0 then return {'over', i, wait, lapsed, levels(r, {}, now)} end
 end
 
 r.count = 0

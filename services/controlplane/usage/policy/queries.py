@@ -22,11 +22,9 @@ class Dimension(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """``start`` to ``end`` are hours since the Unix epoch, without the last. Empty filters match all.
+    """What to sum. Empty filters match all."""
 
-    ``hours_each``: hours that a record sums; 0: all of the range.
-    """
-
+    # Hours since the Unix epoch; the end is not included.
     start: int
     end: int
     tenant: str = ""
@@ -36,6 +34,7 @@ class UsageQuery:
     labels: Mapping[str, str] = field(default_factory=dict)
     group_by: tuple[Dimension, ...] = ()
     group_by_labels: tuple[str, ...] = ()
+    # Hours that a record sums; 0: all of the range.
     hours_each: int = 0
 
     def matches(self, line: Line) -> bool:

@@ -1,17 +1,18 @@
-"""The state of a tenant's rates, in the headers that OpenAI's clients read."""
+"""The state of a caller's rates, in the headers that OpenAI's clients read."""
 
 from __future__ import annotations
 
 import math
 
+from services.core.errors import OverQuota
+from services.core.limits import RateState
 from services.gateway.events import Accepted
 from services.gateway.faces.openai.errors import Header
-from services.ports.limiter import RateState
 
 
-def rate_headers(accepted: Accepted) -> list[Header]:
-    """Return limit, remaining and reset of each rate that applied to the request."""
-    return [*_headers(b"requests", accepted.request_rate), *_headers(b"tokens", accepted.token_rate)]
+def rate_headers(outcome: Accepted | OverQuota) -> list[Header]:
+    """Return limit, remaining and reset of each rate that was checked for the request."""
+    return [*_headers(b"requests", outcome.request_rate), *_headers(b"tokens", outcome.token_rate)]
 
 
 def _headers(what: bytes, rate: RateState | None) -> list[Header]:

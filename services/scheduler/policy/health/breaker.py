@@ -26,21 +26,23 @@ class CircuitState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerPolicy:
-    """Thresholds and times of a circuit.
+    """Thresholds and times of a circuit."""
 
-    A circuit opens at ``min_failures`` within about ``window_s`` when their share of all results is at least
-    ``failure_ratio``. An open circuit rejects all requests for ``base_open_s``, doubled each time, at most
-    ``max_open_s``. A half-open circuit admits one trial every ``trial_interval_s`` and closes after
-    ``trial_successes``. After ``forgive_s`` without a failure the doubling is reset.
-    """
-
+    # Failures and results are counted over about this time.
     window_s: float = 30.0
+    # So many failures open a circuit ...
     min_failures: int = 5
+    # ... if they are at least this share of all results.
     failure_ratio: float = 0.5
+    # How long an open circuit rejects all requests; doubled each time ...
     base_open_s: float = 5.0
+    # ... up to this.
     max_open_s: float = 120.0
+    # Time between the trials that a half-open circuit admits.
     trial_interval_s: float = 1.0
+    # So many of them close it.
     trial_successes: int = 3
+    # Time without a failure that resets the doubling.
     forgive_s: float = 300.0
 
     def __post_init__(self) -> None:

@@ -33,16 +33,18 @@ class ShedRank(IntEnum):
 class SheddingPolicy:
     """Settings of load shedding.
 
-    A retry-after is the wait beyond the target, at least ``min_retry_after_s``, plus up to ``jitter_ratio``
-    of it at random; it grows with each earlier attempt, up to ``max_retry_after_s``.
+    A retry-after is the wait beyond the target, more with each earlier attempt.
     """
 
     enabled: bool = True
     targets: ServiceTargets = field(default_factory=ServiceTargets)
-    retry_patience_ratio: float = 0.5  # share of its target that a retry may be predicted to wait
-    overdue_ratio: float = 1.5  # a waiting placement is shed at a predicted wait of so many times its target
+    # Share of its target that a retry may be predicted to wait.
+    retry_patience_ratio: float = 0.5
+    # A waiting placement is shed at a predicted wait of so many times its target.
+    overdue_ratio: float = 1.5
     min_retry_after_s: float = 1.0
     max_retry_after_s: float = 60.0
+    # Random part added to a retry-after.
     jitter_ratio: float = 0.5
 
 

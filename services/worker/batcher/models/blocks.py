@@ -29,7 +29,7 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Dense:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
@@ -47,10 +47,10 @@ class Norm:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-def linear(tensor: TensorSource, *names: str, bias: bool = True) -> Linear:
+def linear(tensor: TensorSource, *names: str, bias: bool = True) -> Dense:
     """Return one layer; several of one input are joined."""
     weight = torch.cat([tensor(f"{name}.weight") for name in names])
-    return Linear(weight, torch.cat([tensor(f"{name}.bias") for name in names]) if bias else None)
+    return Dense(weight, torch.cat([tensor(f"{name}.bias") for name in names]) if bias else None)
 
 
 def norm(tensor: TensorSource, name: str, eps: float) -> Norm:

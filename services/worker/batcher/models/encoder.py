@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
 from services.worker.batcher.models.blocks import (
     ACTIVATIONS,
-    Linear,
+    Dense,
     Norm,
     TensorSource,
     attention_of,
@@ -26,11 +26,11 @@ from services.worker.batcher.models.rows import TokenRows
 
 @dataclass(frozen=True, slots=True)
 class EncoderLayer:
-    qkv: Linear
-    attended: Linear
+    qkv: Dense
+    attended: Dense
     attended_norm: Norm
-    inner: Linear
-    outer: Linear
+    inner: Dense
+    outer: Dense
     outer_norm: Norm
 
 

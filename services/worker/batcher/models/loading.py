@@ -14,14 +14,14 @@ from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.fixed_cost.config import FixedCostConfig, parse_fixed_cost
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
 from fairway.formats.fixed_cost.image_config import ResNetConfig, VitConfig
-from services.core.tensors import ANY, TensorSpec
+from services.core.fixed_cost.tensors import ANY, TensorSpec
 from services.worker.batcher.models.blocks import TensorSource
 from services.worker.batcher.models.encoder_tensors import encoder_layout
 from services.worker.batcher.models.mlp import MlpModel, mlp_layout
 from services.worker.batcher.models.model import FixedCostModel
 from services.worker.batcher.models.resnet import ResNetModel, resnet_layout
 from services.worker.batcher.models.rows import DTYPES, Padded, Row
-from services.worker.batcher.models.text import TextModel
+from services.worker.batcher.models.text import TokenModel
 from services.worker.batcher.models.vit import VitModel, vit_layout
 from services.worker.engine.load.config import MAX_JSON_BYTES
 from services.worker.engine.load.torch_loading import DTYPES as COMPUTED_IN
@@ -29,7 +29,7 @@ from services.worker.engine.load.torch_loading import device_of
 from services.worker.engine.load.weights import Checkpoint, TensorLayout
 from services.worker.engine.unsupported import BadCheckpoint
 
-AnyModel = TextModel | VitModel | ResNetModel | MlpModel
+AnyModel = TokenModel | VitModel | ResNetModel | MlpModel
 WARM_UP_EXTENT: Final = 32  # of a row's length, and of an image whose size is free
 
 
@@ -73,7 +73,7 @@ def layout_of(config: FixedCostConfig) -> TensorLayout:
 def _model_of(config: FixedCostConfig, tensor: TensorSource, device: torch.device) -> AnyModel:
     match config:
         case EncoderConfig():
-            return TextModel(config, tensor, device=device)
+            return TokenModel(config, tensor, device=device)
         case ResNetConfig():
             return ResNetModel(config, tensor, device=device)
         case VitConfig():

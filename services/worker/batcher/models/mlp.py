@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fairway.formats.fixed_cost.mlp_config import MlpConfig
-from services.core.tensors import Operation, TensorSpec
+from services.core.fixed_cost.tensors import Operation, TensorSpec
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear
 from services.worker.batcher.models.model import ModelFacts, Outputs
 from services.worker.batcher.models.rows import Batch, Row, row_problem

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from services.core.tensors import Operation, TensorSpec
+from services.core.fixed_cost.tensors import Operation, TensorSpec
 from services.worker.batcher.models.rows import Batch, Row
 
 Outputs = Mapping[str, NDArray[Any]]  # of one row, by name of the tensor

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fairway.formats.fixed_cost.image_config import ResNetConfig
-from services.core.tensors import ANY, Operation, TensorSpec
+from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
 from services.worker.batcher.models.blocks import TensorSource, linear
 from services.worker.batcher.models.model import ModelFacts, Outputs
 from services.worker.batcher.models.rows import Batch, Row, row_problem

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.core.tensors import ANY, TensorSpec
+from services.core.fixed_cost.tensors import ANY, TensorSpec
 
 Row = Mapping[str, NDArray[Any]]  # by name of the tensor, without a batch dimension
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
-from services.core.tensors import ANY, Operation, TensorSpec
+from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear
 from services.worker.batcher.models.encoder import Encoder
 from services.worker.batcher.models.encoder_tensors import sequence_head
@@ -19,7 +19,7 @@ from services.worker.batcher.models.rows import Batch, Row, TokenRows, row_probl
 TextHead = Callable[[torch.Tensor, TokenRows], torch.Tensor]
 
 
-class TextModel:
+class TokenModel:
     """Implements ``FixedCostModel``."""
 
     def __init__(self, config: EncoderConfig, tensor: TensorSource, *, device: torch.device) -> None:

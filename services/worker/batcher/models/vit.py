@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fairway.formats.fixed_cost.image_config import VitConfig
-from services.core.tensors import Operation, TensorSpec
+from services.core.fixed_cost.tensors import Operation, TensorSpec
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear, norm, whole_attention
 from services.worker.batcher.models.model import ModelFacts, Outputs
 from services.worker.batcher.models.rows import Batch, Row, row_problem

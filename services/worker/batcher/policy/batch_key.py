@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from services.core.tensors import ANY, Operation, TensorSpec
+from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
 
 Parameter = str | int | float | bool
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
-from services.core.least_squares import NormalEquations, non_negative
-from services.core.sketch import Sketch
+from services.core.estimates.least_squares import NormalEquations, non_negative
+from services.core.estimates.sketch import Sketch
 
 SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100, 160, 256, 512, 1024)
 MOST_WIDTHS: Final = 16

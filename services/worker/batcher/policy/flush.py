@@ -9,9 +9,9 @@ from typing import Final
 from services.worker.batcher.policy.arrival_profile import LEAST_WAIT_S
 from services.worker.batcher.policy.cost_curve import CostCurve
 from services.worker.batcher.policy.linger import (
+    BatchObjective,
     Expected,
     LingerBound,
-    Objective,
     linger_bound,
     worthwhile_wait_s,
 )
@@ -69,7 +69,7 @@ class Device:
 
     curve: CostCurve
     limits: BatchLimits
-    objective: Objective
+    objective: BatchObjective
     transport_s: float = 0.0  # of an answer, as observed at the objective's level
     draining: bool = False
 

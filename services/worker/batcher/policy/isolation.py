@@ -4,7 +4,7 @@ A batch that raises is searched in the process that serves. One that ends its pr
 in a *sacrificial* process, while the serving one goes on with healthy rows: a suspect returns to it never. A
 search halves its suspects. The half that runs decides for both: if it fails, it has a cause and the other
 half is set aside; if it succeeds, its rows are answered and the other half has a cause, without a run. A row
-that fails alone runs alone until it failed as often as condemning takes (``core.suspicion``: faults and
+that fails alone runs alone until it failed as often as condemning takes (``core.poison.suspicion``: faults and
 kills differ). Then what was set aside runs as one batch, and is searched if that fails.
 
 One cause among ``n`` rows takes ``ceil(log2(n))`` runs, those of the row alone, and one of the rest: for 100
@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
+
+from services.core.poison.suspicion import FATAL_FAULTS, FATAL_KILLS
 
 MOST_RUNS: Final = 64
 
@@ -39,9 +41,9 @@ class RunPlace(StrEnum):
 # How often a row must fail alone before it is condemned.
 LONE_FAILURES: Final = {
     RunFailure.RAISED: 1,
-    RunFailure.DIED: 2,
-    RunFailure.KILLED: 3,
-    RunFailure.HUNG: 3,
+    RunFailure.DIED: FATAL_FAULTS,
+    RunFailure.KILLED: FATAL_KILLS,
+    RunFailure.HUNG: FATAL_KILLS,
 }
 
 

@@ -38,7 +38,7 @@ _ROUNDS: Final = 4  # of the search for the size that a batch reaches
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
+class BatchObjective:
     """What answers have to meet."""
 
     latency_s: float = 0.05  # from a row's arrival to its answer

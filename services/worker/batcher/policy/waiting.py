@@ -33,7 +33,7 @@ class WaitingRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class RowAccepted:
     """The row waits."""
 
 
@@ -52,7 +52,7 @@ class TooLate:
     left_s: float
 
 
-Admission = Accepted | TooManyRows | TooLate
+Admission = RowAccepted | TooManyRows | TooLate
 _Group = tuple[BatchKey, int]
 _Entry = tuple[float, int, WaitingRow]
 
@@ -88,7 +88,7 @@ class WaitingRows:
                 return TooLate(predicted_s, row.deadline_s - now_s)
         insort(self._groups.setdefault((row.key, row.width), []), (row.due_s, row.number, row))
         self._places[row.number] = row
-        return Accepted()
+        return RowAccepted()
 
     def remove(self, numbers: Iterable[int]) -> None:
         """Remove rows that run, or were cancelled; others are ignored."""

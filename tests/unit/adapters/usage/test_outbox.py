@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -179,11 +180,29 @@ async def test_a_full_outbox_counts_what_it_drops_and_says_so(tmp_path: Path) ->
     add(outbox, *(f"r{number}" for number in range(100)))
     assert "wait for the ledger" in outbox.problem
     assert 0 < outbox.lost < 100
+    assert outbox.size_bytes < 500
     await outbox.sync()
     assert await outbox.send()
     assert outbox.problem == ""
     assert len(reports.stored) == 100 - outbox.lost
     await outbox.close()
+
+
+async def test_a_full_outbox_has_room_for_the_requests_with_budgets_that_run(tmp_path: Path) -> None:
+    reports = Reports()
+    outbox = outbox_of(tmp_path, reports, max_bytes=40_000)
+    while not outbox.problem:
+        add(outbox, "open")
+    assert outbox.lost == 0
+    admitted_bytes = outbox.size_bytes
+    add(outbox, "open")
+    assert outbox.lost == 1
+    for number in range(50):
+        outbox.add(replace(request_usage(f"budgeted-{number}"), budgeted=True))
+    assert outbox.lost == 1
+    assert outbox.size_bytes > admitted_bytes
+    await outbox.close()
+    assert [name for name in reports.stored if name != "open"] == [f"budgeted-{n}" for n in range(50)]
 
 
 async def test_a_full_disk_keeps_events_in_memory(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from services.core.errors import (
     PromptTooLong,
     RequestRateExceeded,
     TokenRateExceeded,
+    UsageUnrecorded,
 )
 from services.core.limits import LimitKind, Price, UsageLimits
 from services.core.records import (
@@ -33,6 +35,7 @@ from services.core.records import (
 )
 from services.gateway.service_types import GatewayLimits
 from tests.unit.gateway.requests.test_admission import CLOCK, Gateway, until
+from tests.unit.gateway.requests.test_request import emit, ended
 
 PRICE = Price(input_micros=1_000_000, cached_micros=0, output_micros=2_000_000)  # 1 and 2 a token
 
@@ -115,13 +118,25 @@ async def test_the_headers_state_the_scope_with_the_least_room(gateway: Metered)
     assert accepted.token_rate.limit == 1000
 
 
+async def test_a_rejection_states_the_rates_of_its_caller(gateway: Metered) -> None:
+    gateway.limit(key=UsageLimits(requests_per_minute=10), requests_per_minute=100, tokens_per_minute=100)
+    with pytest.raises(TokenRateExceeded) as caught:
+        for _ in range(10):
+            await gateway.ask(" ".join("x" * 60))
+    rate, tokens = caught.value.request_rate, caught.value.token_rate
+    assert rate is not None
+    assert tokens is not None
+    assert (rate.limit, rate.remaining) == (10, 8), "a rejected request counts"
+    assert (tokens.limit, tokens.remaining < 60) == (100, True)
+
+
 async def test_an_output_above_the_limit_is_rejected_and_an_absent_one_capped(gateway: Metered) -> None:
     gateway.limit(key=UsageLimits(max_output_tokens=10), max_output_tokens=20)
     with pytest.raises(InvalidInput, match="max_output_tokens of the key, 10") as caught:
         await gateway.ask(max_output_tokens=11)
     assert caught.value.metadata["field"] == "max_output_tokens"
     await gateway.ask(max_output_tokens=None)
-    assert gateway.tickets[-1].max_tokens == 3 + 10
+    assert gateway.tickets[-1].reserved_tokens == 3 + 10
 
 
 async def test_a_context_above_the_limit_is_rejected_and_names_it(gateway: Metered) -> None:
@@ -129,7 +144,7 @@ async def test_a_context_above_the_limit_is_rejected_and_names_it(gateway: Meter
     with pytest.raises(PromptTooLong, match="max_context_tokens of the user of 20"):
         await gateway.ask(max_output_tokens=18, user="ann")
     await gateway.ask(max_output_tokens=None, user="ann")
-    assert gateway.tickets[-1].max_tokens == 20
+    assert gateway.tickets[-1].reserved_tokens == 20
     await gateway.ask(max_output_tokens=18)
 
 
@@ -146,7 +161,7 @@ async def test_a_timeout_above_the_limit_is_rejected_and_an_absent_one_capped(ga
 async def test_the_ticket_carries_what_was_reserved(gateway: Metered) -> None:
     await gateway.ask(max_output_tokens=7, choices=3)
     ticket = gateway.tickets[-1]
-    assert (ticket.tenant_id, ticket.max_tokens, ticket.choices) == ("acme", 3 + 7, 3)
+    assert (ticket.tenant_id, ticket.reserved_tokens, ticket.choices) == ("acme", 3 + 7, 3)
 
 
 async def test_a_budget_is_claimed_by_the_worst_case_and_charged_by_use(gateway: Metered) -> None:
@@ -184,6 +199,39 @@ async def test_budgets_of_day_key_and_user_hold_together(gateway: Metered) -> No
         await gateway.ask(max_output_tokens=1)
     gateway.price(Price())
     await gateway.ask(max_output_tokens=1)
+
+
+async def test_a_tenant_with_budgets_is_not_served_while_its_use_cannot_be_recorded(gateway: Metered) -> None:
+    gateway.price(PRICE)
+    gateway.unrecorded = "the outbox is full"
+    await gateway.ask()
+    assert [event.budgeted for event in gateway.reported] == [False]
+    gateway.budget("all", limit_micros=1000)
+    encoded = gateway.encoded
+    with pytest.raises(UsageUnrecorded, match="the outbox is full") as caught:
+        await gateway.ask()
+    assert caught.value.retry_after_s
+    assert gateway.encoded == encoded, "rejected before it costs anything"
+    assert len(gateway.reported) == 1
+    gateway.unrecorded = ""
+    await gateway.ask()
+    assert [event.budgeted for event in gateway.reported] == [False, True]
+
+
+async def test_use_above_the_prediction_is_reserved_while_the_request_runs(gateway: Metered) -> None:
+    gateway.limit(output_tokens_per_minute=1000)
+    for _ in range(40):
+        await gateway.ask()  # a token each: so the prediction is short
+    gateway.workers.scripts[:] = [emit(70, None), *[emit(1, ended(1))] * 2]
+    running = asyncio.create_task(gateway.ask(max_output_tokens=80))
+    await until(lambda: gateway.service.buffered_tokens == 0 and len(gateway.workers.credits) > 0)
+    before = (await gateway.ask(max_output_tokens=1)).accepted.token_rate.remaining
+    await gateway.service.flush()
+    after = (await gateway.ask(max_output_tokens=1)).accepted.token_rate.remaining
+    assert 60 <= before - after <= 70, "what it used so far, above the prediction"
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
 
 
 async def test_the_prediction_follows_the_outputs_of_the_tenant(gateway: Metered) -> None:

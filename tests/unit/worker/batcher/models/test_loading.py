@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fairway.formats.config_fields import UnsupportedModel
-from services.core.tensors import Operation
+from services.core.fixed_cost.tensors import Operation
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded, Row
 from services.worker.engine.unsupported import BadCheckpoint
@@ -29,7 +29,7 @@ MLP = {
 
 def save_mlp(folder: Path, fields: dict[str, Any] = MLP) -> torch.nn.Module:
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+    net = torch.nn.Sequential(torch.nn.Dense(6, 5), torch.nn.ReLU(), torch.nn.Dense(5, 3))
     tensors = {f"layers.{i}.{part}": getattr(net[2 * i], part) for i in (0, 1) for part in ("weight", "bias")}
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     (folder / "config.json").write_text(json.dumps(fields))

@@ -21,7 +21,7 @@ from services.worker.batcher.policy.flush import (
     decide,
     fills,
 )
-from services.worker.batcher.policy.linger import Expected, Objective, linger_bound, worthwhile_wait_s
+from services.worker.batcher.policy.linger import BatchObjective, Expected, linger_bound, worthwhile_wait_s
 
 NOW_S = 100.0
 COSTLY = CostCurve(CostPrior(10e-3, 0.1e-3, 0.0))  # c(n) = 10 ms + n * 0.1 ms
@@ -32,12 +32,12 @@ BACK = Expected(returning=((1e-3, 10.0), (2e-3, 32.0)))
 def decided(
     group: WaitingGroup, device: Device | None = None, expected: Expected | None = None
 ) -> Flush | Linger:
-    device = device if device is not None else Device(COSTLY, BatchLimits(), Objective())
+    device = device if device is not None else Device(COSTLY, BatchLimits(), BatchObjective())
     return decide(group, device, expected if expected is not None else Expected(), NOW_S)
 
 
 def cause(group: WaitingGroup, expected: Expected | None = None, **changes: Any) -> FlushCause:
-    device = replace(Device(COSTLY, BatchLimits(), Objective()), **changes)
+    device = replace(Device(COSTLY, BatchLimits(), BatchObjective()), **changes)
     found = decided(group, device, expected)
     assert isinstance(found, Flush), found
     return found.cause
@@ -62,13 +62,13 @@ def test_every_cause() -> None:
 
 @pytest.mark.parametrize("limits", [BatchLimits(rows=7), BatchLimits(padded_tokens=7 * 64 + 5)])
 def test_a_batch_has_no_more_rows_than_its_limits(limits: BatchLimits) -> None:
-    found = decided(group(50), Device(COSTLY, limits, Objective()))
+    found = decided(group(50), Device(COSTLY, limits, BatchObjective()))
     assert isinstance(found, Flush)
     assert found.rows == 7
 
 
 def test_a_row_beyond_every_limit_runs_alone() -> None:
-    found = decided(group(2), Device(COSTLY, BatchLimits(padded_tokens=10), Objective()))
+    found = decided(group(2), Device(COSTLY, BatchLimits(padded_tokens=10), BatchObjective()))
     assert isinstance(found, Flush)
     assert found.rows == 1
 

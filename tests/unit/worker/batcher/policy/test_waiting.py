@@ -7,13 +7,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.tensors import Operation
+from services.core.fixed_cost.tensors import Operation
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
 from services.worker.batcher.policy.flush import BatchLimits
 from services.worker.batcher.policy.waiting import (
-    Accepted,
     Admission,
+    RowAccepted,
     TooLate,
     TooManyRows,
     WaitingRow,
@@ -41,9 +41,9 @@ def numbers(waiting: WaitingRows, rows: int = 100, **leases: int) -> list[int]:
 
 def test_it_is_bounded() -> None:
     waiting = WaitingRows(most_rows=2)
-    assert add(waiting, row(0), row(1), row(2)) == [Accepted(), Accepted(), TooManyRows(2)]
+    assert add(waiting, row(0), row(1), row(2)) == [RowAccepted(), RowAccepted(), TooManyRows(2)]
     waiting.remove([0, 0, 77])
-    assert add(waiting, row(3)) == [Accepted()]
+    assert add(waiting, row(3)) == [RowAccepted()]
 
 
 def test_deadlines_order_rows_within_leases_and_others_fill_the_rest() -> None:
@@ -60,14 +60,14 @@ def test_deadlines_order_rows_within_leases_and_others_fill_the_rest() -> None:
 def test_what_cannot_be_in_time_is_rejected_with_the_time() -> None:
     waiting = WaitingRows()
     assert add(waiting, row(0, deadline_s=0.005)) == [TooLate(11e-3, 0.005)]
-    assert add(waiting, row(1, deadline_s=0.02)) == [Accepted()]
+    assert add(waiting, row(1, deadline_s=0.02)) == [RowAccepted()]
     (found,) = add(waiting, row(2, deadline_s=0.02), busy_until_s=0.015)
     assert isinstance(found, TooLate)
     ahead = [row(number, due_s=0.5, key=KEYS[1]) for number in range(10, 30)]
     add(waiting, *ahead)
     (found,) = add(waiting, row(3, due_s=0.9, deadline_s=0.04))
     assert isinstance(found, TooLate)
-    assert add(waiting, row(4, due_s=0.4, deadline_s=0.04)) == [Accepted()]  # it goes first
+    assert add(waiting, row(4, due_s=0.4, deadline_s=0.04)) == [RowAccepted()]  # it goes first
     assert {each.number for each in waiting.unmeetable(CURVE, now_s=0.015)} == {1}
 
 
@@ -99,7 +99,7 @@ def test_no_row_is_lost_or_doubled(steps: list[tuple[bool, int, int, int, float]
         if adds:
             number += 1
             (found,) = add(waiting, row(number, key=KEYS[key], width=width, due_s=due_s))
-            if found == Accepted():
+            if found == RowAccepted():
                 expected.add(number)
         else:
             waiting.remove([target])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.core.least_squares import NormalEquations, non_negative
+from services.core.estimates.least_squares import NormalEquations, non_negative
 
 
 def equations(values: tuple[float, ...], *, samples: int = 50, noise: float = 0.0) -> NormalEquations:

@@ -9,7 +9,7 @@ quantiles keep their error. Sketches of equal parameters merge without loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 
 class Sketch:
@@ -54,7 +54,7 @@ class Sketch:
         if value <= self.floor:
             self._low += weight
             return
-        index = math.ceil(math.log(value) / self._log_ratio)
+        index = self._index(value)
         self._buckets[index] = self._buckets.get(index, 0.0) + weight
         if len(self._buckets) > self.max_buckets:
             self._merge_lowest()
@@ -63,14 +63,7 @@ class Sketch:
         """Count all that ``other`` counted. ValueError if it was made otherwise."""
         if (self.error_ratio, self.floor) != (other.error_ratio, other.floor):
             raise ValueError("sketches of different errors or floors do not merge")
-        for index, weight in other._buckets.items():
-            self._buckets[index] = self._buckets.get(index, 0.0) + weight
-        while len(self._buckets) > self.max_buckets:
-            self._merge_lowest()
-        self._low += other._low
-        self.count += other.count
-        self.total += other.total
-        self.most = max(self.most, other.most)
+        self.add_parts(other._low, other._buckets, other.total, other.most)
 
     def keep(self, ratio: float) -> None:
         """Weigh everything counted so far by ``ratio`` (0..1): what is counted from now on weighs more."""
@@ -86,15 +79,57 @@ class Sketch:
             raise ValueError(f"{ratio} is no quantile: 0 to 1")
         if not self.count:
             return None
+        if self._low >= ratio * self.count and self._low:
+            return 0.0
+        index = self.bucket_of(ratio)
+        return self.most if index is None else min(self._middle(index), self.most)
+
+    def bucket_of(self, ratio: float) -> int | None:
+        """Return the bucket that the quantile lies in; None if nothing was counted or it is at the floor."""
         rank = ratio * self.count
         seen = self._low
-        if self._low and seen >= rank:
-            return 0.0
+        if not self.count or (self._low and seen >= rank):
+            return None
         for index in sorted(self._buckets):
             seen += self._buckets[index]
             if seen >= rank - 1e-9 * self.count:
-                return min(self._middle(index), self.most)
-        return self.most
+                return index
+        return None
+
+    def above(self, index: int) -> float:
+        """Return the weight in the buckets above ``index``."""
+        return sum(weight for at, weight in self._buckets.items() if at > index)
+
+    def above_value(self, value: float) -> float:
+        """Return the weight of values above ``value``; those in its bucket count as not above."""
+        return self.count - self._low if value <= self.floor else self.above(self._index(value))
+
+    def steps(self, factor: float) -> int:
+        """Return by how many buckets a value moves that is multiplied by ``factor``."""
+        return round(math.log(factor) / self._log_ratio)
+
+    @property
+    def parts(self) -> tuple[float, dict[int, float]]:
+        """The weight at the floor, and by bucket, as ``add_parts`` takes them."""
+        return self._low, dict(self._buckets)
+
+    def add_parts(self, low: float, buckets: Mapping[int, float], total: float, most: float) -> None:
+        """Count the parts of a sketch that was made with the same error and floor."""
+        for index, weight in buckets.items():
+            self._buckets[index] = self._buckets.get(index, 0.0) + weight
+        while len(self._buckets) > self.max_buckets:
+            self._merge_lowest()
+        self._low += low
+        self.count += low + sum(buckets.values())
+        self.total += total
+        self.most = max(self.most, most)
+
+    def values(self) -> Iterator[tuple[float, float]]:
+        """Yield a value of each bucket and its weight."""
+        if self._low:
+            yield 0.0, self._low
+        for index, weight in self._buckets.items():
+            yield min(self._middle(index), self.most), weight
 
     @property
     def mean(self) -> float | None:
@@ -108,6 +143,9 @@ class Sketch:
         for index in sorted(self._buckets):
             seen += self._buckets[index]
             yield min(self._middle(index), self.most), seen / self.count
+
+    def _index(self, value: float) -> int:
+        return math.ceil(math.log(value) / self._log_ratio)
 
     def _middle(self, index: int) -> float:
         upper = math.exp(index * self._log_ratio)

@@ -1,0 +1,44 @@
+"""The service level indicators: what gateways measure, and the store of the leading control plane."""
+
+from __future__ import annotations
+
+from services.adapters.grpc.slis import GrpcSlis
+from services.app.environment import Environment
+from services.app.roles.ledger import open_ledger_store
+from services.app.roles.shared import open_directory
+from services.controlplane.event_log import EventRecorder
+from services.controlplane.objectives.alerts import ObjectiveAlerts
+from services.controlplane.objectives.store import SliStore
+from services.controlplane.resources.objectives import Objectives
+from services.core.records import OBJECTIVES, Objective, leader_key
+from services.gateway.slis.recorder import SliRecorder
+from services.gateway.slis.reporter import SliReporter
+from services.runtime.fleet_state.leadership import Election
+from services.runtime.fleet_state.objectives import ObjectiveIndex
+
+
+def open_objectives(
+    environment: Environment, election: Election, objectives: Objectives, recorder: EventRecorder
+) -> tuple[SliStore, ObjectiveAlerts]:
+    """Return the store of what gateways measure, and the alerts of the objectives."""
+    clock, index = environment.clock, ObjectiveIndex(environment.informer(OBJECTIVES, Objective))
+    slis = SliStore(open_ledger_store(environment), clock, election, lambda: index.by_class)
+    alerts = ObjectiveAlerts(
+        environment.store, objectives, slis, election, leader_key("controlplane"), clock, events=recorder
+    )
+    return slis, alerts
+
+
+def open_sli_recorder(environment: Environment) -> SliRecorder:
+    """Return the recorder of a gateway; what it counts is reported from now on."""
+    recorder = SliRecorder(environment.metrics, zone=environment.settings.zone)
+    calls = GrpcSlis(
+        open_directory(environment, "controlplane"), environment.internal_token, environment.clock
+    )
+    environment.closing.push_async_callback(calls.close)
+    reporter = SliReporter(
+        recorder, calls, environment.clock, environment.ids.source_id(), metrics=environment.metrics
+    )
+    environment.closing.push_async_callback(reporter.close)
+    environment.supervisor.spawn("service level indicators", reporter.run())
+    return recorder

@@ -1,0 +1,110 @@
+"""Writes what was measured of each objective, and an event when its alert changes.
+
+Status and event are one commit, under the leader's fence and only if the objective is unchanged. So a change
+is reported once, whichever control plane leads.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final, Protocol
+
+import structlog
+
+from services.controlplane.event_log import EventRecorder
+from services.controlplane.fleet import readable
+from services.controlplane.objectives.policy.burn import EventCounts, status_of
+from services.controlplane.objectives.policy.transitions import transitions
+from services.controlplane.reconciler import Leadership
+from services.controlplane.resources.objectives import Objectives
+from services.controlplane.resources.resources import Stored
+from services.core.errors import NoLeader, StoreUnavailable
+from services.core.records import (
+    OBJECTIVE_STATUS,
+    OBJECTIVES,
+    Objective,
+    ObjectiveStatus,
+    Priority,
+    Sli,
+    dump,
+)
+from services.ports.clock import Clock
+from services.ports.store import CreateRevisionIs, Entry, LeaseLost, ModRevisionIs, Put, Store
+from services.runtime.idempotent_writes import WriteSet
+
+log = structlog.get_logger()
+PERIOD_S: Final = 5.0
+_REFRESH_S: Final = 30.0  # a status without a new alert is written at most that often
+
+
+class MeasuredEvents(Protocol):
+    """``SliStore``, as far as alerts read it."""
+
+    def events_of(self, model: str, priority: Priority, sli: Sli, window_s: float) -> EventCounts:
+        """Return the events of the window that ends now. Raises NoLeader."""
+
+
+class ObjectiveAlerts:
+    """Runs in every control plane; acts only while it leads. ``leader_key`` is the election's key."""
+
+    def __init__(
+        self,
+        store: Store,
+        objectives: Objectives,
+        slis: MeasuredEvents,
+        leadership: Leadership,
+        leader_key: str,
+        clock: Clock,
+        *,
+        events: EventRecorder,
+    ) -> None:
+        self._store = store
+        self._objectives = objectives
+        self._slis = slis
+        self._leadership = leadership
+        self._leader_key = leader_key
+        self._clock = clock
+        self._events = events
+
+    async def run(self) -> None:
+        """Check every ``PERIOD_S`` while leading, until cancelled; survives a store outage."""
+        while True:
+            epoch = await self._leadership.wait_leading()
+            try:
+                await self.check(epoch)
+            except (StoreUnavailable, LeaseLost, NoLeader) as error:
+                log.info("objectives.not_checked", error=repr(error))
+            await self._clock.sleep(PERIOD_S)
+
+    async def check(self, epoch: int) -> None:
+        """Write the status of each objective that changed. Raises NoLeader before the sums are loaded."""
+        objectives = await self._objectives.all()
+        if not objectives:
+            return
+        listing = await self._store.list(OBJECTIVE_STATUS)
+        found = {entry.key: entry for entry in listing.entries}
+        for stored in objectives:
+            entry = found.get(OBJECTIVE_STATUS + stored.record.meta.name)
+            await self._write(stored, entry, epoch, listing.revision)
+
+    async def _write(self, stored: Stored[Objective], entry: Entry | None, epoch: int, revision: int) -> None:
+        objective, now_s = stored.record, self._clock.unix_s()
+        before = readable(entry, ObjectiveStatus) if entry is not None else None
+        if before is not None and before.create_revision != stored.create_revision:
+            before = None  # of a deleted objective with this name
+        over = partial(self._slis.events_of, objective.model, objective.priority)
+        status = ObjectiveStatus(status_of(objective, over), now_s, stored.create_revision)
+        events = transitions(objective, before, status)
+        unchanged = before is not None and before.slis == status.slis
+        if not events and (unchanged or (before is not None and now_s < before.unix_s + _REFRESH_S)):
+            return
+        name = objective.meta.name
+        conditions = (
+            CreateRevisionIs(self._leader_key, epoch),
+            ModRevisionIs(OBJECTIVES + name, stored.mod_revision),
+        )
+        together = WriteSet(conditions, (Put(OBJECTIVE_STATUS + name, dump(status)),))
+        if events:
+            await self._events.record_with(events, revision, together)
+        else:
+            await self._store.commit(together.operations, together.conditions)

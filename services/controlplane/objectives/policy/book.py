@@ -1,0 +1,155 @@
+"""The sums of all gateways' reports, and how a report changes them. Pure.
+
+A source numbers its reports; a number counts once. The sums and the sources' last numbers are stored and
+loaded together, so that a report is either in both or in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from services.controlplane.objectives.policy.burn import BurnRings, counted
+from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReport, SliSums
+from services.core.records import Objective, Priority
+
+INTERVAL_S: Final = 600.0
+INTERVALS: Final = 6  # of series: the last hour
+MAX_SERIES: Final = 5_000  # of an interval; further tenants share one
+MAX_BURNS: Final = 2_000
+MAX_STEPS: Final = 4  # of a model
+MAX_WINDOWS: Final = 256
+SOURCE_S: Final = 3600.0  # a source that was silent for so long has nothing left to send again
+OTHER: Final = "(other)"
+_LATE_S: Final = 900.0
+
+ObjectivesByClass = Mapping[tuple[str, Priority], Objective]
+
+
+@dataclass(frozen=True, slots=True)
+class SliSource:
+    """``last``: number of its last report that is counted."""
+
+    last: int
+    seen_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BurnKey:
+    """``version_digest`` is empty for requests that were refused before they had a version."""
+
+    arm: ArmKey
+    priority: Priority
+
+
+@dataclass(slots=True)
+class StepSums:
+    """The arms of a step by version digest and cluster."""
+
+    arms: dict[str, dict[int, SliSums]] = field(default_factory=dict)
+    seen_s: float = 0.0
+
+
+@dataclass(slots=True)
+class SliBook:
+    """``number``: of the snapshot that it was loaded from or stored in last."""
+
+    number: int = 0
+    sources: dict[str, SliSource] = field(default_factory=dict)
+    intervals: dict[int, dict[SliKey, SliSums]] = field(default_factory=dict)
+    burns: dict[BurnKey, BurnRings] = field(default_factory=dict)
+    steps: dict[GateWindow, StepSums] = field(default_factory=dict)
+
+    def last_of(self, source: str) -> int:
+        found = self.sources.get(source)
+        return found.last if found is not None else 0
+
+    def apply(
+        self,
+        source: str,
+        first: int,
+        oldest: int,
+        reports: Sequence[SliReport],
+        objectives: ObjectivesByClass,
+        *,
+        now_s: float,
+    ) -> int:
+        """Count the reports that are new. Returns the last counted number of the source.
+
+        Nothing is counted while reports before ``first`` are missing that the source still has.
+        """
+        last = self.last_of(source)
+        if first > max(last + 1, oldest):
+            return last
+        for number, report in enumerate(reports, start=first):
+            if number > last:
+                self._add(report, objectives, now_s)
+                last = number
+        last = max(last, first - 1)
+        self.sources[source] = SliSource(last, now_s)
+        return last
+
+    def forget(self, now_s: float) -> None:
+        """Drop what is too old."""
+        self.sources = {name: one for name, one in self.sources.items() if one.seen_s > now_s - SOURCE_S}
+        oldest = int(now_s // INTERVAL_S) - INTERVALS
+        self.intervals = {number: one for number, one in self.intervals.items() if number > oldest}
+        self.burns = {key: one for key, one in self.burns.items() if not one.forget(now_s)}
+
+    def arms_of(self, window: GateWindow) -> dict[str, ArmWindow]:
+        """Return the arms of a step, by version digest."""
+        found = self.steps.get(window)
+        return {} if found is None else {digest: ArmWindow(one) for digest, one in found.arms.items()}
+
+    def series(self) -> dict[SliKey, SliSums]:
+        """Return the sums of the last hour."""
+        found: dict[SliKey, SliSums] = {}
+        for interval in self.intervals.values():
+            for key, sums in interval.items():
+                found.setdefault(key, SliSums()).merge(sums)
+        return found
+
+    def burns_of(self, model: str, priority: Priority) -> list[BurnRings]:
+        """Return the events of a model and class, of every arm."""
+        return [
+            rings for key, rings in self.burns.items() if key.arm.model == model and key.priority is priority
+        ]
+
+    def burns_of_arm(self, arm: ArmKey) -> dict[Priority, BurnRings]:
+        """Return the events of one arm by class."""
+        return {key.priority: rings for key, rings in self.burns.items() if key.arm == arm}
+
+    def _add(self, report: SliReport, objectives: ObjectivesByClass, now_s: float) -> None:
+        at_s = min(now_s, max(report.cut_unix_s, now_s - _LATE_S))
+        interval = self.intervals.setdefault(int(at_s // INTERVAL_S), {})
+        for key, sums in report.series.items():
+            kept = key
+            if key not in interval and len(interval) >= MAX_SERIES:
+                kept = replace(key, tenant=OTHER, zone="")
+            interval.setdefault(kept, SliSums()).merge(sums)
+            objective = objectives.get((key.arm.model, key.priority))
+            if objective is not None:
+                self._burn(BurnKey(key.arm, key.priority), sums, objective, at_s)
+        for window, arms in report.windows.items():
+            self._add_window(window, arms, now_s)
+
+    def _burn(self, key: BurnKey, sums: SliSums, objective: Objective, at_s: float) -> None:
+        if key not in self.burns and len(self.burns) >= MAX_BURNS:
+            key = replace(key, arm=replace(key.arm, version_digest=""))
+        self.burns.setdefault(key, BurnRings()).add(counted(sums, objective), at_s)
+
+    def _add_window(self, window: GateWindow, arms: Mapping[str, ArmWindow], now_s: float) -> None:
+        step = self.steps.get(window)
+        if step is None:
+            step = self.steps[window] = StepSums()
+        step.seen_s = now_s
+        for digest, arm in arms.items():
+            clusters = step.arms.setdefault(digest, {})
+            for cluster, sums in arm.clusters.items():
+                clusters.setdefault(cluster, SliSums()).merge(sums)
+        mine = [one for one in self.steps if one.model == window.model]
+        if len(mine) > MAX_STEPS:
+            del self.steps[min(mine, key=lambda one: self.steps[one].seen_s)]
+        if len(self.steps) > MAX_WINDOWS:
+            del self.steps[min(self.steps, key=lambda one: self.steps[one].seen_s)]

@@ -1,0 +1,178 @@
+"""The leading control plane's sums of what gateways measured, with a snapshot that outlives it.
+
+A report counts in memory at once. Every ``SNAPSHOT_S`` the whole is stored as one object under the next
+number, which must be free: of two leaders that continue from the same number, one finds it taken and loads
+again. A gateway forgets a report only when a snapshot contains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import structlog
+
+from services.adapters.threads import in_thread
+from services.controlplane.objectives.codec import book_from_bytes, book_to_message
+from services.controlplane.objectives.policy.book import ObjectivesByClass, SliBook
+from services.controlplane.objectives.policy.burn import EventCounts, alert_of
+from services.controlplane.usage.ledger import LedgerElection
+from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport, SliSums
+from services.core.errors import FairwayError, NoLeader, NotFound
+from services.core.records import BurnAlert, Priority, Sli
+from services.ports.clock import Clock
+from services.ports.ledger_store import LedgerStore
+from services.runtime.supervisor import first_of
+
+log = structlog.get_logger()
+
+SNAPSHOT_S: Final = 20.0
+_KEPT: Final = 4  # snapshots
+_LOADS: Final = 5
+_RETRY_S: Final = 0.5
+_PREFIX: Final = "slis/"
+
+
+class SnapshotTaken(Exception):
+    """Another control plane stored a snapshot under the next number."""
+
+
+@dataclass(slots=True)
+class _Term:
+    """The state of one leadership. ``durable``: by source, what the last snapshot contains."""
+
+    epoch: int
+    book: SliBook
+    durable: dict[str, int]
+    changed: bool = False
+
+
+class SliStore:
+    """Runs in every control plane; acts while it leads. Only the event loop changes the sums."""
+
+    def __init__(
+        self,
+        store: LedgerStore,
+        clock: Clock,
+        leadership: LedgerElection,
+        objectives: Callable[[], ObjectivesByClass],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._leadership = leadership
+        self._objectives = objectives
+        self._term: _Term | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self._term is not None and self._leadership.epoch == self._term.epoch
+
+    def report(self, source: str, first: int, oldest: int, reports: Sequence[SliReport]) -> SliReceipt:
+        """Count reports: see ``SliReports`` of the gateway. Raises NoLeader."""
+        term = self._leading()
+        last = term.book.apply(source, first, oldest, reports, self._objectives(), now_s=self._clock.unix_s())
+        term.changed = term.changed or bool(reports)
+        return SliReceipt(last, min(last, term.durable.get(source, 0)))
+
+    def arms_of(self, window: GateWindow) -> Mapping[str, ArmWindow]:
+        """Return what was measured in a step of a rollout, by version digest. Raises NoLeader."""
+        return self._leading().book.arms_of(window)
+
+    def series(self) -> dict[SliKey, SliSums]:
+        """Return the sums of the last hour. Raises NoLeader."""
+        return self._leading().book.series()
+
+    def events_of(self, model: str, priority: Priority, sli: Sli, window_s: float) -> EventCounts:
+        """Return the events of a model and class in the window that ends now. Raises NoLeader."""
+        found, now_s = EventCounts(), self._clock.unix_s()
+        for rings in self._leading().book.burns_of(model, priority):
+            found += rings.over(sli, window_s, now_s)
+        return found
+
+    def arm_alerts(self, arm: ArmKey) -> dict[tuple[Priority, Sli], BurnAlert]:
+        """Return the burn alerts of one arm alone, by its model's objectives. Raises NoLeader."""
+        now_s, objectives = self._clock.unix_s(), self._objectives()
+        found: dict[tuple[Priority, Sli], BurnAlert] = {}
+        for priority, rings in self._leading().book.burns_of_arm(arm).items():
+            objective = objectives.get((arm.model, priority))
+            if objective is None:
+                continue
+            over = partial(rings.over, unix_s=now_s)
+            alerts = {(priority, sli): alert_of(objective, sli, over) for sli in Sli}
+            found |= {key: alert for key, alert in alerts.items() if alert is not BurnAlert.NONE}
+        return found
+
+    async def run(self) -> None:
+        """Lead whenever this control plane is elected, until cancelled; survives an outage of the store."""
+        while True:
+            epoch = await self._leadership.wait_leading()
+            try:
+                book = await self._load()
+                durable = {name: source.last for name, source in book.sources.items()}
+                self._term = _Term(epoch, book, durable)
+                log.info("slis.loaded", snapshot=book.number, epoch=epoch)
+                await first_of(self._store_forever(), self._leadership.wait_lost(epoch))
+            except SnapshotTaken:
+                log.info("slis.superseded", epoch=epoch)
+            except FairwayError as error:
+                log.warning("slis.interrupted", reason=error.reason, error=error.message)
+            finally:
+                self._term = None
+            await self._clock.sleep(_RETRY_S)
+
+    async def store(self) -> None:
+        """Store a snapshot if anything changed. Raises SnapshotTaken, NoLeader or StoreUnavailable."""
+        term = self._leading()
+        if not term.changed:
+            return
+        book = term.book
+        book.forget(self._clock.unix_s())
+        message = book_to_message(book, book.number + 1)  # a copy: reports go on while it is written
+        durable = {name: source.last for name, source in book.sources.items()}
+        term.changed = False
+        data = await in_thread(message.SerializeToString)
+        name = _name(book.number + 1)
+        try:
+            created = await self._store.create(name, data) or await self._store.read(name) == data
+        except FairwayError:
+            term.changed = True
+            raise
+        names = await self._store.names(_PREFIX)
+        if not created or names[-1] != name:
+            raise SnapshotTaken
+        book.number += 1
+        term.durable = durable
+        await self._store.delete(names[:-_KEPT])
+
+    async def _store_forever(self) -> None:
+        while True:
+            await self._clock.sleep(SNAPSHOT_S)
+            try:
+                await self.store()
+            except NoLeader:
+                return
+            except FairwayError as error:
+                log.warning("slis.not_stored", reason=error.reason, error=error.message)
+
+    async def _load(self) -> SliBook:
+        """Return the newest snapshot's sums, empty ones without any. Raises StoreUnavailable."""
+        for _ in range(_LOADS):
+            names = await self._store.names(_PREFIX)
+            if not names:
+                return SliBook()
+            try:
+                return await in_thread(book_from_bytes, await self._store.read(names[-1]))
+            except NotFound:
+                continue  # deleted: there is a newer one
+        raise NoLeader("other control planes replace the snapshots of service level indicators")
+
+    def _leading(self) -> _Term:
+        if self._term is None or self._leadership.epoch != self._term.epoch:
+            raise NoLeader("this control plane does not lead", retry_after_s=1.0)
+        return self._term
+
+
+def _name(number: int) -> str:
+    return f"{_PREFIX}{number:016d}"

@@ -1,0 +1,75 @@
+"""What one process of a parallel run runs as a whole, and in which order."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+# They share an installation, but for those that start their own on free ports.
+SHARED_INSTALLATION = "tests/e2e/"
+OWN_INSTALLATION = tuple(
+    f"{SHARED_INSTALLATION}test_{name}.py"
+    for name in ("bench_stack", "drafts", "overload", "telemetry", "usage", "walk")
+)
+# What takes a file over fifteen seconds alone, the longest first: those that wait between those that compute.
+LONGEST = (
+    SHARED_INSTALLATION,
+    "tests/unit/cli/test_up.py",
+    "tests/sim/test_seeds.py",
+    "tests/security/test_rpc_floods.py",
+    "tests/sim/test_planted.py",
+    "tests/security/test_limits_storm.py",
+    "tests/sim/lab/test_outcomes.py",
+    "tests/integration/worker/test_drafts.py",
+    "tests/security/test_store_identity.py",
+    "tests/unit/worker/engine/test_oracle.py",
+    "tests/security/test_log_disk.py",
+    "tests/contract/test_idempotency_model.py",
+    "tests/unit/worker/engine/test_process.py",
+    "tests/integration/client/test_gateways.py",
+    "tests/sim/engine/test_shared_blocks.py",
+    "tests/unit/worker/engine/native/test_prebuilt.py",
+    "tests/integration/worker/test_damaged_files.py",
+    "tests/sim/lab/test_simulate_cli.py",
+    "tests/integration/test_redis_topologies.py",
+    "tests/sim/test_scale.py",
+    "tests/security/test_text_processes.py",
+    "tests/integration/test_idempotency_resume.py",
+    "tests/integration/controlplane/test_two_control_planes.py",
+    "tests/tidy/test_house.py",
+    "tests/security/test_http_connections.py",
+    "tests/integration/registry/test_kill.py",
+    "tests/security/test_stalled_readers.py",
+    "tests/integration/test_informer_etcd.py",
+)
+
+
+def group_of(nodeid: str) -> str:
+    """Return the file, or one name for all that share the installation."""
+    file = nodeid.partition("::")[0]
+    shares = file.startswith(SHARED_INSTALLATION) and file not in OWN_INSTALLATION
+    return SHARED_INSTALLATION if shares else file
+
+
+def sort(items: list[pytest.Item]) -> None:
+    """The longest groups come first: a run ends when its last group does.
+
+    The others come by their number of tests, so that files that wait and files that compute are mixed.
+    """
+    counts = Counter(group_of(item.nodeid) for item in items)
+    places = {group: place for place, group in enumerate((*LONGEST, *OWN_INSTALLATION))}
+
+    def rank(item: pytest.Item) -> tuple[int, int, str]:
+        group = group_of(item.nodeid)
+        return places.get(group, len(places)), -counts[group], item.nodeid.partition("::")[0]
+
+    items.sort(key=rank)
+
+
+class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
+    """Keeps a group together in a run of several processes."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)

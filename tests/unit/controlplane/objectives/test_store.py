@@ -1,0 +1,219 @@
+"""Reports of gateways reach the sums once, whatever happens to control planes between two snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from services.controlplane.objectives.codec import book_from_bytes, book_to_message
+from services.controlplane.objectives.policy.book import SliBook
+from services.controlplane.objectives.store import SliStore, SnapshotTaken
+from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport, SliSums
+from services.core.errors import NoLeader, StoreUnavailable
+from services.core.generation import Usage
+from services.core.records import BurnAlert, LatencyTarget, Meta, Objective, Priority, Sli
+from services.gateway.slis.recorder import RequestEnd, RequestLatencies, SliRecorder, SliSubject
+from services.gateway.slis.reporter import SliReporter
+from services.rpc.convert.slis import report_from_proto, report_to_proto
+from tests.support.clocks import QuickClock
+from tests.support.memory_ledger import MemoryLedger
+from tests.support.usage_ledgers import UNIX_S, SetElection
+
+ARM = ArmKey("chat", "sha256:1")
+KEY = SliKey(ARM, "acme", Priority.STANDARD, "a")
+WINDOW = GateWindow("chat", "r1/1")
+OBJECTIVE = Objective(
+    Meta("chat"), "chat", availability=0.99, completion=0.99, ttft=LatencyTarget(1.0), itl=LatencyTarget(0.1)
+)
+
+
+class Plane:
+    """A control plane on the shared objects."""
+
+    def __init__(self, objects: MemoryLedger, clock: QuickClock, *, epoch: int | None = None) -> None:
+        self.election = SetElection(epoch)
+        self.store = SliStore(objects, clock, self.election, lambda: {("chat", Priority.STANDARD): OBJECTIVE})
+        self.task = asyncio.ensure_future(self.store.run())
+
+    async def lead(self, epoch: int) -> None:
+        self.election.turn(epoch)
+        async with asyncio.timeout(30):
+            while not self.store.leads:
+                await asyncio.sleep(0.001)
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+
+class Link:
+    """The way to the present leader. It loses answers, as a connection does that breaks."""
+
+    def __init__(self, rng: Random, planes: Sequence[Plane], lost_ratio: float = 0.0) -> None:
+        self.rng, self.planes, self.lost_ratio = rng, planes, lost_ratio
+
+    async def report(self, source: str, first: int, oldest: int, reports: Sequence[SliReport]) -> SliReceipt:
+        leader = next((plane for plane in self.planes if plane.store.leads), None)
+        if leader is None:
+            raise NoLeader("none leads")
+        sent = [report_from_proto(report_to_proto(one)) for one in reports]
+        receipt = leader.store.report(source, first, oldest, sent)
+        if self.rng.random() < self.lost_ratio:
+            raise NoLeader("the answer was lost")
+        return receipt
+
+
+def finish(recorder: SliRecorder, ttft_s: float = 0.2, reason: str = "FINISHED") -> None:
+    latencies = RequestLatencies()
+    latencies.ttft_s.append(ttft_s)
+    latencies.itl.add(0.02, 9)
+    subject = SliSubject(KEY, 7, "r1/1")
+    recorder.ended(subject, RequestEnd(reason, Usage(100, 10, device_s=0.5), latencies))
+
+
+def counted(plane: Plane) -> tuple[int, int, float, int]:
+    """Return the requests of the series, of the step and of the budget, and the device time."""
+    sums = plane.store.series().get(KEY, SliSums())
+    arm = plane.store.arms_of(WINDOW).get("sha256:1", ArmWindow())
+    events = plane.store.events_of("chat", Priority.STANDARD, Sli.AVAILABILITY, 3600.0)
+    return sums.requests, arm.requests, round(sums.device_s, 3), events.events
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_each_request_counts_once_over_failovers(seed: int) -> None:
+    rng, clock, objects = Random(seed), QuickClock(UNIX_S), MemoryLedger()
+    planes = [Plane(objects, clock), Plane(objects, clock)]
+    gateways = [SliRecorder(zone="a") for _ in range(2)]
+    link = Link(rng, planes, lost_ratio=0.3)
+    reporters = [SliReporter(one, link, clock, f"g{at}") for at, one in enumerate(gateways)]
+    leader, sent = 0, 0
+    await planes[0].lead(1)
+    try:
+        for turn in range(60):
+            for recorder, reporter in zip(gateways, reporters, strict=True):
+                finish(recorder)
+                sent += 1
+                with suppress(NoLeader):
+                    await reporter.send()
+            what = rng.random()
+            if what < 0.15:
+                planes[leader].election.turn(None)
+                leader = 1 - leader
+                await planes[leader].lead(turn + 2)
+            elif what < 0.4:
+                with suppress(Exception):
+                    await planes[leader].store.store()
+            elif what < 0.5:  # a frozen leader stores what it has when it wakes up
+                planes[1 - leader].election.turn(1000)
+                with suppress(Exception):
+                    await planes[1 - leader].store.store()
+                planes[1 - leader].election.turn(None)
+        link.lost_ratio = 0.0
+        await planes[leader].lead(10_000)
+        for reporter in reporters:
+            await reporter.send()
+        assert counted(planes[leader]) == (sent, sent, sent * 0.5, sent)
+        assert max(reporter.kept for reporter in reporters) <= 60
+    finally:
+        for plane in planes:
+            await plane.stop()
+
+
+@pytest.mark.parametrize("snapshots", [1, 6])
+async def test_of_two_leaders_one_stores(snapshots: int) -> None:
+    """The other one began from the same snapshot. After several, its number is free again."""
+    objects, clock = MemoryLedger(), QuickClock(UNIX_S)
+    planes = [Plane(objects, clock), Plane(objects, clock)]
+    recorders = [SliRecorder(zone="a") for _ in planes]
+    for epoch, plane in enumerate(planes, 1):
+        await plane.lead(epoch)
+    reporters = [
+        SliReporter(recorder, Link(Random(1), [plane]), clock, f"g{at}")
+        for at, (recorder, plane) in enumerate(zip(recorders, planes, strict=True))
+    ]
+    for _ in range(snapshots):
+        finish(recorders[0])
+        await reporters[0].send()
+        await planes[0].store.store()
+    finish(recorders[1])
+    await reporters[1].send()
+    with pytest.raises(SnapshotTaken):
+        await planes[1].store.store()
+    await reporters[1].send()
+    assert reporters[1].kept == 1, "it is in no snapshot that counts"
+    for plane in planes:
+        await plane.stop()
+
+
+async def test_what_is_stored_is_forgotten_by_the_gateway() -> None:
+    clock, objects = QuickClock(UNIX_S), MemoryLedger()
+    plane = Plane(objects, clock)
+    await plane.lead(1)
+    recorder = SliRecorder(zone="a")
+    reporter = SliReporter(recorder, Link(Random(1), [plane]), clock, "g")
+    finish(recorder)
+    await reporter.send()
+    assert reporter.kept == 1
+    await plane.store.store()
+    await reporter.send()
+    assert reporter.kept == 0
+    await plane.stop()
+
+
+async def test_an_outage_of_the_objects_loses_nothing() -> None:
+    clock, objects = QuickClock(UNIX_S), MemoryLedger()
+
+    def fail(operation: str, name: str) -> None:
+        raise StoreUnavailable("full")
+
+    objects.after = fail  # the effect took place, the answer is an error
+    plane = Plane(objects, clock)
+    await plane.lead(1)
+    recorder = SliRecorder(zone="a")
+    reporter = SliReporter(recorder, Link(Random(1), [plane]), clock, "g")
+    for _ in range(3):
+        finish(recorder)
+        await reporter.send()
+        with suppress(Exception):
+            await plane.store.store()
+    objects.after = lambda operation, name: None
+    await plane.lead(1)
+    await reporter.send()
+    assert counted(plane)[0] == 3
+    await plane.stop()
+
+
+async def test_an_arm_that_burns_its_budget_raises_an_alert_of_its_own() -> None:
+    plane = Plane(MemoryLedger(), QuickClock(UNIX_S))
+    await plane.lead(1)
+    recorder = SliRecorder(zone="a")
+    reporter = SliReporter(recorder, Link(Random(1), [plane]), QuickClock(UNIX_S), "g")
+    for number in range(40):
+        finish(recorder, reason="STREAM_BROKEN" if number % 4 == 0 else "FINISHED")
+    await reporter.send()
+    alerts = plane.store.arm_alerts(ARM)
+    assert alerts == {(Priority.STANDARD, Sli.COMPLETION): BurnAlert.ACUTE}
+    assert plane.store.arm_alerts(replace(ARM, version_digest="sha256:2")) == {}
+    await plane.stop()
+
+
+def test_a_snapshot_keeps_everything() -> None:
+    recorder = SliRecorder(zone="a")
+    finish(recorder)
+    report = recorder.cut(UNIX_S)
+    assert report is not None
+    book = SliBook(3)
+    objectives = {("chat", Priority.STANDARD): OBJECTIVE}
+    assert book.apply("g", 1, 1, [report], objectives, now_s=UNIX_S) == 1
+    data = book_to_message(book, 4).SerializeToString(deterministic=True)
+    loaded = book_from_bytes(data)
+    assert loaded.number == 4
+    assert book_to_message(loaded, 4).SerializeToString(deterministic=True) == data
+    assert loaded.apply("g", 1, 1, [report], objectives, now_s=UNIX_S) == 1
+    assert loaded.series()[KEY].requests == 1, "the same report does not count again"
