@@ -4,8 +4,8 @@ A batch that raises is searched in the process that serves. One that ends its pr
 in a *sacrificial* process, while the serving one goes on with healthy rows: a suspect returns to it never. A
 search halves its suspects. The half that runs decides for both: if it fails, it has a cause and the other
 half is set aside; if it succeeds, its rows are answered and the other half has a cause, without a run. A row
-that fails alone runs alone until it failed as often as condemning takes (``core.poison.suspicion``: faults and
-kills differ). Then what was set aside runs as one batch, and is searched if that fails.
+that fails alone runs alone until it failed as often as condemning takes (``core.poison.suspicion``: faults
+and kills differ). Then what was set aside runs as one batch, and is searched if that fails.
 
 One cause among ``n`` rows takes ``ceil(log2(n))`` runs, those of the row alone, and one of the rest: for 100
 rows at most 7 + 3 + 1 = 11. ``d`` causes take at most ``d`` times as many. Beyond ``most_runs`` the rows
