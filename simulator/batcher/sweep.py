@@ -87,7 +87,7 @@ def run(kind: DeviceKind, load: OpenLoop | ClosedLoop, window: Window, rows: int
 
 
 def goodput(kind: DeviceKind, load: Callable[[float], OpenLoop], window: Window, rows: int) -> float:
-    """Return the highest rate at which the objective holds, to about 1 %."""
+    """Return the highest rate at which the objective holds, to a sixtieth of the device's rate."""
     low, high = 0.0, 1.1 * kind.rate_per_s(100)
     for _ in range(HALVINGS):
         rate_per_s = (low + high) / 2

@@ -21,7 +21,6 @@ import grpc
 
 from fairway.client.publish.folder import (
     CHUNK_BYTES,
-    Kind,
     PublishRefused,
     declared_kind,
     find_files,
@@ -30,6 +29,7 @@ from fairway.client.publish.folder import (
     require_servable,
 )
 from fairway.client.publish.transfer import CALL_TIMEOUT_S, PATIENCE_S, Metadata, Transfer
+from fairway.formats.servable import Kind
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
 
@@ -108,13 +108,13 @@ async def publish(
     grpc.aio.AioRpcError when the registry rejects it.
     """
     files = await asyncio.to_thread(find_files, folder)
-    kind = kind or await asyncio.to_thread(declared_kind, files)
+    declared: Kind = kind or await asyncio.to_thread(declared_kind, files)
     if not for_another_engine:
-        await asyncio.to_thread(require_servable, files, kind)
+        await asyncio.to_thread(require_servable, files, declared)
     reporter = _ProgressReporter(progress, sum(path.stat().st_size for path in files.values()))
     hashed = await asyncio.to_thread(hash_files, files, reporter.hashed_from_thread)
     reporter.update(hashed_bytes=reporter.now.total_bytes, chunks=len(hashed.chunks))
-    manifest = manifest_of(files, hashed.files, kind, max_context_tokens)
+    manifest = manifest_of(files, hashed.files, declared, max_context_tokens)
     request = pb.CreateVersionRequest(model=model, manifest=manifest, for_another_engine=for_another_engine)
     stub = registry_pb2_grpc.RegistryServiceStub(channel)
     transfer = Transfer(stub, metadata, sent=reporter.sent, patience_s=patience_s)

@@ -143,7 +143,7 @@ def _sizes(fields: Mapping[str, Any], name: str, most: int) -> list[int]:
 def _pair(fields: Mapping[str, Any], name: str) -> tuple[int, int]:
     """Return height and width; one number means a square."""
     value = fields.get(name)
-    pair = value if isinstance(value, list) else [value, value]
+    pair: list[Any] = value if isinstance(value, list) else [value, value]
     if len(pair) != 2 or not all(type(size) is int and 0 < size <= MAX_EXTENT for size in pair):
         raise UnsupportedModel(name, "missing" if value is None else value)
     return pair[0], pair[1]

@@ -34,7 +34,8 @@ class ArrivalProfile:
         self._answered = [0.0] * BINS  # rows that were answered before it
         self._ended_s: float | None = None
         self._rows = 0  # in the batch that ended last
-        self._weight, self._weighed_s, self._began_s = 0.0, 0.0, None
+        self._weight, self._weighed_s = 0.0, 0.0
+        self._began_s: float | None = None
         self._open_ratio, self._returning = 1.0, [0.0] * BINS
         self._total = 0.0
 

@@ -124,7 +124,8 @@ class WaitingRows:
         ``running``: rows of each tenant in batches that run. A tenant without a lease has none.
         """
         used = Counter(running)
-        within, beyond = [], []
+        within: list[WaitingRow] = []
+        beyond: list[WaitingRow] = []
         for _, _, row in self._groups.get((key, width), ()):
             used[row.tenant] += 1
             (within if used[row.tenant] <= leases.get(row.tenant, 0) else beyond).append(row)

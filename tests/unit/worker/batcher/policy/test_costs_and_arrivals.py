@@ -71,6 +71,14 @@ def test_a_curve_is_bounded_and_follows_a_change() -> None:
     assert curve.mean_s(59, 32) == pytest.approx(0.5, rel=0.1)
 
 
+def test_a_class_that_was_measured_faster_than_a_smaller_one_is_not() -> None:
+    curve = CostCurve()
+    for _ in range(16):
+        curve.note(8, 10, 0.5)
+        curve.note(8, 90, 0.1)
+    assert curve.mean_s(8, 90) >= curve.mean_s(8, 50) >= curve.mean_s(8, 10) == pytest.approx(0.5)
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     samples=st.lists(st.tuples(st.integers(1, 100), st.floats(1e-4, 1.0)), max_size=60),

@@ -106,8 +106,8 @@ def test_no_row_is_lost_or_doubled(steps: list[tuple[bool, int, int, int, float]
             expected.discard(target)
         waiting.check_integrity()
         assert len(waiting) == len(expected) <= 20
-    for key, group in list(waiting.groups()):
-        taken = waiting.select(key, group.width, 7, leases={}, running={})
+    for of, group in list(waiting.groups()):
+        taken = waiting.select(of, group.width, 7, leases={}, running={})
         assert [each.due_s for each in taken] == sorted(each.due_s for each in taken)
         waiting.remove(each.number for each in taken)
         expected -= {each.number for each in taken}
