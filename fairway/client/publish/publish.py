@@ -108,7 +108,7 @@ async def publish(
     grpc.aio.AioRpcError when the registry rejects it.
     """
     files = await asyncio.to_thread(find_files, folder)
-    declared: Kind = kind or await asyncio.to_thread(declared_kind, files)
+    declared = await asyncio.to_thread(declared_kind, files) if kind is None else kind
     if not for_another_engine:
         await asyncio.to_thread(require_servable, files, declared)
     reporter = _ProgressReporter(progress, sum(path.stat().st_size for path in files.values()))

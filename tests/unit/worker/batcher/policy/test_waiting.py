@@ -84,6 +84,14 @@ def test_groups_are_in_order_of_their_first_row() -> None:
     assert waiting.narrower(KEYS[0], 16) == [8]
 
 
+def test_of_rows_that_are_due_together_the_named_one_is_removed() -> None:
+    waiting = WaitingRows()
+    add(waiting, row(0), row(1), row(2))
+    waiting.remove([1])
+    waiting.check_integrity()
+    assert numbers(waiting) == [0, 2]
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     steps=st.lists(
