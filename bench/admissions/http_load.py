@@ -22,10 +22,11 @@ class HttpTarget:
     model: str
     pids: tuple[int, ...] = ()
 
-    def request(self) -> bytes:
-        """Return the bytes of one request for 16 tokens."""
+    def request(self, max_tokens: int = 16, **fields: str) -> bytes:
+        """Return the bytes of one request."""
         message = {"role": "user", "content": "def add(left, right):"}
-        body = json.dumps({"model": self.model, "messages": [message], "max_tokens": 16}).encode()
+        content = {"model": self.model, "messages": [message], "max_tokens": max_tokens, **fields}
+        body = json.dumps(content).encode()
         head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer {self.api_key}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -16,6 +16,7 @@ from fairway.cli.terminal.cells import short_digest
 from fairway.client import AdminClient
 
 TIMEOUT_S: Final = 1.0
+_GROUPS: Final = ("tenants", "keys", "budgets", "objectives", "deployments", "rollouts", "nodes")
 _LIMIT: Final = 200  # names: enough for a shell's list
 _Read = Callable[[AdminClient], Awaitable[Iterable[str]]]
 
@@ -23,14 +24,7 @@ _Read = Callable[[AdminClient], Awaitable[Iterable[str]]]
 def names(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the names of the resources of the command's group; none for `create`."""
     group = ctx.parent.info_name if ctx.parent is not None else None
-    if ctx.info_name == "create" or group not in (
-        "tenants",
-        "keys",
-        "budgets",
-        "objectives",
-        "deployments",
-        "nodes",
-    ):
+    if ctx.info_name == "create" or group not in _GROUPS:
         return []
     return _completions(ctx, incomplete, lambda admin: _named(getattr(admin, group)))
 

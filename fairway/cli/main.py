@@ -33,6 +33,7 @@ from fairway.cli.commands.simulate import calibrate, simulate
 from fairway.cli.commands.status import status
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption
+from fairway.cli.rollouts import commands as rollouts
 from fairway.cli.terminal.formats import DOCUMENTS, write_document
 from fairway.cli.terminal.output import OutputClosed, err, out, plain, show_error
 
@@ -80,6 +81,7 @@ app.command()(complete)
 app.command()(chat)
 app.add_typer(models.app, name="models")
 app.add_typer(deployments.app, name="deployments")
+app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
 app.add_typer(budgets.app, name="budgets")

@@ -72,6 +72,7 @@ def generation(model: str, source: Input, options: Options, idempotency_key: str
         session_key=options.session_key,
         user=options.user,
         ignore_eos=options.ignore_eos,
+        version=options.version,
         idempotency_key=idempotency_key,
         **{name: value for name, value in optional.items() if value is not None},
     )

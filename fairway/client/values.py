@@ -82,6 +82,7 @@ class Options:
     session_key: str = ""
     user: str = ""  # the caller's name of its end user, whose limits and budgets apply
     ignore_eos: bool = False  # do not stop at the end-of-sequence token
+    version: str = ""  # digest or arm of the version that answers; empty: the model's split decides
 
 
 @dataclass(frozen=True, slots=True)

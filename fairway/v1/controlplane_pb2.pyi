@@ -46,6 +46,37 @@ KEY_ROLE_ADMIN: KeyRole.ValueType  # 2
 """Operates the control plane and the registry. Not for the data plane."""
 Global___KeyRole: _TypeAlias = KeyRole  # noqa: Y015
 
+class _RolloutStrategy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RolloutStrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RolloutStrategy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROLLOUT_STRATEGY_UNSPECIFIED: _RolloutStrategy.ValueType  # 0
+    """A canary."""
+    ROLLOUT_STRATEGY_CANARY: _RolloutStrategy.ValueType  # 1
+    """Growing weights, each judged against the stable version."""
+    ROLLOUT_STRATEGY_AB: _RolloutStrategy.ValueType  # 2
+    """Fixed weights until an operator promotes an arm."""
+    ROLLOUT_STRATEGY_BLUE_GREEN: _RolloutStrategy.ValueType  # 4
+    """Every replica beside the stable ones, then all traffic; the version before stays warm."""
+    ROLLOUT_STRATEGY_INSTANT: _RolloutStrategy.ValueType  # 5
+    """As BLUE_GREEN, final at once."""
+
+class RolloutStrategy(_RolloutStrategy, metaclass=_RolloutStrategyEnumTypeWrapper): ...
+
+ROLLOUT_STRATEGY_UNSPECIFIED: RolloutStrategy.ValueType  # 0
+"""A canary."""
+ROLLOUT_STRATEGY_CANARY: RolloutStrategy.ValueType  # 1
+"""Growing weights, each judged against the stable version."""
+ROLLOUT_STRATEGY_AB: RolloutStrategy.ValueType  # 2
+"""Fixed weights until an operator promotes an arm."""
+ROLLOUT_STRATEGY_BLUE_GREEN: RolloutStrategy.ValueType  # 4
+"""Every replica beside the stable ones, then all traffic; the version before stays warm."""
+ROLLOUT_STRATEGY_INSTANT: RolloutStrategy.ValueType  # 5
+"""As BLUE_GREEN, final at once."""
+Global___RolloutStrategy: _TypeAlias = RolloutStrategy  # noqa: Y015
+
 class _RolloutPhase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -53,23 +84,57 @@ class _RolloutPhase:
 class _RolloutPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RolloutPhase.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROLLOUT_PHASE_UNSPECIFIED: _RolloutPhase.ValueType  # 0
-    ROLLOUT_PHASE_PENDING: _RolloutPhase.ValueType  # 1
-    ROLLOUT_PHASE_CANARY: _RolloutPhase.ValueType  # 2
-    ROLLOUT_PHASE_PAUSED: _RolloutPhase.ValueType  # 3
-    ROLLOUT_PHASE_PROMOTING: _RolloutPhase.ValueType  # 4
+    ROLLOUT_PHASE_LOADING: _RolloutPhase.ValueType  # 1
+    """The versions are loaded beside the stable one."""
+    ROLLOUT_PHASE_RUNNING: _RolloutPhase.ValueType  # 2
+    """Traffic is split by the present step."""
+    ROLLOUT_PHASE_SOAKING: _RolloutPhase.ValueType  # 3
+    """All traffic is on the candidate; the version before is warm."""
+    ROLLOUT_PHASE_FINISHING: _RolloutPhase.ValueType  # 4
+    """The deployment has the candidate; the version before ends its requests."""
     ROLLOUT_PHASE_COMPLETED: _RolloutPhase.ValueType  # 5
-    ROLLOUT_PHASE_ABORTED: _RolloutPhase.ValueType  # 6
+    ROLLOUT_PHASE_ROLLING_BACK: _RolloutPhase.ValueType  # 6
+    """New requests are on the stable version; the candidates end their requests."""
+    ROLLOUT_PHASE_ABORTED: _RolloutPhase.ValueType  # 7
 
 class RolloutPhase(_RolloutPhase, metaclass=_RolloutPhaseEnumTypeWrapper): ...
 
 ROLLOUT_PHASE_UNSPECIFIED: RolloutPhase.ValueType  # 0
-ROLLOUT_PHASE_PENDING: RolloutPhase.ValueType  # 1
-ROLLOUT_PHASE_CANARY: RolloutPhase.ValueType  # 2
-ROLLOUT_PHASE_PAUSED: RolloutPhase.ValueType  # 3
-ROLLOUT_PHASE_PROMOTING: RolloutPhase.ValueType  # 4
+ROLLOUT_PHASE_LOADING: RolloutPhase.ValueType  # 1
+"""The versions are loaded beside the stable one."""
+ROLLOUT_PHASE_RUNNING: RolloutPhase.ValueType  # 2
+"""Traffic is split by the present step."""
+ROLLOUT_PHASE_SOAKING: RolloutPhase.ValueType  # 3
+"""All traffic is on the candidate; the version before is warm."""
+ROLLOUT_PHASE_FINISHING: RolloutPhase.ValueType  # 4
+"""The deployment has the candidate; the version before ends its requests."""
 ROLLOUT_PHASE_COMPLETED: RolloutPhase.ValueType  # 5
-ROLLOUT_PHASE_ABORTED: RolloutPhase.ValueType  # 6
+ROLLOUT_PHASE_ROLLING_BACK: RolloutPhase.ValueType  # 6
+"""New requests are on the stable version; the candidates end their requests."""
+ROLLOUT_PHASE_ABORTED: RolloutPhase.ValueType  # 7
 Global___RolloutPhase: _TypeAlias = RolloutPhase  # noqa: Y015
+
+class _InconclusivePolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _InconclusivePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_InconclusivePolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    INCONCLUSIVE_POLICY_UNSPECIFIED: _InconclusivePolicy.ValueType  # 0
+    """Wait for an operator."""
+    INCONCLUSIVE_POLICY_WAIT: _InconclusivePolicy.ValueType  # 1
+    INCONCLUSIVE_POLICY_PROMOTE: _InconclusivePolicy.ValueType  # 2
+    INCONCLUSIVE_POLICY_ABORT: _InconclusivePolicy.ValueType  # 3
+
+class InconclusivePolicy(_InconclusivePolicy, metaclass=_InconclusivePolicyEnumTypeWrapper):
+    """What happens to a step that its gate does not decide."""
+
+INCONCLUSIVE_POLICY_UNSPECIFIED: InconclusivePolicy.ValueType  # 0
+"""Wait for an operator."""
+INCONCLUSIVE_POLICY_WAIT: InconclusivePolicy.ValueType  # 1
+INCONCLUSIVE_POLICY_PROMOTE: InconclusivePolicy.ValueType  # 2
+INCONCLUSIVE_POLICY_ABORT: InconclusivePolicy.ValueType  # 3
+Global___InconclusivePolicy: _TypeAlias = InconclusivePolicy  # noqa: Y015
 
 class _NodeState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -708,7 +773,11 @@ class RolloutStep(_message.Message):
 
     WEIGHT_RATIO_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
+    MIN_REQUESTS_FIELD_NUMBER: _builtins.int
     weight_ratio: _builtins.float
+    """In whole basis points, as every weight."""
+    min_requests: _builtins.int
+    """Of each arm, before the step is judged. 0: 100."""
     @_builtins.property
     def hold(self) -> _duration_pb2.Duration: ...
     def __init__(
@@ -716,51 +785,485 @@ class RolloutStep(_message.Message):
         *,
         weight_ratio: _builtins.float = ...,
         hold: _duration_pb2.Duration | None = ...,
+        min_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "weight_ratio", b"weight_ratio"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "min_requests", b"min_requests", "weight_ratio", b"weight_ratio"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RolloutStep: _TypeAlias = RolloutStep  # noqa: Y015
 
 @_typing.final
+class RolloutArm(_message.Message):
+    """One version of the split."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WEIGHT_RATIO_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    version: _builtins.str
+    """A digest or a tag; resolved when the rollout starts."""
+    weight_ratio: _builtins.float
+    """Of an A/B test."""
+    version_digest: _builtins.str
+    """Set by the server."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        version: _builtins.str = ...,
+        weight_ratio: _builtins.float = ...,
+        version_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "version", b"version", "version_digest", b"version_digest", "weight_ratio", b"weight_ratio"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutArm: _TypeAlias = RolloutArm  # noqa: Y015
+
+@_typing.final
+class RolloutRules(_message.Message):
+    """Who takes part. Tenants by name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OverridesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class ClassCapsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REFUSE_PINS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TENANTS_FIELD_NUMBER: _builtins.int
+    DENIED_TENANTS_FIELD_NUMBER: _builtins.int
+    OVERRIDES_FIELD_NUMBER: _builtins.int
+    CLASS_CAPS_FIELD_NUMBER: _builtins.int
+    refuse_pins: _builtins.bool
+    """Requests may not name a version."""
+    @_builtins.property
+    def allowed_tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only these are split. Empty: all."""
+
+    @_builtins.property
+    def denied_tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def overrides(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The arm of a tenant, by tenant."""
+
+    @_builtins.property
+    def class_caps(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Largest share of the arms together, by the highest class of a tenant: batch, standard or interactive."""
+
+    def __init__(
+        self,
+        *,
+        refuse_pins: _builtins.bool = ...,
+        allowed_tenants: _abc.Iterable[_builtins.str] | None = ...,
+        denied_tenants: _abc.Iterable[_builtins.str] | None = ...,
+        overrides: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        class_caps: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_tenants", b"allowed_tenants", "class_caps", b"class_caps", "denied_tenants", b"denied_tenants", "overrides", b"overrides", "refuse_pins", b"refuse_pins"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutRules: _TypeAlias = RolloutRules  # noqa: Y015
+
+@_typing.final
+class RolloutGate(_message.Message):
+    """How the arms are compared with the stable one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class AcceptedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    METRICS_FIELD_NUMBER: _builtins.int
+    MIN_SESSIONS_FIELD_NUMBER: _builtins.int
+    PATIENCE_FIELD_NUMBER: _builtins.int
+    INCONCLUSIVE_FIELD_NUMBER: _builtins.int
+    MAX_ENGINE_RESTARTS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    min_sessions: _builtins.int
+    """Of each arm. 0: 30."""
+    inconclusive: Global___InconclusivePolicy.ValueType
+    max_engine_restarts: _builtins.int
+    """Crashes of a candidate's engines that roll it back. Absent: 3. 0: no bound."""
+    @_builtins.property
+    def metrics(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """error_ratio, broken_ratio, ttft_p95, itl_p95, output_length, cost. Empty: all."""
+
+    @_builtins.property
+    def patience(self) -> _duration_pb2.Duration:
+        """After a step's hold, until its policy applies. Absent: 10 minutes."""
+
+    @_builtins.property
+    def accepted(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Metrics that do not count, each with the reason, which is kept."""
+
+    def __init__(
+        self,
+        *,
+        metrics: _abc.Iterable[_builtins.str] | None = ...,
+        min_sessions: _builtins.int = ...,
+        patience: _duration_pb2.Duration | None = ...,
+        inconclusive: Global___InconclusivePolicy.ValueType = ...,
+        max_engine_restarts: _builtins.int | None = ...,
+        accepted: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_engine_restarts", b"_max_engine_restarts", "max_engine_restarts", b"max_engine_restarts", "patience", b"patience"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_engine_restarts", b"_max_engine_restarts", "accepted", b"accepted", "inconclusive", b"inconclusive", "max_engine_restarts", b"max_engine_restarts", "metrics", b"metrics", "min_sessions", b"min_sessions", "patience", b"patience"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_engine_restarts: _TypeAlias = _typing.Literal["max_engine_restarts"]  # noqa: Y015
+    _WhichOneofArgType__max_engine_restarts: _TypeAlias = _typing.Literal["_max_engine_restarts", b"_max_engine_restarts"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_engine_restarts) -> _WhichOneofReturnType__max_engine_restarts | None: ...
+
+Global___RolloutGate: _TypeAlias = RolloutGate  # noqa: Y015
+
+@_typing.final
+class GateEvidence(_message.Message):
+    """One metric of an arm beside the stable one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METRIC_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    BASELINE_FIELD_NUMBER: _builtins.int
+    CANDIDATE_FIELD_NUMBER: _builtins.int
+    BASELINE_SAMPLES_FIELD_NUMBER: _builtins.int
+    CANDIDATE_SAMPLES_FIELD_NUMBER: _builtins.int
+    STATISTIC_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
+    COUNTED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    metric: _builtins.str
+    verdict: _builtins.str
+    """pass, fail or inconclusive."""
+    baseline: _builtins.float
+    candidate: _builtins.float
+    baseline_samples: _builtins.int
+    candidate_samples: _builtins.int
+    statistic: _builtins.float
+    """Standard errors by which the regression exceeds its margin, and how many prove it."""
+    bound: _builtins.float
+    counted: _builtins.bool
+    """Not counted: an operator accepted it, or nothing was measured."""
+    accepted: _builtins.str
+    def __init__(
+        self,
+        *,
+        metric: _builtins.str = ...,
+        verdict: _builtins.str = ...,
+        baseline: _builtins.float | None = ...,
+        candidate: _builtins.float | None = ...,
+        baseline_samples: _builtins.int = ...,
+        candidate_samples: _builtins.int = ...,
+        statistic: _builtins.float = ...,
+        bound: _builtins.float = ...,
+        counted: _builtins.bool = ...,
+        accepted: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_candidate", b"_candidate", "baseline", b"baseline", "candidate", b"candidate"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline", b"_baseline", "_candidate", b"_candidate", "accepted", b"accepted", "baseline", b"baseline", "baseline_samples", b"baseline_samples", "bound", b"bound", "candidate", b"candidate", "candidate_samples", b"candidate_samples", "counted", b"counted", "metric", b"metric", "statistic", b"statistic", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__baseline: _TypeAlias = _typing.Literal["baseline"]  # noqa: Y015
+    _WhichOneofArgType__baseline: _TypeAlias = _typing.Literal["_baseline", b"_baseline"]  # noqa: Y015
+    _WhichOneofReturnType__candidate: _TypeAlias = _typing.Literal["candidate"]  # noqa: Y015
+    _WhichOneofArgType__candidate: _TypeAlias = _typing.Literal["_candidate", b"_candidate"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__baseline) -> _WhichOneofReturnType__baseline | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__candidate) -> _WhichOneofReturnType__candidate | None: ...
+
+Global___GateEvidence: _TypeAlias = GateEvidence  # noqa: Y015
+
+@_typing.final
+class RolloutHistoryEntry(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    ARM_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """Stable, upper-case, such as GATE_FAILED."""
+    message: _builtins.str
+    arm: _builtins.str
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def evidence(self) -> _containers.RepeatedCompositeFieldContainer[Global___GateEvidence]: ...
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        what: _builtins.str = ...,
+        message: _builtins.str = ...,
+        arm: _builtins.str = ...,
+        evidence: _abc.Iterable[Global___GateEvidence] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arm", b"arm", "evidence", b"evidence", "message", b"message", "time", b"time", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutHistoryEntry: _TypeAlias = RolloutHistoryEntry  # noqa: Y015
+
+@_typing.final
+class RolloutArmStatus(_message.Message):
+    """An arm as it is now; the stable one is named stable."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    WEIGHT_RATIO_FIELD_NUMBER: _builtins.int
+    READY_REPLICAS_FIELD_NUMBER: _builtins.int
+    WANTED_REPLICAS_FIELD_NUMBER: _builtins.int
+    LOADED_REPLICAS_FIELD_NUMBER: _builtins.int
+    ENGINE_RESTARTS_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    version_digest: _builtins.str
+    weight_ratio: _builtins.float
+    ready_replicas: _builtins.int
+    wanted_replicas: _builtins.int
+    loaded_replicas: _builtins.int
+    """Workers that have the version in any state."""
+    engine_restarts: _builtins.int
+    verdict: _builtins.str
+    """Of the present step."""
+    waits_for: _builtins.str
+    @_builtins.property
+    def evidence(self) -> _containers.RepeatedCompositeFieldContainer[Global___GateEvidence]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        weight_ratio: _builtins.float = ...,
+        ready_replicas: _builtins.int = ...,
+        wanted_replicas: _builtins.int = ...,
+        loaded_replicas: _builtins.int = ...,
+        engine_restarts: _builtins.int = ...,
+        verdict: _builtins.str = ...,
+        waits_for: _builtins.str = ...,
+        evidence: _abc.Iterable[Global___GateEvidence] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_restarts", b"engine_restarts", "evidence", b"evidence", "loaded_replicas", b"loaded_replicas", "name", b"name", "ready_replicas", b"ready_replicas", "verdict", b"verdict", "version_digest", b"version_digest", "waits_for", b"waits_for", "wanted_replicas", b"wanted_replicas", "weight_ratio", b"weight_ratio"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutArmStatus: _TypeAlias = RolloutArmStatus  # noqa: Y015
+
+@_typing.final
+class RolloutFit(_message.Message):
+    """How an arm fits beside what serves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    NEEDED_BYTES_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    MISSING_REPLICAS_FIELD_NUMBER: _builtins.int
+    REJECTED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    replicas: _builtins.int
+    needed_bytes: _builtins.int
+    """On each worker."""
+    measured: _builtins.bool
+    """Reported by a worker; otherwise the size of the version's files."""
+    missing_replicas: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def rejected(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """WORKER: REASON."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        replicas: _builtins.int = ...,
+        needed_bytes: _builtins.int = ...,
+        measured: _builtins.bool = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        missing_replicas: _builtins.int = ...,
+        rejected: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["measured", b"measured", "missing_replicas", b"missing_replicas", "name", b"name", "needed_bytes", b"needed_bytes", "rejected", b"rejected", "replicas", b"replicas", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutFit: _TypeAlias = RolloutFit  # noqa: Y015
+
+@_typing.final
 class Rollout(_message.Message):
-    """The passage of a deployment from one version to another."""
+    """The passage of a deployment's traffic from its version to others."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     METADATA_FIELD_NUMBER: _builtins.int
     DEPLOYMENT_FIELD_NUMBER: _builtins.int
-    TARGET_VERSION_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     ROUTE_REVISION_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    ARMS_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
+    SOAK_FIELD_NUMBER: _builtins.int
+    STABLE_VERSION_FIELD_NUMBER: _builtins.int
+    STABLE_DIGEST_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    ARM_STATUS_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
+    FITS_FIELD_NUMBER: _builtins.int
+    LOAD_TIMEOUT_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
-    target_version: _builtins.str
     phase: Global___RolloutPhase.ValueType
+    """Set by the server, as message, route_revision and what is from 14 on."""
     message: _builtins.str
     route_revision: _builtins.int
+    strategy: Global___RolloutStrategy.ValueType
+    stable_version: _builtins.str
+    stable_digest: _builtins.str
+    step: _builtins.int
+    paused: _builtins.bool
+    target: _builtins.str
+    """The arm that gets all traffic in the end."""
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
     @_builtins.property
-    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutStep]: ...
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutStep]:
+        """Of a canary; absent: 1, 5, 25, 50 and 100 %."""
+
+    @_builtins.property
+    def arms(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutArm]:
+        """The candidates; one, except in an A/B test."""
+
+    @_builtins.property
+    def rules(self) -> Global___RolloutRules: ...
+    @_builtins.property
+    def gate(self) -> Global___RolloutGate: ...
+    @_builtins.property
+    def soak(self) -> _duration_pb2.Duration:
+        """With all traffic, before it is final. Absent: 5 minutes."""
+
+    @_builtins.property
+    def arm_status(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutArmStatus]: ...
+    @_builtins.property
+    def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutHistoryEntry]: ...
+    @_builtins.property
+    def fits(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutFit]:
+        """Of a planned start."""
+
+    @_builtins.property
+    def load_timeout(self) -> _duration_pb2.Duration:
+        """To load the versions of a step. Absent: 15 minutes."""
+
     def __init__(
         self,
         *,
         metadata: Global___Metadata | None = ...,
         deployment: _builtins.str = ...,
-        target_version: _builtins.str = ...,
         steps: _abc.Iterable[Global___RolloutStep] | None = ...,
         phase: Global___RolloutPhase.ValueType = ...,
         message: _builtins.str = ...,
         route_revision: _builtins.int = ...,
+        strategy: Global___RolloutStrategy.ValueType = ...,
+        arms: _abc.Iterable[Global___RolloutArm] | None = ...,
+        rules: Global___RolloutRules | None = ...,
+        gate: Global___RolloutGate | None = ...,
+        soak: _duration_pb2.Duration | None = ...,
+        stable_version: _builtins.str = ...,
+        stable_digest: _builtins.str = ...,
+        step: _builtins.int = ...,
+        paused: _builtins.bool = ...,
+        target: _builtins.str = ...,
+        arm_status: _abc.Iterable[Global___RolloutArmStatus] | None = ...,
+        history: _abc.Iterable[Global___RolloutHistoryEntry] | None = ...,
+        fits: _abc.Iterable[Global___RolloutFit] | None = ...,
+        load_timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "load_timeout", b"load_timeout", "metadata", b"metadata", "rules", b"rules", "soak", b"soak"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "message", b"message", "metadata", b"metadata", "phase", b"phase", "route_revision", b"route_revision", "steps", b"steps", "target_version", b"target_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arm_status", b"arm_status", "arms", b"arms", "deployment", b"deployment", "fits", b"fits", "gate", b"gate", "history", b"history", "load_timeout", b"load_timeout", "message", b"message", "metadata", b"metadata", "paused", b"paused", "phase", b"phase", "route_revision", b"route_revision", "rules", b"rules", "soak", b"soak", "stable_digest", b"stable_digest", "stable_version", b"stable_version", "step", b"step", "steps", b"steps", "strategy", b"strategy", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1934,11 +2437,96 @@ class DeleteDeploymentResponse(_message.Message):
 Global___DeleteDeploymentResponse: _TypeAlias = DeleteDeploymentResponse  # noqa: Y015
 
 @_typing.final
+class ListDeploymentRevisionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    page_size: _builtins.int
+    """At most this many; 0: 100."""
+    page_token: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeploymentRevisionsRequest: _TypeAlias = ListDeploymentRevisionsRequest  # noqa: Y015
+
+@_typing.final
+class DeploymentRevision(_message.Message):
+    """A state that a deployment had from a time on, without its status."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    cause: _builtins.str
+    """create, update, or the rollout that ended in it."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def deployment(self) -> Global___Deployment: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        cause: _builtins.str = ...,
+        deployment: Global___Deployment | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "deployment", b"deployment", "name", b"name", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeploymentRevision: _TypeAlias = DeploymentRevision  # noqa: Y015
+
+@_typing.final
+class ListDeploymentRevisionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def revisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeploymentRevision]: ...
+    def __init__(
+        self,
+        *,
+        revisions: _abc.Iterable[Global___DeploymentRevision] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "revisions", b"revisions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeploymentRevisionsResponse: _TypeAlias = ListDeploymentRevisionsResponse  # noqa: Y015
+
+@_typing.final
 class CreateRolloutRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    dry_run: _builtins.bool
+    """Nothing is written; the answer has the plan and the memory it takes."""
     request_id: _builtins.str
     """The same id again returns the first answer."""
     @_builtins.property
@@ -1947,11 +2535,12 @@ class CreateRolloutRequest(_message.Message):
         self,
         *,
         rollout: Global___Rollout | None = ...,
+        dry_run: _builtins.bool = ...,
         request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "rollout", b"rollout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "request_id", b"request_id", "rollout", b"rollout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2064,25 +2653,61 @@ Global___ListRolloutsResponse: _TypeAlias = ListRolloutsResponse  # noqa: Y015
 
 @_typing.final
 class PromoteRolloutRequest(_message.Message):
+    """Go to the next step without waiting for its gate. A failed gate still rolls back."""
+
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class AcceptedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TO_END_FIELD_NUMBER: _builtins.int
+    ARM_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     etag: _builtins.str
     request_id: _builtins.str
     """The same id again returns the first answer."""
+    to_end: _builtins.bool
+    """To all traffic."""
+    arm: _builtins.str
+    """Of an A/B test: the arm that gets all traffic."""
+    @_builtins.property
+    def accepted(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Metrics that no longer count, each with the reason, which is kept. Alone, it leaves the step as it is."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        to_end: _builtins.bool = ...,
+        arm: _builtins.str = ...,
+        accepted: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "arm", b"arm", "etag", b"etag", "name", b"name", "request_id", b"request_id", "to_end", b"to_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2207,20 +2832,24 @@ class AbortRolloutRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     etag: _builtins.str
     request_id: _builtins.str
     """The same id again returns the first answer."""
+    reason: _builtins.str
+    """Kept in the history."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -114,6 +114,11 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteDeploymentRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteDeploymentResponse.FromString,
                 _registered_method=True)
+        self.ListDeploymentRevisions = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/ListDeploymentRevisions',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListDeploymentRevisionsRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListDeploymentRevisionsResponse.FromString,
+                _registered_method=True)
         self.CreateRollout = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/CreateRollout',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.CreateRolloutRequest.SerializeToString,
@@ -367,6 +372,13 @@ class ControlPlaneServiceServicer:
 
     def DeleteDeployment(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDeploymentRevisions(self, request, context):
+        """The states that a deployment had, newest first; the last 32 or so.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -649,6 +661,11 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.DeleteDeployment,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteDeploymentRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteDeploymentResponse.SerializeToString,
+            ),
+            'ListDeploymentRevisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDeploymentRevisions,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListDeploymentRevisionsRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListDeploymentRevisionsResponse.SerializeToString,
             ),
             'CreateRollout': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateRollout,
@@ -1238,6 +1255,33 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/DeleteDeployment',
             fairway_dot_v1_dot_controlplane__pb2.DeleteDeploymentRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.DeleteDeploymentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDeploymentRevisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/ListDeploymentRevisions',
+            fairway_dot_v1_dot_controlplane__pb2.ListDeploymentRevisionsRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.ListDeploymentRevisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

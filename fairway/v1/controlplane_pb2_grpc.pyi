@@ -48,6 +48,8 @@ class ControlPlaneServiceStub:
     ListDeployments: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListDeploymentsRequest, _controlplane_pb2.ListDeploymentsResponse]
     UpdateDeployment: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateDeploymentRequest, _controlplane_pb2.UpdateDeploymentResponse]
     DeleteDeployment: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteDeploymentRequest, _controlplane_pb2.DeleteDeploymentResponse]
+    ListDeploymentRevisions: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListDeploymentRevisionsRequest, _controlplane_pb2.ListDeploymentRevisionsResponse]
+    """The states that a deployment had, newest first; the last 32 or so."""
     CreateRollout: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.CreateRolloutRequest, _controlplane_pb2.CreateRolloutResponse]
     GetRollout: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.GetRolloutRequest, _controlplane_pb2.GetRolloutResponse]
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListRolloutsRequest, _controlplane_pb2.ListRolloutsResponse]
@@ -110,6 +112,8 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     ListDeployments: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListDeploymentsRequest, _controlplane_pb2.ListDeploymentsResponse]  # type: ignore[assignment]
     UpdateDeployment: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateDeploymentRequest, _controlplane_pb2.UpdateDeploymentResponse]  # type: ignore[assignment]
     DeleteDeployment: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteDeploymentRequest, _controlplane_pb2.DeleteDeploymentResponse]  # type: ignore[assignment]
+    ListDeploymentRevisions: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListDeploymentRevisionsRequest, _controlplane_pb2.ListDeploymentRevisionsResponse]  # type: ignore[assignment]
+    """The states that a deployment had, newest first; the last 32 or so."""
     CreateRollout: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.CreateRolloutRequest, _controlplane_pb2.CreateRolloutResponse]  # type: ignore[assignment]
     GetRollout: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.GetRolloutRequest, _controlplane_pb2.GetRolloutResponse]  # type: ignore[assignment]
     ListRollouts: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListRolloutsRequest, _controlplane_pb2.ListRolloutsResponse]  # type: ignore[assignment]
@@ -265,6 +269,14 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controlplane_pb2.DeleteDeploymentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.DeleteDeploymentResponse, _abc.Awaitable[_controlplane_pb2.DeleteDeploymentResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListDeploymentRevisions(
+        self,
+        request: _controlplane_pb2.ListDeploymentRevisionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.ListDeploymentRevisionsResponse, _abc.Awaitable[_controlplane_pb2.ListDeploymentRevisionsResponse]]:
+        """The states that a deployment had, newest first; the last 32 or so."""
 
     @_abc_1.abstractmethod
     def CreateRollout(

@@ -132,6 +132,7 @@ class Generation(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     prompt: _builtins.str
     max_output_tokens: _builtins.int
@@ -153,6 +154,8 @@ class Generation(_message.Message):
     """The caller's name of its end user, whose limits and budgets apply."""
     cache: _builtins.bool
     """The answer of an equal earlier request of the tenant is good enough. See docs/idempotency.md."""
+    version: _builtins.str
+    """Digest or arm of the version that is to answer, of those that the model name serves now. Empty: the split decides."""
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
@@ -190,10 +193,11 @@ class Generation(_message.Message):
         ignore_eos: _builtins.bool = ...,
         user: _builtins.str = ...,
         cache: _builtins.bool = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "chat", b"chat", "choices", b"choices", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "sampling", b"sampling", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "cache", b"cache", "chat", b"chat", "choices", b"choices", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "session_key", b"session_key", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout", b"timeout", "token_ids", b"token_ids", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "cache", b"cache", "chat", b"chat", "choices", b"choices", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "session_key", b"session_key", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout", b"timeout", "token_ids", b"token_ids", "user", b"user", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choices: _TypeAlias = _typing.Literal["choices"]  # noqa: Y015
     _WhichOneofArgType__choices: _TypeAlias = _typing.Literal["_choices", b"_choices"]  # noqa: Y015

@@ -58,6 +58,56 @@ NOT_ADMITTED_REASON_INVALID: NotAdmittedReason.ValueType  # 9
 """Out of the bounds of this file: placed again, it would be refused again."""
 Global___NotAdmittedReason: _TypeAlias = NotAdmittedReason  # noqa: Y015
 
+class _LossCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LossCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOSS_CAUSE_UNSPECIFIED: _LossCause.ValueType  # 0
+    LOSS_CAUSE_OUTSIDE: _LossCause.ValueType  # 1
+    """A kill from outside, a hang, a stop."""
+    LOSS_CAUSE_FAULT: _LossCause.ValueType  # 2
+    """The engine raised an exception in a step, or a signal against itself."""
+
+class LossCause(_LossCause, metaclass=_LossCauseEnumTypeWrapper): ...
+
+LOSS_CAUSE_UNSPECIFIED: LossCause.ValueType  # 0
+LOSS_CAUSE_OUTSIDE: LossCause.ValueType  # 1
+"""A kill from outside, a hang, a stop."""
+LOSS_CAUSE_FAULT: LossCause.ValueType  # 2
+"""The engine raised an exception in a step, or a signal against itself."""
+Global___LossCause: _TypeAlias = LossCause  # noqa: Y015
+
+class _StepRole:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StepRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StepRole.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STEP_ROLE_UNSPECIFIED: _StepRole.ValueType  # 0
+    STEP_ROLE_NONE: _StepRole.ValueType  # 1
+    """No step ran."""
+    STEP_ROLE_BYSTANDER: _StepRole.ValueType  # 2
+    """A step of others ran."""
+    STEP_ROLE_SHARED: _StepRole.ValueType  # 3
+    """Its step had other members."""
+    STEP_ROLE_ALONE: _StepRole.ValueType  # 4
+    """Its step had no other member."""
+
+class StepRole(_StepRole, metaclass=_StepRoleEnumTypeWrapper): ...
+
+STEP_ROLE_UNSPECIFIED: StepRole.ValueType  # 0
+STEP_ROLE_NONE: StepRole.ValueType  # 1
+"""No step ran."""
+STEP_ROLE_BYSTANDER: StepRole.ValueType  # 2
+"""A step of others ran."""
+STEP_ROLE_SHARED: StepRole.ValueType  # 3
+"""Its step had other members."""
+STEP_ROLE_ALONE: StepRole.ValueType  # 4
+"""Its step had no other member."""
+Global___StepRole: _TypeAlias = StepRole  # noqa: Y015
+
 class _VersionState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -151,6 +201,7 @@ class StartSequence(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     PREFIX_ROOT_FIELD_NUMBER: _builtins.int
+    APART_TOKENS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The gateway's number on this stream; not in use."""
     request_id: _builtins.str
@@ -169,6 +220,8 @@ class StartSequence(_message.Message):
     traceparent: _builtins.str
     """W3C trace context."""
     prefix_root: _builtins.int
+    apart_tokens: _builtins.int
+    """Above 0: a suspect of a crash. Its next so many tokens come from engine steps of its own."""
     @_builtins.property
     def grant(self) -> _scheduler_pb2.Grant: ...
     @_builtins.property
@@ -221,10 +274,11 @@ class StartSequence(_message.Message):
         traceparent: _builtins.str = ...,
         prefix_hashes: _abc.Iterable[_builtins.int] | None = ...,
         prefix_root: _builtins.int = ...,
+        apart_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "fallback", b"fallback", "grant", b"grant", "logprobs", b"logprobs", "sampling", b"sampling", "time_left", b"time_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "choice", b"choice", "delivered_chars", b"delivered_chars", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "apart_tokens", b"apart_tokens", "choice", b"choice", "delivered_chars", b"delivered_chars", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -354,6 +408,8 @@ class SequenceFinished(_message.Message):
     ERROR_REASON_FIELD_NUMBER: _builtins.int
     ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
     DEVICE_US_FIELD_NUMBER: _builtins.int
+    LOSS_CAUSE_FIELD_NUMBER: _builtins.int
+    STEP_ROLE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     stop: _builtins.str
@@ -370,6 +426,9 @@ class SequenceFinished(_message.Message):
     error_message: _builtins.str
     device_us: _builtins.int
     """Its shares of engine steps on this worker, as far as they are known at its end."""
+    loss_cause: Global___LossCause.ValueType
+    """With FINISH_REASON_ENGINE_LOST: what ended the engine, and the part of the sequence in its last step."""
+    step_role: Global___StepRole.ValueType
     def __init__(
         self,
         *,
@@ -383,10 +442,12 @@ class SequenceFinished(_message.Message):
         error_reason: _builtins.str = ...,
         error_message: _builtins.str = ...,
         device_us: _builtins.int = ...,
+        loss_cause: Global___LossCause.ValueType = ...,
+        step_role: Global___StepRole.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_us", b"device_us", "engine_wait_us", b"engine_wait_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "output_tokens", b"output_tokens", "prefill_us", b"prefill_us", "reason", b"reason", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_us", b"device_us", "engine_wait_us", b"engine_wait_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "loss_cause", b"loss_cause", "output_tokens", b"output_tokens", "prefill_us", b"prefill_us", "reason", b"reason", "step_role", b"step_role", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,11 +9,13 @@ from typing import TypeVar
 
 import structlog
 
+from services.controlplane.rollouts.records import Rollout
 from services.core.errors import IntegrityError
 from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
     NODES,
+    ROLLOUTS,
     ROOT,
     WORKERS,
     AssignedVersion,
@@ -25,11 +27,12 @@ from services.core.records import (
     Worker,
     load,
 )
+from services.core.rollouts.routes import ROUTES, ModelRoute, RevisedRoute
 from services.ports.store import Entry, Store
 
 log = structlog.get_logger()
 
-FleetRecord = Deployment | Worker | Node | Assignment
+FleetRecord = Deployment | Worker | Node | Assignment | RevisedRoute | Rollout
 R = TypeVar("R")
 
 
@@ -41,6 +44,8 @@ class Fleet:
     workers: tuple[Worker, ...] = ()
     nodes: tuple[Node, ...] = ()
     assignments: tuple[Assignment, ...] = ()
+    routes: tuple[RevisedRoute, ...] = ()
+    rollouts: tuple[Rollout, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,10 @@ def decode(entry: Entry) -> FleetRecord | None:
         return load(entry.value, Node)
     if entry.key.startswith(ASSIGNMENTS):
         return load(entry.value, Assignment)
+    if entry.key.startswith(ROUTES):
+        return RevisedRoute(load(entry.value, ModelRoute), entry.mod_revision)
+    if entry.key.startswith(ROLLOUTS):
+        return load(entry.value, Rollout)
     return None
 
 
@@ -116,6 +125,8 @@ def fleet_of(records: Iterable[FleetRecord | None]) -> Fleet:
         tuple(record for record in found if isinstance(record, Worker)),
         tuple(record for record in found if isinstance(record, Node)),
         tuple(record for record in found if isinstance(record, Assignment)),
+        tuple(record for record in found if isinstance(record, RevisedRoute)),
+        tuple(record for record in found if isinstance(record, Rollout)),
     )
 
 

@@ -95,7 +95,7 @@ class Reconciler:
         """Make one pass over the view. Returns whether every write succeeded."""
         view, revision = self._informer.view, self._informer.revision
         fleet = fleet_of(held.record for held in view.values())
-        actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments)
+        actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments, fleet.routes)
         unplaced = [action for action in actions if isinstance(action, Unplaced)]
         self._telemetry.unplaced(len(unplaced))
         written = True
@@ -111,6 +111,7 @@ class Reconciler:
             written &= await self._write(action, epoch, 0 if held is None else held.mod_revision)
         if self._leadership.epoch == epoch:
             names = {deployment.meta.name for deployment in fleet.deployments}
+            unplaced = [one for one in unplaced if one.deployment in names]  # a rollout reports its arms
             await self._placement_events.record(unplaced, self._fence(epoch), revision, deployments=names)
         return written
 

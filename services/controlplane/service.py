@@ -10,6 +10,7 @@ from services.controlplane.resources.deployments import Deployments
 from services.controlplane.resources.nodes import Nodes
 from services.controlplane.resources.objectives import Objectives
 from services.controlplane.resources.sealing import Sealer
+from services.controlplane.rollouts.resource import Rollouts
 from services.ports.clock import Clock
 from services.ports.spending import Spending
 from services.ports.store import Store
@@ -32,4 +33,5 @@ class ControlPlaneService:
         self.budgets = Budgets(store, clock, spending)
         self.deployments = Deployments(store, clock)
         self.nodes = Nodes(store)
+        self.rollouts = Rollouts(store, clock)
         self.objectives = Objectives(store, clock)

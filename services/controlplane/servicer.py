@@ -17,8 +17,10 @@ from services.controlplane.resources.budgets import BudgetView
 from services.controlplane.resources.objectives import ObjectiveView
 from services.controlplane.resources.resources import Stored
 from services.controlplane.resources.status import DeploymentView, NodeView
+from services.controlplane.rollouts import convert as convert_rollout
+from services.controlplane.rollouts.methods import RolloutMethods
+from services.controlplane.rollouts.records import Rollout
 from services.controlplane.service import ControlPlaneService
-from services.controlplane.unimplemented import NotYetServed
 from services.controlplane.watcher import (
     Name,
     ResourceChange,
@@ -29,10 +31,12 @@ from services.controlplane.watcher import (
 )
 from services.core.errors import InvalidInput
 from services.core.generation import Principal
+from services.core.paging import page_of
 from services.core.records import ApiKey, Budget, Objective, Tag, Tenant, VersionRecord
 from services.ports.store import Store
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert import controlplane as convert
+from services.rpc.convert.inference import timestamp
 from services.rpc.interceptors.access import caller, principal
 from services.runtime.ids import request_id_of
 
@@ -44,6 +48,7 @@ _WATCHED: Final = {
     pb.RESOURCE_KIND_TENANT: (ResourceKind.TENANT,),
     pb.RESOURCE_KIND_KEY: (ResourceKind.KEY,),
     pb.RESOURCE_KIND_DEPLOYMENT: (ResourceKind.DEPLOYMENT,),
+    pb.RESOURCE_KIND_ROLLOUT: (ResourceKind.ROLLOUT,),
     pb.RESOURCE_KIND_NODE: (ResourceKind.NODE,),
     pb.RESOURCE_KIND_BUDGET: (ResourceKind.BUDGET,),
     pb.RESOURCE_KIND_OBJECTIVE: (ResourceKind.OBJECTIVE,),
@@ -70,7 +75,7 @@ class UsagePages(Protocol):
     async def page(self, request: pb.ListUsageRequest, *, forwarded: bool) -> pb.ListUsageResponse: ...
 
 
-class ControlPlaneServicer(NotYetServed):
+class ControlPlaneServicer(RolloutMethods):
     def __init__(
         self,
         service: ControlPlaneService,
@@ -84,6 +89,7 @@ class ControlPlaneServicer(NotYetServed):
 
         ``require_current`` raises once the caller's key is no longer valid; the watch then ends.
         """
+        super().__init__(service.rollouts)
         self._service = service
         self._store = store
         self._scheduler = scheduler
@@ -185,6 +191,26 @@ class ControlPlaneServicer(NotYetServed):
             deployment, etag=request.deployment.metadata.etag, request_id=request.request_id
         )
         return pb.UpdateDeploymentResponse(deployment=_deployment(view))
+
+    async def ListDeploymentRevisions(
+        self, request: pb.ListDeploymentRevisionsRequest, context: Context
+    ) -> pb.ListDeploymentRevisionsResponse:
+        found = await self._service.deployments.history(request.name)
+        page, token = page_of(
+            found, lambda one: one[0], size=request.page_size, token=request.page_token, descending=True
+        )
+        return pb.ListDeploymentRevisionsResponse(
+            revisions=[
+                pb.DeploymentRevision(
+                    name=name,
+                    time=timestamp(one.time_unix_s),
+                    cause=one.cause,
+                    deployment=convert.deployment_to_proto(one.deployment, "", pb.DeploymentStatus()),
+                )
+                for name, one in page
+            ],
+            next_page_token=token,
+        )
 
     async def DeleteDeployment(
         self, request: pb.DeleteDeploymentRequest, context: Context
@@ -454,6 +480,8 @@ def _change(change: ResourceChange) -> pb.ResourceChange:
             found.tenant.CopyFrom(convert.tenant_to_proto(tenant, view.etag))
         case Stored(record=ApiKey() as key):
             found.key.CopyFrom(convert.key_to_proto(key, view.etag))
+        case Stored(record=Rollout() as rollout):
+            found.rollout.CopyFrom(convert_rollout.stored_to_proto(rollout, view.etag))
     return found
 
 
@@ -470,6 +498,8 @@ def _name_deleted(found: pb.ResourceChange, change: ResourceChange) -> None:
             found.objective.metadata.name = change.name
         case ResourceKind.DEPLOYMENT:
             found.deployment.metadata.name = change.name
+        case ResourceKind.ROLLOUT:
+            found.rollout.metadata.name = change.name
         case ResourceKind.NODE:
             found.node.metadata.name = change.name
         case ResourceKind.MODEL_VERSION:

@@ -13,39 +13,11 @@ def _refuse(what: str, instead: str) -> NoReturn:
     raise Unimplemented(f"{what} are not served yet: {instead}", feature=what)
 
 
-_ROLLOUTS = "update a deployment's version instead, which moves all its replicas"
 _AUDIT = "read the control plane's log instead, which has every change"
 
 
 class NotYetServed(controlplane_pb2_grpc.ControlPlaneServiceServicer):
-    """Base of the servicer: rollouts and audit answer UNIMPLEMENTED."""
-
-    async def CreateRollout(
-        self, request: pb.CreateRolloutRequest, context: object
-    ) -> pb.CreateRolloutResponse:
-        _refuse("rollouts", _ROLLOUTS)
-
-    async def GetRollout(self, request: pb.GetRolloutRequest, context: object) -> pb.GetRolloutResponse:
-        _refuse("rollouts", _ROLLOUTS)
-
-    async def ListRollouts(self, request: pb.ListRolloutsRequest, context: object) -> pb.ListRolloutsResponse:
-        _refuse("rollouts", _ROLLOUTS)
-
-    async def PromoteRollout(
-        self, request: pb.PromoteRolloutRequest, context: object
-    ) -> pb.PromoteRolloutResponse:
-        _refuse("rollouts", _ROLLOUTS)
-
-    async def PauseRollout(self, request: pb.PauseRolloutRequest, context: object) -> pb.PauseRolloutResponse:
-        _refuse("rollouts", _ROLLOUTS)
-
-    async def ResumeRollout(
-        self, request: pb.ResumeRolloutRequest, context: object
-    ) -> pb.ResumeRolloutResponse:
-        _refuse("rollouts", _ROLLOUTS)
-
-    async def AbortRollout(self, request: pb.AbortRolloutRequest, context: object) -> pb.AbortRolloutResponse:
-        _refuse("rollouts", _ROLLOUTS)
+    """Base of the servicer: audit answers UNIMPLEMENTED."""
 
     async def ListAuditEvents(
         self, request: pb.ListAuditEventsRequest, context: object

@@ -26,6 +26,7 @@ from services.controlplane.resources.status import (
     node_view,
     unplaced_in,
 )
+from services.controlplane.rollouts.records import Rollout
 from services.core.errors import FailedPrecondition
 from services.core.records import (
     ASSIGNMENTS,
@@ -35,6 +36,7 @@ from services.core.records import (
     MODELS,
     NODES,
     OBJECTIVES,
+    ROLLOUTS,
     ROOT,
     TENANTS,
     WORKERS,
@@ -46,6 +48,7 @@ from services.core.records import (
     Tenant,
     VersionRecord,
 )
+from services.core.rollouts.routes import ROUTES
 from services.ports.store import Changed, Compacted, Entry, Removed, Store, WatchBatch
 
 
@@ -53,6 +56,7 @@ class ResourceKind(StrEnum):
     TENANT = "tenant"
     KEY = "key"
     BUDGET = "budget"
+    ROLLOUT = "rollout"
     OBJECTIVE = "objective"
     DEPLOYMENT = "deployment"
     NODE = "node"
@@ -64,6 +68,7 @@ View = (
     Stored[Tenant]
     | Stored[ApiKey]
     | Stored[Budget]
+    | Stored[Rollout]
     | BudgetView
     | Stored[Objective]
     | ObjectiveView
@@ -78,7 +83,7 @@ _COMPOSED: Final[Mapping[ResourceKind, tuple[str, ...]]] = {
     ResourceKind.DEPLOYMENT: (DEPLOYMENTS,),
     ResourceKind.NODE: (NODES, WORKERS, ASSIGNMENTS),
 }
-_FLEET: Final = (DEPLOYMENTS, NODES, WORKERS, ASSIGNMENTS, MODELS)
+_FLEET: Final = (DEPLOYMENTS, NODES, WORKERS, ASSIGNMENTS, MODELS, ROUTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +238,9 @@ def _change_of(key: str, entry: Entry | None, kinds: Collection[ResourceKind]) -
         case ResourceKind.BUDGET:
             budget = readable(entry, Budget)
             view = None if budget is None else Stored(budget, entry.create_revision, entry.mod_revision)
+        case ResourceKind.ROLLOUT:
+            rollout = readable(entry, Rollout)
+            view = None if rollout is None else Stored(rollout, entry.create_revision, entry.mod_revision)
         case ResourceKind.OBJECTIVE:
             objective = readable(entry, Objective)
             view = None if objective is None else Stored(objective, entry.create_revision, entry.mod_revision)
@@ -250,6 +258,8 @@ def _plain_name(key: str) -> Name | None:
         return ResourceKind.KEY, key.removeprefix(KEYS)
     if key.startswith(BUDGETS):
         return ResourceKind.BUDGET, key.removeprefix(BUDGETS)
+    if key.startswith(ROLLOUTS):
+        return ResourceKind.ROLLOUT, key.removeprefix(ROLLOUTS)
     if key.startswith(OBJECTIVES):
         return ResourceKind.OBJECTIVE, key.removeprefix(OBJECTIVES)
     if not key.startswith(MODELS):

@@ -6,12 +6,14 @@
     ├── PermissionDenied
     ├── NotFound                ModelNotFound
     ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
-    ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone
+    ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone,
+    │                           PoisonedInput
     ├── OverQuota               RequestRateExceeded, TokenRateExceeded, ConcurrencyExceeded,
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced), NoLeader, StreamBroken, Overloaded,
-    │                           DeadlineUnmeetable, VersionFailing, TicketExpired, UsageUnrecorded
+    │                           DeadlineUnmeetable, VersionFailing, TicketExpired, StaleRoute,
+    │                           UsageUnrecorded
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -121,6 +123,12 @@ class VersionGone(FailedPrecondition):
     """The version that started the output is no longer served, so the output cannot be continued."""
 
     reason = "VERSION_GONE"
+
+
+class PoisonedInput(FailedPrecondition):
+    """The input ends the process that computes it, and is refused on this version for a while."""
+
+    reason = "POISONED_INPUT"
 
 
 class OverQuota(FairwayError):
@@ -240,6 +248,12 @@ class TicketExpired(Unavailable):
     """A gateway's clock is so far behind the scheduler's clock that its tickets have already expired."""
 
     reason = "TICKET_EXPIRED"
+
+
+class StaleRoute(Unavailable):
+    """The version that the request was resolved to was withdrawn before a worker started it."""
+
+    reason = "STALE_ROUTE"
 
 
 class DeadlineExceeded(FairwayError):

@@ -53,6 +53,10 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "INTEGRITY_ERROR": (Fault.OURS, "The operator restores the damaged bytes"),
     "DOES_NOT_FIT": (Fault.OURS, "The operator adds memory"),
     "VERSION_GONE": (Fault.OURS, "Send the request again from the beginning"),
+    "POISONED_INPUT": (
+        Fault.OURS,
+        "Change the input, or use another version; the operator repairs the version",
+    ),
     "VERSION_FAILING": (Fault.OURS, "Wait for the time in retry-after"),
     "UNAVAILABLE": (Fault.OURS, "Send it again later"),
     "NO_WORKER_AVAILABLE": (Fault.OURS, "Send it again later"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import KeyRole, Priority
 
 
@@ -189,6 +190,7 @@ class StartSpec:
     delivered_chars: int = 0  # characters of output text that the client has already received
     time_left_s: float | None = None  # None: no deadline
     traceparent: str = ""
+    apart_tokens: int = 0  # of a suspect of a crash: its next tokens come from steps of its own
 
     @property
     def prefill_tokens(self) -> int:
@@ -218,6 +220,9 @@ class SequenceEnd:
     error_reason: str = ""
     error_message: str = ""
     device_us: int = 0  # its shares of engine steps on that worker, as far as they are known
+    # Of ENGINE_LOST: what ended the engine, and the part of the sequence in the step that ran.
+    loss_cause: LossCause = LossCause.OUTSIDE
+    step_role: StepRole = StepRole.NONE
 
 
 @dataclass(frozen=True, slots=True)

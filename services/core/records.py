@@ -33,6 +33,7 @@ BUDGET_ALERTS: Final = ROOT + "budget-alerts/"
 OBJECTIVES: Final = ROOT + "objectives/"
 # Outside the root: the leader writes it often, and only control planes read it.
 OBJECTIVE_STATUS: Final = "/fairway/v1-objective-status/"
+QUARANTINE: Final = ROOT + "quarantine/"
 # Outside the root: writing an event does not wake the watchers of the fleet's state.
 EVENTS: Final = "/fairway/v1-events/"
 
@@ -54,6 +55,10 @@ def model_users_key(model: str) -> str:
 def objective_key(model: str, priority: Priority) -> str:
     """Key that the one objective of a model and class holds."""
     return f"{ROOT}guards/objectives/{model}/{priority}"
+
+
+def quarantine_key(version_digest: str, fingerprint: str) -> str:
+    return f"{QUARANTINE}{version_digest}/{fingerprint}"
 
 
 def leader_key(role: str, shard: str = "0") -> str:
@@ -322,6 +327,8 @@ class AssignedVersion:
     served: bool = False
     # It runs only requests that were accepted for it, and is unloaded when these have ended.
     retiring: bool = False
+    # Requests that were resolved before it are not started.
+    least_route_revision: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +449,7 @@ class EventKind(StrEnum):
     MODEL = "model"
     LEADER = "leader"
     BUDGET = "budget"
+    ROLLOUT = "rollout"
     OBJECTIVE = "objective"
 
 

@@ -27,6 +27,8 @@ from services.core.records import (
     Worker,
     replicas_in,
 )
+from services.core.rollouts.routes import ModelRoute, SplitCaller, is_drawn
+from services.gateway.splits import Splits, pin_refused
 from services.gateway.text.text_model import TextModel, Texts, is_text_file
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import RecordView, Versioned
@@ -52,20 +54,24 @@ class LoadFailure:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``model`` is the clients' name of the model; ``route_revision`` counts the deployment's changes.
+    """The version of one request, and what is known of it."""
 
-    ``version_digest`` is the deployment's, or the previous version while that one still takes new requests.
-
-    ``ready_replicas`` is 0 for a deployment of 0 replicas, even if another deployment runs its version.
-    ``failure`` is set when every replica failed: a stable reason, and the time of the next attempt.
-    """
-
+    # The clients' name of the model.
     model: str
     deployment: Deployment
+    # Of the request's arm in a split; without one the deployment's, or the version before it while that still
+    # takes new requests.
     version_digest: str
+    # Of the split, or of the deployment.
     route_revision: int
+    # 0 for a deployment of 0 replicas, even if another deployment runs its version.
     ready_replicas: int
+    # Set when every replica failed: a stable reason, and the time of the next attempt.
     failure: LoadFailure | None = None
+    # The arm of the split; empty without one.
+    arm: str = ""
+    # The rollout's step, where chance decided the arm.
+    step: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +102,10 @@ class ModelCatalog:
         clock: Clock,
         *,
         texts: Texts,
+        splits: Splits,
     ) -> None:
         self.texts = texts
+        self._splits = splits
         self._deployments = deployments
         self._workers = workers
         self._files = files
@@ -111,12 +119,22 @@ class ModelCatalog:
         self._ready_of: dict[str, Counter[str]] = {}
         self._restarting_of: dict[str, Counter[str]] = {}
 
-    def resolve(self, model: str) -> Route:
-        """Return the route of a model name. Raises ModelNotFound, with the same message for every name."""
+    def resolve(self, model: str, caller: SplitCaller | None = None) -> Route:
+        """Return the route of a model name for a caller; without one, that of the stable version.
+
+        Raises ModelNotFound, with the same message for every name; for a caller that names a version, the
+        errors of ``Splits.choose``.
+        """
         held = self._deployments.view.get(DEPLOYMENTS + model)
         if held is None or not held.record.version_digest:
             raise model_not_found(model)
-        return self._served(held.record, held.mod_revision)
+        split = self._splits.of(model)
+        if split is not None:
+            return self._arm(held.record, split, caller)
+        route = self._served(held.record, held.mod_revision)
+        if caller is not None and caller.pin and caller.pin != route.version_digest:
+            raise pin_refused(model, caller.pin, allowed=True)
+        return route
 
     def resolve_pinned(self, model: str, pinned: PinnedVersion) -> Route:
         """Return the route of an earlier run, even if the name now has another route.
@@ -182,10 +200,10 @@ class ModelCatalog:
         )
 
     def routes(self) -> list[Route]:
-        """Return every route, by name."""
+        """Return every route, by name; of a split the stable one."""
         held = self._deployments.view
         return [
-            self._served(held[key].record, held[key].mod_revision)
+            self.resolve(held[key].record.meta.name)
             for key in sorted(held)
             if held[key].record.version_digest
         ]
@@ -223,13 +241,14 @@ class ModelCatalog:
                 self._loading.pop(version_digest, None)
 
     async def warm_forever(self) -> None:
-        """Load the text models of each deployment before its first request, and before the end of an update.
+        """Load the text models of each deployment before its first request, and before an arm or an update
+        has any.
 
         A task of the process.
         """
         while True:
             for route in self.routes():
-                for digest in {route.version_digest, route.deployment.version_digest} - self._loaded.keys():
+                for digest in self._digests_of(route) - self._loaded.keys():
                     if len(self._loaded) >= MAX_LOADED:
                         break
                     try:
@@ -272,6 +291,28 @@ class ModelCatalog:
         self._models.move_to_end(version_digest)
         while len(self._models) > MAX_REMEMBERED:
             self._models.popitem(last=False)
+
+    def _digests_of(self, route: Route) -> set[str]:
+        """Return the versions that requests for a model name may get, now or soon."""
+        split = self._splits.of(route.model)
+        arms = split.record.arms if split is not None else ()
+        for arm in arms:
+            self._remember(route.deployment.model, arm.version_digest)
+        return {route.version_digest, route.deployment.version_digest, *(arm.version_digest for arm in arms)}
+
+    def _arm(self, deployment: Deployment, split: Versioned[ModelRoute], caller: SplitCaller | None) -> Route:
+        """Return the route to the caller's arm of a split."""
+        self._refresh()
+        name = deployment.meta.name
+        ready, restarting = (found.get(name, _NO_REPLICAS) for found in (self._ready_of, self._restarting_of))
+        arm = self._splits.choose(
+            split.record, caller, serves=lambda digest: bool(ready.get(digest) or restarting.get(digest))
+        )
+        self._remember(deployment.model, arm.version_digest)
+        of_arm = replace(deployment, version_digest=arm.version_digest)
+        step = split.record.step if caller is not None and is_drawn(split.record, caller) else ""
+        route = self._route(of_arm, split.mod_revision)
+        return replace(route, deployment=deployment, arm=arm.name, step=step)
 
     def _served(self, deployment: Deployment, mod_revision: int) -> Route:
         """Return the route to the version that takes new requests."""

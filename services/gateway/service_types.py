@@ -13,8 +13,9 @@ from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import Budget, Priority
 from services.core.shares import share_of
 from services.core.usage import RequestUsage
+from services.gateway.poison import PoisonGate
 from services.gateway.policy.degrade import DegradeLevels
-from services.gateway.policy.retry import RetryBudget
+from services.gateway.policy.retry import OutsideKills, RetryBudget
 from services.gateway.response_cache import ResponseCache
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
@@ -95,6 +96,10 @@ class Ports:
     responses: ResponseCache | None = None
     # The budget of placements after losses.
     retries: RetryBudget = field(default_factory=RetryBudget)
+    # The kills of engines that this gateway's sequences observed.
+    kills: OutsideKills = field(default_factory=OutsideKills)
+    # Refuses inputs that ended an engine; None: nothing is refused.
+    poisons: PoisonGate | None = None
 
 
 class RequestCapacity:

@@ -38,6 +38,7 @@ log = structlog.get_logger()
 
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
+CONDEMNED: Final = "condemned"
 
 
 class GatewayTelemetry:
@@ -82,6 +83,11 @@ class GatewayTelemetry:
             "fairway_gateway_placed_again_total",
             "Sequences placed again, by cause: the worker's answer, or LOST",
             ("cause",),
+        )
+        self._poisoned = metrics.counter(
+            "fairway_gateway_poisoned_inputs_total",
+            "Inputs that ended an engine, by model, version and event: condemned, or refused later",
+            ("model", "version", "event"),
         )
         self._degraded = metrics.counter(
             "fairway_gateway_degraded_total",
@@ -146,6 +152,18 @@ class GatewayTelemetry:
 
     def degraded(self, kind: str) -> None:
         self._degraded.add(kind)
+
+    def may_be_poisoned(self, model: str, version_digest: str) -> None:
+        """Export the version's count before its first event: Prometheus sees no increase in a series that
+        begins above 0."""
+        self._poisoned.cell(
+            self.metrics.models.of(model), self.metrics.versions.of(version_digest), CONDEMNED
+        )
+
+    def poisoned(self, model: str, version_digest: str, event: str) -> None:
+        """Count an input that was condemned or refused, against its version."""
+        metrics = self.metrics
+        self._poisoned.add(metrics.models.of(model), metrics.versions.of(version_digest), event)
 
     def placed_by_fallback(self) -> None:
         self._fallback_placements.add()

@@ -59,6 +59,7 @@ from services.core.records import (
     tag_key,
     version_key,
 )
+from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.ports.blob_store import BlobStore
 from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
@@ -289,6 +290,13 @@ class RegistryService:
                     f"the deployment {name} runs {digest}: update or delete it first", deployment=name
                 )
 
+        for entry in (await self._store.list(ROUTES)).entries:
+            route = load(entry.value, ModelRoute)
+            if any(arm.version_digest == digest for arm in route.arms):
+                raise FailedPrecondition(
+                    f"a rollout of {route.deployment} uses {digest}: abort it first",
+                    deployment=route.deployment,
+                )
         for entry in (await self._store.list(ASSIGNMENTS)).entries:
             for assigned in load(entry.value, Assignment).versions:
                 if (assigned.model, assigned.version_digest) == (model, digest):

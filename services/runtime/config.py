@@ -146,6 +146,9 @@ class Settings(BaseModel):
     fallback_after_s: float = Field(default=1.5, gt=0, le=60)
     # Greatest age of the worker list for fallback placement.
     fallback_max_age_s: float = Field(default=120.0, gt=0, le=3600)
+    # Age of the routes from which on a gateway uses the stable version of a split only; etcd confirms them
+    # every 6 s.
+    route_max_age_s: float = Field(default=15.0, ge=7, le=3600)
     # Share of a version's KV for fallback placements; 0: none.
     fallback_credit_ratio: float = Field(default=0.25, ge=0, le=1)
     # Seconds within which a grant must reach its worker.

@@ -32,6 +32,7 @@ _MAC_BYTES: Final = 32
 _PREFIX_PURPOSE: Final = b"fairway prefix v1"
 _EVENTS_PURPOSE: Final = b"fairway event ids v1"
 _RECORDS_PURPOSE: Final = b"fairway record names v1"
+_QUARANTINE_PURPOSE: Final = b"fairway quarantine v1"
 
 
 def new_secret() -> bytes:
@@ -93,6 +94,11 @@ def prefix_secret(key: bytes) -> bytes:
 def record_names_secret(key: bytes) -> bytes:
     """Return the secret for naming idempotency records, derived from the installation's ticket key."""
     return hmac.digest(key, _RECORDS_PURPOSE, "sha256")
+
+
+def quarantine_secret(key: bytes) -> bytes:
+    """Return the secret of the fingerprints in the quarantine, derived from the installation's ticket key."""
+    return hmac.digest(key, _QUARANTINE_PURPOSE, "sha256")
 
 
 def event_ids_secret(key: bytes) -> bytes:

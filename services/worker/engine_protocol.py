@@ -72,6 +72,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # CPU, everything on CUDA). "auto": exact on a CPU, free on CUDA.
     mode: Literal["auto", "exact", "free"] = "auto"
     request_log_per_s: float = 200.0  # most log lines about single sequences
+    # File of the ``StepPage`` on which the engine announces its steps; empty: it does not.
+    step_page_path: str = ""
 
 
 # --- agent to engine -----------------------------------------------------------------------------
@@ -93,6 +95,8 @@ class Submit(EngineMessage, frozen=True):
     priority: int = 0
     # For the log.
     request_id: str = ""
+    # Above 0: a suspect of a crash. Its next so many tokens are computed in steps of its own.
+    apart_tokens: int = 0
 
 
 class Credit(EngineMessage, frozen=True):

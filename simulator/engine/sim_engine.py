@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from asyncio import TimerHandle
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,8 +28,10 @@ from services.worker.engine.plan.planner import MAX_LONG_PREFILLS, PlannerLimits
 from services.worker.engine.sequence import Status
 from services.worker.engine.validation import ModelLimits
 from services.worker.policy.prefill import PrefillBudget
+from services.worker.step_page import Member, StepPage, size_of
 from simulator.engine.cost_model import CostModel
 from simulator.engine.kv_pool import KvPool
+from simulator.engine.poison import Ending, EngineEnds, Poison
 from simulator.engine.sim_executor import OutputLength, SimExecutor, SimIntake, sim_tokens
 from simulator.engine.tokens import Vocabulary
 
@@ -90,6 +92,27 @@ class _Unreported:
     event: wire.Stepped
 
 
+class _StepOfTime(StepPage):
+    """A step is computed when it begins, and its members are announced until the time of its end."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(memoryview(bytearray(size_of(most))).cast("Q"), most)
+        self._running = False
+
+    def began(self, decodes: Sequence[Member], prefills: Sequence[Member] = ()) -> None:
+        super().began(decodes, prefills)
+        self._running = True
+
+    def ended(self) -> None:
+        """Not yet."""
+
+    def over(self) -> None:
+        """Clear the step, if there is one."""
+        if self._running:
+            self._running = False
+            super().ended()
+
+
 class SimEngine:
     """Takes an agent's commands by ``send``; its callback receives each step, or window of steps, at its end.
 
@@ -106,8 +129,12 @@ class SimEngine:
         tell: Tell,
         output_length: OutputLength | None = None,
         observe: Callable[[list[float], wire.Stepped], None] | None = None,
+        ends: Callable[[Poison], None] | None = None,
     ) -> None:
+        """``ends`` is called when a step ends the process, ``HANGS`` excepted."""
         self.spec = spec
+        self._page = _StepOfTime(spec.max_sequences)
+        self._ends = ends
         self.pool = KvPool(spec.blocks, spec.block_size, cache=spec.prefix_cache)
         self._clock = clock
         self._call_at = call_at
@@ -126,6 +153,7 @@ class SimEngine:
             budget=self._budget(),
             reuse=self.pool,
             intake=self._intake,
+            page=self._page,
         )
         self._planner = self._engine.planner
         self._inbox: list[wire.Submit | wire.Credit | wire.Park | wire.Cancel | wire.Resize] = []
@@ -137,6 +165,7 @@ class SimEngine:
         self._timer: TimerHandle | None = None
         self._skipped_steps = 0  # those of windows, which the engine has not counted
         self._hung = False
+        self.stuck: Poison | None = None  # who hangs it, in a step that never ends
         self._dead = False
 
     def start(self) -> None:
@@ -180,7 +209,7 @@ class SimEngine:
 
     def unhang(self) -> None:
         """Go on where it stopped."""
-        if not self._hung or self._dead:
+        if not self._hung or self._dead or self.stuck is not None:
             return
         self._hung = False
         now_s = self._clock.monotonic_s()
@@ -203,8 +232,15 @@ class SimEngine:
     def alive(self) -> bool:
         return not self._dead
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Handles of the step that runs, in the simulation's time."""
+        return self._page.members()
+
     def check_integrity(self) -> None:
         """Raise AssertionError when blocks leaked or a sequence was lost."""
+        if self.stuck is not None:
+            return  # in the middle of a step
         self._engine.check_integrity()
         ending = 0 if self._event is None else len(self._event.finished)  # of the step under way
         live = self._planner.running + self._planner.waiting + ending
@@ -227,16 +263,31 @@ class SimEngine:
         self._busy = True
         steps = self._steady_steps()
         if steps > 1:
+            self._page.began(self._planner.decoding)
             self._window = self._window_of(now_s, steps)
             self._at_s = self._window.ends_s[-1]
         else:
             self._executor.elapsed_s = 0.0
-            self._event = event = self._engine.step()
+            try:
+                self._event = event = self._engine.step()
+            except EngineEnds as end:
+                self._end_by(end.poison)
+                return
             self._at_s = now_s + event.step_s
         self._set(self._at_s, self._end_step)
 
+    def _end_by(self, poison: Poison) -> None:
+        """A member of the step that begins ends the process, or hangs it for good."""
+        self._report_window()
+        if poison.ending is Ending.HANGS or self._ends is None:
+            self._hung, self.stuck = True, poison
+            self._stop_timer()
+        else:
+            self._ends(poison)
+
     def _end_step(self) -> None:
         """Report what ended, and continue."""
+        self._page.over()
         window, event, end_s = self._window, self._event, self._at_s
         self._window, self._event = None, None
         now_s = self._clock.monotonic_s()
@@ -303,6 +354,8 @@ class SimEngine:
             tokens = sim_tokens(sequence)
             length = tokens.length
             attended += length
+            if tokens.poison is not None:
+                return 1
             left = tokens.end - length - 1
             if sequence.pause_at < tokens.prompt_tokens + sequence.limits.max_tokens:
                 # Its reader gives credit as it reads: what is told late is to leave it time for that.

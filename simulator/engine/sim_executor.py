@@ -11,6 +11,7 @@ from services.worker.engine.sequence import SequenceState
 from services.worker.engine.validation import Intake, ModelLimits, size_refusal
 from services.worker.engine_protocol import Submit
 from simulator.engine.cost_model import CostModel, span_tokens
+from simulator.engine.poison import EngineEnds
 from simulator.engine.tokens import NEVER, SimTokens, Vocabulary
 
 # How many tokens a request's output has, the end-of-sequence token included; None: up to its max_tokens.
@@ -53,6 +54,7 @@ class SimIntake(Intake):
             prefix_names=names,
         )
         sequence.set_credit(command.credit_limit)
+        sequence.set_apart(command.apart_tokens)
         self.live[command.handle] = sequence
         return sequence
 
@@ -82,7 +84,14 @@ class SimExecutor:
         self._vocabulary = vocabulary
 
     def run(self, batch: Batch) -> Samples:
-        """Return one token per sampling row; ``elapsed_s`` moves by what the step takes."""
+        """Return one token per sampling row; ``elapsed_s`` moves by what the step takes.
+
+        Raises EngineEnds for a batch with a poison.
+        """
+        for sequence in batch.sampled:
+            poison = sim_tokens(sequence).poison
+            if poison is not None and sequence.output_tokens >= poison.after_tokens:
+                raise EngineEnds(poison)
         attended = sum(len(sequence.tokens) for sequence in batch.decodes)
         prefill_attended = sum(span_tokens(chunk.start, chunk.end) for chunk in batch.prefills)
         self.elapsed_s += self.slow_factor * self.cost.step_s(

@@ -9,6 +9,7 @@ takes the loading time of its cost model.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from services.rpc.methods import EXECUTE
 from services.worker import engine_protocol as wire
 from services.worker.agent.agent import PAUSE_S, WorkerAgent
 from services.worker.agent.report import WorkerIdentity
+from services.worker.policy.crash_cause import STEP_FAILED, cause_of
 from services.worker.policy.engine_silence import ABANDON_STEPS
 from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import (
@@ -38,6 +40,7 @@ from services.worker.slots.engine_settings import EngineSettings
 from services.worker.streams.fallback import FallbackAdmission
 from services.worker.streams.host import SequenceHost
 from services.worker.text.detokenizer import Vocabulary
+from simulator.engine.poison import Ending, Poison
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec
 from simulator.engine.sim_executor import OutputLength
 from simulator.kernel.links.store_link import SimStore
@@ -47,6 +50,12 @@ from simulator.kernel.process import Process
 
 _CHECK_S: Final = 1.0  # between two checks for a silent engine
 _SIGKILL: Final = -9
+_EXITS: Final = {
+    Ending.RAISES: STEP_FAILED,
+    Ending.SIGNALS: -signal.SIGSEGV,
+    Ending.KILLED: _SIGKILL,
+    Ending.HANGS: _SIGKILL,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +149,10 @@ class SimEngineRun:
         ready = self.engine is not None
         return self._process.clock.monotonic_s() - self._last_message_s if ready else 0.0
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        return () if self.engine is None else self.engine.members
+
     async def start(self) -> None:
         self._process.call_later(self._load_s, self._ready)
 
@@ -149,9 +162,9 @@ class SimEngineRun:
     async def stop(self) -> None:
         self._end(Stopped())
 
-    def crash(self, message: str) -> None:
-        """The engine's process is killed. Without effect once it has ended."""
-        self._end(Crashed(_SIGKILL, message))
+    def crash(self, message: str, code: int = _SIGKILL) -> None:
+        """The engine's process ends, by default killed. Without effect once it has ended."""
+        self._end(Crashed(code, message, cause_of(code), self.members))
 
     def _ready(self) -> None:
         if self._over:
@@ -163,6 +176,7 @@ class SimEngineRun:
             call_at=self._call_at,
             tell=self._on_message,
             output_length=self._engines.output_length,
+            ends=self._ends_soon,
         )
         self.engine.slow(self._engines.slow_factor)
         self._last_message_s = self._checked_s = process.clock.monotonic_s()
@@ -179,6 +193,13 @@ class SimEngineRun:
         )
         self.engine.start()
         process.call_later(_CHECK_S, self._check)
+
+    def _ends_soon(self, poison: Poison) -> None:
+        self._process.call_soon(self._end_by, poison)
+
+    def _end_by(self, poison: Poison) -> None:
+        self._engines.died(poison)
+        self.crash(f"its step ended it: {poison.ending.name}", _EXITS[poison.ending])
 
     def _end(self, exit_: EngineExit) -> None:
         if self._over:
@@ -199,6 +220,8 @@ class SimEngineRun:
         self._checked_s = now_s
         limit_s = max(EngineTimeouts().silence_s, 2 * ABANDON_STEPS * self.version.engine.full_step_s)
         if now_s - self._last_message_s > limit_s:
+            if self.engine is not None and self.engine.stuck is not None:
+                self._end_by(self.engine.stuck)
             self.crash("no message")
         else:
             self._process.call_later(_CHECK_S, self._check)
@@ -229,6 +252,7 @@ class SimEngines:
         self.output_length = output_length
         self.slow_factor = 1.0
         self.runs: dict[str, SimEngineRun] = {}
+        self.died: Callable[[Poison], None] = lambda _poison: None
         self._versions = versions
         self._launched: set[str] = set()
 

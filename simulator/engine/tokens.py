@@ -9,6 +9,7 @@ from typing import NoReturn, overload
 
 from services.worker.engine.execute.null_executor import STRIDE
 from services.worker.engine.sample.keyed_random import sequence_key
+from simulator.engine.poison import poison_of
 
 NEVER = sys.maxsize
 
@@ -40,7 +41,7 @@ class SimTokens(MutableSequence[int]):
     Appended tokens are those of the function, so only the count changes.
     """
 
-    __slots__ = ("_prompt", "_vocabulary", "end", "key", "length", "prompt_tokens")
+    __slots__ = ("_prompt", "_vocabulary", "end", "key", "length", "poison", "prompt_tokens")
 
     def __init__(
         self, prompt: Sequence[int], produced: int, key: int, vocabulary: Vocabulary, end: int = NEVER
@@ -51,6 +52,7 @@ class SimTokens(MutableSequence[int]):
         self.length = self.prompt_tokens + produced
         self.key = key
         self.end = end
+        self.poison = poison_of(prompt)
 
     def __len__(self) -> int:
         return self.length

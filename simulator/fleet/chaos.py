@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from services.core.records import Priority
 from services.gateway.policy.degrade import DegradeLevels
@@ -14,6 +14,7 @@ from services.gateway.service_types import GatewayLimits
 from services.scheduler.policy.overload.pressure import ServiceTargets
 from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.term import TermSettings
+from simulator.engine.poison import Ending, Poison
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
 
@@ -122,6 +123,7 @@ REQUESTS: Final = 200
 DURATION_S: Final = 12.0
 FAULTS: Final = 8
 FLOOD_RATIO: Final = 0.4
+POISONED_RATIO: Final = 0.25  # of the seeds
 _PREFIXES: Final = 6
 _PRIORITIES: Final = (Priority.BATCH, Priority.STANDARD, Priority.STANDARD, Priority.INTERACTIVE)
 _TENANTS: Final = (
@@ -168,7 +170,7 @@ def chaos_load(seed: int, requests: int = REQUESTS) -> Iterator[SimRequest]:
 
     In half of the seeds a part of them comes as one flood of long prompts, of more than the fleet can hold.
     """
-    rng = Random(f"load {seed}")
+    rng, poisons = Random(f"load {seed}"), chaos_poisons(seed, requests)
     first = rng.randrange(requests // 4, requests // 2 + 1) if rng.random() < 0.5 else requests
     flood = range(first, first + round(requests * FLOOD_RATIO))
     at_s = 0.0
@@ -176,7 +178,25 @@ def chaos_load(seed: int, requests: int = REQUESTS) -> Iterator[SimRequest]:
         burst = rng.random() < 0.7
         speed = 60.0 if number in flood else 3.0 if burst else 0.4
         at_s += rng.expovariate(requests / DURATION_S * speed)
-        yield _request(rng, number, at_s, flood=number in flood)
+        request = _request(rng, number, at_s, flood=number in flood)
+        yield replace(request, **_poisoned(poisons[number])) if number in poisons else request
+
+
+def _poisoned(poison: Poison) -> dict[str, Any]:
+    """Return what a poison changes in a request: patient, so that its end is known."""
+    return {"poison": poison, "prefix_id": 0, "prefix_tokens": 0, "deadline_s": None, "cancel_after_s": None}
+
+
+def chaos_poisons(seed: int, requests: int = REQUESTS) -> dict[int, Poison]:
+    """Return the requests whose input ends engines, by number: two inputs in one seed of four, each twice."""
+    rng = Random(f"poisons {seed}")
+    if rng.random() >= POISONED_RATIO:
+        return {}
+    found: dict[int, Poison] = {}
+    for number in range(2):
+        poison = Poison(rng.choice(list(Ending)), number, rng.choice((0, 0, 3)))
+        found.update(dict.fromkeys(rng.sample(range(requests), 2), poison))
+    return found
 
 
 def _request(rng: Random, number: int, at_s: float, *, flood: bool) -> SimRequest:

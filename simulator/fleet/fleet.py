@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,7 +75,6 @@ def simulate(
         outcomes[record.outcome] += 1
         on_record(record)
 
-    gc.collect()  # the last fleet is one large cycle
     with _no_logs(), VirtualTimeLoop() as loop:
         trace = Trace(lambda: loop.now_s, show)
         run = _Run(plans, invariants, looks, parts, ended, trace)

@@ -19,6 +19,7 @@ from services.scheduler.fleet.view import FleetView
 from services.scheduler.queue.waiting import GRANTED, WITHDRAWN
 from services.scheduler.telemetry import LedTerm, SchedulerTelemetry
 from services.scheduler.term import Term
+from simulator.engine.poison import Poison
 
 
 class Trace:
@@ -79,6 +80,9 @@ class GrantListener:
     def ended(self, worker_id: str, usage: SequenceUsage) -> None:
         """The worker has just sent the last message of a sequence."""
 
+    def engine_ended(self, worker_id: str, poison: Poison) -> None:
+        """An input has just ended an engine of the worker."""
+
 
 class GrantWatch(GrantListener):
     """Hands what it sees to its listeners, in the order of arrival.
@@ -114,6 +118,10 @@ class GrantWatch(GrantListener):
     def refused(self, term: Term, spec: PlaceSpec, reason: str) -> None:
         for listener in self.listeners:
             listener.refused(term, spec, reason)
+
+    def engine_ended(self, worker_id: str, poison: Poison) -> None:
+        for listener in self.listeners:
+            listener.engine_ended(worker_id, poison)
 
     def started(self, worker_id: str, spec: StartSpec) -> None:
         for listener in self.listeners:

@@ -33,11 +33,13 @@ from simulator.invariants.balance import Balance, Bounds
 from simulator.invariants.fairness import Fairness
 from simulator.invariants.fencing import Fencing
 from simulator.invariants.invariant import Invariant, Looks
+from simulator.invariants.poisons import Poisons
 from simulator.invariants.shedding import Shedding
 
 # Continued elsewhere after the loss of a worker; came through another gateway; had its output limit
-# reduced; was sent again after a refusal; was placed by a gateway without a leader.
-REACHES: Final = ("resumed", "asked again", "degraded", "retried", "placed alone")
+# reduced; was sent again after a refusal; was placed by a gateway without a leader; was a poison that was
+# found.
+REACHES: Final = ("resumed", "asked again", "degraded", "retried", "placed alone", "condemned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +97,14 @@ def run_seed(
     """Return what became of one seed. Same arguments, same result, trace and all."""
     spec, load, faults = _seed(seed, workers, requests)
     strikes = Strikes(faults)
-    fencing, fairness = Fencing(), Fairness(predictable=True)
-    invariants: list[Invariant] = [Balance(), Bounds(), fencing, Shedding()]
+    fencing, fairness, poisons = Fencing(), Fairness(predictable=True), Poisons()
+    invariants: list[Invariant] = [Balance(), Bounds(), fencing, Shedding(), poisons]
     if is_saturated(seed):
         invariants.append(fairness)
     reached: Counter[str] = Counter()
 
     def ended(record: Record) -> None:
+        poisons.closed(record)
         reached["resumed"] += record.finished and record.resumes > 0
         reached["asked again"] += record.finished and record.attempts > record.refusals + 1
         reached["degraded"] += record.finished and record.degraded
@@ -118,6 +121,7 @@ def run_seed(
         show=show,
     )
     reached["placed alone"] = fencing.alone
+    reached["condemned"] = poisons.condemned
     struck = {kind.value: count for kind, count in sorted(strikes.struck.items())}
     return SeedResult(report, struck, dict(reached), fairness.compared, fairness.widest)
 

@@ -117,10 +117,8 @@ class VirtualTimeLoop(InsideLoop):
             raise RuntimeError("an event loop is running already")
         hooks = sys.get_asyncgen_hooks()
         collected = gc.isenabled()
-        frozen = gc.get_freeze_count() > 0  # a process that froze what it holds has little left to collect
-        if frozen:
-            gc.collect()
-        gc.freeze()  # what is garbage by now is finalised after the run, and not at some event of it
+        gc.collect()  # what is garbage by now is finalised before the run, and not at some event of it
+        gc.freeze()  # and stays so: no collection of this or a later run walks what was there before
         gc.disable()
         sys.set_asyncgen_hooks(firstiter=self._generator_began, finalizer=self._generator_dropped)
         self._running = True
@@ -133,8 +131,6 @@ class VirtualTimeLoop(InsideLoop):
             events._set_running_loop(None)
             self._running = False
             sys.set_asyncgen_hooks(*hooks)
-            if not frozen:
-                gc.unfreeze()
             if collected:
                 gc.enable()
 

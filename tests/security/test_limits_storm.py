@@ -93,25 +93,27 @@ async def test_starts_that_are_cancelled_poison_nothing(rig: Rig) -> None:
 
 
 async def test_others_are_admitted_and_settled_beside_a_storm(rig: Rig) -> None:
-    """The canary's calls take turns with those of the storm, which has more of them at any time."""
+    """The canary's calls take turns with those of the storm, which has more of them at any time.
+
+    The loop is never idle meanwhile: its processor time is the wait on a machine that does nothing else.
+    """
     flood, canary = tenant(), tenant()
     waits_s: list[float] = []
     over = asyncio.Event()
 
     async def storm(part: int) -> None:
         while not over.is_set():
-            for number in range(500):
-                if number % 10 == 0:
-                    await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            for _ in range(10):
                 await rig.start(flood, part, limits(0, 5))
 
     storms = [asyncio.create_task(storm(part)) for part in range(400)]
     await asyncio.sleep(0.2)
     settled = 0
     for number in range(40):
-        began_s = time.monotonic()
+        began_s = time.process_time()
         held = await rig.limiter.admit(canary, f"c{number}", limits(1000, 1))
-        waits_s.append(time.monotonic() - began_s)
+        waits_s.append(time.process_time() - began_s)
         assert not held.local
         await rig.limiter.settle(held, Usage(3, 2))
         settled += 1

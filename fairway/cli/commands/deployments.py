@@ -23,10 +23,11 @@ from fairway.cli.flags import (
     replace_labels,
 )
 from fairway.cli.terminal.bars import Bars
-from fairway.cli.terminal.cells import age, labels, priority, short_digest
+from fairway.cli.terminal.cells import age, labels, moment, priority, short_digest
+from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
 from fairway.cli.terminal.money import show_money
-from fairway.cli.terminal.table import Column
+from fairway.cli.terminal.table import Column, show_rows
 from fairway.cli.waiting import show_replicas, until_deployed
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -236,6 +237,54 @@ async def scale(
     scaling = connection.admin.deployments.scale(name, replicas, etag=etag)
     scaled = await checked(scaling, what=f"cannot change the deployment {name}")
     await _show(connection, scaled, wait, output)
+
+
+_REVISIONS: Final[tuple[Column[cp.DeploymentRevision], ...]] = (
+    Column("revision", lambda one: one.name),
+    Column("time", lambda one: moment(one.time)),
+    Column("cause", lambda one: one.cause),
+    Column("version", lambda one: _version(one.deployment)),
+    Column("replicas", lambda one: str(one.deployment.replicas)),
+    Column("price in/cached/out", lambda one: _prices(one.deployment), drop=1),
+)
+
+
+@command(app, "history", to=Server.CONTROLPLANE, examples=("fairway deployments history chat",))
+async def history(connection: Connection, name: NameArgument, output: OutputOption = Format.TABLE) -> None:
+    """Show the states that a deployment had, the newest first."""
+    what = f"cannot show the history of the deployment {name}"
+    found = await checked(connection.admin.deployments.history(name), what=what)
+    if output in DOCUMENTS:
+        write_document({"revisions": [document_of(one) for one in found]}, output)
+    else:
+        show_rows(_REVISIONS, found)
+
+
+@command(
+    app,
+    "rollback",
+    to=Server.CONTROLPLANE,
+    examples=(
+        "fairway deployments rollback chat --wait",
+        "fairway deployments rollback chat --to 01788000000000000",
+    ),
+)
+async def rollback(
+    connection: Connection,
+    name: NameArgument,
+    to: Annotated[
+        str, typer.Option("--to", help="A revision of `history`. Default: the last other state.")
+    ] = "",
+    etag: EtagOption = "",
+    wait: WaitOption = False,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Give a deployment an earlier state again, except for its replicas. The present version serves
+    meanwhile.
+    """
+    going_back = connection.admin.deployments.rollback(name, to, etag=etag)
+    changed = await checked(going_back, what=f"cannot roll back the deployment {name}")
+    await _show(connection, changed, wait, output)
 
 
 add_delete(

@@ -45,6 +45,7 @@ class KindName(StrEnum):
     MODEL = "model"
     LEADER = "leader"
     BUDGET = "budget"
+    ROLLOUT = "rollout"
     OBJECTIVE = "objective"
 
     @property

@@ -21,7 +21,7 @@ from fairway.client.admin.resources import Reading
 from fairway.v1 import controlplane_pb2 as cp
 
 T = TypeVar("T", bound=Message)
-K = TypeVar("K", cp.Tenant, cp.Key, cp.Budget, cp.Objective, cp.Deployment, cp.Node)
+K = TypeVar("K", cp.Tenant, cp.Key, cp.Budget, cp.Objective, cp.Deployment, cp.Rollout, cp.Node)
 
 
 @dataclass(frozen=True, slots=True)

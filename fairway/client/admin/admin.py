@@ -20,7 +20,7 @@ import grpc
 
 from fairway.client.admin.calls import Service
 from fairway.client.admin.models import Models
-from fairway.client.admin.resources import Budgets, Deployments, Keys, Nodes, Objectives, Tenants
+from fairway.client.admin.resources import Budgets, Deployments, Keys, Nodes, Objectives, Rollouts, Tenants
 from fairway.client.admin.usage import UsageRecords
 from fairway.client.admin.watch import Missed, OnLost, watch_events
 from fairway.client.attempts import Core
@@ -207,6 +207,10 @@ class AdminClient:
     @property
     def deployments(self) -> Deployments:
         return Deployments(self._control())
+
+    @property
+    def rollouts(self) -> Rollouts:
+        return Rollouts(self._control())
 
     @property
     def nodes(self) -> Nodes:

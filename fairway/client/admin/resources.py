@@ -1,4 +1,4 @@
-"""Tenants, keys, budgets, deployments and nodes: their common operations, and those of each kind.
+"""Tenants, keys, budgets, deployments, rollouts and nodes: their common operations, and those of each kind.
 
 Arguments and results are the messages of ``fairway.v1.controlplane_pb2``, as the server sends them.
 ``metadata.etag`` identifies the state that was read.
@@ -6,7 +6,7 @@ Arguments and results are the messages of ``fairway.v1.controlplane_pb2``, as th
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -14,11 +14,11 @@ from google.protobuf.duration_pb2 import Duration
 from fairway.client.admin import wait as admin_wait
 from fairway.client.admin.calls import Service
 from fairway.client.admin.watch import OnLost, WatchUpdate, watch_resources
-from fairway.client.errors import Conflict
+from fairway.client.errors import Conflict, NotFound
 from fairway.client.values import checked_timeout_s
 from fairway.v1 import controlplane_pb2 as cp
 
-T = TypeVar("T", cp.Tenant, cp.Key, cp.Budget, cp.Objective, cp.Deployment, cp.Node)
+T = TypeVar("T", cp.Tenant, cp.Key, cp.Budget, cp.Objective, cp.Deployment, cp.Rollout, cp.Node)
 R = TypeVar("R")
 _TRIES: Final = 4
 _ETAG_MISMATCH: Final = "ETAG_MISMATCH"
@@ -213,6 +213,40 @@ class Deployments(Writing[cp.Deployment]):
 
         return await self.change(name, change, etag=etag, timeout_s=timeout_s)
 
+    async def history(
+        self, name: str, *, limit: int | None = None, timeout_s: float | None = None
+    ) -> Sequence[cp.DeploymentRevision]:
+        """Return the states that it had, the newest first; about the last 32. Raises NotFound."""
+        return await self._service.pages(
+            "ListDeploymentRevisions", "revisions", limit=limit, timeout_s=timeout_s, name=name
+        )
+
+    async def rollback(
+        self, name: str, revision: str = "", *, etag: str = "", timeout_s: float | None = None
+    ) -> cp.Deployment:
+        """Give it an earlier state again, except for its replicas; without ``revision`` the one before.
+
+        Returns it as stored; ``wait_ready`` waits for its replicas. Raises NotFound without such a state.
+        """
+        states = await self.history(name, timeout_s=timeout_s)
+        present = await self.get(name, timeout_s=timeout_s)
+        found = next((one for one in states if _is_before(one, present, revision)), None)
+        if found is None:
+            what = f"the deployment {name} had no other state {revision}".rstrip()
+            raise NotFound(what, reason="NOT_FOUND", metadata={"name": name})
+
+        def change(deployment: cp.Deployment) -> None:
+            replicas, metadata = deployment.replicas, cp.Metadata()
+            metadata.CopyFrom(deployment.metadata)
+            deployment.CopyFrom(found.deployment)
+            deployment.version, deployment.replicas = found.deployment.version_digest, replicas
+            metadata.labels.clear()
+            metadata.labels.update(found.deployment.metadata.labels)
+            deployment.metadata.CopyFrom(metadata)
+            deployment.ClearField("status")
+
+        return await self.change(name, change, etag=etag, timeout_s=timeout_s)
+
     async def wait_ready(
         self,
         name: str,
@@ -226,6 +260,66 @@ class Deployments(Writing[cp.Deployment]):
         """
         checked_timeout_s(timeout_s)
         return await admin_wait.until_ready(lambda: self.get(name), report, timeout_s=timeout_s)
+
+
+def _is_before(revision: cp.DeploymentRevision, present: cp.Deployment, name: str) -> bool:
+    """Whether it is the named state; without a name, whether it differs from the present one."""
+    if name:
+        return revision.name == name
+    return _state(revision.deployment) != _state(present)
+
+
+def _state(deployment: cp.Deployment) -> bytes:
+    """Return what a rollback restores."""
+    found = cp.Deployment()
+    found.CopyFrom(deployment)
+    for field in ("status", "replicas", "version"):
+        found.ClearField(field)
+    found.metadata.Clear()
+    found.metadata.labels.update(deployment.metadata.labels)
+    return found.SerializeToString(deterministic=True)
+
+
+class Rollouts(Reading[cp.Rollout]):
+    """The passage of a deployment's traffic from its version to others. They are kept when they have
+    ended.
+    """
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service, "Rollout", cp.RESOURCE_KIND_ROLLOUT)
+
+    async def create(
+        self, rollout: cp.Rollout, *, dry_run: bool = False, timeout_s: float | None = None
+    ) -> cp.Rollout:
+        """Start it, or return its plan with ``dry_run``. Raises FailedPrecondition for what does not fit."""
+        return await self._changed("Create", rollout=rollout, dry_run=dry_run, timeout_s=timeout_s)
+
+    async def promote(
+        self,
+        name: str,
+        *,
+        to_end: bool = False,
+        arm: str = "",
+        accepted: Mapping[str, str] | None = None,
+        etag: str = "",
+        timeout_s: float | None = None,
+    ) -> cp.Rollout:
+        """Go to the next step, to all traffic, or to an arm. ``accepted``: metrics that no longer count."""
+        fields = {"name": name, "to_end": to_end, "arm": arm, "accepted": accepted or {}, "etag": etag}
+        return await self._changed("Promote", timeout_s=timeout_s, **fields)
+
+    async def pause(self, name: str, *, etag: str = "", timeout_s: float | None = None) -> cp.Rollout:
+        """Stay at the present step; failures still roll back."""
+        return await self._changed("Pause", name=name, etag=etag, timeout_s=timeout_s)
+
+    async def resume(self, name: str, *, etag: str = "", timeout_s: float | None = None) -> cp.Rollout:
+        return await self._changed("Resume", name=name, etag=etag, timeout_s=timeout_s)
+
+    async def abort(
+        self, name: str, *, reason: str = "", etag: str = "", timeout_s: float | None = None
+    ) -> cp.Rollout:
+        """Move every new request back to the stable version."""
+        return await self._changed("Abort", name=name, reason=reason, etag=etag, timeout_s=timeout_s)
 
 
 class Nodes(Reading[cp.Node]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -22,11 +22,12 @@ _DECODER: Final = msgspec.json.Decoder(HeldClaims)
 
 
 def held_by(reservation: Reservation) -> HeldClaims:
+    price = reservation.price
     claims = tuple(
         (claim.limit.kind, claim.limit.limit, claim.limit.scope, claim.limit.name, claim.amount)
         for claim in reservation.claims
     )
-    return HeldClaims(astuple(reservation.price), claims)
+    return HeldClaims((price.input_micros, price.cached_micros, price.output_micros), claims)
 
 
 def with_held(reservation: Reservation, held: HeldClaims) -> Reservation:

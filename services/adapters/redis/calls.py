@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+import hiredis
 
 from services.core.errors import StoreUnavailable
 
 MAX_WAITING: Final = 16_384  # per tenant: more than the requests that a gateway runs
-BATCH_CALLS: Final = 64
+BATCH_CALLS: Final = 16  # a burst is shared by the lanes, so that Redis works while others are read
 BATCH_BYTES: Final = 1024**2
+
+
+_pack: Final[Any] = hiredis.pack_command  # its stub has tuples of one element
+
+
+def packed(*parts: str | int | bytes) -> bytes:
+    """Return a command as Redis reads it."""
+    command: bytes = _pack(parts)
+    return command
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call and its caller's future, ``answer``. A call whose caller cancelled the future is skipped."""
+    """An encoded command and its caller's future, ``answer``. A call whose future is cancelled is skipped."""
 
     tenant_id: str
-    command: Sequence[str | int | bytes]
-    size_bytes: int
+    command: bytes
     answer: asyncio.Future[Any]
 
     @property
@@ -60,7 +69,7 @@ class CallQueue:
         while self._waiting and len(batch) < BATCH_CALLS:
             tenant_id, calls = next(iter(self._waiting.items()))
             if calls[0].wanted:
-                size_bytes += calls[0].size_bytes
+                size_bytes += len(calls[0].command)
                 if batch and size_bytes > BATCH_BYTES:
                     break
                 batch.append(calls[0])

@@ -18,7 +18,7 @@ from typing import Any, Final
 import redis.exceptions
 import structlog
 
-from services.adapters.redis.calls import Call, CallQueue
+from services.adapters.redis.calls import Call, CallQueue, packed
 from services.adapters.redis.loop_timeout import LoopTimeout
 from services.adapters.redis.topologies import close_pool, connection_pool
 from services.core.errors import StoreUnavailable
@@ -128,8 +128,7 @@ class RedisScripts:
             raise StoreUnavailable(
                 "Redis is not answering", retry_after_s=max(self._breaker.retry_after_s(now_s), 0.1)
             )
-        size_bytes = sum(len(part) for part in command if not isinstance(part, int))
-        call = Call(tenant_id, command, size_bytes, asyncio.get_running_loop().create_future())
+        call = Call(tenant_id, packed(*command), asyncio.get_running_loop().create_future())
         self._queue.put(call)
         self._wake_lane()
         answer = await call.answer
@@ -215,7 +214,7 @@ class RedisScripts:
         """Drop the lane's connection unless it still responds."""
         try:
             async with LoopTimeout(self._timeout_s):
-                await lane.send([("PING",)])
+                await lane.send([packed("PING")])
         except AWAY:
             await lane.drop()
 
@@ -252,7 +251,7 @@ class _Lane:
         except AWAY:
             return
 
-    async def send(self, commands: Sequence[Sequence[str | int | bytes]]) -> list[Any]:
+    async def send(self, commands: Sequence[bytes]) -> list[Any]:
         """Return a response or a ResponseError for each command. Raises when the connection breaks."""
         answers = await self._pipeline(commands)
         missing = [
@@ -270,13 +269,14 @@ class _Lane:
         return answers
 
     async def _load(self) -> None:
-        for answer in await self._pipeline([("SCRIPT", "LOAD", script.text) for script in self._scripts]):
+        loads = [packed("SCRIPT", "LOAD", script.text) for script in self._scripts]
+        for answer in await self._pipeline(loads):
             if isinstance(answer, Exception):
                 raise answer
 
-    async def _pipeline(self, commands: Sequence[Sequence[str | int | bytes]]) -> list[Any]:
+    async def _pipeline(self, commands: Sequence[bytes]) -> list[Any]:
         connection = self._connection
-        await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+        await connection.send_packed_command(b"".join(commands), check_health=False)
         answers: list[Any] = []
         for _ in commands:
             try:

@@ -23,6 +23,7 @@ from services.controlplane.objectives.servicer import SliServicer
 from services.controlplane.reconciler import Reconciler
 from services.controlplane.resources.bootstrap import bootstrap
 from services.controlplane.resources.sealing import Sealer
+from services.controlplane.rollouts.controller import RolloutController
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.controlplane.spend_alerts import SpendAlerts
@@ -44,14 +45,12 @@ def controlplane(environment: Environment) -> Role:
     environment.exported.informer(fleet)
     rounds = ReconcilerTelemetry(clock, environment.metrics, leads=lambda: election.epoch is not None)
     recorder = EventRecorder(store, clock)
-    reconciler = Reconciler(
-        store, fleet, election, leader_key("controlplane"), clock, rounds, events=recorder
-    )
+    key = leader_key("controlplane")
+    reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder)
     identity = environment.identity()
-    sealer = Sealer(environment.internal_token.encode())
     limiter = open_redis(environment)
-    service = ControlPlaneService(store, clock, sealer, limiter)
-    alerts = SpendAlerts(store, service.budgets, election, leader_key("controlplane"), clock, events=recorder)
+    service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()), limiter)
+    alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder)
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
     environment.closing.push_async_callback(queues.close)
     ledger, listing = open_ledger(environment, election)
@@ -61,6 +60,7 @@ def controlplane(environment: Environment) -> Role:
         return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
 
     slis, burning = open_objectives(environment, election, service.objectives, recorder)
+    rollouts = RolloutController(store, fleet, election, key, clock, slis=slis)
     settler = UsageSettler(ledger, limiter, clock, price_of=price_of)
 
     async def start() -> None:
@@ -70,6 +70,7 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("fleet informer", fleet.run())
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("reconciler", reconciler.run())
+        environment.supervisor.spawn("rollouts", rollouts.run())
         environment.supervisor.spawn("event recorder", recorder.run())
         environment.supervisor.spawn("usage ledger", ledger.run())
         environment.supervisor.spawn("usage settler", settler.run())

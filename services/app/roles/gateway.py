@@ -21,6 +21,7 @@ from services.adapters.links.muxed_placement import MuxedPlacement
 from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.model_files.cache import ModelFiles
+from services.adapters.quarantine.store import StoreQuarantine
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.adapters.quotas.leased_limiter import LeasedLimiter
 from services.adapters.quotas.observed_limiter import ObservedLimiter
@@ -46,6 +47,7 @@ from services.core.records import (
     DEPLOYMENTS,
     GATEWAYS,
     OBJECTIVES,
+    QUARANTINE,
     WORKERS,
     Budget,
     Deployment,
@@ -54,6 +56,7 @@ from services.core.records import (
     Worker,
     dump,
 )
+from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
@@ -64,17 +67,20 @@ from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
+from services.gateway.poison import PoisonGate
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.idempotency import RecordLimits
 from services.ports.message_stream import StreamClient
+from services.ports.poison.quarantine import Quarantined
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
@@ -87,6 +93,7 @@ from services.runtime.secrets import (
     event_ids_secret,
     issue_ticket,
     prefix_secret,
+    quarantine_secret,
     record_names_secret,
 )
 from services.runtime.telemetry.metrics import Metrics
@@ -269,6 +276,7 @@ def _gateway_service(
         files,
         clock,
         texts=texts,
+        splits=Splits(environment.informer(ROUTES, ModelRoute), max_age_s=settings.route_max_age_s),
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     limits = _limits(settings)
@@ -402,6 +410,13 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         placements_pending=lambda: placement.pending,
         scheduler_connected=lambda: placement.connected,
     )
+    telemetry = GatewayTelemetry(
+        environment.metrics,
+        clock=clock,
+        tracing=environment.tracing,
+        lines=environment.request_lines,
+        slis=open_sli_recorder(environment),
+    )
     return Ports(
         limiter=quotas.limiter,
         placement=placement,
@@ -419,11 +434,12 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
             OutputPolicy(settings.output_quantile, default_tokens=settings.predicted_output_tokens)
         ),
         responses=_response_cache(environment, quotas, gateway_id),
-        telemetry=GatewayTelemetry(
-            environment.metrics,
+        telemetry=telemetry,
+        poisons=PoisonGate(
+            StoreQuarantine(environment.store, environment.informer(QUARANTINE, Quarantined), clock),
+            secret=quarantine_secret(_ticket_key(settings)),
             clock=clock,
-            tracing=environment.tracing,
-            lines=environment.request_lines,
-            slis=open_sli_recorder(environment),
+            supervisor=supervisor,
+            telemetry=telemetry,
         ),
     )

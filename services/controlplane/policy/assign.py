@@ -11,18 +11,21 @@ that much is free. If no worker has room, it replaces replicas of a lower priori
 room, and none if all of them would not suffice. A replica whose worker lacks memory for it moves to a worker
 with memory.
 
-For a deployment's change to another version, see ``update``.
+For a deployment's change to another version, see ``update``. An arm of a split is planned like a deployment
+of its own, NAME@DIGEST, after all deployments: it runs beside the stable version and evicts nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from services.controlplane.policy.host import Host, hosts_of
+from services.controlplane.policy.host import Host, arm_deployment, base_name, hosts_of
 from services.controlplane.policy.memory import no_memory
 from services.controlplane.policy.update import free_memory_for_update, retire_previous
 from services.core.records import AssignedVersion, Assignment, Deployment, Node, Worker
+from services.core.rollouts.routes import RevisedRoute
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class Unplaced:
 
 
 Action = PutAssignment | DropAssignment | Unplaced
+_MEASURED: Final[Mapping[str, int]] = {}
 
 
 def plan(
@@ -60,18 +64,28 @@ def plan(
     workers: Sequence[Worker],
     nodes: Sequence[Node],
     assignments: Sequence[Assignment],
+    routes: Sequence[RevisedRoute] = (),
+    *,
+    estimates: Mapping[str, int] = _MEASURED,
 ) -> tuple[Action, ...]:
     """Return the actions that move ``assignments`` towards the deployments' replicas. Deterministic.
 
-    ``workers`` are the live ones. After the actions are applied, another plan writes nothing until a state
-    changes. Higher priority is placed first, then by name; no worker gets two replicas of one deployment.
+    ``workers`` are the live ones. ``estimates``: the memory of versions that none has measured. After the
+    actions are applied, another plan writes nothing until a state changes. Higher priority is placed first,
+    then by name; no worker gets two replicas of one version.
     """
-    hosts = hosts_of(deployments, workers, nodes, assignments)
-    wanted = {deployment.meta.name: deployment for deployment in deployments}
+    splits = {one.route.deployment: one for one in routes}
+    arms = [arm for deployment in deployments for arm in _arms(deployment, splits.get(deployment.meta.name))]
+    hosts = hosts_of([*deployments, *arms], workers, nodes, assignments, estimates)
+    wanted = {deployment.meta.name: deployment for deployment in (*deployments, *arms)}
     _drop_unwanted(hosts, wanted)
     unplaced: list[Unplaced] = []
-    for deployment in sorted(deployments, key=lambda d: (-d.priority.rank, d.meta.name)):
-        missing = _settle(deployment, hosts)
+    order = sorted(
+        wanted.values(),
+        key=lambda d: (d.meta.name != base_name(d.meta.name), -d.priority.rank, d.meta.name),
+    )
+    for deployment in order:
+        missing = _settle(deployment, hosts, splits.get(deployment.meta.name))
         if missing is not None:
             unplaced.append(missing)
     writes = (_write(host) for host in hosts)
@@ -84,11 +98,23 @@ def _drop_unwanted(hosts: Sequence[Host], wanted: Mapping[str, Deployment]) -> N
             host.remove(name, "deployment deleted")
 
 
-def _settle(deployment: Deployment, hosts: Sequence[Host]) -> Unplaced | None:
+def _arms(deployment: Deployment, split: RevisedRoute | None) -> list[Deployment]:
+    """Return the wishes for the open arms of a deployment's split that are not its own version."""
+    arms = split.route.arms if split is not None else ()
+    return [
+        arm_deployment(deployment, arm)
+        for arm in arms
+        if not arm.closed and arm.version_digest != deployment.version_digest
+    ]
+
+
+def _settle(deployment: Deployment, hosts: Sequence[Host], split: RevisedRoute | None) -> Unplaced | None:
     """Place the replicas of one deployment. Returns the shortage when no worker can take a replica."""
     name = deployment.meta.name
     version = _version_of(deployment)
-    retire_previous(deployment, version, hosts)
+    is_arm = name != version.deployment
+    if not is_arm:
+        retire_previous(deployment, version, hosts, split)
     for host in hosts:
         if name in host.held and host.held[name] != version:
             host.held[name] = version
@@ -110,9 +136,11 @@ def _settle(deployment: Deployment, hosts: Sequence[Host]) -> Unplaced | None:
         choice.held[name] = version
         choice.reasons.append(f"{name}: placed")
         staying.append(choice)
-    for host in staying:
-        _evict_for(host, version)
-    missing = free_memory_for_update(deployment, version, hosts, deployment.replicas - len(staying))
+    missing = deployment.replicas - len(staying)
+    if not is_arm:
+        for host in staying:
+            _evict_for(host, version)
+        missing = free_memory_for_update(deployment, version, hosts, missing)
     moving.sort(key=lambda host: not host.live)  # prefer live workers among those that keep serving
     _remove_moving(moving, name, keep=missing + sum(not host.ready(version) for host in staying))
     return Unplaced(name, missing, rejected) if missing else None
@@ -120,7 +148,7 @@ def _settle(deployment: Deployment, hosts: Sequence[Host]) -> Unplaced | None:
 
 def _version_of(deployment: Deployment) -> AssignedVersion:
     return AssignedVersion(
-        deployment.meta.name,
+        base_name(deployment.meta.name),
         deployment.model,
         deployment.version_digest,
         deployment.executor,
@@ -134,7 +162,7 @@ def _remove_starved(deployment: Deployment, hosts: Sequence[Host]) -> None:
     Such a replica serves no requests, so it need not wait for its replacement.
     """
     version = _version_of(deployment)
-    name, digest, rank = version.deployment, version.version_digest, version.priority.rank
+    name, digest, rank = deployment.meta.name, version.version_digest, version.priority.rank
     starved = [host for host in hosts if name in host.held and host.live and host.memory.starved(digest)]
     if not starved:
         return
@@ -157,10 +185,7 @@ def _evict_for(host: Host, version: AssignedVersion) -> None:
         why = f"yields {size_bytes // 2**20} MiB to {version.deployment}"
         evicted = [one for one in host.assigned if one.version_digest == digest]
         for one in evicted:
-            if one in host.before.get(one.deployment, ()):
-                host.remove_before(one, why)
-            else:
-                host.remove(one.deployment, why)
+            host.evict(one, why)
 
 
 def _remove_moving(moving: Sequence[Host], name: str, *, keep: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
+from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.core.records import (
     ASSIGNMENTS,
     BUDGETS,
@@ -20,6 +21,7 @@ from services.core.records import (
     MODELS,
     NODES,
     OBJECTIVES,
+    ROLLOUTS,
     TENANTS,
     WORKERS,
     ApiKey,
@@ -51,6 +53,7 @@ Observed = (
     | Leader
     | Tag
     | VersionRecord
+    | Rollout
 )
 State = Mapping[str, Observed]
 T = TypeVar("T")
@@ -65,6 +68,7 @@ _KINDS: Final[Mapping[str, type[Observed]]] = {
     WORKERS: Worker,
     ASSIGNMENTS: Assignment,
     LEADERS: Leader,
+    ROLLOUTS: Rollout,
 }
 _CALM: Final = (VersionState.READY, VersionState.RETIRING, VersionState.DRAINING)
 
@@ -126,6 +130,8 @@ def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterat
             yield from _leader(role, _as(before, Leader), _as(after, Leader))
         case Tag():
             yield from _tag(_as(before, Tag), _as(after, Tag))
+        case Rollout():
+            yield from _rollout(_as(before, Rollout), _as(after, Rollout))
         case VersionRecord() if before is None:
             message = f"version {record.digest} of {record.size_bytes} bytes"
             yield FleetEvent(EventKind.MODEL, record.model, "VERSION_REGISTERED", message)
@@ -133,6 +139,21 @@ def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterat
             yield FleetEvent(EventKind.MODEL, record.model, "VERSION_REMOVED", f"version {record.digest}")
         case _:
             return
+
+
+def _rollout(before: Rollout | None, after: Rollout | None) -> Iterator[FleetEvent]:
+    kind = EventKind.ROLLOUT
+    if after is None:
+        return
+    name = after.meta.name
+    if before is None:
+        message = f"{after.strategy} of {after.deployment} from {after.stable_version}"
+        yield FleetEvent(kind, name, "ROLLOUT_CREATED", message)
+    known = () if before is None else before.history
+    for one in after.history:
+        if one not in known:
+            warning = after.phase in (RolloutPhase.ROLLING_BACK, RolloutPhase.ABORTED)
+            yield FleetEvent(kind, name, f"ROLLOUT_{one.what}", one.message, warning=warning)
 
 
 def _as(record: Observed | None, kind: type[T]) -> T | None:

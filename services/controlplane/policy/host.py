@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from services.controlplane.policy.memory import MemoryView, needs_of
@@ -15,8 +15,22 @@ from services.core.records import (
     VersionState,
     Worker,
 )
+from services.core.rollouts.routes import RouteArm
 
 MAX_VERSIONS_PER_WORKER: Final = 16
+_MEASURED: Final[Mapping[str, int]] = {}
+
+
+def arm_deployment(deployment: Deployment, arm: RouteArm) -> Deployment:
+    """Return the wish for an arm of a split beside its deployment, as a deployment NAME@DIGEST."""
+    name = f"{deployment.meta.name}@{arm.version_digest}"
+    meta, replicas = replace(deployment.meta, name=name), arm.replicas if deployment.replicas else 0
+    return replace(deployment, meta=meta, version_digest=arm.version_digest, replicas=replicas)
+
+
+def base_name(name: str) -> str:
+    """Return the deployment of a wish: its own name, or that before the arm's digest."""
+    return name.partition("@")[0]
 
 
 @dataclass(slots=True)
@@ -31,7 +45,7 @@ class Host:
     stored: tuple[AssignedVersion, ...] | None
     # The minimum memory of a version in bytes, by digest.
     needs: Mapping[str, int]
-    # The planned version, by deployment.
+    # The planned version, by deployment; that of an arm by NAME@DIGEST.
     held: dict[str, AssignedVersion] = field(default_factory=dict)
     # The versions that an update replaces, by deployment.
     before: dict[str, tuple[AssignedVersion, ...]] = field(default_factory=dict)
@@ -73,6 +87,13 @@ class Host:
         loaded = self.worker.loaded(version)
         return loaded is not None and loaded.state is VersionState.READY
 
+    def evict(self, version: AssignedVersion, why: str) -> None:
+        """Remove a version, wherever it is held."""
+        if version in self.before.get(version.deployment, ()):
+            self.remove_before(version, why)
+        for name in [name for name, held in self.held.items() if held == version]:
+            self.remove(name, why)
+
     def remove(self, name: str, why: str) -> None:
         del self.held[name]
         self.reasons.append(f"{name}: {why}")
@@ -92,12 +113,17 @@ def hosts_of(
     workers: Sequence[Worker],
     nodes: Sequence[Node],
     assignments: Sequence[Assignment],
+    estimates: Mapping[str, int] = _MEASURED,
 ) -> tuple[Host, ...]:
-    """Return every worker that is live or has an assignment, by id."""
-    digests = {deployment.meta.name: deployment.version_digest for deployment in deployments}
+    """Return every worker that is live or has an assignment, by id. ``deployments`` include those of arms.
+
+    ``estimates``: the memory of versions that no worker has measured, by digest.
+    """
+    wanted = {(base_name(one.meta.name), one.version_digest): one.meta.name for one in deployments}
+    names = {base_name(one.meta.name) for one in deployments}
     by_node = {node.worker_id: node for node in nodes}
     by_worker = {assignment.worker_id: assignment for assignment in assignments}
-    needs = needs_of(workers)
+    needs = {**estimates, **needs_of(workers)}
     live = {worker.worker_id: worker for worker in workers}
     hosts: list[Host] = []
     for worker_id in sorted({*live, *by_worker}):
@@ -107,8 +133,9 @@ def hosts_of(
         host = Host(worker, worker_id in live, by_node.get(worker_id, Node(worker_id)), stored, needs)
         for version in stored or ():
             name = version.deployment
-            if version.version_digest == digests.get(name, version.version_digest):
-                host.held[name] = version
+            key = wanted.get((name, version.version_digest), "" if name in names else name)
+            if key:
+                host.held[key] = version
             else:
                 host.before[name] = (*host.before.get(name, ()), version)
         hosts.append(host)

@@ -15,24 +15,33 @@ from dataclasses import replace
 from services.controlplane.policy.host import Host
 from services.controlplane.policy.memory import no_memory
 from services.core.records import AssignedVersion, Deployment, VersionState, replicas_in
+from services.core.rollouts.routes import RevisedRoute
 
 # RESTARTING counts: requests placed for a version that reloads soon wait for it.
 _SERVES = (VersionState.READY, VersionState.RETIRING, VersionState.RESTARTING)
 
 
-def retire_previous(deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host]) -> None:
+def retire_previous(
+    deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host], split: RevisedRoute | None = None
+) -> None:
     """Keep the previous version that takes new requests, and retire or drop the others.
 
-    A previous version that served no requests when the update began is replaced in place.
+    A previous version that served no requests when the update began is replaced in place. With a ``split``,
+    gateways follow that, and its closed arms are previous versions that never serve again.
     """
     name = deployment.meta.name
-    ready = _replicas_in(VersionState.READY, name, hosts)
-    serving = deployment.serving_digest(ready, _replicas_in(VersionState.RESTARTING, name, hosts))
+    arms = {arm.version_digest: arm for arm in split.route.arms[1:]} if split is not None else {}
+    ready, restarting = (
+        {digest: count for digest, count in _replicas_in(state, name, hosts).items() if digest not in arms}
+        for state in (VersionState.READY, VersionState.RESTARTING)
+    )
+    serving = deployment.serving_digest(ready, restarting)
     for host in hosts:
         for old in host.before.get(name, ()):
             loaded = host.worker.loaded(old)
             serves = loaded is not None and loaded.state in _SERVES
-            kept = replace(old, priority=deployment.priority)
+            least = split.revision if split is not None and old.version_digest in arms else 0
+            kept = replace(old, priority=deployment.priority, least_route_revision=least)
             if not deployment.replicas:
                 host.remove_before(old, "surplus")
             elif serving != old.version_digest and ready.get(serving):

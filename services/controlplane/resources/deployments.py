@@ -7,9 +7,10 @@ from dataclasses import replace
 import structlog
 
 from services.controlplane.fleet import read_snapshot
+from services.controlplane.resources.deployment_history import DeploymentRevision, kept, revisions_of
 from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.resources.status import DeploymentView, deployment_view, unplaced_in
-from services.core.errors import InvalidInput, NotFound
+from services.core.errors import FailedPrecondition, InvalidInput, NotFound
 from services.core.manifest import is_digest, is_tag
 from services.core.paging import page_of
 from services.core.records import (
@@ -21,6 +22,7 @@ from services.core.records import (
     tag_key,
     version_key,
 )
+from services.core.rollouts.routes import ROUTES
 from services.ports.clock import Clock
 from services.ports.store import ModRevisionIs, Put, Store
 from services.runtime.idempotent_writes import WriteSet
@@ -35,6 +37,7 @@ class Deployments:
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
+        self._clock = clock
         self._kind = Resources(store, clock, DEPLOYMENTS, Deployment)
 
     async def create(self, deployment: Deployment, *, request_id: str = "") -> DeploymentView:
@@ -43,6 +46,7 @@ class Deployments:
         stored = await self._kind.replayed(request)
         if stored is None:
             pinned, together = await self._pinned(deployment)
+            together = await self._with_history(pinned, together, "create")
             stored = await self._kind.create(pinned, request, together=together)
             log.info(
                 "deployment.created", deployment=deployment.meta.name, digest=stored.record.version_digest
@@ -70,18 +74,47 @@ class Deployments:
         stored = await self._kind.replayed(request)
         if stored is None:
             pinned, together = await self._pinned(deployment)
-            stored = await self._kind.update(
-                deployment.meta.name, lambda _: pinned, request, etag=etag, together=together
-            )
+            name = deployment.meta.name
+            routed = await self._store.get(ROUTES + name)
+            unchanged = ModRevisionIs(ROUTES + name, 0 if routed is None else routed.mod_revision)
+
+            def change(old: Deployment) -> Deployment:
+                if routed is not None and old.version_digest != pinned.version_digest:
+                    raise _in_rollout(name)
+                return pinned
+
+            together = replace(together, conditions=(unchanged, *together.conditions))
+            together = await self._with_history(pinned, together, "update")
+            stored = await self._kind.update(name, change, request, etag=etag, together=together)
             log.info(
                 "deployment.updated", deployment=deployment.meta.name, digest=stored.record.version_digest
             )
         return await self._view(stored)
 
     async def delete(self, name: str, *, etag: str = "", request_id: str = "") -> None:
-        """Remove a deployment; the planner then removes its replicas from their workers."""
-        await self._kind.delete(name, self._kind.request("delete", name, request_id, etag=etag), etag=etag)
+        """Remove a deployment; the planner then removes its replicas from their workers.
+
+        Raises FailedPrecondition while a rollout of it is open.
+        """
+        request = self._kind.request("delete", name, request_id, etag=etag)
+        if await self._store.get(ROUTES + name) is not None:
+            raise _in_rollout(name)
+        alone = WriteSet(conditions=(ModRevisionIs(ROUTES + name, 0),))
+        await self._kind.delete(name, request, etag=etag, together=alone)
         log.info("deployment.deleted", deployment=name)
+
+    async def history(self, name: str) -> tuple[tuple[str, DeploymentRevision], ...]:
+        """Return the states that the deployment had, the newest first. Raises NotFound for an unknown
+        name.
+        """
+        found = await revisions_of(self._store, name)
+        if not found:
+            raise self._kind.not_found(name)
+        return found
+
+    async def _with_history(self, pinned: Deployment, together: WriteSet, cause: str) -> WriteSet:
+        operations = await kept(self._store, pinned, self._clock.unix_s(), cause)
+        return replace(together, operations=(*together.operations, *operations))
 
     async def names_by_version(self) -> dict[str, list[str]]:
         """Return the deployments of each version digest, by name."""
@@ -100,23 +133,36 @@ class Deployments:
             raise InvalidInput(
                 "cached prompt tokens cannot cost more than others", field="deployment.price.cached_micros"
             )
-        digest = deployment.version
-        if not is_digest(digest):
-            if not is_tag(digest):
-                raise InvalidInput("version is neither a digest nor a tag", field="deployment.version")
-            tag = await self._store.get(tag_key(deployment.model, digest))
-            if tag is None:
-                raise NotFound(
-                    f"model {deployment.model} has no tag {digest}", model=deployment.model, tag=digest
-                )
-            digest = load(tag.value, Tag).digest
-        version = await self._store.get(version_key(deployment.model, digest))
-        if version is None:
-            raise NotFound(
-                f"model {deployment.model} has no version {digest}", model=deployment.model, digest=digest
-            )
-        together = WriteSet(
-            conditions=(ModRevisionIs(version.key, version.mod_revision),),
-            operations=(Put(model_users_key(deployment.model), b""),),
+        digest, together = await pinned_version(
+            self._store, deployment.model, deployment.version, field="deployment.version"
         )
         return replace(deployment, version_digest=digest), together
+
+
+def _in_rollout(name: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"a rollout of {name} is open: finish or abort it first (`fairway rollouts list`)",
+        name=name,
+    )
+
+
+async def pinned_version(store: Store, model: str, version: str, *, field: str) -> tuple[str, WriteSet]:
+    """Return the digest of a tag or digest, and the condition that the version still exists.
+
+    Raises NotFound; InvalidInput that names the ``field``.
+    """
+    digest = version
+    if not is_digest(digest):
+        if not is_tag(digest):
+            raise InvalidInput("version is neither a digest nor a tag", field=field)
+        tag = await store.get(tag_key(model, digest))
+        if tag is None:
+            raise NotFound(f"model {model} has no tag {digest}", model=model, tag=digest)
+        digest = load(tag.value, Tag).digest
+    entry = await store.get(version_key(model, digest))
+    if entry is None:
+        raise NotFound(f"model {model} has no version {digest}", model=model, digest=digest)
+    return digest, WriteSet(
+        conditions=(ModRevisionIs(entry.key, entry.mod_revision),),
+        operations=(Put(model_users_key(model), b""),),
+    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
 from services.controlplane.fleet import readable
+from services.controlplane.rollouts.records import Rollout
 from services.core.errors import AlreadyExists, Conflict, EtagMismatch, NotFound
 from services.core.paging import page_of
 from services.core.records import ApiKey, Budget, Deployment, Objective, Tenant, dump, load
@@ -21,7 +22,7 @@ from services.runtime.idempotent_writes import Answer, RequestLog, WriteRequest,
 _TRIES: Final = 5
 
 
-R = TypeVar("R", Tenant, ApiKey, Deployment, Budget, Objective)
+R = TypeVar("R", Tenant, ApiKey, Deployment, Budget, Objective, Rollout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class NodeView:
 
 def unplaced_in(fleet: Fleet) -> dict[str, Unplaced]:
     """Return what the planner cannot place, by deployment: one plan for the whole fleet."""
-    actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments)
+    actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments, fleet.routes)
     return {action.deployment: action for action in actions if isinstance(action, Unplaced)}
 
 
@@ -98,7 +98,8 @@ def deployment_view(
         loaded = replica.loaded
         if loaded is not None and loaded.message and loaded.state in _EXPLAINED:
             parts.append(f"{replica.worker_id}: {loaded.message}")
-    parts += _update_parts(stored.record, replicas, is_unplaced=name in unplaced)
+    if not any(one.route.deployment == name for one in snapshot.fleet.routes):  # a rollout has its own status
+        parts += _update_parts(stored.record, replicas, is_unplaced=name in unplaced)
     message = "; ".join(parts)[:MAX_MESSAGE_CHARS]
     return DeploymentView(stored, replicas, message, _tag_digest(stored.record, snapshot))
 

@@ -59,6 +59,7 @@ class RecordOwnership:
         self._quiet.set()
         self._chars: dict[int, int] = {}
         self._credited: dict[int, int] = {}
+        self.accepted = False  # the acceptance was recorded by this run
 
     def start(self, request: Request, chars: Sequence[int]) -> None:
         """The request runs; each choice continues after that many characters."""
@@ -70,17 +71,20 @@ class RecordOwnership:
     ) -> AcceptedTerms:
         """Record the acceptance before any client receives it, and return it.
 
-        ``degradations``: the differences from the request. ``resumed``: the record contains it already.
-        Raises StoreUnavailable, also when the ownership is fenced.
+        ``degradations``: the differences from the request. ``resumed``: the record contains it already. A
+        second call replaces the acceptance of a request without output, whose version was withdrawn. Raises
+        StoreUnavailable, also when the ownership is fenced.
         """
-        terms = self._broadcast.terms or terms_of(spec, degradations, self._ports.clock.unix_s())
-        entry = Resumed() if resumed else terms
+        earlier = None if self.accepted else self._broadcast.terms
+        terms = earlier or terms_of(spec, degradations, self._ports.clock.unix_s())
+        entry = Resumed() if resumed and earlier is not None else terms
         (answer,) = await self._ports.store.append([Addition(self.hold, encode([entry]))])
         if answer in (Written.FENCED, Written.GONE):
             self.fenced = True
             raise StoreUnavailable("another gateway took the request over", retry_after_s=0.1)
         if answer is Written.TOO_LARGE:
             self._broadcast.shorten()
+        self.accepted = True
         return terms
 
     # --- the record, written behind the run --------------------------------------------------------

@@ -219,7 +219,7 @@ class KeyedRun:
         self, ownership: RecordOwnership, spec: GenerationSpec, degradations: Sequence[Degradation]
     ) -> None:
         """Write the acceptance, then send it to the clients. Raises StoreUnavailable."""
-        fresh = self.broadcast.terms is None
+        fresh = self.broadcast.terms is None or ownership.accepted
         terms = await ownership.accept(spec, degradations, resumed=self._reader.has_terms)
         self._reader.resumes += 0 if fresh else 1
         self.broadcast.accept(terms, fresh=fresh)

@@ -7,6 +7,7 @@ for the sequences of a lost worker.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,11 +22,13 @@ from services.core.errors import (
     Unavailable,
 )
 from services.core.generation import NotAdmittedReason
+from services.core.poison.suspicion import MAX_LOSSES, LossCause, StepRole
 
-MAX_LOSSES: Final = 3
 MAX_REFUSALS: Final = 64
 # How long a sequence avoids the worker that lost it while no other worker takes it.
 EXCLUDED_S: Final = 2.0
+_FIRST_LOSS_S: Final = 0.05
+_MAX_LOSS_S: Final = 0.8
 _FIRST_DELAY_S: Final = 0.002
 _MAX_DELAY_S: Final = 0.2
 _FIRST_UNREACHED_S: Final = 0.05
@@ -116,14 +119,41 @@ def after_refusal(
     return PlaceAgain(delay_s if refusals > 1 else 0.0, worker_id if leave_alone else "")
 
 
-def after_loss(worker_id: str, losses: int, jitter: float) -> PlaceAgain | GiveUp:
-    """Decide after the engine or the worker died under the sequence for the ``losses``-th time.
+def after_loss(worker_id: str, losses: int, jitter: float, cause: LossCause, role: StepRole) -> PlaceAgain:
+    """Return when to place a sequence again after its loss number ``losses``, from 1.
 
-    Bounded: a request that kills its workers must not kill one after another.
+    A worker that the placement excludes is charged with a failure. After a fault in a step it is not: one of
+    the members is the likely cause. It is again when a step of one member fails, until that fails elsewhere
+    too.
     """
-    if losses >= MAX_LOSSES:
-        return GiveUp(f"the worker was lost under this request {losses} times")
-    return PlaceAgain(0.05 * 2 ** (losses - 1) * (0.5 + 0.5 * jitter), worker_id)
+    delay_s = min(_FIRST_LOSS_S * 2 ** min(losses - 1, 16), _MAX_LOSS_S) * (0.5 + 0.5 * jitter)
+    blameless = role is StepRole.BYSTANDER or (cause is LossCause.FAULT and role is not StepRole.ALONE)
+    return PlaceAgain(delay_s, "" if blameless else worker_id)
+
+
+def after_not_finite(worker_id: str, tries: int, jitter: float) -> PlaceAgain | GiveUp:
+    """Decide after the model gave no finite numbers for the sequence, the ``tries``-th time."""
+    if tries >= MAX_LOSSES:
+        return GiveUp(f"no finite numbers on {tries} tries")
+    return after_loss(worker_id, tries, jitter, LossCause.OUTSIDE, StepRole.NONE)
+
+
+class OutsideKills:
+    """The last time that a kill struck an engine in which no sequence of this gateway ran alone.
+
+    Such a kill shows that engines are killed from outside. Time is monotonic, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self._last_s = -math.inf
+
+    def note(self, cause: LossCause, role: StepRole, now_s: float) -> None:
+        """Record the end of a sequence with ENGINE_LOST."""
+        if cause is LossCause.OUTSIDE and role in (StepRole.NONE, StepRole.SHARED):
+            self._last_s = now_s
+
+    def any_since(self, since_s: float) -> bool:
+        return self._last_s >= since_s
 
 
 def after_unreached(

@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import structlog
@@ -82,8 +83,8 @@ class RequestAdmission:
         _check_timeout(generation, bounds.timeout_s)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
         # A resumed request was counted against the rates when it began.
-        limits = admission_limits(payer, anew=resume is None)
-        reservation = await self._reserve(principal.tenant_id, request_id, limits)
+        due = admission_limits(payer, anew=resume is None)
+        reservation = await self._reserve(principal.tenant_id, request_id, due)
         reserving: asyncio.Task[Reservation | FairwayError] | None = None
         try:
             timer.enter(Stage.VALIDATE, self._ports.clock.monotonic_s())
@@ -93,6 +94,7 @@ class RequestAdmission:
             else:  # a resumed request keeps its terms, regardless of the present pressure
                 degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
+            self._check_quarantine(spec)
             price = self._catalog.price(spec.model)
             predicted = self._ports.outputs.predict(payer.tenant.meta.name, spec.version_digest)
             claims = usage_claims(payer, spec, price, predicted)
@@ -116,9 +118,41 @@ class RequestAdmission:
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
         ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
-        return Admitted(
-            spec, reservation, payer, ticket, terms, self._ports, self._limits, telemetry, degradations, price
+        ports, limits = self._ports, self._limits
+        admitted = Admitted(spec, reservation, payer, ticket, terms, ports, limits, telemetry, degradations)
+        reroute = partial(self._reroute, principal, generation, bounds)
+        return replace(admitted, price=price, reroute=reroute)
+
+    async def _reroute(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        bounds: RequestBounds,
+        admitted: Admitted,
+    ) -> Admitted:
+        """Return a request without output on its model's present version; its reservation and terms stay."""
+        before, terms = admitted.spec, admitted.terms
+        asked = inference_pb2.Generation()
+        asked.CopyFrom(generation)
+        asked.model = before.model
+        checked = self._validator.check(principal, asked)
+        spec = await self._validator.resolve(principal, asked, before.request_id, checked, bounds)
+        self._check_quarantine(spec)
+        most = min(spec.limits.max_tokens, before.limits.max_tokens)
+        spec = replace(
+            spec,
+            sampling=replace(spec.sampling, seed=before.sampling.seed),
+            limits=replace(spec.limits, max_tokens=most, min_tokens=min(spec.limits.min_tokens, most)),
         )
+        if terms.record is not None:
+            await terms.record(spec, admitted.degradations)
+        ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
+        return replace(admitted, spec=spec, ticket=ticket)
+
+    def _check_quarantine(self, spec: GenerationSpec) -> None:
+        """Raise PoisonedInput for an input that ended engines of the version."""
+        if self._ports.poisons is not None:
+            self._ports.poisons.check(spec)
 
     def max_timeout_s(self, principal: Principal, user: str) -> float:
         """Return the longest time of a request of the caller; infinite without a limit."""

@@ -16,6 +16,7 @@ from services.core.errors import (
     NoWorkerAvailable,
     QueueTimeout,
     SlowReader,
+    StaleRoute,
     StreamBroken,
     VersionFailing,
 )
@@ -30,15 +31,18 @@ from services.core.generation import (
     StartSpec,
     TokenLogprobs,
 )
+from services.core.poison.suspicion import Condemned
 from services.gateway.events import ChoiceResult, RequestSink
+from services.gateway.poison import condemned_error
 from services.gateway.policy.retry import (
     EXCLUDED_S,
     GiveUp,
     PlaceAgain,
-    after_loss,
+    after_not_finite,
     after_refusal,
     after_unreached,
 )
+from services.gateway.requests.losses import Losses
 from services.gateway.requests.stage_timer import Stage, StageTimer
 from services.gateway.requests.terms import Admitted
 from services.ports.worker import RunningSequence
@@ -78,6 +82,8 @@ class ChoiceRun:
         self.choice = choice
         self.timer = timer
         self.losses = 0
+        self._losses = Losses(request.ports.kills)
+        self._not_finite = 0
         self.cached_tokens = 0
         self.device_us = 0  # on all workers that ran it and reported its end
         self._request = request
@@ -122,6 +128,9 @@ class ChoiceRun:
             ):
                 return self._result(outcome)
             again = self._decide(outcome, grant)
+            if isinstance(again, Condemned):
+                raise await self._condemned(again)
+            self._check_quarantine()
             excluded = (again.exclude_worker,) if again.exclude_worker else ()
             if again.delay_s > 0:
                 await self._clock.sleep(again.delay_s)
@@ -224,9 +233,11 @@ class ChoiceRun:
             delivered_chars=self._chars,
             time_left_s=self._time_left_s(),
             traceparent=self.timer.traceparent,
+            apart_tokens=self._losses.trial_tokens,
         )
         if isinstance(grant, FallbackGrant):
             request.telemetry.placed_by_fallback()
+        self._losses.starts(self._clock.monotonic_s())
         self._accepted = False
         self._first_run = not self._produced
         self._outcome = asyncio.get_running_loop().create_future()
@@ -243,16 +254,27 @@ class ChoiceRun:
             ports.placement.over(grant, _refusal_of(self._outcome))
             self._running = self._outcome = None
 
-    def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain:
-        """Return the next placement. Raises the error that ends the choice."""
+    def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain | Condemned:
+        """Return the next placement, or that there is none because the input is the cause of its losses.
+
+        Raises another error that ends the choice.
+        """
         jitter = self._request.ports.rng.random()
         if isinstance(outcome, StartRefused):
             if outcome.reason is NotAdmittedReason.INVALID:
                 raise InternalError(f"{grant.worker_id} took the start for out of bounds")
+            if outcome.reason is NotAdmittedReason.STALE_ROUTE:
+                raise StaleRoute(
+                    f"{self.spec.model} withdrew version {self.spec.version_digest} while the request "
+                    "waited; send it again",
+                    retry_after_s=1.0,
+                    model=self.spec.model,
+                    version_digest=self.spec.version_digest,
+                )
             self._refusals += 1
-            decision = after_refusal(outcome.reason, grant.worker_id, self._refusals, jitter)
-            if isinstance(decision, GiveUp):
-                raise NoWorkerAvailable(decision.why, retry_after_s=1.0)
+            again = after_refusal(outcome.reason, grant.worker_id, self._refusals, jitter)
+            if isinstance(again, GiveUp):
+                raise NoWorkerAvailable(again.why, retry_after_s=1.0)
         else:
             if isinstance(outcome, SequenceEnd):
                 self._record_use(outcome)
@@ -262,33 +284,51 @@ class ChoiceRun:
                 if outcome.reason is not FinishReason.ENGINE_LOST:
                     raise self._error(outcome)
             decision = self._after_end(outcome, grant, jitter)
+            if isinstance(decision, Condemned):
+                return decision
             if isinstance(decision, GiveUp) and _is_not_finite(outcome):
                 raise VersionFailing(
                     f"version {self.spec.version_digest} of {self.spec.model} gave logits that are not "
-                    f"finite on {self.losses} tries: the version is faulty",
+                    f"finite on {self._not_finite} tries: the version is faulty",
                     retry_after_s=10.0,
                     version_digest=self.spec.version_digest,
                     model=self.spec.model,
-                    tries=self.losses,
+                    tries=self._not_finite,
                 )
             if isinstance(decision, GiveUp):
                 raise StreamBroken(f"{decision.why}; send it again", retry_after_s=1.0)
             paced_s = self._request.ports.retries.take(self._clock.monotonic_s())
-            decision = replace(decision, delay_s=decision.delay_s + paced_s)
+            again = replace(decision, delay_s=decision.delay_s + paced_s)
         self._log_placed_again(grant, outcome)
-        return decision
+        return again
 
-    def _after_end(self, outcome: Outcome, grant: AnyGrant, jitter: float) -> PlaceAgain | GiveUp:
+    def _after_end(self, outcome: Outcome, grant: AnyGrant, jitter: float) -> PlaceAgain | GiveUp | Condemned:
         """Count a loss, unless the worker never accepted the sequence."""
+        now_s = self._clock.monotonic_s()
         if self._accepted or not isinstance(outcome, Lost):
             self.losses += 1
-            return after_loss(grant.worker_id, self.losses, jitter)
-        now_s = self._clock.monotonic_s()
+            if _is_not_finite(outcome):
+                self._not_finite += 1
+                return after_not_finite(grant.worker_id, self._not_finite, jitter)
+            end = outcome if isinstance(outcome, SequenceEnd) else None
+            return self._losses.after(end, grant.worker_id, self.losses, now_s, jitter)
         if self._unreached == 0:
             self._unreached_since_s = now_s
         self._unreached += 1
         waited_s = now_s - self._unreached_since_s
         return after_unreached(grant.worker_id, self._unreached, waited_s, self._request.queue_ttl_s, jitter)
+
+    async def _condemned(self, verdict: Condemned) -> FairwayError:
+        """Return the error of the request, once the fleet refuses its input."""
+        if (poisons := self._request.ports.poisons) is not None:
+            await poisons.condemn(self.spec, verdict.deaths)
+        return condemned_error(self.spec, verdict.deaths)
+
+    def _check_quarantine(self) -> None:
+        """Raise PoisonedInput for a suspect whose input another request proved to be the cause."""
+        poisons = self._request.ports.poisons
+        if self._losses.trial_tokens and poisons is not None:
+            poisons.check(self.spec)
 
     def _log_placed_again(self, grant: AnyGrant, outcome: Outcome) -> None:
         cause = "lost" if isinstance(outcome, Lost) else outcome.reason.value

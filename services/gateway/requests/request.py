@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 import structlog
 
@@ -14,6 +15,7 @@ from services.core.errors import (
     InternalError,
     OverQuota,
     RequestCancelled,
+    StaleRoute,
     first_failure,
 )
 from services.core.generation import Usage
@@ -26,6 +28,10 @@ from services.gateway.service_types import Ports
 from services.ports.limiter import Reservation
 
 log = structlog.get_logger()
+
+# A worker may observe that a version is withdrawn shortly before this gateway does.
+MAX_ROUTES: Final = 16
+_REROUTE_S: Final = 0.05
 
 
 class Request:
@@ -46,7 +52,7 @@ class Request:
         self._task: asyncio.Task[None] | None = None
         self._cancel_error: FairwayError | None = None
         self._started = False
-        self._allowed_early = 0
+        self._allowed = 0
         self._prompt_tokens = 0
         self._cached: CachedAnswer | None = None
 
@@ -66,8 +72,7 @@ class Request:
 
     def allow(self, tokens: int) -> None:
         """The client takes ``tokens`` more of every choice, including choices that do not run yet."""
-        if not self._runs:
-            self._allowed_early += tokens
+        self._allowed += tokens
         for run in self._runs:
             run.allow(tokens)
 
@@ -127,7 +132,7 @@ class Request:
             if self._cached is not None:
                 results = self._repeat(admitted, self._cached)
             else:
-                results = await self._run_choices(admitted)
+                admitted, results = await self._run_choices(admitted)
         except OverQuota as error:  # of the scheduler
             error.request_rate = admitted.reservation.request_rate
             error.token_rate = admitted.reservation.token_rate
@@ -163,15 +168,31 @@ class Request:
         self._sink.on_tokens(0, 0, answer.ids, answer.text, answer.logprobs)
         return answer.finished.choices
 
-    async def _run_choices(self, admitted: Admitted) -> tuple[ChoiceResult, ...]:
-        spec = admitted.spec
-        self._runs = tuple(
-            ChoiceRun(admitted, choice, self._sink, self.timer.fork()) for choice in range(spec.choices)
-        )
-        if self._allowed_early:
-            self.allow(self._allowed_early)
-        self._sink.on_accepted(self._accepted(admitted))
-        return await self._all_choices()
+    async def _run_choices(self, admitted: Admitted) -> tuple[Admitted, tuple[ChoiceResult, ...]]:
+        """Return the request as it was served, and its results.
+
+        A request whose version is withdrawn before it has output is resolved again, and accepted again.
+        """
+        for number in range(1, MAX_ROUTES + 1):
+            spec = admitted.spec
+            self._prompt_tokens = len(spec.prompt.ids)
+            self._runs = tuple(
+                ChoiceRun(admitted, choice, self._sink, self.timer.fork()) for choice in range(spec.choices)
+            )
+            for run in self._runs:
+                run.allow(self._allowed)
+            self._sink.on_accepted(self._accepted(admitted))
+            try:
+                return admitted, await self._all_choices()
+            except StaleRoute:
+                begun = any(run.output_tokens for run in self._runs)
+                if admitted.reroute is None or begun or number == MAX_ROUTES:
+                    raise
+            log.info("request.rerouted", request_id=self.request_id, version_digest=spec.version_digest)
+            await self._ports.clock.sleep(_REROUTE_S)
+            admitted = await admitted.reroute(admitted)
+            self.telemetry.accepted(admitted.tenant.meta.name, admitted.spec)
+        raise AssertionError("the last round returns or raises")
 
     def _accepted(self, admitted: Admitted) -> Accepted:
         spec = admitted.spec

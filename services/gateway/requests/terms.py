@@ -84,6 +84,8 @@ class Admitted:
     degradations: tuple[Degradation, ...] = ()
     # At its admission.
     price: Price = field(default_factory=Price)
+    # Returns it on the version that its model name resolves to now; None: it keeps its version.
+    reroute: Callable[[Admitted], Awaitable[Admitted]] | None = None
 
     def usage_report(self, usage: Usage) -> RequestUsage:
         """Return the event of the usage ledger for the settled request."""

@@ -16,6 +16,7 @@ from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong
 from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
 from services.core.records import Priority
+from services.core.rollouts.routes import SplitCaller
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.policy.claims import RequestBound, RequestBounds
 from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
@@ -73,7 +74,7 @@ class Validator:
         InvalidInput, ModelNotFound, PermissionDenied, NoWorkerAvailable without a replica that can serve.
         """
         bounds.check(generation)
-        route = self._route(principal, generation.model, pinned)
+        route = self._route(principal, generation, pinned)
         self._catalog.require_servable(route)
         priority = self._priority(principal, generation.priority)
         _check_stop(generation.stop)
@@ -112,7 +113,8 @@ class Validator:
             limits=limits,
             choices=_choices(generation),
             priority=checked.priority,
-            session_key=generation.session_key or principal.key_id,
+            session_key=_session_key(principal, generation),
+            step=route.step,
         )
 
     def check_count(
@@ -120,8 +122,8 @@ class Validator:
     ) -> tuple[Route, inference_pb2.Generation]:
         """Return the route and the generation whose tokens are to be counted. Raises as ``check`` does."""
         bounds.check(request)
-        route = self._route(principal, request.model)
         generation = inference_pb2.Generation(model=request.model)
+        route = self._route(principal, generation)
         if request.HasField("chat"):
             generation.chat.CopyFrom(request.chat)
         elif request.HasField("prompt"):
@@ -141,14 +143,20 @@ class Validator:
                 raise
             return int(counted)  # a count beyond the context is valid too
 
-    def _route(self, principal: Principal, model: str, pinned: PinnedVersion | None = None) -> Route:
+    def _route(
+        self, principal: Principal, generation: inference_pb2.Generation, pinned: PinnedVersion | None = None
+    ) -> Route:
         """The model of an earlier run is not authorised again: a smaller model may answer for the permitted
         one. The caller's permission to continue was checked before the record was read.
         """
         if pinned is not None:
-            return self._catalog.resolve_pinned(model, pinned)
-        self._identity.authorise_model(principal, model)
-        return self._catalog.resolve(model)
+            return self._catalog.resolve_pinned(generation.model, pinned)
+        self._identity.authorise_model(principal, generation.model)
+        tenant = self._identity.tenant(principal.tenant_id)
+        caller = SplitCaller(
+            principal.tenant_id, _session_key(principal, generation), tenant.max_priority, generation.version
+        )
+        return self._catalog.resolve(generation.model, caller)
 
     def _priority(self, principal: Principal, asked: int) -> Priority:
         """The requested class; by default the standard one, or the tenant's highest if that is lower."""
@@ -288,6 +296,11 @@ def _check_input(generation: inference_pb2.Generation) -> None:
     if empty[kind]:
         field = _input_field(generation)
         raise InvalidInput(f"{field} is empty", field=field)
+
+
+def _session_key(principal: Principal, generation: inference_pb2.Generation) -> str:
+    """Return what makes a version split sticky: the client's session, its end user, or the API key."""
+    return generation.session_key or generation.user or principal.key_id
 
 
 def _check_stop(stop: Sequence[str]) -> None:

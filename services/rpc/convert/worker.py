@@ -23,6 +23,7 @@ from services.core.generation import (
     SequenceEnd,
     StartSpec,
 )
+from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import LoadedVersion, VersionState
 from services.ports.worker_stream import StepFrame
 from services.rpc.convert.inference import (
@@ -44,6 +45,10 @@ NOT_ADMITTED_REASONS: Final = {
 VERSION_STATES: Final = {
     state: worker_pb2.VersionState.Value(f"VERSION_STATE_{state.name}") for state in VersionState
 }
+_LOSS_CAUSES: Final = {cause: worker_pb2.LossCause.Value(f"LOSS_CAUSE_{cause.name}") for cause in LossCause}
+_LOSS_CAUSE_OF: Final = {value: key for key, value in _LOSS_CAUSES.items()}
+_STEP_ROLES: Final = {role: worker_pb2.StepRole.Value(f"STEP_ROLE_{role.name}") for role in StepRole}
+_STEP_ROLE_OF: Final = {value: key for key, value in _STEP_ROLES.items()}
 _NOT_ADMITTED_OF: Final = {value: key for key, value in NOT_ADMITTED_REASONS.items()}
 Value = TypeVar("Value")
 
@@ -61,7 +66,16 @@ _END: Final = Mirror(
     {
         "reason": Pair(
             "reason", FINISH_REASONS.__getitem__, lambda number: _value_of(FINISH_REASONS_BACK, number)
-        )
+        ),
+        # A worker of an earlier release sends neither: nobody is a suspect.
+        "loss_cause": Pair(
+            "loss_cause",
+            _LOSS_CAUSES.__getitem__,
+            lambda number: _LOSS_CAUSE_OF.get(number, LossCause.OUTSIDE),
+        ),
+        "step_role": Pair(
+            "step_role", _STEP_ROLES.__getitem__, lambda number: _STEP_ROLE_OF.get(number, StepRole.NONE)
+        ),
     },
 )
 
@@ -93,6 +107,7 @@ def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
         traceparent=spec.traceparent,
         prefix_hashes=prompt.prefix_hashes,
         prefix_root=prompt.prefix_root,
+        apart_tokens=spec.apart_tokens,
     )
     if isinstance(grant, FallbackGrant):
         message.fallback.CopyFrom(_fallback_to_proto(grant))
@@ -134,6 +149,7 @@ def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec:
         delivered_chars=message.delivered_chars,
         time_left_s=_seconds(message.time_left) if message.HasField("time_left") else None,
         traceparent=message.traceparent,
+        apart_tokens=message.apart_tokens,
     )
 
 

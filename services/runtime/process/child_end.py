@@ -1,9 +1,10 @@
-"""The end of a child process, awaited without blocking the event loop."""
+"""The end of a child process, awaited without blocking the event loop; and whether a signal stopped it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Final
 
 from services.ports.clock import Clock
@@ -27,6 +28,15 @@ async def wait_end(pid: int, clock: Clock) -> None:
     finally:
         loop.remove_reader(pid_fd)
         os.close(pid_fd)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal, or a debugger, has stopped the process; False where it cannot be read."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    return fields[:1] in ([b"T"], [b"t"])
 
 
 def _has_ended(pid: int) -> bool:

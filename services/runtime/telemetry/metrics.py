@@ -151,14 +151,15 @@ class _Read:
 class Metrics(Collector):
     """The metrics of one process. ``registry`` is what Prometheus reads; read it on the event loop.
 
-    ``tenant`` and ``model`` bound the labels of that name; operators create both.
+    ``tenant``, ``model`` and ``version`` bound the labels of that name; operators create what they name.
     """
 
-    def __init__(self, *, max_tenants: int = 1000, max_models: int = 200) -> None:
+    def __init__(self, *, max_tenants: int = 1000, max_models: int = 200, max_versions: int = 400) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.tenants = LabelCap(max_tenants)
         self.models = LabelCap(max_models)
+        self.versions = LabelCap(max_versions)
         self._instruments: dict[str, Counter | Histogram | _Read] = {}
 
     def process(self) -> None:

@@ -48,6 +48,7 @@ from services.worker.policy.lifecycle import (
     RetireVersion,
     Slot,
     VersionPhase,
+    least_route_revisions,
     plan,
     wanted,
 )
@@ -260,6 +261,7 @@ class WorkerAgent:
         self._assigned = Assignment(self._identity.worker_id) if entry is None else entry.record
         for digest in [digest for digest, slot in self._slots.items() if slot.gone]:
             del self._slots[digest]
+        self._host.least_route_revisions = least_route_revisions(self._assigned.versions)
         desired = wanted(self._assigned.versions)
         observed = {digest: slot.observed() for digest, slot in self._slots.items()}
         self._share_memory(desired, observed)

@@ -31,6 +31,7 @@ from services.worker.engine_protocol import (
     Submit,
 )
 from services.worker.policy.prefill import PrefillBudget
+from services.worker.step_page import StepPage
 
 _TOKENS: Final = attrgetter("tokens")
 _SEES_OUTPUT: Final = attrgetter("sees_output")
@@ -57,9 +58,10 @@ class Engine:
         reuse: PrefixReuse | None = None,
         intake: Intake | None = None,
         speculation: Speculator | None = None,
+        page: StepPage | None = None,
     ) -> None:
         """``budget`` paces the prefill, ``reuse`` finds KV that earlier sequences left, ``speculation`` sets
-        which tokens may come next."""
+        which tokens may come next, ``page`` receives the members of each step."""
         self._executor = executor
         self._blocks = blocks
         self._planner = Planner(blocks, limits, budget=budget, reuse=reuse)
@@ -69,6 +71,7 @@ class Engine:
         self._model = model
         self._eos_ids = eos_ids
         self._clock = clock
+        self._page = page
         self._live = LiveSequences(self._planner)
         self._meter = StepMeter()
         self._arrivals = 0
@@ -125,6 +128,8 @@ class Engine:
         self._flight = self._launch_next(flight) if self._may_run_ahead(flight) else None
         samples = self._executor.collect() if flight.batch else NOTHING
         outcome = self._live.commit(flight, samples)
+        if flight.batch and self._page is not None:
+            self._page.ended()
         step_s = self._ended(flight)
         prefill_s = self._meter.ended(flight.members, step_s)
         self._learn(flight.work, outcome, step_s)
@@ -179,6 +184,8 @@ class Engine:
         batch = self._plan()
         if not batch:
             return Flight(batch, [], Work(), began_s, NOBODY)
+        if self._page is not None:
+            self._page.began(batch.decodes, [chunk.sequence for chunk in batch.prefills])
         self._executor.submit(batch)
         work = self._work(batch)
         members = self._meter.launched(batch, work.attended_tokens)
@@ -196,14 +203,16 @@ class Engine:
     def _may_run_ahead(self, flight: Flight) -> bool:
         """Whether the next batch can be planned without this one's tokens.
 
-        It cannot where the tokens decide more than who ends: what comes next is proposed or penalised by
-        them, or blocks are short, so that those which an end frees save others from being preempted. Nor
-        where it prefills what others may find in the cache, which is entered by its commit.
+        It cannot where a suspect runs in steps of its own. Nor where the tokens decide more than who ends:
+        what comes next is proposed or penalised by them, or blocks are short, so that those which an end
+        frees save others from being preempted. Nor where it prefills what others may find in the cache, which
+        is entered by its commit.
         """
         return (
             self._executor.runs_ahead
             and self._speculation is None
             and not self._size.changing
+            and not self._planner.has_suspects
             and bool(flight.batch)
             and not (flight.batch.prefills and self._reuse is not None)
             and self._planner.has_blocks_after(flight.batch)

@@ -24,13 +24,14 @@ from services.runtime.process.child_process import die_with_parent
 from services.runtime.telemetry.logging import LineBudget
 from services.worker.engine.connection import Connection, MalformedCommand, connect
 from services.worker.engine.core import DuplicateHandle, Engine
-from services.worker.engine.load.loading import load
+from services.worker.engine.load.loading import Report, load
 from services.worker.engine.unsupported import REFUSALS, TooLittleMemory
 from services.worker.engine_protocol import (
     EngineConfig,
     EngineMessage,
     LoadFailed,
     Progress,
+    Ready,
     Shutdown,
     Submit,
 )
@@ -55,8 +56,8 @@ class AgentGone(Exception):
     """The other end of the socket is closed."""
 
 
-def main(arguments: list[str]) -> int:
-    """Run until the end; return the exit code."""
+def main(arguments: list[str], load: Callable[[EngineConfig, Report], tuple[Engine, Ready]] = load) -> int:
+    """Run until the end; return the exit code. ``load`` returns the engine that is served."""
     sys.stdout = sys.stderr = LogStream.on(sys.stderr)  # an agent that reads no log holds up no step
     _configure_logging()
     die_with_parent()
@@ -74,13 +75,17 @@ def main(arguments: list[str]) -> int:
         return ExitCode.ORPHANED
     connection = Connection(channel, on_end=_exit_at_end, on_malformed=_exit_malformed)
     try:
-        return _run(config, connection)
+        return _run(config, connection, load)
     except AgentGone:
         log.warning("agent.lost")
         return ExitCode.ORPHANED
 
 
-def _run(config: EngineConfig, connection: Connection) -> ExitCode:
+def _run(
+    config: EngineConfig,
+    connection: Connection,
+    load: Callable[[EngineConfig, Report], tuple[Engine, Ready]],
+) -> ExitCode:
     try:
         engine, ready = load(config, lambda phase, ratio: _send(connection, Progress(phase, ratio)))
     except AgentGone:

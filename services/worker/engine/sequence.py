@@ -16,6 +16,7 @@ class Status(Enum):
     """Where a sequence is. PREFILLING, DECODING, HELD: KV and a seat; STALLED, RETURNING: KV alone."""
 
     WAITING = auto()  # new, no KV
+    APART = auto()  # no KV, a suspect that waits for its turn to run in steps of its own
     PREEMPTED = auto()  # lost its KV, goes before new ones
     PARKED = auto()  # no KV and no credit: nothing to do until a Credit
     PREFILLING = auto()
@@ -62,6 +63,8 @@ class SequenceState:
     prefix_names: list[int] = field(default_factory=list)
     # How it is sampled depends on its output so far.
     sees_output: bool = False
+    # Up to that length of tokens it is computed in steps of its own.
+    apart_until: int = 0
 
     @property
     def output_tokens(self) -> int:
@@ -71,6 +74,15 @@ class SequenceState:
     @property
     def has_credit(self) -> bool:
         return self.output_tokens < self.credit_limit
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its next step has no other member."""
+        return len(self.tokens) < self.apart_until
+
+    def set_apart(self, tokens: int) -> None:
+        """Have it computed in steps of its own for so many tokens; 0: not at all."""
+        self.apart_until = len(self.tokens) + tokens if tokens else 0
 
     def set_credit(self, limit: int) -> None:
         """Raise the credit: a limit below the present one changes nothing."""
@@ -106,4 +118,5 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
         or sampling.repetition_penalty != 1.0,
     )
     sequence.set_credit(submit.credit_limit)
+    sequence.set_apart(submit.apart_tokens)
     return sequence

@@ -115,6 +115,15 @@ def wanted(assigned: Sequence[AssignedVersion]) -> dict[str, AssignedVersion]:
     return versions
 
 
+def least_route_revisions(assigned: Sequence[AssignedVersion]) -> dict[str, int]:
+    """Return the least route revision of each version: a version of several deployments has the lowest."""
+    found: dict[str, int] = {}
+    for version in assigned:
+        digest, least = version.version_digest, version.least_route_revision
+        found[digest] = min(found.get(digest, least), least)
+    return found
+
+
 def plan(
     desired: Mapping[str, AssignedVersion],
     observed: Sequence[Slot],

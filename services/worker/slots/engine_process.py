@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
@@ -23,8 +24,9 @@ import structlog
 
 from fairway.task_group import TaskGroup
 from services.core.errors import FailedPrecondition
+from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
-from services.runtime.process.child_end import wait_end
+from services.runtime.process.child_end import is_stopped, wait_end
 from services.runtime.supervisor import Supervisor
 from services.worker.engine_protocol import (
     Command,
@@ -39,11 +41,14 @@ from services.worker.engine_protocol import (
     Stepped,
     encode,
 )
+from services.worker.policy.crash_cause import cause_of
 from services.worker.policy.engine_silence import ABANDON_STEPS
 from services.worker.slots.engine_link import MAX_SEND_BUFFER_BYTES, EngineLink, LogPipe, Refusal
+from services.worker.step_page import StepPage
 
 log = structlog.get_logger()
 
+_PAGE: Final = "steps"
 MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path holds 108 bytes with the terminating zero
 CHECK_S: Final = 1.0  # while messages arrive; an idle engine sends one a second
 _OVERDUE_CHECK_S: Final = 0.25
@@ -82,10 +87,15 @@ class LoadRefused:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """It ended by itself, or was killed because it hung. ``exit_code`` is negative for a signal."""
+    """It ended by itself, or was killed because it hung. ``exit_code`` is negative for a signal.
+
+    ``members``: the handles of the step that ran, empty while none did.
+    """
 
     exit_code: int
     message: str
+    cause: LossCause = LossCause.OUTSIDE
+    members: tuple[int, ...] = ()
 
 
 EngineExit = Stopped | LoadRefused | Crashed
@@ -113,6 +123,11 @@ class RunningEngine(Protocol):
     @property
     def silent_s(self) -> float:
         """Time since the last message of the step loop, once it is ready; 0 before."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Handles of the step that runs; empty while none does, or while the process is stopped by a
+        signal."""
 
     async def start(self) -> None:
         """Raises FailedPrecondition when it cannot be started."""
@@ -163,6 +178,7 @@ class EngineProcess:
         self._command = command
         self._link = EngineLink(self._on_event, self._kill)
         self._process: subprocess.Popen[bytes] | None = None
+        self._page: StepPage | None = None
         self._ready = False
         self._full_step_s = 0.0
         self._stopping = False
@@ -180,6 +196,14 @@ class EngineProcess:
     def silent_s(self) -> float:
         """Time since the last message of the step loop, once it is ready; 0 before."""
         return self._clock.monotonic_s() - self._last_message_s if self._ready else 0.0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Handles of the step that runs; empty while none does, or while the process is stopped by a
+        signal."""
+        if self._page is None or self._process is None or is_stopped(self._process.pid):
+            return ()
+        return self._page.members()
 
     async def start(self) -> None:
         """Start the process and its monitoring. Raises FailedPrecondition when it cannot be started."""
@@ -232,6 +256,7 @@ class EngineProcess:
         path = os.path.join(directory, "e")
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise FailedPrecondition(f"the temporary directory's path is too long for a socket: {path}")
+        self._page = StepPage.create(Path(directory, _PAGE), self._config.max_sequences)
         server = await asyncio.get_running_loop().create_unix_server(self._accept, path)
         undo.callback(server.close)
         return server, path
@@ -245,7 +270,8 @@ class EngineProcess:
         Not by the event loop: uvloop forks, and gRPC's fork handlers can crash the child before it becomes
         the engine; ``Popen`` uses vfork. Not in a thread: the engine ends with the thread that started it.
         """
-        config = msgspec.structs.replace(self._config, socket_path=socket_path)
+        page = os.path.join(os.path.dirname(socket_path), _PAGE)
+        config = msgspec.structs.replace(self._config, socket_path=socket_path, step_page_path=page)
         with log_pipe.write_end() as stderr:
             return subprocess.Popen(
                 [sys.executable, *self._command, "--config", msgspec.json.encode(config)],
@@ -284,7 +310,10 @@ class EngineProcess:
                 self._link.transport.abort()
             self._exited.set()
         exit_ = self._exit_of(code)
-        log.info("engine.exited", pid=process.pid, exit_code=code, outcome=type(exit_).__name__)
+        crashed = {}
+        if isinstance(exit_, Crashed):
+            crashed = {"cause": exit_.cause.value, "members": len(exit_.members)}
+        log.info("engine.exited", pid=process.pid, exit_code=code, outcome=type(exit_).__name__, **crashed)
         self._events.on_exit(exit_)
 
     async def _drain(self, reader: asyncio.Task[None]) -> None:
@@ -347,11 +376,9 @@ class EngineProcess:
             return Stopped()
         if self._refused is not None:
             return self._refused
-        if self._fault:
-            return Crashed(code, self._fault)
-        if code < 0:
-            return Crashed(code, f"the engine was killed by signal {-code}")
-        return Crashed(code, f"the engine ended with exit code {code}")
+        members = () if self._page is None else self._page.members()
+        ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return Crashed(code, self._fault or f"the engine {ended}", cause_of(code), members)
 
     def _kill(self, fault: str) -> None:
         if not self._fault:

@@ -23,6 +23,7 @@ from services.worker.engine_protocol import (
 from services.worker.kv.pool import PoolLimits
 from services.worker.policy.lifecycle import VersionPhase
 from services.worker.slots.engine_process import (
+    Crashed,
     EngineEvents,
     EngineExit,
     EngineLauncher,
@@ -151,6 +152,7 @@ class VersionEngine:
             ),
             vocabulary=vocabulary,
             send=process.send,
+            members=lambda: process.members,
             clock=context.clock,
             charges=UsageAccounting(
                 version.version_digest, context.host.tally, context.host.device, model=version.deployment
@@ -197,7 +199,10 @@ class VersionEngine:
         table, self.table = self.table, None
         ran_s = 0.0
         if table is not None:
-            self._context.host.remove(table)
+            if isinstance(exit_, Crashed):
+                self._context.host.remove(table, exit_.cause, exit_.members)
+            else:
+                self._context.host.remove(table)
             ran_s = self._context.clock.monotonic_s() - self._ready_s
         message, self._too_much = self._too_much, ""
         stopped = isinstance(exit_, Stopped)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from services.core.errors import InvalidInput
 from services.core.fleet import TenantCounter
 from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
+from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
 from services.ports.worker_stream import StepFrame
 from services.worker.kv.prefix_set import PrefixSet
@@ -45,6 +46,8 @@ class SequenceHost:
         self.device = device
         self.counters = FairnessCounters()
         self.draining = False
+        # A request that was resolved at an older revision is not started, by version.
+        self.least_route_revisions: Mapping[str, int] = {}
         self.changed = changed
         self._tables: dict[str, SequenceTable] = {}
         self._closed_to: set[str] = set()  # versions that finish their sequences and admit no new ones
@@ -74,12 +77,15 @@ class SequenceHost:
             table.kv.shared.reported.follow(left[1])
         self.changed()
 
-    def remove(self, table: SequenceTable) -> None:
-        """Remove a table; its remaining sequences end with ENGINE_LOST."""
+    def remove(
+        self, table: SequenceTable, cause: LossCause = LossCause.OUTSIDE, members: Collection[int] = ()
+    ) -> None:
+        """Remove a table; its remaining sequences end with ENGINE_LOST. ``members``: those of the step that
+        ran."""
         if self._tables.get(table.version_digest) is table:
             del self._tables[table.version_digest]
             self._closed_to.discard(table.version_digest)
-            table.lost()
+            table.lost(cause, members)
             self._leave_prefixes(table)
             self.changed()
 
@@ -163,6 +169,8 @@ class SequenceHost:
         table = self._tables.get(digest)
         if table is None or spec.generation.version_digest != digest:
             return NotAdmittedReason.NOT_READY
+        if self._is_stale(spec):
+            return NotAdmittedReason.STALE_ROUTE
         if digest in self._closed_to:
             return NotAdmittedReason.DRAINING
         if table.stalled:
@@ -172,6 +180,11 @@ class SequenceHost:
         if isinstance(spec.grant, FallbackGrant) and not self._has_credit(table, spec):
             return NotAdmittedReason.NO_FALLBACK
         return None
+
+    def _is_stale(self, spec: StartSpec) -> bool:
+        """Whether the route that the request was resolved by is withdrawn. What has output goes on."""
+        least = self.least_route_revisions.get(spec.grant.version_digest, 0)
+        return spec.generation.route_revision < least and not spec.produced_ids
 
     def _fallback_refusal(self, grant: FallbackGrant) -> NotAdmittedReason | None:
         if self._fallback is None:

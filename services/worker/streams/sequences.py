@@ -7,15 +7,17 @@ token costs a look-up, an append and a string concatenation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
 from services.core.generation import NOT_FINITE, FinishReason, SequenceEnd, StartSpec, TokenLogprobs
+from services.core.poison.suspicion import LossCause, StepRole
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
 from services.worker.kv.pool import PoolLimits, PoolStats
 from services.worker.kv.reservations import Reservations
+from services.worker.policy.crash_cause import role_of
 from services.worker.policy.engine_silence import StallDetector
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.live_sequence import SlotState, WorkerSequence
@@ -45,6 +47,7 @@ FLUSHED: Final = frozenset(
 
 class SequenceTable:
     """Single writer: the worker's event loop. ``send`` passes a command to the engine, False if it cannot.
+    ``members`` returns the handles of the step that runs, for an engine that hangs.
 
     ``slots`` contains the batch slots, ``kv`` the reservations of running sequences, ``prefills`` those of
     them without a token, ``charges`` what they used.
@@ -57,6 +60,7 @@ class SequenceTable:
         limits: PoolLimits,
         vocabulary: Vocabulary,
         send: Callable[[wire.Command], bool],
+        members: Callable[[], Collection[int]] = tuple,
         clock: Clock,
         charges: UsageAccounting,
         changed: Callable[[], None],
@@ -73,6 +77,7 @@ class SequenceTable:
         self._vocabulary = vocabulary
         self._texts = vocabulary.texts
         self._send = send
+        self._members = members
         self._clock = clock
         self.charges = charges
         self._changed = changed
@@ -187,8 +192,7 @@ class SequenceTable:
             self._changed()
         if self._live and self._silence.abandons(now_s):
             self._send(wire.Cancel(list(self._live)))  # the first command that it reads when it runs again
-            for sequence in list(self._live.values()):
-                self._end(sequence, FinishReason.ENGINE_LOST)
+            self._lose_all(LossCause.OUTSIDE, self._members())
             self._changed()
 
     # --- the engine's side ----------------------------------------------------------------------
@@ -250,13 +254,15 @@ class SequenceTable:
         if self._silence.on_message(self._clock.monotonic_s(), step_s):
             self._changed()
 
-    def lost(self) -> None:
-        """End every sequence with ENGINE_LOST after the engine process ended; the table is not used again."""
+    def lost(self, cause: LossCause = LossCause.OUTSIDE, members: Collection[int] = ()) -> None:
+        """End every sequence with ENGINE_LOST after the engine process ended; the table is not used again.
+
+        ``members``: the handles of the step that ran.
+        """
         self.charges.share_uncharged(
             sequence for sequence in self._live.values() if sequence.slot is SlotState.RUNNING
         )
-        for sequence in list(self._live.values()):
-            self._end(sequence, FinishReason.ENGINE_LOST)
+        self._lose_all(cause, members)
         self.charges.settle_all()
         self.stats.kv_blocks_used = 0
         self._changed()
@@ -365,8 +371,20 @@ class SequenceTable:
                 self._end(sequence, FinishReason(reason))
         self._room_changed()
 
+    def _lose_all(self, cause: LossCause, members: Collection[int]) -> None:
+        """End every sequence with ENGINE_LOST and its part in the step that ran."""
+        for number, sequence in list(self._live.items()):
+            running = sequence.slot is SlotState.RUNNING
+            role = role_of(number, members, cause, running=running)
+            self._end(sequence, FinishReason.ENGINE_LOST, loss=(cause, role))
+
     def _end(
-        self, sequence: WorkerSequence, reason: FinishReason, *, error: tuple[str, str] = ("", "")
+        self,
+        sequence: WorkerSequence,
+        reason: FinishReason,
+        *,
+        error: tuple[str, str] = ("", ""),
+        loss: tuple[LossCause, StepRole] = (LossCause.OUTSIDE, StepRole.NONE),
     ) -> None:
         """Queue a sequence's end and release its reservation."""
         if reason in FLUSHED and (rest := sequence.text.finish()):
@@ -389,6 +407,8 @@ class SequenceTable:
                 error_reason=error[0],
                 error_message=error[1],
                 device_us=sequence.device_us,
+                loss_cause=loss[0],
+                step_role=loss[1],
             ),
         )
 

@@ -20,4 +20,5 @@ def submit_command(sequence: WorkerSequence) -> wire.Submit:
         produced_ids=spec.produced_ids,
         priority=-generation.priority.rank,
         request_id=generation.request_id,
+        apart_tokens=spec.apart_tokens,
     )

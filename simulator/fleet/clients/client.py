@@ -14,6 +14,7 @@ from services.core.records import Priority
 from services.worker.engine.execute.null_executor import STRIDE
 from services.worker.engine.sample.keyed_random import sequence_key
 from services.worker.engine_protocol import Submit
+from simulator.engine.poison import Poison
 from simulator.fleet.spec import VOCABULARY
 
 
@@ -49,6 +50,8 @@ class SimRequest:
     key: str = ""
     # How often it sends again what was refused with a delay, with the number of earlier attempts.
     retries: int = 0
+    # Its prompt is that of this poison alone, and ends the engine.
+    poison: Poison | None = None
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from services.core.errors import FairwayError
 from services.core.generation import TokenLogprobs
 from services.gateway.events import Accepted, Finished, Handle, RequestSink
 from services.rpc.convert.inference import PRIORITIES
+from simulator.engine.poison import POISON_TOKENS
 from simulator.fleet.clients.client import Due, Record, SimRequest, request_seed
 from simulator.fleet.spec import MODEL, VOCABULARY
 from simulator.invariants.invariant import Violations
@@ -376,6 +377,9 @@ def prompt_ids(request: SimRequest, number: int) -> list[int]:
 
     Two prompts agree exactly in what they share, so that a cache hit is never by chance.
     """
+    if request.poison is not None:
+        rest = max(0, request.prompt_tokens - POISON_TOKENS)
+        return request.poison.ids + _named(request.poison.number, rest, 4)
     if request.blocks:
         named = [id for block in request.blocks for id in _named(block, request.block_tokens, 3)]
         rest = request.prompt_tokens - len(named)

@@ -14,11 +14,13 @@ from services.adapters.links.muxed_placement import MuxedPlacement
 from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.quarantine.store import StoreQuarantine
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.core.generation import Principal
 from services.core.records import (
     DEPLOYMENTS,
     KEYS,
+    QUARANTINE,
     TENANTS,
     WORKERS,
     ApiKey,
@@ -29,20 +31,24 @@ from services.core.records import (
     Worker,
     load,
 )
+from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
+from services.gateway.poison import PoisonGate
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService, drain
 from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.message_stream import StreamClient
 from services.ports.placement import FallbackPlacer
-from services.ports.store import Entry
+from services.ports.poison.quarantine import Quarantine, Quarantined
+from services.ports.store import Entry, Store
 from services.ports.worker import WorkerClient
 from services.rpc.status import by_reason
 from services.runtime.fleet_state.informer import Informer
@@ -59,6 +65,7 @@ from simulator.kernel.process import Process
 
 TICKET_KEY: Final = b"the simulation's ticket key"
 _PREFIX_SECRET: Final = b"the simulation's prefix secret"
+_QUARANTINE_SECRET: Final = b"the simulation's quarantine"
 _NAMES_SECRET: Final = b"the simulation's record names"
 _MODEL_FILES: Final = Path(__file__).parent / "model"
 
@@ -108,6 +115,7 @@ class GatewayNode:
             _BundledFiles(),
             clock,
             texts=LocalTexts(Executor(), clock),
+            splits=Splits(self._informers.routes),
         )
         identity = KeyDirectory(self._informers.keys, self._informers.tenants, clock)
         self._directory = directory
@@ -122,7 +130,7 @@ class GatewayNode:
             ),
             identity=identity,
             catalog=catalog,
-            ports=self._ports(telemetry),
+            ports=self._ports(telemetry, self.make_quarantine(store)),
             limits=limits,
         )
         self._keyed: IdempotentService | None = None
@@ -133,7 +141,7 @@ class GatewayNode:
         else:
             self.service = GatewayService(**parts)
 
-    def _ports(self, telemetry: GatewayTelemetry) -> Ports:
+    def _ports(self, telemetry: GatewayTelemetry, quarantine: Quarantine) -> Ports:
         process = self._process
         return Ports(
             limiter=self.limiter,
@@ -147,6 +155,13 @@ class GatewayNode:
             error_of=by_reason,
             telemetry=telemetry,
             pressure=self.placement.pressure,
+            poisons=PoisonGate(
+                quarantine,
+                secret=_QUARANTINE_SECRET,
+                clock=process.clock,
+                supervisor=process.supervisor,
+                telemetry=telemetry,
+            ),
         )
 
     def _keyed_ports(
@@ -175,6 +190,10 @@ class GatewayNode:
         """Return how this gateway places while no leader answers."""
         predicted = spec.term.queue.predicted_output_tokens
         return GatewayFallback(self._process.rng, FallbackSettings(predicted_output_tokens=predicted))
+
+    def make_quarantine(self, store: Store) -> Quarantine:
+        """Return the fleet's quarantine."""
+        return StoreQuarantine(store, self._informers.quarantine, self._process.clock)
 
     def make_limits(self, spec: FleetSpec) -> GatewayLimits:
         return spec.gateway
@@ -238,15 +257,24 @@ class _Informers:
         self.workers = informer(WORKERS, Worker)
         self.tenants = informer(TENANTS, Tenant)
         self.keys = informer(KEYS, ApiKey)
+        self.routes = informer(ROUTES, ModelRoute)
+        self.quarantine = informer(QUARANTINE, Quarantined)
 
     def start(self) -> None:
-        for informer in (self.deployments, self.workers, self.tenants, self.keys):
+        for informer in (
+            self.deployments,
+            self.workers,
+            self.tenants,
+            self.keys,
+            self.routes,
+            self.quarantine,
+        ):
             self._process.supervisor.spawn(f"informer {informer.prefix}", informer.run())
 
     @property
     def synced(self) -> bool:
         followed = self.deployments.synced and self.workers.synced
-        return followed and self.tenants.synced and self.keys.synced
+        return followed and self.tenants.synced and self.keys.synced and self.routes.synced
 
 
 class _BundledFiles:

@@ -51,6 +51,8 @@ class WorkerNode:
             streams=WatchedHost(self.host, lambda start: watch.started(self.name, start)),
         )
 
+        self.worker.engines.died = lambda poison: watch.engine_ended(self.name, poison)
+
     def make_host(self) -> SequenceHost:
         """Return the host of this life; a test overrides it with one that is broken."""
         clock = self.process.clock

@@ -358,3 +358,25 @@ async def test_closing_ends_calls_and_watches(planes: Fleet) -> None:
     async with asyncio.timeout(30):
         while len(asyncio.all_tasks() - before) > 0:
             await asyncio.sleep(0.01)
+
+
+async def test_a_deployment_gets_an_earlier_state_again_with_its_present_replicas(planes: Fleet) -> None:
+    for digest in (DIGEST, OTHER):
+        await planes.put(version_key("tiny", digest), VersionRecord("tiny", digest, 1, 0.0))
+    async with planes.client() as admin:
+        wanted = cp.Deployment(metadata=cp.Metadata(name="back"), model="tiny", version=DIGEST, replicas=1)
+        await admin.deployments.create(wanted)
+
+        def change(found: cp.Deployment) -> None:
+            found.version, found.price.output_micros = OTHER, 7
+
+        await admin.deployments.change("back", change)
+        await admin.deployments.scale("back", 3)
+        before = await admin.deployments.rollback("back")
+        assert (before.version_digest, before.price.output_micros, before.replicas) == (DIGEST, 0, 3)
+        states = await admin.deployments.history("back")
+        assert [one.deployment.version_digest for one in states] == [DIGEST, OTHER, OTHER, DIGEST]
+        forward = await admin.deployments.rollback("back", states[1].name)
+        assert (forward.version_digest, forward.price.output_micros) == (OTHER, 7)
+        with pytest.raises(NotFound):
+            await admin.deployments.rollback("back", "no-such-state")

@@ -170,7 +170,7 @@ async def test_a_watch_that_cannot_begin_or_is_refused_is_raised(planes: Fleet) 
     async with planes.client() as admin:
         service = admin.tenants._service
         refused: AsyncGenerator[Any, None] = watch_resources(
-            service, cp.RESOURCE_KIND_ROLLOUT, lambda _: None, None
+            service, cp.RESOURCE_KIND_LEADER, lambda _: None, None
         )
         with pytest.raises(InvalidRequest):
             await take(refused)

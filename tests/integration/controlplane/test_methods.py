@@ -14,9 +14,7 @@ from tests.integration.controlplane.plane import Plane
 @pytest.mark.parametrize(
     ("method", "request_"),
     [
-        ("ListRollouts", pb.ListRolloutsRequest()),
         ("ListAuditEvents", pb.ListAuditEventsRequest()),
-        ("AbortRollout", pb.AbortRolloutRequest(name="r")),
     ],
 )
 async def test_what_is_not_there_yet_says_so(plane: Plane, method: str, request_: object) -> None:

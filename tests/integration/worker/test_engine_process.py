@@ -14,8 +14,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import msgspec
+import pytest
 import pytest_asyncio
 
+from services.core.poison.suspicion import LossCause
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire
@@ -29,7 +32,9 @@ from services.worker.slots.engine_process import (
     LoadRefused,
     Stopped,
 )
+from tests.support.poisoned_engine import Fault, poison_ids
 from tests.support.submits import make_submit
+from tests.support.waiting import until
 
 QUICK = EngineTimeouts(load_s=5.0, load_silence_s=3.0, silence_s=1.5, shutdown_s=1.0)
 
@@ -81,11 +86,16 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
     supervisor = Supervisor(clock)
     engines: list[EngineProcess] = []
 
-    async def begin(script: str | None = None) -> tuple[EngineProcess, Heard]:
+    async def begin(
+        script: str | None = None, *, command: tuple[str, ...] = ENGINE_MODULE, null_step_s: float = 0.0
+    ) -> tuple[EngineProcess, Heard]:
         heard = Heard()
-        command = ENGINE_MODULE if script is None else ("-c", SCRIPT + textwrap.dedent(script))
+        command = command if script is None else ("-c", SCRIPT + textwrap.dedent(script))
+        config = wire.EngineConfig(
+            socket_path="", model_dir=str(model_dir), executor="null", null_step_s=null_step_s
+        )
         engine = EngineProcess(
-            wire.EngineConfig(socket_path="", model_dir=str(model_dir), executor="null"),
+            config,
             events=heard.events_of(),
             clock=clock,
             supervisor=supervisor,
@@ -266,6 +276,72 @@ async def test_an_engine_that_ignores_shutdown_is_killed(start: Start) -> None:
     await engine.stop()
     assert 0.9 < time.monotonic() - started_s < 3.0
     assert await heard.ended() == Stopped()
+
+
+POISONED = ("-m", "tests.support.poisoned_engine")
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (Fault.RAISES, LossCause.FAULT),
+        (Fault.SEGFAULTS, LossCause.FAULT),
+        (Fault.ABORTS, LossCause.FAULT),
+        (Fault.KILLED, LossCause.OUTSIDE),
+    ],
+)
+async def test_a_step_that_ends_the_engine_names_its_members(
+    start: Start, fault: Fault, cause: LossCause
+) -> None:
+    """Those that wait for credit take no part."""
+    engine, heard = await start(command=POISONED)
+    await heard.ready()
+    engine.send(make_submit(1, [1, 2, 3], 2, seed=1, max_tokens=500))
+    engine.send(make_submit(2, [1, 2, 3], 400, seed=1, max_tokens=400))
+    await until(lambda: len(heard.tokens) > 10)
+    engine.send(make_submit(3, [*poison_ids(fault, 1), 5], 10, seed=1, max_tokens=5))
+    exit_ = await heard.ended()
+    assert isinstance(exit_, Crashed)
+    assert exit_.cause is cause
+    assert set(exit_.members) in ({3}, {2, 3})
+
+
+async def test_a_suspect_that_ends_the_engine_is_alone_in_its_step(start: Start) -> None:
+    engine, heard = await start(command=POISONED, null_step_s=0.01)
+    await heard.ready()
+    engine.send(make_submit(1, [1, 2, 3], 400, seed=1, max_tokens=400))
+    await until(lambda: len(heard.tokens) > 3)
+    engine.send(make_submit(2, [1, 2], 400, seed=1, max_tokens=400))
+    suspect = make_submit(3, [*poison_ids(Fault.RAISES, 1), 5], 10, seed=1, max_tokens=5)
+    engine.send(msgspec.structs.replace(suspect, apart_tokens=2))
+    exit_ = await heard.ended()
+    assert isinstance(exit_, Crashed)
+    assert (exit_.cause, exit_.members) == (LossCause.FAULT, (3,))
+
+
+async def test_an_engine_that_is_killed_while_idle_names_nobody(start: Start) -> None:
+    engine, heard = await start()
+    await heard.ready()
+    engine.send(submit())
+    await until(lambda: len(heard.tokens) == 5)
+    os.kill(engine.pid, signal.SIGKILL)
+    exit_ = await heard.ended()
+    assert isinstance(exit_, Crashed)
+    assert (exit_.cause, exit_.members) == (LossCause.OUTSIDE, ())
+
+
+async def test_an_engine_that_hangs_in_a_step_names_its_members_and_one_that_is_stopped_nobody(
+    start: Start,
+) -> None:
+    engine, heard = await start(command=POISONED)
+    await heard.ready()
+    engine.send(make_submit(3, [*poison_ids(Fault.HANGS, 1), 5], 10, seed=1, max_tokens=5))
+    await until(lambda: engine.members == (3,))
+    os.kill(engine.pid, signal.SIGSTOP)
+    await until(lambda: engine.members == ())
+    exit_ = await heard.ended()
+    assert isinstance(exit_, Crashed)
+    assert (exit_.cause, exit_.members) == (LossCause.OUTSIDE, (3,))
 
 
 AGENT = """

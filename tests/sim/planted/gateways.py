@@ -13,6 +13,8 @@ from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.service_types import GatewayLimits
 from services.ports.message_stream import StreamClient
 from services.ports.placement import FallbackPlacer
+from services.ports.poison.quarantine import Quarantine, Quarantined
+from services.ports.store import Store
 from services.ports.worker import RunningSequence, SequenceSink, WorkerClient
 from simulator.fleet.nodes.gateway_node import GatewayNode
 from simulator.fleet.spec import FleetSpec
@@ -58,6 +60,20 @@ class RepeatsTokens(GatewayNode):
         self, tenant: str, generation: inference_pb2.Generation, sink: RequestSink, *, attempt: int = 0
     ) -> Handle:
         return super().submit(tenant, generation, _Repeated(sink), attempt=attempt)
+
+
+class RunsSuspectsTogether(GatewayNode):
+    """Places the suspects of a crash again as if they were none."""
+
+    def make_workers(self, streams: StreamClient, gateway_id: str) -> WorkerClient:
+        return _NoSuspects(super().make_workers(streams, gateway_id))
+
+
+class AdmitsTheCondemned(GatewayNode):
+    """Runs what the fleet has in quarantine."""
+
+    def make_quarantine(self, store: Store) -> Quarantine:
+        return _Forgetful(super().make_quarantine(store))
 
 
 class TakesAll(GatewayNode):
@@ -124,6 +140,25 @@ class _OtherSeed:
             other = replace(sampling, seed=sampling.seed ^ 1 << 40)
             spec = replace(spec, generation=replace(spec.generation, sampling=other))
         return self._workers.start(spec, sink)
+
+
+class _NoSuspects:
+    def __init__(self, workers: WorkerClient) -> None:
+        self._workers = workers
+
+    def start(self, spec: StartSpec, sink: SequenceSink) -> RunningSequence:
+        return self._workers.start(replace(spec, apart_tokens=0), sink)
+
+
+class _Forgetful:
+    def __init__(self, quarantine: Quarantine) -> None:
+        self.add, self.count = quarantine.add, quarantine.count
+
+    def find(self, version_digest: str, fingerprint: str) -> Quarantined | None:
+        return None
+
+    def holds(self, version_digest: str) -> bool:
+        return False
 
 
 class _OldGrants:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from services.core.generation import FinishReason, Grant, NotAdmittedReason, StartSpec
+from services.core.poison.suspicion import LossCause, StepRole
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.fallback import FallbackAdmission, FallbackRules
 from services.worker.streams.grants import GrantFence
@@ -93,7 +95,9 @@ class _AtOnce(UsageAccounting):
 
 
 class _Forgetful(SequenceHost):
-    def remove(self, table: SequenceTable) -> None:
+    def remove(
+        self, table: SequenceTable, cause: LossCause = LossCause.OUTSIDE, members: Collection[int] = ()
+    ) -> None:
         self._tables.pop(table.version_digest, None)
         self.changed()
 
@@ -170,3 +174,38 @@ class _Healing(SequenceHost):
 
 def _book(table: SequenceTable, blocks: int) -> None:
     table.kv.blocks += blocks
+
+
+class TakesKillsForFaults(WorkerNode):
+    """Reports an engine that was killed from outside as one that ended by itself."""
+
+    def make_host(self) -> SequenceHost:
+        made = super().make_host()
+        return _Blaming(changed=made.changed, device=made.device)
+
+
+class _Blaming(SequenceHost):
+    def remove(
+        self, table: SequenceTable, cause: LossCause = LossCause.OUTSIDE, members: Collection[int] = ()
+    ) -> None:
+        super().remove(table, LossCause.FAULT, members)
+
+
+class BlamesBystanders(WorkerNode):
+    """Reports each sequence of an engine that ended as the only one that it computed."""
+
+    def make_host(self) -> SequenceHost:
+        made = super().make_host()
+        return _BlamingAll(changed=made.changed, device=made.device)
+
+
+class _BlamingAll(SequenceHost):
+    def add(self, table: SequenceTable) -> None:
+        super().add(table)
+        table.__class__ = _EachAlone
+
+
+class _EachAlone(SequenceTable):
+    def _lose_all(self, cause: LossCause, members: Collection[int]) -> None:
+        for sequence in list(self._live.values()):
+            self._end(sequence, FinishReason.ENGINE_LOST, loss=(cause, StepRole.ALONE))

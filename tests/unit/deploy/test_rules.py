@@ -10,11 +10,16 @@ import yaml
 from prometheus_client import generate_latest
 
 from services.adapters.blobs.observed import ObservedBlobs
-from services.core.errors import FairwayError, IntegrityError
+from services.adapters.memory.quarantine import MemoryQuarantine
+from services.core.errors import FairwayError, IntegrityError, PoisonedInput
 from services.core.faults import ERRORS, FINISHED, Fault
+from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling
 from services.gateway.events import Received
+from services.gateway.poison import PoisonGate
 from services.gateway.telemetry import GatewayTelemetry
 from services.rpc.status import by_reason
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 from tests.support.memory_blobs import MemoryBlobs
 from tests.support.metrics import ROOT, dashboard_expressions
@@ -139,3 +144,28 @@ async def test_the_first_damaged_bytes_page() -> None:
             pass
     scrapes.add(generate_latest(metrics.registry).decode(), 30.0, job="registry", instance="registry")
     assert evaluate(RULES["FairwayDamagedBytes"], scrapes)
+
+
+async def test_the_first_condemned_input_of_a_version_alerts() -> None:
+    metrics, scrapes, clock = Metrics(), Scrapes(), SystemClock()
+    supervisor = Supervisor(clock)
+    gate = PoisonGate(
+        MemoryQuarantine(clock),
+        secret=b"s",
+        clock=clock,
+        supervisor=supervisor,
+        telemetry=GatewayTelemetry(metrics),
+    )
+    spec = GenerationSpec(
+        "r", "chat", "sha256:1", 1, Prompt([1]), Sampling(seed=1), OutputLimits(max_tokens=1)
+    )
+    gate.check(spec)
+    scrapes.add(generate_latest(metrics.registry).decode(), 15.0, job="gateway", instance="gateway-0")
+    assert not evaluate(RULES["FairwayInputCondemned"], scrapes)
+    await gate.condemn(spec, 2)
+    with pytest.raises(PoisonedInput):
+        gate.check(spec)
+    scrapes.add(generate_latest(metrics.registry).decode(), 30.0, job="gateway", instance="gateway-0")
+    (labels,) = evaluate(RULES["FairwayInputCondemned"], scrapes)
+    assert dict(labels) == {"model": "chat", "version": "sha256:1"}
+    await supervisor.close()

@@ -26,6 +26,7 @@ from services.core.records import (
     Worker,
 )
 from services.gateway.catalog import ModelCatalog
+from services.gateway.splits import Splits
 from services.gateway.text.encoder import TextEncoder, load_encoder
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
@@ -64,10 +65,14 @@ class View:
     """An informer's view that a test writes."""
 
     records: dict[str, Versioned[Any]] = field(default_factory=dict)
+    aged_s: float = 0.0
 
     @property
     def view(self) -> Mapping[str, Versioned[Any]]:
         return self.records
+
+    def age_s(self) -> float:
+        return self.aged_s
 
     def put(self, key: str, record: Any, revision: int = 1) -> None:
         # A new mapping, as the informer makes one: readers keep indexes by its identity.
@@ -171,6 +176,7 @@ class Fleet:
     deployments: View
     workers: View
     files: LocalFiles
+    routes: View
     catalog: ModelCatalog
     identity: KeyDirectory
     clock: FakeClock
@@ -183,7 +189,7 @@ class Fleet:
 
 @pytest.fixture
 def fleet(model_folder: Path, clock: FakeClock, executor: ThreadPoolExecutor) -> Fleet:
-    keys, tenants, deployments, workers = View(), View(), View(), View()
+    keys, tenants, deployments, workers, routes = View(), View(), View(), View(), View()
     files = LocalFiles(model_folder)
     found = Fleet(
         keys,
@@ -191,7 +197,10 @@ def fleet(model_folder: Path, clock: FakeClock, executor: ThreadPoolExecutor) ->
         deployments,
         workers,
         files,
-        ModelCatalog(deployments, workers, files, clock, texts=LocalTexts(executor, clock)),
+        routes,
+        ModelCatalog(
+            deployments, workers, files, clock, texts=LocalTexts(executor, clock), splits=Splits(routes)
+        ),
         KeyDirectory(keys, tenants, clock),
         clock,
     )

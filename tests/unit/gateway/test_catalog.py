@@ -20,6 +20,7 @@ from services.core.errors import (
 from services.core.records import DEPLOYMENTS, WORKERS, Deployment, LoadedVersion, Meta, VersionState, Worker
 from services.gateway import catalog as module
 from services.gateway.catalog import ModelCatalog, PinnedVersion
+from services.gateway.splits import Splits
 from simulator.fleet.nodes.local_texts import LocalTexts
 
 DIGEST = "sha256:" + "ab" * 32
@@ -214,6 +215,7 @@ async def test_a_failed_load_is_tried_again(fleet: Any, executor: ThreadPoolExec
         Failing(fleet.files),
         fleet.clock,
         texts=LocalTexts(executor, fleet.clock),
+        splits=Splits(fleet.routes),
     )
     catalog.resolve("chat-small")
     with pytest.raises(IntegrityError):

@@ -57,6 +57,7 @@ class Bench:
     usage: KeptUsage
     sent: list[wire.Command] = field(default_factory=list)
     connected: bool = True
+    members: tuple[int, ...] = ()  # of the step that the engine announces
     changes: int = 0
     step: int = 0
     tokens: int = 0  # those of sequences that lived
@@ -203,6 +204,7 @@ def new_bench(byte_level: Tokenizer) -> Bench:
             limits=limits,
             vocabulary=vocabulary,
             send=send,
+            members=lambda: made.members,
             clock=clock,
             charges=UsageAccounting(DIGEST, host.tally, host.device, model="m"),
             changed=host.note_change,

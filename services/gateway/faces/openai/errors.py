@@ -75,6 +75,7 @@ _PARAMS: Final = (
     ("max_output_tokens", "max_tokens"),
     ("min_output_tokens", "min_tokens"),
     ("session_key", "user"),
+    ("version", "x-model-version"),
     ("token_ids", "prompt"),
     ("sampling.", ""),
     ("choices", "n"),

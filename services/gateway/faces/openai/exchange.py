@@ -43,7 +43,8 @@ REQUEST_HEADERS: Final = {
     "idempotency-key": "1 to 128 visible ASCII characters; a repeated request with it runs once",
     "last-event-id": "the last `id` of a stream with an idempotency key: the answer continues behind it",
     "x-request-timeout-s": f"seconds until the request ends, at most {MAX_TIMEOUT_S:g}",
-    "x-session-key": "1 to 128 visible ASCII characters; checked and not used yet",
+    "x-session-key": "1 to 128 visible ASCII characters: a session stays on one version of a split",
+    "x-model-version": "digest or arm of the version that is to answer, where the model's split permits it",
     "x-request-id": "the client's name of the request: logged and returned as `x-client-request-id`",
     "x-stage-clock": "`1` adds the time of each stage to the answer",
     "x-fairway-attempt": "how often the client sent the request before",
@@ -98,6 +99,19 @@ class Headers:
         if not _VISIBLE.fullmatch(value):
             raise InvalidInput(
                 "x-session-key must be 1 to 128 visible ASCII characters", field="x-session-key"
+            )
+        return value.decode()
+
+    def model_version(self) -> str:
+        """Return ``x-model-version``, the version that is to answer; empty without one. Raises
+        InvalidInput.
+        """
+        value = self.one(b"x-model-version")
+        if value is None:
+            return ""
+        if not _VISIBLE.fullmatch(value):
+            raise InvalidInput(
+                "x-model-version must be a version digest or the name of an arm", field="x-model-version"
             )
         return value.decode()
 

@@ -246,14 +246,14 @@ class OpenAiFace:
 
     async def _generate(self, exchange: Exchange, parse: Callable[[bytes], ApiRequest]) -> None:
         timeout_s, session_key = exchange.headers.timeout_s(), exchange.headers.session_key()
-        key = exchange.headers.idempotency_key()
+        key, version = exchange.headers.idempotency_key(), exchange.headers.model_version()
         stage_clock = exchange.headers.wants_stage_clock()
         with self._bodies.account(exchange.caller.tenant_id) as hold:
             body = await read_body(exchange.headers, exchange.receive, self.limits, hold)
             request = replace(await self._bodies.parse(parse, body), stage_clock=stage_clock)
             del body
         for generation in request.generations:
-            generation.idempotency_key = key
+            generation.idempotency_key, generation.version = key, version
             if session_key is not None:
                 generation.session_key = session_key
         if exchange.headers.last_event_id() and not (request.stream and key):

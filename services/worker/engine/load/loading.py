@@ -33,6 +33,7 @@ from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Ready, Submit
 from services.worker.policy.prefill import PrefillBudget
 from services.worker.policy.speculation import SpeculationPolicy
+from services.worker.step_page import StepPage
 
 if TYPE_CHECKING:
     from services.worker.engine.execute.torch_executor import TorchExecutor
@@ -46,8 +47,13 @@ MAX_PROPOSALS: Final = 64
 Report = Callable[[str, float], None]  # phase, done 0..1
 
 
-def load(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
-    """Return an engine that has run a prefill and a decode. Raises LoadError where a retry would not help."""
+def load(
+    config: EngineConfig, report: Report, *, around: Callable[[Executor], Executor] | None = None
+) -> tuple[Engine, Ready]:
+    """Return an engine that has run a prefill and a decode. Raises LoadError where a retry would not help.
+
+    ``around`` returns the executor that the engine uses, around the loaded one.
+    """
     try:
         limits = PlannerLimits(config.token_budget, config.max_sequences, config.max_long_prefills)
     except ValueError as error:
@@ -69,13 +75,16 @@ def load(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
         (*_load_null(config), None) if config.executor == "null" else _load_measured(config, report)
     )
     executor, ready, stop_ids, draft = loaded
+    if around is not None:
+        executor = around(executor)
     report("warm_up", 0.0)
     full_step_s = _warm_up(_engine(executor, ready, limits, stop_ids), config.token_budget)
     report("warm_up", 1.0)
     budget = _budget(config, full_step_s)
     cache = _prefix_cache(config, ready)
     speculation = _speculation(config, draft)
-    engine = _engine(executor, ready, limits, stop_ids, budget, speculation, cache)
+    page = StepPage.open(Path(config.step_page_path), config.max_sequences) if config.step_page_path else None
+    engine = _engine(executor, ready, limits, stop_ids, budget, speculation, cache, page)
     return engine, msgspec.structs.replace(ready, full_step_s=full_step_s)
 
 
@@ -159,6 +168,7 @@ def _engine(
     budget: PrefillBudget | None = None,
     speculation: Speculator | None = None,
     cache: PrefixCache | None = None,
+    page: StepPage | None = None,
 ) -> Engine:
     return Engine(
         executor,
@@ -170,6 +180,7 @@ def _engine(
         budget=budget,
         reuse=cache,
         speculation=speculation,
+        page=page,
     )
 
 

@@ -38,6 +38,9 @@ class StepAdmission:
         if not sequence.has_credit:
             self._places.put(sequence, Status.PARKED)
             return
+        if sequence.is_apart:
+            self._places.put(sequence, Status.APART)
+            return
         sequence.is_long = self._has_long_rest(sequence)
         self._places.put(sequence, Status.PREEMPTED if sequence.preemptions else Status.WAITING)
 
@@ -53,12 +56,14 @@ class StepAdmission:
             self._places.take(head)  # what it was to find in the cache is gone
             self.line_up(head)
             head = self._places.head(long=long)
-        if head is None:
-            return None
+        return head if head is not None and self.may_start(head) else None
+
+    def may_start(self, head: SequenceState) -> bool:
+        """Whether a seat is free, and blocks after preemption of those without credit."""
         if self._places.seated >= self._max_sequences:
-            return None
+            return False
         missing = self._missing(head)
-        return head if missing <= 0 or missing <= self._freed_for(head, missing) else None
+        return missing <= 0 or missing <= self._freed_for(head, missing)
 
     def fits(self, head: SequenceState) -> bool:
         """Whether a seat and blocks are free without preemption."""

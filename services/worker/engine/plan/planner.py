@@ -71,6 +71,8 @@ class Planner:
             reuse=reuse,
         )
         self._copies: list[tuple[int, int]] = []  # of the step that is planned
+        self._suspect: SequenceState | None = None  # that runs in steps of its own
+        self._apart_before = False  # the step before was one of these
         self.preemptions = 0
 
     @property
@@ -88,7 +90,7 @@ class Planner:
         """Whether ``plan`` would return a batch."""
         places = self._places
         return bool(places.decoding or places.prefilling or places.returning or self._closed_holders()) or (
-            self._admission.head() is not None
+            (self._apart_head() or self._admission.head()) is not None
         )
 
     @property
@@ -99,9 +101,14 @@ class Planner:
     @property
     def only_decodes(self) -> bool:
         """Whether the next step decodes only: none prefills, none can start."""
-        if self._places.prefilling or self._places.returning or self._blocks.is_closing:
+        if self._places.prefilling or self._places.returning or self._blocks.is_closing or self.has_suspects:
             return False
         return bool(self._places.decoding) and self._admission.head() is None
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a sequence runs in steps of its own, or waits to."""
+        return bool(self._places.apart) or self._running_suspect() is not None
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a new sequence; the planner owns it from now on."""
@@ -128,14 +135,17 @@ class Planner:
         prefills: the shortest rest first, the oldest with a share of its own, so that a short prompt does not
         wait behind a long one and a long one is never starved. While the pool shrinks, one holder of blocks
         beyond its end is preempted in each plan.
+
+        Suspects of a crash start before others, one at a time, and run in steps of their own. While one does,
+        every other step is that of the others.
         """
         self._seat_returning()
         handed_back = [*self._release_closed(), *self._grow()]
-        decodes = list(self._places.decoding)
-        while (head := self._admission.head()) is not None and self._make_room(head, handed_back):
-            self._copies += self._admission.admit(head)
+        if self._seat_suspect(handed_back):
+            while (head := self._admission.head()) is not None and self._make_room(head, handed_back):
+                self._copies += self._admission.admit(head)
         copies, self._copies = self._copies, []
-        return Batch(decodes, self._chunks(len(decodes)), copies=copies), handed_back
+        return self._batch(copies), handed_back
 
     def room(self, batch: Batch) -> int:
         """Return how many more rows the token budget leaves to a batch."""
@@ -213,7 +223,8 @@ class Planner:
 
     def stall(self, sequence: SequenceState) -> None:
         """Take a sequence out of the plan until it has credit. Its seat is free; its blocks stay until
-        another sequence needs them."""
+        another sequence needs them. A suspect has run by then: what it lacks is a reader."""
+        sequence.set_apart(0)
         self._places.move(sequence, Status.STALLED)
 
     def remove(self, sequence: SequenceState, *, is_sound: bool = True) -> None:
@@ -241,6 +252,49 @@ class Planner:
         returning = self._places.returning
         while returning and self._places.seated < self._limits.max_sequences:
             self._places.move(returning[0], Status.DECODING)
+
+    # --- suspects ------------------------------------------------------------------------------------
+
+    def _running_suspect(self) -> SequenceState | None:
+        """Return the suspect whose trial runs: it has a seat and has not produced its tokens."""
+        suspect = self._suspect
+        if suspect is None or suspect.status not in (Status.PREFILLING, Status.DECODING):
+            return None
+        return suspect if suspect.is_apart else None
+
+    def _apart_head(self) -> SequenceState | None:
+        """Return the suspect that starts next, None while one runs or none may start."""
+        if not self._places.apart or self._running_suspect() is not None:
+            return None
+        return self._places.apart[0] if self._admission.may_start(self._places.apart[0]) else None
+
+    def _seat_suspect(self, handed_back: list[SequenceState]) -> bool:
+        """Let the next suspect start; return whether others may start too: none overtakes a suspect that
+        waits for blocks."""
+        if not self._places.apart or self._running_suspect() is not None:
+            return True
+        head = self._apart_head()
+        if head is None or not self._make_room(head, handed_back):
+            return False
+        self._copies += self._admission.admit(head)
+        self._suspect = head
+        return True
+
+    def _batch(self, copies: list[tuple[int, int]]) -> Batch:
+        """Return the suspect's step, or that of all others: in turn, while both have something to compute."""
+        suspect, places = self._running_suspect(), self._places
+        if suspect is None:
+            return Batch(
+                list(places.decoding), self._chunks(places.prefilling, len(places.decoding)), copies=copies
+            )
+        decodes = [sequence for sequence in places.decoding if sequence is not suspect]
+        prefills = [sequence for sequence in places.prefilling if sequence is not suspect]
+        self._apart_before = not self._apart_before or not (decodes or prefills)
+        if not self._apart_before:
+            return Batch(decodes, self._chunks(prefills, len(decodes)), copies=copies)
+        if suspect.status is Status.DECODING:
+            return Batch([suspect], [], copies=copies)
+        return Batch([], self._chunks([suspect], 0), copies=copies)
 
     # --- blocks --------------------------------------------------------------------------------------
 
@@ -311,9 +365,9 @@ class Planner:
                 handed_back.append(victim)
         return True
 
-    def _chunks(self, decodes: int) -> list[Chunk]:
+    def _chunks(self, prefilling: list[SequenceState], decodes: int) -> list[Chunk]:
         """Return this step's chunks, in the order in which their sequences got their places."""
-        movers, claimed = claims(self._places.prefilling, self._reuse)
+        movers, claimed = claims(prefilling, self._reuse)
         budget = self._limits.token_budget - decodes
         if self._budget is not None and (decodes or self._places.long_prefills):
             budget = min(budget, self._budget.tokens)

@@ -16,6 +16,7 @@ class SequenceSets:
     def __init__(self) -> None:
         self.waiting = WaitQueue()
         self.preempted = WaitQueue()
+        self.apart: list[SequenceState] = []  # in the order in which they came
         self.parked: dict[int, SequenceState] = {}
         self.prefilling: list[SequenceState] = []
         self.decoding: list[SequenceState] = []
@@ -24,6 +25,7 @@ class SequenceSets:
         self.returning: list[SequenceState] = []  # in the order of their credit
         self.long_prefills = 0  # of those that prefill
         self._lists = {
+            Status.APART: self.apart,
             Status.PREFILLING: self.prefilling,
             Status.DECODING: self.decoding,
             Status.HELD: self.held,
@@ -44,7 +46,7 @@ class SequenceSets:
     @property
     def without_kv(self) -> int:
         """How many sequences hold none."""
-        return len(self.waiting) + len(self.preempted) + len(self.parked)
+        return len(self.waiting) + len(self.preempted) + len(self.apart) + len(self.parked)
 
     def holders(self) -> list[SequenceState]:
         """Return those that hold KV."""
@@ -95,7 +97,8 @@ class SequenceSets:
         for status, group in (*self._lists.items(), (Status.PARKED, list(self.parked.values()))):
             assert all(sequence.status is status for sequence in group), f"a status is not {status}"
         assert self.long_prefills == sum(sequence.is_long for sequence in self.prefilling), "long prefills"
-        assert all(not sequence.blocks for sequence in self.parked.values()), "a parked sequence holds KV"
+        without_kv = (*self.parked.values(), *self.apart)
+        assert all(not sequence.blocks for sequence in without_kv), "a sequence that waits holds KV"
 
 
 class WaitQueue:

@@ -74,6 +74,27 @@ async def test_a_quiet_tenant_is_decided_in_the_store() -> None:
     assert store.calls == 100
 
 
+async def test_a_rejection_that_is_repeated_without_the_store_states_the_rate_of_its_time() -> None:
+    clock = HandClock()
+    store = CountedStore(clock)
+    limiter = LeasedLimiter(store, clock)
+    rate = Limit(LimitKind.REQUESTS, 600)
+    while await run_request(limiter, store.calls, rate=rate):
+        pass
+    with pytest.raises(RequestRateExceeded) as first:
+        await limiter.admit("t", "first", [rate])
+    calls = store.calls
+    clock.now_s += 0.04
+    with pytest.raises(RequestRateExceeded) as second:
+        await limiter.admit("t", "second", [rate])
+    assert store.calls == calls
+    before, after = first.value.request_rate, second.value.request_rate
+    assert before is not None
+    assert after is not None
+    assert (before.limit, before.remaining, after.remaining) == (600, 0, 0)
+    assert after.reset_s == pytest.approx(before.reset_s - 0.04)
+
+
 async def test_slots_are_never_leased() -> None:
     clock = HandClock()
     store = CountedStore(clock)

@@ -16,7 +16,7 @@ from services.runtime.clock import SystemClock
 
 
 def call(tenant: str, size_bytes: int = 1) -> Call:
-    return Call(tenant, ("PING",), size_bytes, asyncio.get_running_loop().create_future())
+    return Call(tenant, b"x" * size_bytes, asyncio.get_running_loop().create_future())
 
 
 async def test_tenants_are_served_in_turns() -> None:

@@ -19,6 +19,7 @@ from services.core.records import (
     VersionState,
     Worker,
 )
+from services.core.rollouts.routes import RevisedRoute
 
 OLD, NEW, NEWER = "sha256:0", "sha256:1", "sha256:2"
 LOAD_STEPS, RETIRE_STEPS = 3, 4
@@ -92,13 +93,14 @@ class Fleet:
         }
         self.nodes: list[Node] = []
         self.assignments: dict[str, Assignment] = {}
+        self.routes: list[RevisedRoute] = []
         self.wanted = deployment(OLD, len(rooms))
         self.actions: tuple[Action, ...] = ()
 
     def step(self, *, lag: int = 1) -> None:
         """Plan once, then let ``lag`` steps of the workers pass."""
         records = [worker.record(worker_id) for worker_id, worker in self.workers.items()]
-        self.actions = plan([self.wanted], records, self.nodes, list(self.assignments.values()))
+        self.actions = plan([self.wanted], records, self.nodes, list(self.assignments.values()), self.routes)
         for action in self.actions:
             if isinstance(action, PutAssignment):
                 self.assignments[action.assignment.worker_id] = action.assignment

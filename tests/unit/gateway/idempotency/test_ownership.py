@@ -7,7 +7,7 @@ import pytest
 from services.adapters.memory.idempotency import MemoryIdempotency
 from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import IntegrityError
-from services.core.generation import StageClock, Usage
+from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling, StageClock, Usage
 from services.gateway.events import Finished
 from services.gateway.idempotency.followers import FollowerBroadcast
 from services.gateway.idempotency.ownership import RecordOwnership
@@ -15,7 +15,7 @@ from services.gateway.idempotency.record_codec import encode, end_in
 from services.gateway.idempotency.record_reader import RecordReader
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
-from services.ports.idempotency import Hold, RecordKey, Written
+from services.ports.idempotency import Hold, Owned, RecordKey, Written
 from services.runtime.clock import SystemClock
 from services.runtime.telemetry.metrics import Metrics
 
@@ -61,6 +61,23 @@ async def test_nothing_is_written_behind_a_run_that_ended() -> None:
     assert ownership.due(CLOCK.monotonic_s())
     await ownership.close()
     assert not ownership.due(CLOCK.monotonic_s())
+
+
+async def test_an_acceptance_by_another_version_replaces_the_first() -> None:
+    """A retry elsewhere resumes the version that was resolved last."""
+    claim = await PORTS.store.claim(RecordKey("acme", "1" * 32), "body", "g")
+    assert isinstance(claim, Owned)
+    broadcast = FollowerBroadcast(16, lambda follower, withdrawn: None)
+    ownership = RecordOwnership(claim.hold, PORTS, broadcast, lambda: None)
+    for digest in ("sha256:x", "sha256:y"):
+        spec = GenerationSpec("req_1", "m", digest, 3, Prompt([1]), Sampling(7), OutputLimits(8))
+        terms = await ownership.accept(spec, (), resumed=broadcast.terms is not None)
+        broadcast.accept(terms, fresh=True)
+    read = FollowerBroadcast(16, lambda follower, withdrawn: None)
+    tail = await PORTS.store.read(claim.hold.key, 0, watch=False)
+    RecordReader(read).take(tail.chunks)
+    assert read.terms is not None
+    assert read.terms.version_digest == "sha256:y"
 
 
 def test_a_record_without_a_beginning_is_no_answer() -> None:

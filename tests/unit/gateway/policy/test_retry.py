@@ -4,14 +4,16 @@ import pytest
 
 from services.core import errors
 from services.core.generation import NotAdmittedReason
+from services.core.poison.suspicion import MAX_LOSSES, LossCause, StepRole
 from services.gateway.policy.retry import (
-    MAX_LOSSES,
     MAX_REFUSALS,
     BudgetPolicy,
     GiveUp,
+    OutsideKills,
     PlaceAgain,
     RetryBudget,
     after_loss,
+    after_not_finite,
     after_refusal,
     ends_record,
 )
@@ -39,15 +41,47 @@ def test_a_draining_worker_is_left_alone() -> None:
         assert decision.exclude_worker == "w"
 
 
-def test_refusals_and_losses_end() -> None:
+def test_refusals_and_tries_without_numbers_end() -> None:
     assert isinstance(after_refusal(NotAdmittedReason.NO_ROOM, "w", MAX_REFUSALS, 0.5), GiveUp)
-    assert isinstance(after_loss("w", MAX_LOSSES, 0.5), GiveUp)
+    assert isinstance(after_not_finite("w", MAX_LOSSES, 0.5), GiveUp)
+    assert after_not_finite("w", 1, 1.0) == PlaceAgain(0.05, "w")
 
 
-def test_a_loss_is_placed_elsewhere() -> None:
-    decision = after_loss("w", 1, 0.5)
-    assert isinstance(decision, PlaceAgain)
-    assert decision.exclude_worker == "w"
+@pytest.mark.parametrize(
+    ("cause", "role", "blamed"),
+    [
+        (LossCause.OUTSIDE, StepRole.NONE, True),
+        (LossCause.OUTSIDE, StepRole.SHARED, True),
+        (LossCause.OUTSIDE, StepRole.BYSTANDER, False),
+        (LossCause.FAULT, StepRole.SHARED, False),
+        (LossCause.FAULT, StepRole.BYSTANDER, False),
+        (LossCause.FAULT, StepRole.ALONE, True),
+    ],
+)
+def test_a_worker_is_charged_with_a_loss_unless_a_member_of_the_step_is_its_likely_cause(
+    cause: LossCause, role: StepRole, blamed: bool
+) -> None:
+    assert after_loss("w", 1, 0.5, cause, role).exclude_worker == ("w" if blamed else "")
+
+
+def test_losses_back_off_to_a_cap() -> None:
+    delays = [after_loss("w", n, 1.0, LossCause.FAULT, StepRole.SHARED).delay_s for n in range(1, 20)]
+    assert delays == sorted(delays)
+    assert (delays[0], delays[-1]) == (0.05, 0.8)
+
+
+def test_a_kill_in_a_shared_step_or_outside_of_one_shows_that_engines_are_killed() -> None:
+    kills = OutsideKills()
+    for cause, role in (
+        (LossCause.FAULT, StepRole.SHARED),
+        (LossCause.OUTSIDE, StepRole.ALONE),
+        (LossCause.OUTSIDE, StepRole.BYSTANDER),
+    ):
+        kills.note(cause, role, 5.0)
+        assert not kills.any_since(0.0)
+    kills.note(LossCause.OUTSIDE, StepRole.SHARED, 5.0)
+    assert kills.any_since(5.0)
+    assert not kills.any_since(5.1)
 
 
 def test_a_lost_worker_is_placed_again_at_once_and_a_lost_fleet_at_a_pace() -> None:

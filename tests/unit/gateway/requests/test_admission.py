@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -12,22 +13,28 @@ import pytest
 
 from fairway.v1 import inference_pb2
 from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.memory.quarantine import MemoryQuarantine
 from services.core.errors import (
     ConcurrencyExceeded,
     FairwayError,
     InvalidInput,
+    PoisonedInput,
     PromptTooLong,
     RequestRateExceeded,
     ShareExceeded,
     TokenRateExceeded,
 )
-from services.core.generation import Principal, Usage
+from services.core.generation import GenerationSpec, NotAdmittedReason, Principal, StartSpec, Usage
 from services.core.limits import Claim, Limit, LimitKind, Price
+from services.core.poison.fingerprint import fingerprint_of
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.core.rollouts.routes import ROUTES, WHOLE_BP, split
 from services.core.usage import RequestUsage
 from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import PinnedVersion
-from services.gateway.events import Received
+from services.gateway.events import Finished, Received
+from services.gateway.poison import PoisonGate
+from services.gateway.policy.degrade import Degradation
 from services.gateway.requests.terms import Produced, Resume, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
@@ -35,15 +42,18 @@ from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
 from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolder, TextModel, Texts
 from services.ports.limiter import NO_PRICE, Reservation
-from services.rpc.status import by_reason
+from services.ports.worker import SequenceSink
+from services.rpc.status import by_reason, http_status
 from services.runtime.clock import SystemClock
 from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
+from tests.unit.gateway import test_splits
 from tests.unit.gateway.conftest import View
-from tests.unit.gateway.requests.test_request import Placement, Workers, emit, ended
+from tests.unit.gateway.requests.test_request import Placement, Sink, Workers, emit, ended
 
 DIGEST = "sha256:" + "ab" * 32
 CLOCK = SystemClock()
+SECRET = b"of the quarantine"
 RATE = Limit(LimitKind.TOKENS, 1000)
 LONG = "far too long for the context " * 8  # more tokens than fit, and bytes that might
 
@@ -89,6 +99,7 @@ class Gateway:
         self.unrecorded = ""
         self.workers = Workers(*[emit(1, ended(1))] * 100)
         self.reported: list[RequestUsage] = []
+        self.quarantine = MemoryQuarantine(CLOCK)
         validator = Validator(fleet.catalog, fleet.identity, Random(7))
         self.service = GatewayService(
             validator=validator,
@@ -107,6 +118,13 @@ class Gateway:
                 report_usage=self.reported.append,
                 new_incident=lambda: "inc_1",
                 error_of=by_reason,
+                poisons=PoisonGate(
+                    self.quarantine,
+                    secret=SECRET,
+                    clock=CLOCK,
+                    supervisor=self.supervisor,
+                    telemetry=GatewayTelemetry(),
+                ),
             ),
             limits=limits,
         )
@@ -356,3 +374,51 @@ async def test_a_request_cancelled_while_it_reserves_returns_the_tokens(gateway:
         while await gateway.limiter.concurrency("tokens"):
             await asyncio.sleep(0.001)
     assert await tokens_left(gateway) == 1000
+
+
+async def test_a_request_of_an_aborted_version_is_resolved_again_and_recorded_again(
+    gateway: Gateway, fleet: Any
+) -> None:
+    test_splits.load(fleet)
+    route = test_splits.put(fleet, WHOLE_BP, revision=50)
+
+    def abort(spec: StartSpec, sink: SequenceSink) -> None:
+        arms = split(route, {}, closed=("canary",))
+        fleet.routes.put(ROUTES + "chat-small", replace(route, arms=arms), 51)
+        sink.on_not_admitted(NotAdmittedReason.STALE_ROUTE)
+
+    gateway.workers.scripts.insert(0, abort)
+    recorded: list[tuple[str, int]] = []
+
+    async def record(spec: GenerationSpec, degradations: Sequence[Degradation]) -> None:
+        recorded.append((spec.version_digest, spec.sampling.seed))
+
+    generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=2)
+    terms = RunTerms(gateway.received(), 20.0, record=record)
+    sink = Sink()
+    _, task = gateway.service.start(who("free"), generation, sink, terms)
+    await task
+    assert isinstance(sink.end, Finished)
+    digests = [test_splits.NEW, test_splits.OLD]
+    assert [start.grant.version_digest for start in gateway.workers.started] == digests
+    assert [start.generation.route_revision for start in gateway.workers.started] == [50, 51]
+    assert [one.version_digest for one in sink.accepted] == digests
+    assert [digest for digest, _ in recorded] == digests
+    assert len({seed for _, seed in recorded}) == 1, "the seed stays"
+
+
+async def test_an_input_in_quarantine_is_refused_without_a_placement(gateway: Gateway, fleet: Any) -> None:
+    """Another input of the same version runs, and so does the same one once its time is over."""
+    quarantine = gateway.quarantine
+    await gateway.ask("hi", tenant="free")
+    (started,) = gateway.workers.started
+    fingerprint = fingerprint_of(started.generation, SECRET)
+    await quarantine.add(started.generation.version_digest, fingerprint, model="chat-small", deaths=2)
+    with pytest.raises(PoisonedInput) as found:
+        await gateway.ask("hi", tenant="free")
+    assert found.value.retry_after_s is None
+    assert http_status(found.value) == 422
+    assert len(gateway.workers.started) == 1
+    await gateway.ask("ho", tenant="free")
+    quarantine.drop(started.generation.version_digest, fingerprint)
+    await gateway.ask("hi", tenant="free")

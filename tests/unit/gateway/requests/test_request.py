@@ -1,13 +1,14 @@
 """A request ends in exactly one terminal event, whatever its workers do, and frees what it held."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
 
 from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.memory.quarantine import MemoryQuarantine
 from services.core import errors
 from services.core.generation import (
     AnyGrant,
@@ -25,10 +26,13 @@ from services.core.generation import (
     Usage,
 )
 from services.core.limits import Limit
+from services.core.poison.fingerprint import fingerprint_of
+from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import ApiKey, KeyRole, Meta, Tenant
 from services.gateway.events import Accepted, Finished, Received
+from services.gateway.poison import PoisonGate
 from services.gateway.policy.claims import Payer
-from services.gateway.requests.request import Request
+from services.gateway.requests.request import MAX_ROUTES, Request
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.limiter import Reservation
@@ -163,6 +167,7 @@ def ended(output_tokens: int, reason: FinishReason = FinishReason.STOP, *, cache
 class Harness:
     def __init__(self, *scripts: Script, choices: int = 1, timeout_s: float = 5.0) -> None:
         self.client_window: int | None = None
+        self.reroute: Callable[[Admitted], Awaitable[Admitted]] | None = None
         self.limits = GatewayLimits(queue_ttl_s=5.0, window_tokens=8, placed_prefix_blocks=0)
         self.reason_of: Callable[[str, str], errors.FairwayError] = lambda _, text: errors.InvalidInput(text)
         self.sink, self.placement, self.workers = Sink(), Placement(), Workers(*scripts)
@@ -184,6 +189,11 @@ class Harness:
         self.terms = RunTerms(Received(CLOCK.monotonic_s(), 1, "req_1"), timeout_s)
         self.request = Request(self.terms, self.sink, self.ports)
 
+    def use(self, ports: Ports) -> None:
+        """Have the request act through these ports."""
+        self.ports = ports
+        self.request = Request(self.terms, self.sink, ports)
+
     async def admit(self) -> Admitted:
         return Admitted(
             self.spec,
@@ -194,6 +204,7 @@ class Harness:
             self.ports,
             self.limits,
             self.request.telemetry,
+            reroute=self.reroute,
         )
 
     def start(self) -> asyncio.Task[None]:
@@ -206,6 +217,50 @@ class Harness:
         assert self.limiter.running == set(), "the slot was not given back"
         assert self.sink.end is not None
         return self.sink.end
+
+
+def rerouted(harness: Harness, version: str, calls: list[str]) -> Callable[[Admitted], Awaitable[Admitted]]:
+    """What resolves a request again, to another version with another prompt."""
+
+    async def reroute(admitted: Admitted) -> Admitted:
+        calls.append(admitted.spec.version_digest)
+        spec = replace(admitted.spec, version_digest=version, route_revision=9, prompt=Prompt([1, 2]))
+        return replace(admitted, spec=spec)
+
+    return reroute
+
+
+async def test_a_request_whose_version_is_withdrawn_is_resolved_again() -> None:
+    harness, calls = Harness(emit(0, NotAdmittedReason.STALE_ROUTE), emit(3, ended(3))), list[str]()
+    harness.reroute = rerouted(harness, "sha256:y", calls)
+    harness.client_window = 2
+    harness.request.allow(5)
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert calls == ["sha256:x"]
+    assert [spec.version_digest for spec in harness.placement.asked] == ["sha256:x", "sha256:y"]
+    assert [(one.version_digest, one.route_revision) for one in harness.sink.accepted] == [
+        ("sha256:x", 3),
+        ("sha256:y", 9),
+    ]
+    assert (end.usage.prompt_tokens, harness.sink.tokens) == (2, {0: [100, 101, 102]})
+    assert [start.initial_credit_tokens for start in harness.workers.started] == [7, 7]
+
+
+async def test_a_version_that_stays_withdrawn_ends_the_request_retryably() -> None:
+    harness = Harness(*[emit(0, NotAdmittedReason.STALE_ROUTE)] * 99)
+    harness.reroute = rerouted(harness, "sha256:x", [])
+    end = await harness.run()
+    assert isinstance(end, errors.StaleRoute)
+    assert end.retry_after_s
+    assert len(harness.workers.started) == MAX_ROUTES
+
+
+async def test_output_of_another_choice_prevents_another_version() -> None:
+    harness, calls = Harness(emit(2, None), emit(0, NotAdmittedReason.STALE_ROUTE), choices=2), list[str]()
+    harness.reroute = rerouted(harness, "sha256:y", calls)
+    assert isinstance(await harness.run(), errors.StaleRoute)
+    assert not calls
 
 
 async def test_a_request_that_ends_well() -> None:
@@ -351,6 +406,76 @@ async def test_losses_are_bounded() -> None:
     assert isinstance(end, errors.StreamBroken)
     assert end.retry_after_s is not None
     assert harness.limiter.usage[0].output_tokens == 3
+
+
+def crashed(role: StepRole, cause: LossCause = LossCause.FAULT, *, output_tokens: int = 0) -> SequenceEnd:
+    return SequenceEnd(
+        FinishReason.ENGINE_LOST, output_tokens=output_tokens, loss_cause=cause, step_role=role
+    )
+
+
+def poison_gate(harness: Harness) -> MemoryQuarantine:
+    """Give the harness a quarantine, and return it."""
+    quarantine = MemoryQuarantine(CLOCK)
+    gate = PoisonGate(
+        quarantine,
+        secret=b"s",
+        clock=CLOCK,
+        supervisor=harness.supervisor,
+        telemetry=harness.ports.telemetry,
+    )
+    harness.use(replace(harness.ports, poisons=gate))
+    return quarantine
+
+
+async def test_a_member_of_a_step_that_crashed_runs_apart_and_its_worker_is_not_charged() -> None:
+    harness = Harness(emit(2, crashed(StepRole.SHARED)), emit(2, ended(4)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert (end.resumes, end.usage.output_tokens) == (1, 4)
+    assert [start.apart_tokens for start in harness.workers.started] == [0, 2]
+    assert harness.placement.asked[1].excluded_workers == ()
+
+
+async def test_a_bystander_of_many_crashes_goes_on_and_is_no_suspect() -> None:
+    harness = Harness(*[emit(1, crashed(StepRole.BYSTANDER))] * 5, emit(1, ended(6)))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert {start.apart_tokens for start in harness.workers.started} == {0}
+
+
+async def test_who_crashes_alone_twice_is_condemned_for_the_fleet() -> None:
+    harness = Harness(
+        emit(2, crashed(StepRole.SHARED)), emit(1, crashed(StepRole.ALONE)), emit(1, crashed(StepRole.ALONE))
+    )
+    quarantine = poison_gate(harness)
+    end = await harness.run()
+    assert isinstance(end, errors.PoisonedInput)
+    assert end.retry_after_s is None
+    assert end.metadata["version_digest"] == "sha256:x"
+    assert harness.limiter.usage[0].output_tokens == 4
+    await asyncio.sleep(0)
+    assert quarantine.count("sha256:x") == 1
+
+
+async def test_a_kill_from_outside_condemns_nobody_however_alone_it_strikes() -> None:
+    killed = crashed(StepRole.ALONE, LossCause.OUTSIDE)
+    harness = Harness(emit(1, killed), emit(1, killed), emit(1, ended(3)))
+    assert isinstance(await harness.run(), Finished)
+
+
+async def test_a_suspect_is_not_run_again_once_another_request_with_its_input_was_condemned() -> None:
+    harness = Harness(emit(2, crashed(StepRole.SHARED)))
+    quarantine = poison_gate(harness)
+    await quarantine.add("sha256:x", fingerprint_of(harness.spec, b"s"), model="m", deaths=2)
+    end = await harness.run()
+    assert isinstance(end, errors.PoisonedInput)
+    assert len(harness.workers.started) == 1
+
+
+async def test_without_a_quarantine_the_request_still_ends() -> None:
+    harness = Harness(emit(0, crashed(StepRole.ALONE)), emit(0, crashed(StepRole.ALONE)))
+    assert isinstance(await harness.run(), errors.PoisonedInput)
 
 
 def unreached(spec: StartSpec, sink: SequenceSink) -> None:

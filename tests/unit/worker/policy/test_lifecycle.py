@@ -19,6 +19,7 @@ from services.worker.policy.lifecycle import (
     Slot,
     VersionPhase,
     backoff_s,
+    least_route_revisions,
     plan,
     wanted,
 )
@@ -253,3 +254,9 @@ def test_deployments_of_one_version_have_the_highest_of_their_priorities() -> No
 
 def test_backoff_doubles_up_to_a_cap() -> None:
     assert [backoff_s(n, first_s=0.5, most_s=3) for n in (0, 1, 2, 3, 4, 10_000)] == [0.5, 0.5, 1, 2, 3, 3]
+
+
+def test_the_least_route_revision_of_a_version_is_that_of_its_most_open_deployment() -> None:
+    closed = AssignedVersion("a", "m", "sha256:x", least_route_revision=9)
+    shared = [replace(closed, version_digest="sha256:y"), AssignedVersion("b", "m", "sha256:y")]
+    assert least_route_revisions([closed, *shared]) == {"sha256:x": 9, "sha256:y": 0}

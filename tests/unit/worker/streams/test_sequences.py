@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from services.core.errors import InvalidInput
 from services.core.fleet import ReportSnapshot
-from services.core.generation import FinishReason, NotAdmittedReason
+from services.core.generation import FinishReason, NotAdmittedReason, StartSpec
+from services.core.poison.suspicion import LossCause, StepRole
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import WorkerIdentity, take_snapshot
 from services.worker.streams.outbox import MAX_FRAME_TOKENS
@@ -94,6 +95,21 @@ def test_the_number_of_sequences_is_bounded(bench: Bench, reader: Reader) -> Non
         reader.stream.start(handle, bench.spec(blocks=1, prompt=1))
     reader.read()
     assert reader.refused == {8: NotAdmittedReason.NO_ROOM}
+
+
+def test_a_withdrawn_route_starts_nothing_and_what_has_output_goes_on(bench: Bench, reader: Reader) -> None:
+    def at(revision: int, **fields: Any) -> StartSpec:
+        spec = bench.spec(**fields)
+        return replace(spec, generation=replace(spec.generation, route_revision=revision))
+
+    reader.stream.start(1, at(6))
+    bench.host.least_route_revisions = {bench.table.version_digest: 7, "sha256:other": 99}
+    reader.stream.start(2, at(6))
+    reader.stream.start(3, at(7))
+    reader.stream.start(4, at(6, produced=(A,)))
+    reader.ids[4] = [A]  # of the earlier run
+    reader.read()
+    assert (reader.accepted, reader.refused) == ([1, 3, 4], {2: NotAdmittedReason.STALE_ROUTE})
 
 
 def test_draining_and_closed_versions_take_nothing(bench: Bench, reader: Reader) -> None:
@@ -499,3 +515,34 @@ def test_any_order_of_events_leaks_nothing(bench_factory: Callable[[], Bench], d
     assert (bench.table.kv.blocks, len(bench.table), bench.table.prefills.queued_tokens) == (0, 0, 0)
     snapshot = take_snapshot(bench.host, WHO, whole=False)
     assert charged + sum(use.output for use in snapshot.tenants) == bench.tokens, "each token is charged once"
+
+
+def test_a_lost_engine_ends_each_sequence_with_its_part_in_the_step(bench: Bench) -> None:
+    reader = Reader(bench)
+    for handle in (1, 2, 3):
+        reader.stream.start(handle, bench.spec())
+    bench.host.remove(bench.table, LossCause.FAULT, (1, 3))
+    reader.read()
+    assert {end.reason for end in reader.ends.values()} == {FinishReason.ENGINE_LOST}
+    assert {end.loss_cause for end in reader.ends.values()} == {LossCause.FAULT}
+    roles = {handle: end.step_role for handle, end in reader.ends.items()}
+    assert roles == {1: StepRole.SHARED, 2: StepRole.BYSTANDER, 3: StepRole.SHARED}
+
+
+def test_an_engine_that_hangs_in_a_step_names_who_it_computes(bench: Bench) -> None:
+    reader = Reader(bench)
+    for handle in (1, 2):
+        reader.stream.start(handle, bench.spec())
+    bench.members = (2,)
+    bench.clock.now_s += 60.0
+    bench.host.sweep(bench.clock.now_s)
+    reader.read()
+    assert {end.loss_cause for end in reader.ends.values()} == {LossCause.OUTSIDE}
+    roles = {handle: end.step_role for handle, end in reader.ends.items()}
+    assert roles == {1: StepRole.BYSTANDER, 2: StepRole.ALONE}
+
+
+def test_a_suspect_is_submitted_as_one(bench: Bench) -> None:
+    reader = Reader(bench)
+    reader.stream.start(1, replace(bench.spec(), apart_tokens=2))
+    assert [command.apart_tokens for command in bench.commands(wire.Submit)] == [2]

@@ -1,0 +1,77 @@
+"""The fleet's quarantine in the strongly consistent store: a key per input under a lease, a view per gateway.
+
+An input is refused here before the store has the entry, and everywhere once the watches deliver it. Two
+gateways that add at the same time may exceed the limits by one entry each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from services.adapters.memory.quarantine import MemoryQuarantine
+from services.adapters.quarantine.entries import QuarantineLimits, displaced, in_force
+from services.core.records import dump, quarantine_key
+from services.ports.clock import Clock
+from services.ports.poison.quarantine import Quarantined
+from services.ports.store import Delete, Put, Store
+from services.runtime.fleet_state.informer import RecordView, Versioned
+
+_MAX_REMOVED: Final = 64  # by one addition: a commit is bounded
+
+
+class StoreQuarantine:
+    """Implements ``Quarantine``. ``records``: the entries under ``QUARANTINE``, kept by an informer."""
+
+    def __init__(
+        self,
+        store: Store,
+        records: RecordView[Quarantined],
+        clock: Clock,
+        limits: QuarantineLimits | None = None,
+    ) -> None:
+        self._store = store
+        self._records = records
+        self._clock = clock
+        self._limits = limits if limits is not None else QuarantineLimits()
+        self._own = MemoryQuarantine(clock, self._limits)  # added here, until the view has it
+        self._indexed: Mapping[str, Versioned[Quarantined]] | None = None
+        self._by_version: dict[str, dict[str, Quarantined]] = {}
+
+    def find(self, version_digest: str, fingerprint: str) -> Quarantined | None:
+        """See ``Quarantine``."""
+        found = self._of(version_digest).get(fingerprint)
+        return in_force(found, self._clock.unix_s()) or self._own.find(version_digest, fingerprint)
+
+    def holds(self, version_digest: str) -> bool:
+        """See ``Quarantine``."""
+        return bool(self._of(version_digest)) or self._own.holds(version_digest)
+
+    def count(self, version_digest: str) -> int:
+        """See ``Quarantine``."""
+        now_s = self._clock.unix_s()
+        seen = sum(in_force(entry, now_s) is not None for entry in self._of(version_digest).values())
+        return seen + self._own.count(version_digest)
+
+    async def add(self, version_digest: str, fingerprint: str, *, model: str, deaths: int) -> None:
+        """See ``Quarantine``."""
+        added = self._own.put(version_digest, fingerprint, model=model, deaths=deaths)
+        entries = [versioned.record for versioned in self._records.view.values()]
+        removed = [
+            Delete(quarantine_key(entry.version_digest, entry.fingerprint))
+            for entry in displaced(entries, added, self._limits)[:_MAX_REMOVED]
+        ]
+        lease_id = await self._store.grant_lease(self._limits.ttl_s)
+        put = Put(quarantine_key(version_digest, fingerprint), dump(added), lease_id)
+        await self._store.commit([put, *removed])
+
+    def _of(self, version_digest: str) -> dict[str, Quarantined]:
+        """Return the entries of a version in the view, by fingerprint."""
+        view = self._records.view
+        if view is not self._indexed:
+            self._indexed, self._by_version = view, {}
+            for versioned in view.values():
+                entry = versioned.record
+                self._by_version.setdefault(entry.version_digest, {})[entry.fingerprint] = entry
+                self._own.drop(entry.version_digest, entry.fingerprint)
+        return self._by_version.get(version_digest, {})

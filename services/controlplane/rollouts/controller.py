@@ -1,0 +1,225 @@
+"""Moves the open rollouts on, as leader. Every write is fenced by the epoch and by the revisions that were
+read.
+
+Nothing is remembered between two rounds: a new leader continues from the stored states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final, Protocol
+
+import structlog
+
+from services.controlplane.fleet import FleetRecord, fleet_of
+from services.controlplane.objectives.policy.gates import (
+    DEFAULT_BOUNDS,
+    GateMetric,
+    GatePlan,
+    GateReport,
+    judge,
+)
+from services.controlplane.policy.assign import Unplaced, plan
+from services.controlplane.reconciler import Leadership
+from services.controlplane.resources.status import unplaced_message
+from services.controlplane.rollouts.policy.advance import advance
+from services.controlplane.rollouts.policy.effects import load_ratio, step_name
+from services.controlplane.rollouts.policy.facts import facts_of
+from services.controlplane.rollouts.records import Rollout, RolloutPhase
+from services.controlplane.rollouts.writes import context_in, effects
+from services.core.arms import ArmKey, ArmWindow, GateWindow
+from services.core.errors import NoLeader, StoreUnavailable
+from services.core.records import ROLLOUTS, BurnAlert, Priority, Sli, dump
+from services.core.rollouts.routes import WHOLE_BP, ModelRoute
+from services.ports.clock import Clock
+from services.ports.store import Committed, CreateRevisionIs, LeaseLost, ModRevisionIs, Put, Store
+from services.runtime.fleet_state.informer import Informer
+from services.runtime.idempotent_writes import WriteSet
+
+log = structlog.get_logger()
+
+ROUND_S: Final = 0.25  # between two rounds while a rollout is open
+IDLE_S: Final = 5.0
+_RETRY_S: Final = 0.5
+# An alert that pages also rolls back.
+_PAGING: Final = frozenset({BurnAlert.FAST, BurnAlert.ACUTE})
+_LARGEST: Final = 1e6
+_EQUAL_LOAD: Final = (0.8, 1.25)
+_MESSAGE_S: Final = 2.0  # between two writes of a message alone
+
+
+class ArmSlis(Protocol):
+    """What gateways measured of the arms: ``objectives.store.SliStore``. Both raise NoLeader."""
+
+    def arms_of(self, window: GateWindow) -> Mapping[str, ArmWindow]:
+        """Return what was measured in a step so far, by version digest."""
+
+    def arm_alerts(self, arm: ArmKey) -> Mapping[tuple[Priority, Sli], BurnAlert]:
+        """Return the burn alerts of one arm alone, without those that are NONE."""
+
+
+class RolloutController:
+    """Runs in every control plane; acts only while it leads. ``leader_key`` is the election's key.
+
+    ``informer`` contains everything under the root by ``fleet.decode``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        informer: Informer[FleetRecord | None],
+        leadership: Leadership,
+        leader_key: str,
+        clock: Clock,
+        *,
+        slis: ArmSlis,
+    ) -> None:
+        self._store = store
+        self._informer = informer
+        self._leadership = leadership
+        self._leader_key = leader_key
+        self._clock = clock
+        self._slis = slis
+        self._message_s: dict[str, float] = {}  # when a message was written, of the open rollouts
+
+    async def run(self) -> None:
+        """Make a round on each change, and every ``ROUND_S`` while a rollout is open, until cancelled."""
+        while True:
+            epoch = await self._leadership.wait_leading()
+            revision, period_s = self._informer.revision, _RETRY_S
+            try:
+                if self._informer.synced:
+                    period_s = ROUND_S if await self.round(epoch) else IDLE_S
+            except (StoreUnavailable, LeaseLost, NoLeader) as error:
+                log.info("rollouts.round_failed", error=repr(error))
+            await self._informer.wait_changed(revision, period_s)
+
+    async def round(self, epoch: int) -> int:
+        """Move every open rollout on once. Returns how many are open."""
+        view = self._informer.view
+        open_ = [
+            (key, held)
+            for key, held in sorted(view.items())
+            if isinstance(held.record, Rollout) and not held.record.ended
+        ]
+        if not open_:
+            self._message_s.clear()
+            return 0
+        fleet = fleet_of(held.record for held in view.values())
+        actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments, fleet.routes)
+        unplaced = {one.deployment: one for one in actions if isinstance(one, Unplaced)}
+        for key, held in open_:
+            assert isinstance(held.record, Rollout)
+            context = context_in(view, held.record.deployment)
+            if context is None:
+                log.error("rollout.without_deployment", rollout=held.record.meta.name)
+                continue
+            facts = facts_of(
+                held.record,
+                context.deployment.replicas,
+                fleet.workers,
+                _shortages(held.record, unplaced),
+                self.alarms(held.record),
+            )
+            reports = self.reports(held.record, context.route)
+            after = advance(held.record, facts, reports, self._clock.unix_s())
+            after = self._without_chatter(held.record, replace(after, gates=reports))
+            writes = effects(after, context)
+            if self._leadership.epoch != epoch:
+                break
+            if after != held.record or writes.operations:
+                fence = CreateRevisionIs(self._leader_key, epoch)
+                unchanged = ModRevisionIs(key, held.mod_revision)
+                await self._write(after, WriteSet([fence, unchanged, *writes.conditions], writes.operations))
+        return len(open_)
+
+    async def _write(self, rollout: Rollout, writes: WriteSet) -> None:
+        key, name = ROLLOUTS + rollout.meta.name, rollout.meta.name
+        done = await self._store.commit([Put(key, dump(rollout)), *writes.operations], writes.conditions)
+        if isinstance(done, Committed):
+            log.info("rollout.written", rollout=name, phase=rollout.phase, step=rollout.step)
+        else:  # deposed, or the view is old
+            log.info("rollout.refused", rollout=name, phase=rollout.phase, step=rollout.step)
+
+    def reports(self, rollout: Rollout, route: ModelRoute | None) -> dict[str, GateReport]:
+        """Return the gates of the present step, by candidate; none without traffic. Raises NoLeader."""
+        if rollout.phase is not RolloutPhase.RUNNING or route is None:
+            return {}
+        windows = self._slis.arms_of(GateWindow(rollout.deployment, step_name(rollout)))
+        baseline = windows.get(rollout.stable_digest, ArmWindow())
+        return {
+            arm.name: storable(
+                judge(
+                    gate_plan(rollout, load_ratio(route, arm.name)),
+                    baseline,
+                    windows.get(arm.version_digest, ArmWindow()),
+                )
+            )
+            for arm in rollout.arms
+        }
+
+    def alarms(self, rollout: Rollout) -> dict[str, str]:
+        """Return the candidates that burn an error budget while the stable version does not. Raises
+        NoLeader.
+        """
+        if rollout.phase not in (RolloutPhase.RUNNING, RolloutPhase.SOAKING):
+            return {}
+        stable = self._paging(rollout.deployment, rollout.stable_digest)
+        found = {arm.name: self._paging(rollout.deployment, arm.version_digest) for arm in rollout.arms}
+        return {name: ", ".join(sorted(paging - stable)) for name, paging in found.items() if paging - stable}
+
+    def _paging(self, deployment: str, digest: str) -> set[str]:
+        alerts = self._slis.arm_alerts(ArmKey(deployment, digest))
+        return {f"{sli} of {priority}" for (priority, sli), alert in alerts.items() if alert in _PAGING}
+
+    def _without_chatter(self, before: Rollout, after: Rollout) -> Rollout:
+        """Return the state; unchanged where only what it shows differs and that was written a moment ago."""
+        name, now_s = before.meta.name, self._clock.monotonic_s()
+        if after == before or replace(after, message=before.message, gates=before.gates) != before:
+            return after
+        if now_s - self._message_s.get(name, -_MESSAGE_S) < _MESSAGE_S:
+            return before
+        self._message_s[name] = now_s
+        return after
+
+
+def storable(report: GateReport) -> GateReport:
+    """Return the report with finite numbers: a bound is infinite until enough was measured."""
+    evidence = tuple(
+        replace(one, statistic=_finite(one.statistic), bound=_finite(one.bound)) for one in report.evidence
+    )
+    return replace(report, evidence=evidence)
+
+
+def _finite(value: float) -> float:
+    return 0.0 if math.isnan(value) else max(-_LARGEST, min(_LARGEST, value))
+
+
+def gate_plan(rollout: Rollout, load: float) -> GatePlan:
+    """Return how an arm is compared in the present step. ``load``: its ``effects.load_ratio``.
+
+    The cost of arms whose replicas have different load is shown and does not count.
+    """
+    metrics = rollout.gate.metrics or tuple(DEFAULT_BOUNDS)
+    steps = [step for step in rollout.steps if step.weight_bp < WHOLE_BP]
+    step = rollout.steps[rollout.step] if rollout.step < len(rollout.steps) else None
+    plan_ = GatePlan(
+        bounds={metric: DEFAULT_BOUNDS[metric] for metric in metrics},
+        gates=max(1, len(steps), len(rollout.arms)),
+        min_sessions=rollout.gate.min_sessions,
+        accepted={**_unequal(load), **rollout.gate.accepted},
+    )
+    return plan_ if step is None else replace(plan_, min_requests=step.min_requests)
+
+
+def _unequal(load: float) -> dict[GateMetric, str]:
+    if _EQUAL_LOAD[0] <= load <= _EQUAL_LOAD[1]:
+        return {}
+    return {GateMetric.COST: f"a replica has {load:.2f} times the traffic of a stable one"}
+
+
+def _shortages(rollout: Rollout, unplaced: Mapping[str, Unplaced]) -> dict[str, str]:
+    found = {arm.name: unplaced.get(f"{rollout.deployment}@{arm.version_digest}") for arm in rollout.arms}
+    return {name: unplaced_message(one) for name, one in found.items() if one is not None}

@@ -1,0 +1,249 @@
+"""The next state of a rollout. Pure and level-triggered: it depends on states and times, not on what changed.
+
+The order of what decides: a crash bound, a burn alert or a failed gate rolls back, also while paused; then
+an operator's promotion; then the hold, the gate and the replicas of the next step. A state that is final for
+new requests (ROLLING_BACK, FINISHING) ends when no worker has the versions that leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from services.controlplane.objectives.policy.gates import GateMetric, GateReport, Verdict
+from services.controlplane.rollouts.policy.effects import replicas_for
+from services.controlplane.rollouts.policy.facts import RolloutFacts
+from services.controlplane.rollouts.records import (
+    STABLE,
+    Inconclusive,
+    Rollout,
+    RolloutEvent,
+    RolloutPhase,
+    RolloutStrategy,
+)
+from services.core.rollouts.routes import WHOLE_BP
+
+Reports = Mapping[str, GateReport]
+
+
+def advance(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float) -> Rollout:
+    """Return the rollout's next state, or the same one. ``reports``: of the present step, by candidate."""
+    match rollout.phase:
+        case RolloutPhase.LOADING:
+            return _loading(rollout, facts, now_unix_s)
+        case RolloutPhase.RUNNING:
+            return _running(rollout, facts, reports, now_unix_s)
+        case RolloutPhase.SOAKING:
+            return _soaking(rollout, facts, now_unix_s)
+        case RolloutPhase.FINISHING:
+            names = [STABLE, *(arm.name for arm in rollout.arms if arm is not rollout.final_arm)]
+            message = f"{rollout.final_arm.name} is final"
+            return _once_gone(rollout, facts, names, RolloutPhase.COMPLETED, message, now_unix_s)
+        case RolloutPhase.ROLLING_BACK:
+            names = [arm.name for arm in rollout.arms]
+            message = "every request is on the stable version"
+            return _once_gone(rollout, facts, names, RolloutPhase.ABORTED, message, now_unix_s)
+        case _:
+            return rollout
+
+
+def rolled_back(rollout: Rollout, event: RolloutEvent) -> Rollout:
+    """Return it with all new requests on the stable version."""
+    return _entered(rollout, RolloutPhase.ROLLING_BACK, event)
+
+
+def _loading(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
+    if (failed := _load_failure(rollout, facts, now_unix_s, rollout.phase_unix_s)) is not None:
+        return failed
+    waiting = _waiting(rollout, facts, 0)
+    if waiting:
+        return replace(rollout, message=waiting)
+    if rollout.paused:
+        return replace(rollout, message="paused before its first step")
+    if rollout.strategy in (RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT):
+        return _soak(rollout, now_unix_s)
+    event = RolloutEvent(now_unix_s, "STARTED", f"{_weights_text(rollout, 0)} of the sessions")
+    if rollout.steps and rollout.steps[0].weight_bp == WHOLE_BP:
+        return _soak(rollout, now_unix_s)
+    return replace(_entered(rollout, RolloutPhase.RUNNING, event), step=0, step_unix_s=now_unix_s)
+
+
+def _running(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float) -> Rollout:
+    if (crashed := _crashed(rollout, facts, now_unix_s)) is not None:
+        return crashed
+    for name, found in sorted(reports.items()):
+        if found.verdict is Verdict.FAIL:
+            failed = ", ".join(found.failed)
+            event = RolloutEvent(now_unix_s, "GATE_FAILED", f"{name} fails {failed}", name, found.evidence)
+            return rolled_back(rollout, event)
+    if rollout.strategy is not RolloutStrategy.CANARY:
+        return _until_operator(rollout, facts, now_unix_s)
+    if rollout.promote_to > rollout.step:
+        return _next_step(rollout, facts, reports, now_unix_s, "promoted by an operator")
+    if rollout.paused:
+        return replace(rollout, message=f"paused at {_weights_text(rollout, rollout.step)}")
+    step = rollout.steps[rollout.step]
+    held_s = now_unix_s - rollout.step_unix_s
+    report = reports.get(rollout.final_arm.name)
+    if report is not None and report.verdict is Verdict.PASS:
+        if held_s >= step.hold_s:
+            return _next_step(rollout, facts, reports, now_unix_s, "the gate passes")
+        return replace(rollout, message=f"the gate passes; held for {step.hold_s:g} s")
+    if held_s > step.hold_s + rollout.gate.patience_s:
+        return _without_verdict(rollout, facts, reports, now_unix_s)
+    waits = report.waits_for if report is not None else "no requests are reported yet"
+    return replace(rollout, message=waits or "the gate is inconclusive so far")
+
+
+def _without_verdict(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float) -> Rollout:
+    """Apply the policy of a step that its gate could not decide."""
+    why = f"no verdict within {rollout.gate.patience_s:g} s after the hold"
+    match rollout.gate.inconclusive:
+        case Inconclusive.PROMOTE:
+            return _next_step(rollout, facts, reports, now_unix_s, why)
+        case Inconclusive.ABORT:
+            report = reports.get(rollout.final_arm.name)
+            evidence = report.evidence if report is not None else ()
+            event = RolloutEvent(now_unix_s, "INCONCLUSIVE", why, rollout.final_arm.name, evidence)
+            return rolled_back(rollout, event)
+        case Inconclusive.WAIT:
+            return replace(rollout, message=f"{why}: promote or abort it")
+
+
+def _next_step(
+    rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float, why: str
+) -> Rollout:
+    """Return the next step once its replicas are READY."""
+    step = max(rollout.step + 1, rollout.promote_to)
+    last = step >= len(rollout.steps)
+    weight_bp = WHOLE_BP if last else rollout.steps[step].weight_bp
+    if (failed := _load_failure(rollout, facts, now_unix_s, rollout.step_unix_s)) is not None:
+        return failed
+    if waiting := _waiting(rollout, facts, weight_bp):
+        return replace(rollout, message=waiting)
+    report = reports.get(rollout.final_arm.name)
+    evidence = report.evidence if report is not None else ()
+    text = f"{weight_bp / 100:g} %: {why}"
+    event = RolloutEvent(now_unix_s, "STEP", text, rollout.final_arm.name, evidence)
+    if weight_bp == WHOLE_BP:
+        hold_s = 0.0 if last else rollout.steps[step].hold_s
+        noted = replace(rollout.noted(event), soak_s=max(rollout.soak_s, hold_s))
+        return _soak(noted, now_unix_s)
+    return replace(rollout.noted(event), step=step, step_unix_s=now_unix_s)
+
+
+def _until_operator(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
+    """An A/B test runs until it is promoted or aborted."""
+    if not rollout.target:
+        return replace(rollout, message="until an operator promotes an arm or aborts it")
+    if waiting := _waiting(rollout, facts, WHOLE_BP):
+        return replace(rollout, message=waiting)
+    return _soak(rollout, now_unix_s)
+
+
+def _soaking(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
+    if (crashed := _crashed(rollout, facts, now_unix_s)) is not None:
+        return crashed
+    left_s = rollout.soak_s - (now_unix_s - rollout.phase_unix_s)
+    if rollout.paused:
+        return replace(rollout, message="paused with all traffic; the version before is warm")
+    if left_s > 0 and not rollout.promote_to > rollout.step:
+        return replace(rollout, message=f"the version before is warm for {rollout.soak_s:g} s")
+    event = RolloutEvent(now_unix_s, "FINAL", f"{rollout.final_arm.name} is the deployment's version")
+    return _entered(rollout, RolloutPhase.FINISHING, event)
+
+
+def _soak(rollout: Rollout, now_unix_s: float) -> Rollout:
+    event = RolloutEvent(now_unix_s, "ALL_TRAFFIC", f"{rollout.final_arm.name} has all traffic")
+    entered = _entered(rollout, RolloutPhase.SOAKING, event)
+    return replace(entered, step=max(rollout.step, rollout.promote_to), step_unix_s=now_unix_s)
+
+
+def _once_gone(
+    rollout: Rollout,
+    facts: RolloutFacts,
+    names: list[str],
+    phase: RolloutPhase,
+    message: str,
+    now_unix_s: float,
+) -> Rollout:
+    """Return the phase once no worker has the versions of these arms."""
+    left = sum(facts.arm(name).loaded for name in names)
+    if left:
+        return replace(rollout, message=f"{message}; {left} replicas end their requests")
+    return _entered(rollout, phase, RolloutEvent(now_unix_s, phase.name, message))
+
+
+def _crashed(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout | None:
+    most = rollout.gate.max_engine_restarts
+    for arm in rollout.arms:
+        restarts = facts.arm(arm.name).engine_restarts
+        if most and restarts >= most:
+            message = f"the engines of {arm.name} crashed {restarts} times"
+            return rolled_back(rollout, RolloutEvent(now_unix_s, "ENGINE_CRASHES", message, arm.name))
+        if alarm := facts.arm(arm.name).alarm:
+            message = f"{arm.name} burns the error budget of {alarm}"
+            return rolled_back(rollout, RolloutEvent(now_unix_s, "BURN_RATE", message, arm.name))
+    return None
+
+
+def _load_failure(
+    rollout: Rollout, facts: RolloutFacts, now_unix_s: float, since_unix_s: float
+) -> Rollout | None:
+    for arm in rollout.arms:
+        found = facts.arm(arm.name)
+        if found.failed and found.failed == found.loaded:
+            event = RolloutEvent(now_unix_s, "LOAD_FAILED", f"{arm.name}: {found.why}"[:512], arm.name)
+            return rolled_back(rollout, event)
+    waited_s = now_unix_s - since_unix_s
+    hold_s = rollout.steps[rollout.step].hold_s + rollout.gate.patience_s if rollout.steps else 0.0
+    allowed_s = rollout.load_timeout_s + (hold_s if rollout.phase is RolloutPhase.RUNNING else 0.0)
+    if waited_s <= allowed_s or not _waiting(rollout, facts, _next_weight(rollout)):
+        return None
+    message = f"{_waiting(rollout, facts, _next_weight(rollout))} after {waited_s:.0f} s"
+    return rolled_back(rollout, RolloutEvent(now_unix_s, "LOAD_TIMEOUT", message))
+
+
+def _next_weight(rollout: Rollout) -> int:
+    if rollout.phase is not RolloutPhase.RUNNING:
+        return 0
+    step = max(rollout.step + 1, rollout.promote_to)
+    return rollout.steps[step].weight_bp if step < len(rollout.steps) else WHOLE_BP
+
+
+def _waiting(rollout: Rollout, facts: RolloutFacts, weight_bp: int) -> str:
+    """Return which candidate lacks READY replicas for a weight, empty if none does."""
+    for arm in rollout.arms:
+        needed = _needed(rollout, arm.name, weight_bp, facts.replicas)
+        ready = facts.arm(arm.name).ready
+        if ready < needed:
+            why = facts.unplaced.get(arm.name, "")
+            return f"{arm.name}: {ready} of {needed} replicas are READY" + (f" ({why})" if why else "")
+    return ""
+
+
+def _needed(rollout: Rollout, name: str, weight_bp: int, replicas: int) -> int:
+    if rollout.strategy in (RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT):
+        return max(1, replicas)
+    if rollout.strategy is RolloutStrategy.AB:
+        arm = rollout.arm(name)
+        own_bp = 0 if arm is None else arm.weight_bp
+        return replicas_for(WHOLE_BP if name == rollout.target else own_bp, replicas)
+    if weight_bp == 0 and rollout.steps and rollout.strategy is RolloutStrategy.CANARY:
+        weight_bp = rollout.steps[0].weight_bp
+    return replicas_for(weight_bp, replicas)
+
+
+def _weights_text(rollout: Rollout, step: int) -> str:
+    if rollout.strategy is RolloutStrategy.AB:
+        return ", ".join(f"{arm.name} {arm.weight_bp / 100:g} %" for arm in rollout.arms)
+    return f"{rollout.final_arm.name} {rollout.steps[step].weight_bp / 100:g} %"
+
+
+def _entered(rollout: Rollout, phase: RolloutPhase, event: RolloutEvent) -> Rollout:
+    return replace(rollout.noted(event), phase=phase, phase_unix_s=event.time_unix_s)
+
+
+def accepted(rollout: Rollout, metrics: Mapping[GateMetric, str]) -> Rollout:
+    """Return it with metrics that an operator accepts, each with its reason."""
+    return replace(rollout, gate=replace(rollout.gate, accepted={**rollout.gate.accepted, **metrics}))

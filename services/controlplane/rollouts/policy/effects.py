@@ -1,0 +1,114 @@
+"""What follows from a rollout's state: the route of its deployment, and the deployment's version. Pure.
+
+Only the state changes in steps. Route and deployment are functions of it and are written in the same
+transaction, so that no instant has a state without its split.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from services.controlplane.rollouts.records import (
+    STABLE,
+    Rollout,
+    RolloutPhase,
+    RolloutStrategy,
+)
+from services.core.records import Deployment
+from services.core.rollouts.routes import WHOLE_BP, ModelRoute, RouteArm
+
+_FULL = (RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT)
+
+
+def weights_of(rollout: Rollout) -> dict[str, int]:
+    """Return the weights of the candidates, by name; absent: none."""
+    if rollout.phase is RolloutPhase.SOAKING:
+        return {rollout.final_arm.name: WHOLE_BP}
+    if rollout.phase is not RolloutPhase.RUNNING:
+        return {}
+    if rollout.strategy is RolloutStrategy.AB:
+        return {arm.name: arm.weight_bp for arm in rollout.arms}
+    if rollout.strategy is RolloutStrategy.CANARY:
+        return {rollout.final_arm.name: rollout.weight_bp}
+    return {}
+
+
+def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
+    """Return on how many workers an arm runs beside ``replicas`` stable ones: for this step and the next.
+
+    The next step's replicas are loaded while the present one is held, so that it begins with them READY.
+    """
+    everything = rollout.phase is RolloutPhase.SOAKING or rollout.strategy in _FULL
+    if everything:
+        return max(1, replicas) if name == rollout.final_arm.name else 1
+    if rollout.strategy is RolloutStrategy.AB:
+        arm = rollout.arm(name)
+        weight_bp = 0 if arm is None else arm.weight_bp
+        return max(1, replicas) if rollout.target == name else replicas_for(weight_bp, replicas)
+    step = rollout.step + (rollout.phase is RolloutPhase.RUNNING)
+    upto = rollout.steps[: max(step, rollout.promote_to) + 1]
+    return replicas_for(max((one.weight_bp for one in upto), default=0), replicas)
+
+
+def replicas_for(weight_bp: int, replicas: int) -> int:
+    """Return the replicas that serve a share of what ``replicas`` serve."""
+    return max(1, math.ceil(replicas * weight_bp / WHOLE_BP))
+
+
+def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
+    """Return the route while the rollout is in its state, None for none. ``replicas``: the deployment's."""
+    if rollout.ended:
+        return None
+    salt = rollout.salt
+    final = rollout.final_arm
+    if rollout.phase is RolloutPhase.FINISHING:
+        arms: tuple[RouteArm, ...] = (RouteArm(final.name, final.version_digest, WHOLE_BP, replicas),)
+        return ModelRoute(rollout.deployment, salt, arms, rollout.rules)
+    weights = weights_of(rollout)
+    closed = rollout.phase is RolloutPhase.ROLLING_BACK
+    arms = (
+        RouteArm(STABLE, rollout.stable_digest, WHOLE_BP - sum(weights.values()), replicas),
+        *(
+            RouteArm(
+                arm.name,
+                arm.version_digest,
+                weights.get(arm.name, 0),
+                replicas_of_arm(rollout, arm.name, replicas),
+                closed,
+            )
+            for arm in rollout.arms
+        ),
+    )
+    running = rollout.phase is RolloutPhase.RUNNING
+    return ModelRoute(
+        rollout.deployment,
+        salt,
+        arms,
+        rollout.rules,
+        step=step_name(rollout) if running else "",
+    )
+
+
+def load_ratio(route: ModelRoute, name: str) -> float:
+    """Return the traffic on a replica of an arm over that on a replica of the stable one; 0 without traffic.
+
+    A replica with less traffic computes smaller batches, so its tokens take more device time each.
+    """
+    arm, stable = route.arm(name), route.stable
+    if arm is None or not stable.weight_bp:
+        return 0.0
+    return arm.weight_bp * stable.replicas / (stable.weight_bp * arm.replicas)
+
+
+def step_name(rollout: Rollout) -> str:
+    """Return the name under which the arms of the present step are compared."""
+    return f"{rollout.salt}/{rollout.step}"
+
+
+def deployment_of(rollout: Rollout, deployment: Deployment) -> Deployment:
+    """Return the deployment: with the candidate once the rollout is final."""
+    if rollout.phase is not RolloutPhase.FINISHING:
+        return deployment
+    final = rollout.final_arm
+    return replace(deployment, version=final.version, version_digest=final.version_digest)

@@ -1,0 +1,72 @@
+"""What the workers report of a rollout's arms. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from services.controlplane.rollouts.records import STABLE, Rollout
+from services.core.records import LoadedVersion, VersionState, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class ArmFacts:
+    """One arm on the workers. ``ready``: replicas that take requests.
+
+    ``loaded``: workers that report it in any state. ``failed``: those on which it failed for good, and
+    ``why``.
+    """
+
+    ready: int = 0
+    loaded: int = 0
+    failed: int = 0
+    why: str = ""
+    engine_restarts: int = 0
+    alarm: str = ""  # the objectives that its requests alone miss too fast
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFacts:
+    """``replicas``: those of the deployment. ``arms``: by name. ``unplaced``: why an arm lacks a worker, by
+    name.
+    """
+
+    replicas: int
+    arms: Mapping[str, ArmFacts]
+    unplaced: Mapping[str, str] = field(default_factory=dict)
+
+    def arm(self, name: str) -> ArmFacts:
+        return self.arms.get(name, ArmFacts())
+
+
+def facts_of(
+    rollout: Rollout,
+    replicas: int,
+    workers: Sequence[Worker],
+    unplaced: Mapping[str, str],
+    alarms: Mapping[str, str],
+) -> RolloutFacts:
+    """Return the facts of the stable version and of each candidate. ``alarms``: by name."""
+    names = {rollout.stable_digest: STABLE, **{arm.version_digest: arm.name for arm in rollout.arms}}
+    found: dict[str, ArmFacts] = {}
+    for worker in workers:
+        for version in worker.versions:
+            name = names.get(version.version_digest)
+            if name is not None and version.deployment == rollout.deployment:
+                found[name] = _with(found.get(name, ArmFacts()), version, draining=worker.draining)
+    arms = {name: replace(facts, alarm=alarms.get(name, "")) for name, facts in found.items()}
+    return RolloutFacts(replicas, arms, unplaced)
+
+
+def _with(facts: ArmFacts, version: LoadedVersion, *, draining: bool) -> ArmFacts:
+    ready = version.state is VersionState.READY and not draining
+    # Without a scheduled attempt, or after several, another attempt is not expected to help.
+    lost = version.state is VersionState.FAILED and (not version.retry_unix_s or version.failed_attempts >= 3)
+    why = f"{version.reason or 'FAILED'}: {version.message}" if lost else facts.why
+    return ArmFacts(
+        facts.ready + ready,
+        facts.loaded + 1,
+        facts.failed + lost,
+        why,
+        facts.engine_restarts + version.engine_restarts,
+    )

@@ -1,0 +1,157 @@
+"""Rollouts as they are stored: what the operator wants, how far it is, and its history with evidence.
+
+Key: ``ROLLOUTS`` and the name. The route and the deployment's version follow from the record
+(``policy.effects``) and are written with it in one transaction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Final
+
+from services.controlplane.objectives.policy.gates import GateMetric, GateReport, MetricEvidence
+from services.core.records import Meta
+from services.core.rollouts.routes import WHOLE_BP, SplitRules
+
+MAX_HISTORY: Final = 64
+STABLE: Final = "stable"
+
+
+class RolloutStrategy(StrEnum):
+    CANARY = "canary"  # growing weights, each judged
+    AB = "ab"  # fixed weights until an operator decides
+    BLUE_GREEN = "blue_green"  # all replicas beside the stable ones, then all traffic
+    INSTANT = "instant"  # as blue_green, final at once
+
+
+class RolloutPhase(StrEnum):
+    LOADING = "loading"  # the candidates are loaded; no traffic
+    RUNNING = "running"  # traffic by the present step
+    SOAKING = "soaking"  # all traffic on the candidate; the version before is warm
+    FINISHING = "finishing"  # the deployment has the candidate; the version before ends its requests
+    ROLLING_BACK = "rolling_back"  # new requests are stable; the candidates end their requests
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+
+
+ENDED: Final = frozenset({RolloutPhase.COMPLETED, RolloutPhase.ABORTED})
+# New requests can still get a candidate.
+ABORTABLE: Final = frozenset({RolloutPhase.LOADING, RolloutPhase.RUNNING, RolloutPhase.SOAKING})
+
+
+class Inconclusive(StrEnum):
+    """What happens to a step that was held and is not judged within its patience."""
+
+    WAIT = "wait"
+    PROMOTE = "promote"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStep:
+    """A weight, held at least ``hold_s`` and until ``min_requests`` of each arm are judged."""
+
+    weight_bp: int
+    hold_s: float = 60.0
+    min_requests: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutArm:
+    """A candidate: ``version`` as the operator named it. ``weight_bp``: of an A/B test."""
+
+    name: str
+    version: str
+    version_digest: str = ""
+    weight_bp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GateSettings:
+    """How candidates are judged. ``metrics`` empty: all. ``accepted``: metrics that do not count, and why.
+
+    ``max_engine_restarts``: crashes of a candidate's engines that roll it back; 0: no bound.
+    """
+
+    metrics: tuple[GateMetric, ...] = ()
+    min_sessions: int = 30
+    patience_s: float = 600.0
+    inconclusive: Inconclusive = Inconclusive.WAIT
+    max_engine_restarts: int = 3
+    accepted: dict[GateMetric, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEvent:
+    """One entry of the history. ``what`` is a stable word; ``evidence`` is of the arm in ``arm``."""
+
+    time_unix_s: float
+    what: str
+    message: str
+    arm: str = ""
+    evidence: tuple[MetricEvidence, ...] = ()
+
+
+DEFAULT_STEPS: Final = tuple(RolloutStep(bp) for bp in (100, 500, 2500, 5000, WHOLE_BP))
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """The passage of a deployment's traffic to other versions."""
+
+    meta: Meta
+    deployment: str
+    strategy: RolloutStrategy
+    arms: tuple[RolloutArm, ...]
+    steps: tuple[RolloutStep, ...] = ()
+    rules: SplitRules = field(default_factory=SplitRules)
+    gate: GateSettings = field(default_factory=GateSettings)
+    # All traffic is on the candidate for this long before the rollout is final.
+    soak_s: float = 300.0
+    # Longest time to load the candidates, and those of the next step.
+    load_timeout_s: float = 900.0
+
+    # Set by the server. What makes the drawing of sessions its own.
+    salt: str = ""
+    # The version before, as the deployment names it.
+    stable_version: str = ""
+    stable_digest: str = ""
+    phase: RolloutPhase = RolloutPhase.LOADING
+    phase_unix_s: float = 0.0
+    # The step whose weight applies, and since when.
+    step: int = 0
+    step_unix_s: float = 0.0
+    # An operator asked for at least this step, without waiting for its predecessors' gates.
+    promote_to: int = 0
+    # The arm that gets all traffic in the end.
+    target: str = ""
+    paused: bool = False
+    # What it waits for, and the gates of the present step by arm, as of the last write.
+    message: str = ""
+    gates: dict[str, GateReport] = field(default_factory=dict)
+    history: tuple[RolloutEvent, ...] = ()
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ENDED
+
+    @property
+    def weight_bp(self) -> int:
+        """The weight of the present step; of a canary."""
+        return self.steps[min(self.step, len(self.steps) - 1)].weight_bp if self.steps else 0
+
+    def arm(self, name: str) -> RolloutArm | None:
+        return next((one for one in self.arms if one.name == name), None)
+
+    @property
+    def final_arm(self) -> RolloutArm:
+        """The arm that gets all traffic: the operator's choice, otherwise the first."""
+        return self.arm(self.target) or self.arms[0]
+
+    def noted(self, event: RolloutEvent) -> Rollout:
+        """Return it with one more entry; the start and the newest are kept."""
+        history = (*self.history, event)
+        if len(history) > MAX_HISTORY:
+            history = (history[0], *history[len(history) - MAX_HISTORY + 1 :])
+        return replace(self, history=history, message=event.message)

@@ -1,0 +1,58 @@
+"""The one transaction that stores a rollout's state with everything that follows from it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.controlplane.resources.deployment_history import revision_put
+from services.controlplane.rollouts.policy.effects import deployment_of, route_of
+from services.controlplane.rollouts.records import Rollout
+from services.core.records import DEPLOYMENTS, Deployment, dump
+from services.core.rollouts.routes import ROUTES, ModelRoute
+from services.ports.store import Condition, Delete, ModRevisionIs, Operation, Put
+from services.runtime.fleet_state.informer import Versioned
+from services.runtime.idempotent_writes import WriteSet
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutContext:
+    """The stored deployment and route of a rollout, with their revisions; 0: no route."""
+
+    deployment: Deployment
+    deployment_revision: int
+    route: ModelRoute | None = None
+    route_revision: int = 0
+
+
+def context_in(view: Mapping[str, Versioned[Any]], deployment: str) -> RolloutContext | None:
+    """Return the context from a view of the fleet, None without the deployment."""
+    held, routed = view.get(DEPLOYMENTS + deployment), view.get(ROUTES + deployment)
+    if held is None:
+        return None
+    if routed is None:
+        return RolloutContext(held.record, held.mod_revision)
+    return RolloutContext(held.record, held.mod_revision, routed.record.route, routed.mod_revision)
+
+
+def effects(rollout: Rollout, context: RolloutContext) -> WriteSet:
+    """Return the writes of route and deployment that follow from the rollout's state.
+
+    They hold for the revisions in ``context``: whoever changed one of them makes the transaction fail.
+    """
+    deployment = deployment_of(rollout, context.deployment)
+    route = route_of(rollout, deployment.replicas)
+    conditions: list[Condition] = [ModRevisionIs(ROUTES + rollout.deployment, context.route_revision)]
+    operations: list[Operation] = []
+    if route is None and context.route is not None:
+        operations.append(Delete(ROUTES + rollout.deployment))
+    elif route is not None and route != context.route:
+        route.check_integrity()
+        operations.append(Put(ROUTES + rollout.deployment, dump(route)))
+    if deployment != context.deployment:
+        key = DEPLOYMENTS + rollout.deployment
+        conditions.append(ModRevisionIs(key, context.deployment_revision))
+        cause = f"rollout {rollout.meta.name}"
+        operations += [Put(key, dump(deployment)), revision_put(deployment, rollout.phase_unix_s, cause)]
+    return WriteSet(conditions, operations)

@@ -1,0 +1,67 @@
+"""A gateway's view of the routes: which arm of a model name a request goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from services.core.errors import PermissionDenied, Unavailable, VersionGone
+from services.core.rollouts.routes import ROUTES, ModelRoute, PinRefused, RouteArm, SplitCaller, choose_arm
+from services.runtime.fleet_state.informer import RecordView, Versioned
+
+# The store confirms an idle view every 6 s.
+MAX_AGE_S: Final = 15.0
+
+
+class AgedView(RecordView[ModelRoute], Protocol):
+    """The routes, and when the store last confirmed them: an ``Informer``."""
+
+    def age_s(self) -> float: ...
+
+
+class Splits:
+    """Reads the routes. A view older than ``max_age_s`` may not show an abort: it gives the stable arm
+    only.
+    """
+
+    def __init__(self, routes: AgedView, *, max_age_s: float = MAX_AGE_S) -> None:
+        self._routes = routes
+        self._max_age_s = max_age_s
+
+    def of(self, model: str) -> Versioned[ModelRoute] | None:
+        """Return the split of a model name with its revision, None without one."""
+        return self._routes.view.get(ROUTES + model)
+
+    def choose(
+        self, route: ModelRoute, caller: SplitCaller | None, *, serves: Callable[[str], bool]
+    ) -> RouteArm:
+        """Return the arm of a request; without a caller the stable one.
+
+        ``serves``: whether a version has a replica. An arm without one is passed over, unless the request
+        names it. Raises PermissionDenied, VersionGone or Unavailable for a named version that the caller
+        cannot have.
+        """
+        if caller is None:
+            return route.stable
+        found = choose_arm(route, caller)
+        if isinstance(found, PinRefused):
+            raise pin_refused(route.deployment, caller.pin, allowed=found.allowed)
+        if found is route.stable:
+            return found
+        if self._routes.age_s() > self._max_age_s:
+            if caller.pin:
+                raise Unavailable(
+                    f"this gateway last read the routes more than {self._max_age_s:g} s ago and serves the "
+                    "stable version only; send it later",
+                    retry_after_s=5.0,
+                    model=route.deployment,
+                )
+            return route.stable
+        return found if caller.pin or serves(found.version_digest) else route.stable
+
+
+def pin_refused(model: str, version: str, *, allowed: bool) -> PermissionDenied | VersionGone:
+    """Return the error for a request that names a version which it cannot have."""
+    if not allowed:
+        return PermissionDenied(f"requests for {model} may not name a version", field="version", model=model)
+    return VersionGone(f"{model} does not serve the version {version}", model=model, version=version)

@@ -1,0 +1,64 @@
+"""No input is condemned but a poison, and a poison ends few engines before it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from services.core.errors import PoisonedInput
+from simulator.engine.poison import Poison
+from simulator.fleet.assembly import SimFleet
+from simulator.fleet.clients.client import Record
+from simulator.fleet.grant_watch import GrantListener
+from simulator.invariants.invariant import Invariant
+
+CONDEMNED: Final = "innocent-condemned"
+DEATHS: Final = "poison-deaths"
+AGAIN: Final = "condemned-runs"
+_KNOWN_S: Final = 5.0  # until every gateway has the entry
+# Engines that one attempt of one request ends. In shared steps: two by kills or hangs, else one. Alone: three
+# by kills or hangs, else two. One more where other kills made evidence void.
+MAX_DEATHS: Final = 6
+
+
+class Poisons(GrantListener, Invariant):
+    """``condemned`` counts the poisons that were found, so that a test can check that it is not zero.
+
+    A client whose gateway is lost begins anew: its losses were that gateway's memory. ``calm``: nothing but
+    poisons befalls the fleet, so that what is condemned never runs again.
+    """
+
+    def __init__(self, *, calm: bool = False) -> None:
+        self._calm = calm
+        self.condemned = 0
+        self.deaths: Counter[Poison] = Counter()
+        self._attempts: Counter[Poison] = Counter()
+        self._condemned_s: dict[Poison, float] = {}
+
+    def watch(self, fleet: SimFleet) -> None:
+        self._fleet = fleet
+        fleet.grants.listeners.append(self)
+
+    def engine_ended(self, worker_id: str, poison: Poison) -> None:
+        self.deaths[poison] += 1
+        known_s = self._condemned_s.get(poison)
+        if self._calm and known_s is not None and self._fleet.loop.now_s > known_s + _KNOWN_S:
+            self._fleet.violations.add(AGAIN, f"{poison} ended an engine of {worker_id}")
+
+    def closed(self, record: Record) -> None:
+        """Judge the end of a request."""
+        poison, is_condemned = record.request.poison, record.outcome == PoisonedInput.reason
+        if poison is None:
+            if is_condemned:
+                self._fleet.violations.add(CONDEMNED, f"request {record.number} is no poison")
+            return
+        self.condemned += is_condemned
+        if is_condemned:
+            self._condemned_s.setdefault(poison, self._fleet.loop.now_s)
+        self._attempts[poison] += record.attempts
+
+    def at_rest(self, fleet: SimFleet) -> None:
+        for poison, deaths in self.deaths.items():
+            most = MAX_DEATHS * max(1, self._attempts[poison])
+            if deaths > most:
+                fleet.violations.add(DEATHS, f"{poison} ended {deaths} engines, at most {most}")

@@ -1,0 +1,263 @@
+"""`make drill-rollouts`: versions with known faults are rolled out under load, on two workers with the null
+executor.
+
+A good version must reach all traffic; a slow one, a failing one, one of twice the cost, one with outputs of
+another length and one that crashes on some prompts must be rolled back without an operator. Steps and windows
+are shortened. ``--runs N``: per kind; ``--kinds a,b``: only these.
+
+Measured: ``actuation_s``, from an abort until the last new request of the aborted version began;
+``rollback_s``, from a rollback until its last request ended. ``ab_memory_ratio``: the device memory of an A/B
+test of two versions with equal weights, over that of one version; null where it was not measured. The last
+line is ``RESULT {json}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from bench.overhead import quantile
+from fairway.client import AdminClient
+from fairway.v1 import controlplane_pb2 as cp
+from fairway.v1 import inference_pb2 as pb
+from fairway.v1 import inference_pb2_grpc
+from tests.support.faulty_versions import CRASHING_ID, VersionFault, write_version
+from tests.support.stack import ROOT, Stack, fairway, metadata
+from tests.support.updating import admin_of
+
+NAME: Final = "drill"
+CLIENTS: Final = 32
+SESSIONS: Final = 600
+TOKENS: Final = 10
+STEP_S: Final = 0.02
+LONGEST_S: Final = 240.0
+# At a third, a replica of the candidate has the traffic of each of the two stable ones: the cost counts.
+STEPS: Final = (0.1, 0.34, 1.0)
+SETTINGS: Final = {
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support/rollout_faults'}",
+    "FAIRWAY_NULL_STEP_S": str(STEP_S),
+    "FAIRWAY_QUEUE_TTL_S": "5",
+    "FAIRWAY_SHEDDING": "false",
+}
+# Twice the device time is slower too: only the cost is judged there, from the step with equal load on.
+METRICS: Final = {VersionFault.COSTLY: ["cost"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One request: when it began and ended, and the version that was accepted last for it."""
+
+    began_s: float
+    ended_s: float
+    version_digest: str
+    failure: str
+
+
+@dataclass(slots=True)
+class Load:
+    """Clients with sessions, some of whose prompts crash a crashing version."""
+
+    sent: list[Sent] = field(default_factory=list)
+    open: Counter[str] = field(default_factory=Counter)
+
+    @asynccontextmanager
+    async def running(self, stack: Stack) -> AsyncIterator[None]:
+        stopping = asyncio.Event()
+        async with grpc.aio.insecure_channel(stack.endpoints["grpc"]) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            async with asyncio.TaskGroup() as group:
+                for number in range(CLIENTS):
+                    group.create_task(self._client(stack, stub, random.Random(number), stopping))
+                try:
+                    yield
+                finally:
+                    stopping.set()
+
+    async def _client(
+        self,
+        stack: Stack,
+        stub: inference_pb2_grpc.InferenceServiceAsyncStub,
+        rng: random.Random,
+        stopping: asyncio.Event,
+    ) -> None:
+        while not stopping.is_set():
+            first = CRASHING_ID if rng.random() < 0.02 else rng.randrange(400)
+            generation = pb.Generation(
+                model=NAME,
+                token_ids=pb.TokenIds(ids=[first, *(rng.randrange(400) for _ in range(15))]),
+                max_output_tokens=TOKENS,
+                session_key=f"session-{rng.randrange(SESSIONS)}",
+            )
+            self.sent.append(await self._send(stack, stub, generation))
+
+    async def _send(
+        self,
+        stack: Stack,
+        stub: inference_pb2_grpc.InferenceServiceAsyncStub,
+        generation: pb.Generation,
+    ) -> Sent:
+        began_s, digest, failure = time.monotonic(), "", ""
+        try:
+            async for event in stub.Generate(
+                pb.GenerateRequest(generation=generation), metadata=metadata(stack.api_key), timeout=60
+            ):
+                if event.HasField("accepted"):
+                    self.open[digest] -= bool(digest)
+                    digest = event.accepted.version_digest
+                    self.open[digest] += 1
+        except grpc.aio.AioRpcError as error:
+            failure = f"{error.code().name}: {error.details()}"
+            await asyncio.sleep(0.05)
+        if digest:
+            self.open[digest] -= 1
+        return Sent(began_s, time.monotonic(), digest, failure)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One rollout's outcome. Times in seconds; None where nothing was rolled back."""
+
+    fault: VersionFault
+    phase: str
+    why: str
+    took_s: float
+    canary_requests: int
+    actuation_s: float | None
+    rollback_s: float | None
+
+    @property
+    def right(self) -> bool:
+        wanted = "COMPLETED" if self.fault is VersionFault.GOOD else "ABORTED"
+        return self.phase == wanted
+
+
+def rollout(fault: VersionFault, version: str, number: int) -> cp.Rollout:
+    found = cp.Rollout(
+        metadata=cp.Metadata(name=f"{fault}-{number}"),
+        deployment=NAME,
+        arms=[cp.RolloutArm(name="canary", version=version)],
+        gate=cp.RolloutGate(metrics=METRICS.get(fault, []), min_sessions=30),
+    )
+    for ratio in STEPS if fault is not VersionFault.COSTLY else STEPS[1:]:
+        step = found.steps.add(weight_ratio=ratio, min_requests=150)
+        step.hold.FromSeconds(3)
+    found.soak.FromSeconds(3)
+    found.gate.patience.FromSeconds(90)
+    return found
+
+
+async def roll_out(admin: AdminClient, load: Load, fault: VersionFault, version: str, number: int) -> Run:
+    """Run one rollout to its end."""
+    began_s = time.monotonic()
+    started = await admin.rollouts.create(rollout(fault, version, number))
+    name, digest = started.metadata.name, started.arms[0].version_digest
+    back_s: float | None = None
+    while True:
+        found = await admin.rollouts.get(name)
+        if found.phase == cp.ROLLOUT_PHASE_ROLLING_BACK and back_s is None:
+            back_s = time.monotonic() - (time.time() - found.history[-1].time.ToNanoseconds() / 1e9)
+        ended = found.phase in (cp.ROLLOUT_PHASE_COMPLETED, cp.ROLLOUT_PHASE_ABORTED)
+        if ended or time.monotonic() - began_s > LONGEST_S:
+            break
+        await asyncio.sleep(0.1)
+    if not ended:
+        for arm in found.arm_status:
+            for one in arm.evidence:
+                print(f"  {one}".replace("\n", " "), flush=True)
+        await admin.rollouts.abort(name, reason="the drill's time is over")
+        await asyncio.sleep(10.0)
+    while load.open[digest] and found.phase == cp.ROLLOUT_PHASE_ABORTED:
+        await asyncio.sleep(0.05)
+    mine = [one for one in load.sent if one.version_digest == digest]
+    late = [one.began_s - back_s for one in mine if back_s is not None and one.began_s > back_s]
+    ends = [one.ended_s - back_s for one in mine if back_s is not None and one.ended_s > back_s]
+    return Run(
+        fault,
+        cp.RolloutPhase.Name(found.phase).removeprefix("ROLLOUT_PHASE_"),
+        "; ".join(f"{entry.what} {entry.message}" for entry in found.history[-2:]),
+        time.monotonic() - began_s,
+        len(mine),
+        None if back_s is None else max(late, default=0.0),
+        None if back_s is None else max(ends, default=0.0),
+    )
+
+
+async def drill(stack: Stack, folder: Path, kinds: list[VersionFault], runs: int) -> list[Run]:
+    found: list[Run] = []
+    publish(stack, write_version(folder / "stable", VersionFault.GOOD, 0), "stable")
+    async with admin_of(stack) as admin:
+        await admin.deployments.create(
+            cp.Deployment(
+                metadata=cp.Metadata(name=NAME), model=NAME, version="stable", replicas=2, executor="null"
+            )
+        )
+        await admin.deployments.wait_ready(NAME)
+        load = Load()
+        async with load.running(stack):
+            await asyncio.sleep(3.0)
+            for number in range(1, runs + 1):
+                for fault in kinds:
+                    tag = f"{fault}-{number}"
+                    written = write_version(folder / tag, fault, number)
+                    await asyncio.to_thread(publish, stack, written, tag)
+                    run = await roll_out(admin, load, fault, tag, number)
+                    print(f"{tag}: {'right' if run.right else 'WRONG'} {run}", flush=True)
+                    found.append(run)
+                    if fault is VersionFault.GOOD:
+                        await asyncio.sleep(2.0)
+        failures = Counter(one.failure.partition("(")[0][:120] for one in load.sent if one.failure)
+        print(f"requests: {len(load.sent)}; failures: {dict(failures.most_common(5))}", flush=True)
+    return found
+
+
+def publish(stack: Stack, folder: Path, tag: str) -> None:
+    fairway("models", "publish", str(folder), "--name", NAME, "--tag", tag, "--state-dir", str(stack.state))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="drill_rollouts")
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--kinds", default=",".join(VersionFault))
+    arguments = parser.parse_args()
+    kinds = [VersionFault(kind) for kind in arguments.kinds.split(",")]
+    with (
+        tempfile.TemporaryDirectory(prefix="fairway-rollouts-") as folder,
+        Stack.started(
+            Path(folder) / "state", workers=2, replicas=2, settings=SETTINGS, options=["--no-model"]
+        ) as stack,
+    ):
+        found = asyncio.run(drill(stack, Path(folder), kinds, arguments.runs))
+    good = [run for run in found if run.fault is VersionFault.GOOD]
+    bad = [run for run in found if run.fault is not VersionFault.GOOD]
+    actuations = [run.actuation_s for run in bad if run.actuation_s is not None]
+    rollbacks = [run.rollback_s for run in bad if run.rollback_s is not None]
+    result = {
+        "good_promoted_ratio": _ratio(good),
+        "bad_rolled_back_ratio": _ratio(bad),
+        "actuation_p95_s": round(quantile(actuations, 0.95), 3) if actuations else None,
+        "rollback_p95_s": round(quantile(rollbacks, 0.95), 3) if rollbacks else None,
+        "ab_memory_ratio": None,
+    }
+    print("RESULT", json.dumps(result))
+    return 0 if all(run.right for run in found) else 1
+
+
+def _ratio(runs: list[Run]) -> float | None:
+    return sum(run.right for run in runs) / len(runs) if runs else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Rollouts over the wire: refused where they cannot work, planned without a write, aborted by any control
+plane.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fairway.v1 import controlplane_pb2 as pb
+from services.core.errors import (
+    AlreadyExists,
+    Conflict,
+    DoesNotFit,
+    EtagMismatch,
+    FailedPrecondition,
+    FairwayError,
+    InvalidInput,
+    NotFound,
+)
+from services.core.records import DEPLOYMENTS, WORKERS, LoadedVersion, VersionState, Worker, load
+from services.core.rollouts.routes import ROUTES, ModelRoute
+from tests.integration.controlplane.plane import DIGEST, OTHER, Plane
+
+MIB = 2**20
+
+
+def message(name: str = "r", **fields: Any) -> pb.Rollout:
+    values: dict[str, Any] = {
+        "deployment": "chat",
+        "arms": [pb.RolloutArm(name="canary", version=OTHER)],
+        **fields,
+    }
+    return pb.Rollout(metadata=pb.Metadata(name=name), **values)
+
+
+async def create(plane: Plane, rollout: pb.Rollout, **fields: Any) -> pb.Rollout:
+    request = pb.CreateRolloutRequest(rollout=rollout, **fields)
+    answer = await plane.call("CreateRollout", request)
+    assert isinstance(answer, pb.CreateRolloutResponse)
+    return answer.rollout
+
+
+async def ready(plane: Plane, *digests: str, memory_bytes: int = 0) -> None:
+    """One worker with these versions READY, 64 MiB each."""
+    versions = tuple(
+        LoadedVersion(
+            "chat", "tiny", digest, VersionState.READY, weight_bytes=64 * MIB, needed_bytes=64 * MIB
+        )
+        for digest in digests
+    )
+    await plane.put(WORKERS + "w0", Worker("w0", "w0:1", versions=versions, memory_bytes=memory_bytes))
+
+
+async def route(plane: Plane) -> ModelRoute | None:
+    entry = await plane.store.get(ROUTES + "chat")
+    return None if entry is None else load(entry.value, ModelRoute)
+
+
+@pytest.fixture
+async def serving(plane: Plane) -> Plane:
+    await plane.deployment("chat", DIGEST)
+    await ready(plane, DIGEST)
+    return plane
+
+
+async def test_a_rollout_starts_with_its_versions_beside_and_no_traffic(serving: Plane) -> None:
+    found = await create(serving, message(), request_id="once")
+    assert found.phase == pb.ROLLOUT_PHASE_LOADING
+    assert (found.stable_digest, found.arms[0].version_digest) == (DIGEST, OTHER)
+    assert [round(step.weight_ratio * 100) for step in found.steps] == [1, 5, 25, 50, 100]
+    assert [(arm.name, arm.weight_ratio, arm.ready_replicas) for arm in found.arm_status] == [
+        ("stable", 1.0, 1),
+        ("canary", 0.0, 0),
+    ]
+    stored = await route(serving)
+    assert stored is not None
+    assert [arm.weight_bp for arm in stored.arms] == [10_000, 0]
+    again = await create(serving, message(), request_id="once")
+    assert again.metadata.etag == found.metadata.etag
+    with pytest.raises(Conflict):
+        await create(serving, message("other"), request_id="once")
+    listed = await serving.call("ListRollouts", pb.ListRolloutsRequest())
+    assert isinstance(listed, pb.ListRolloutsResponse)
+    assert [one.metadata.name for one in listed.rollouts] == ["r"]
+
+
+async def test_one_rollout_of_a_deployment_at_a_time_and_its_version_does_not_change(serving: Plane) -> None:
+    await create(serving, message())
+    with pytest.raises(FailedPrecondition, match="open"):
+        await create(serving, message("second"))
+    with pytest.raises(FailedPrecondition, match="rollout of chat is open"):
+        await serving.call("DeleteDeployment", pb.DeleteDeploymentRequest(name="chat"))
+    changed = pb.Deployment(metadata=pb.Metadata(name="chat"), model="tiny", version=OTHER, replicas=1)
+    with pytest.raises(FailedPrecondition, match="rollout of chat is open"):
+        await serving.call("UpdateDeployment", pb.UpdateDeploymentRequest(deployment=changed))
+    changed.version, changed.replicas = DIGEST, 2
+    await serving.call("UpdateDeployment", pb.UpdateDeploymentRequest(deployment=changed))
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"deployment": "none"}, FailedPrecondition),
+        ({"arms": [pb.RolloutArm(name="canary", version=DIGEST)]}, FailedPrecondition),
+        ({"arms": [pb.RolloutArm(name="canary", version="no-tag")]}, NotFound),
+        ({"arms": []}, InvalidInput),
+        ({"arms": [pb.RolloutArm(name="stable", version=OTHER)]}, InvalidInput),
+        ({"steps": [pb.RolloutStep(weight_ratio=0.5), pb.RolloutStep(weight_ratio=0.1)]}, InvalidInput),
+        ({"strategy": pb.ROLLOUT_STRATEGY_AB}, InvalidInput),
+        ({"gate": pb.RolloutGate(metrics=["speed"])}, InvalidInput),
+        ({"gate": pb.RolloutGate(accepted={"cost": " "})}, InvalidInput),
+        ({"rules": pb.RolloutRules(overrides={"acme": "gone"})}, InvalidInput),
+    ],
+)
+async def test_what_cannot_work_is_refused_before_it_starts(
+    serving: Plane, fields: dict[str, Any], error: type[FairwayError]
+) -> None:
+    with pytest.raises(error):
+        await create(serving, message(**fields))
+    assert await route(serving) is None
+
+
+async def test_without_a_stable_replica_or_during_an_update_nothing_starts(plane: Plane) -> None:
+    await plane.deployment("chat", DIGEST)
+    with pytest.raises(FailedPrecondition, match="no replica of chat is READY"):
+        await create(plane, message())
+    await ready(plane, DIGEST, "sha256:" + "00" * 32)
+    with pytest.raises(FailedPrecondition, match="update of chat is under way"):
+        await create(plane, message())
+
+
+async def test_a_plan_shows_the_memory_and_writes_nothing(serving: Plane) -> None:
+    await ready(serving, DIGEST, memory_bytes=200 * MIB)
+    plan = await create(serving, message(), dry_run=True)
+    (fit,) = plan.fits
+    assert (fit.name, fit.replicas, list(fit.workers), fit.measured) == ("canary", 1, ["w0"], False)
+    assert fit.needed_bytes == 1, "the size of its files"
+    assert await route(serving) is None
+    with pytest.raises(NotFound):
+        await serving.call("GetRollout", pb.GetRolloutRequest(name="r"))
+
+
+async def test_what_does_not_fit_says_so_before_it_starts(serving: Plane) -> None:
+    other = LoadedVersion("x", "tiny", OTHER, VersionState.FAILED, needed_bytes=90 * MIB)
+    held = LoadedVersion("chat", "tiny", DIGEST, VersionState.READY, weight_bytes=64 * MIB)
+    worker = Worker("w0", "w0:1", versions=(held, other), memory_bytes=100 * MIB)
+    await serving.put(WORKERS + "w0", worker)
+    plan = await create(serving, message(), dry_run=True)
+    assert plan.fits[0].missing_replicas == 1
+    assert "needs 90 MiB" in plan.fits[0].rejected[0]
+    with pytest.raises(DoesNotFit, match="do not fit beside the stable version"):
+        await create(serving, message())
+    assert await route(serving) is None
+
+
+async def test_an_abort_needs_no_leader(serving: Plane) -> None:
+    """No controller runs in this test: the call itself moves the traffic."""
+    found = await create(serving, message())
+    with pytest.raises(EtagMismatch):
+        await serving.call("AbortRollout", pb.AbortRolloutRequest(name="r", etag="1"))
+    request = pb.AbortRolloutRequest(name="r", etag=found.metadata.etag, request_id="a", reason="too slow")
+    answer = await serving.call("AbortRollout", request)
+    assert isinstance(answer, pb.AbortRolloutResponse)
+    assert answer.rollout.phase == pb.ROLLOUT_PHASE_ROLLING_BACK
+    stored = await route(serving)
+    assert stored is not None
+    assert stored.arms[1].closed
+    replayed = await serving.call("AbortRollout", request)
+    assert isinstance(replayed, pb.AbortRolloutResponse)
+    assert replayed.rollout.metadata.etag == answer.rollout.metadata.etag
+    assert "too slow" in answer.rollout.history[-1].message
+    deployment = await serving.store.get(DEPLOYMENTS + "chat")
+    assert deployment is not None
+
+
+async def test_pause_resume_and_promote_are_kept(serving: Plane) -> None:
+    await create(serving, message())
+    paused = await serving.call("PauseRollout", pb.PauseRolloutRequest(name="r"))
+    assert isinstance(paused, pb.PauseRolloutResponse)
+    assert paused.rollout.paused
+    resumed = await serving.call("ResumeRollout", pb.ResumeRolloutRequest(name="r"))
+    assert isinstance(resumed, pb.ResumeRolloutResponse)
+    assert not resumed.rollout.paused
+    with pytest.raises(FailedPrecondition):
+        await serving.call("PromoteRollout", pb.PromoteRolloutRequest(name="r"))
+    accepted = pb.PromoteRolloutRequest(name="r", accepted={"cost": "better answers"})
+    answer = await serving.call("PromoteRollout", accepted)
+    assert isinstance(answer, pb.PromoteRolloutResponse)
+    assert answer.rollout.gate.accepted == {"cost": "better answers"}
+    assert [entry.what for entry in answer.rollout.history] == ["PAUSED", "RESUMED", "ACCEPTED"]
+
+
+async def test_a_name_is_used_once(serving: Plane) -> None:
+    await create(serving, message())
+    await serving.call("AbortRollout", pb.AbortRolloutRequest(name="r"))
+    await serving.store.commit([])
+    with pytest.raises((AlreadyExists, FailedPrecondition)):
+        await create(serving, message())

@@ -1,0 +1,107 @@
+"""The arms of a split are loaded beside the stable version, never in its place, and retire once closed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.controlplane.policy.assign import Unplaced
+from services.core.records import VersionState
+from services.core.rollouts.routes import WHOLE_BP, ModelRoute, RevisedRoute, RouteArm, split
+from tests.unit.controlplane.policy.test_update import NEW, OLD, Fleet, deployment
+
+
+def routed(replicas: int = 1, weight_bp: int = 0, revision: int = 7) -> RevisedRoute:
+    arms = (RouteArm("stable", OLD, WHOLE_BP - weight_bp, 2), RouteArm("canary", NEW, weight_bp, replicas))
+    return RevisedRoute(ModelRoute("d", "s", arms), revision)
+
+
+def closed(revision: int = 9) -> RevisedRoute:
+    route = routed().route
+    return RevisedRoute(replace(route, arms=split(route, {}, closed=("canary",))), revision)
+
+
+def ready(fleet: Fleet, digest: str) -> int:
+    return sum(
+        worker.versions.get(digest, (None, 0))[0] is VersionState.READY for worker in fleet.workers.values()
+    )
+
+
+def stable_throughout(fleet: Fleet, steps: int = 20) -> None:
+    for _ in range(steps):
+        fleet.step()
+        assert ready(fleet, OLD) == 2
+    assert not [one for one in fleet.actions if not isinstance(one, Unplaced)], "the plan does not settle"
+
+
+def test_an_arm_is_loaded_beside_the_stable_version_at_its_replicas() -> None:
+    fleet = Fleet([2, 2])
+    fleet.run(10)
+    for replicas in (1, 2, 1):
+        fleet.routes = [routed(replicas)]
+        stable_throughout(fleet)
+        assert ready(fleet, NEW) == replicas
+
+
+def test_an_arm_without_room_takes_nobody_s_place() -> None:
+    fleet = Fleet([1, 1])
+    fleet.run(10)
+    fleet.routes = [routed(1)]
+    stable_throughout(fleet)
+    assert ready(fleet, NEW) == 0
+    missing = [one for one in fleet.actions if isinstance(one, Unplaced)]
+    assert [one.deployment for one in missing] in ([], [f"d@{NEW}"])
+
+
+def test_a_closed_arm_refuses_older_requests_and_retires() -> None:
+    fleet = Fleet([2, 2])
+    fleet.run(10)
+    fleet.routes = [routed(2, 5000)]
+    stable_throughout(fleet)
+    fleet.routes = [closed(revision=9)]
+    fleet.step()
+    arms = [one for held in fleet.assignments.values() for one in held.versions if one.version_digest == NEW]
+    assert [(one.retiring, one.least_route_revision) for one in arms] == [(True, 9)] * 2
+    stable_throughout(fleet)
+    assert fleet.digests() == {OLD}
+
+
+def test_a_closed_arm_never_serves_again_where_stable_replicas_are_lost() -> None:
+    """With the rule of an update alone, the version with the most replicas would serve."""
+    fleet = Fleet([2, 2, 2])
+    fleet.run(10)
+    fleet.routes = [routed(3, 5000)]
+    fleet.run(10)
+    fleet.workers["w0"].versions[OLD] = VersionState.RESTARTING, 30
+    fleet.routes = [closed()]
+    fleet.run(4)
+    arms = [one for held in fleet.assignments.values() for one in held.versions if one.version_digest == NEW]
+    assert arms
+    assert all(one.retiring for one in arms)
+    fleet.run(40)
+    assert fleet.digests() == {OLD}
+
+
+def test_a_promoted_arm_keeps_its_replicas_and_the_version_before_retires() -> None:
+    fleet = Fleet([2, 2])
+    fleet.run(10)
+    fleet.routes = [routed(2, WHOLE_BP)]
+    stable_throughout(fleet)
+    fleet.wanted = deployment(NEW, 2)
+    fleet.routes = [RevisedRoute(ModelRoute("d", "s", (RouteArm("canary", NEW, WHOLE_BP, 2),)), 11)]
+    for _ in range(20):
+        fleet.step()
+        assert ready(fleet, NEW) == 2
+    assert fleet.digests() == {NEW}
+    fleet.routes = []
+    fleet.run(5)
+    assert (ready(fleet, NEW), fleet.digests()) == (2, {NEW})
+
+
+def test_the_arms_of_a_stopped_or_deleted_deployment_leave() -> None:
+    fleet = Fleet([2, 2])
+    fleet.run(10)
+    fleet.routes = [routed(2)]
+    fleet.run(10)
+    fleet.wanted = deployment(OLD, 0)
+    fleet.run(10)
+    assert fleet.digests() == set()

@@ -1,0 +1,305 @@
+"""A rollout moves only forwards or back whole, with a version that serves all the time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.controlplane.objectives.policy.gates import GateMetric, Verdict
+from services.controlplane.rollouts.policy.advance import advance
+from services.controlplane.rollouts.policy.effects import load_ratio
+from services.controlplane.rollouts.policy.operate import Promotion, abort, pause, promote, resume
+from services.controlplane.rollouts.records import (
+    ABORTABLE,
+    MAX_HISTORY,
+    GateSettings,
+    Inconclusive,
+    RolloutArm,
+    RolloutEvent,
+    RolloutPhase,
+    RolloutStep,
+    RolloutStrategy,
+)
+from services.core.errors import FailedPrecondition, InvalidInput
+from services.core.records import VersionState
+from services.core.rollouts.routes import ModelRoute, RouteArm, split
+from tests.unit.controlplane.policy.test_arms import ready
+from tests.unit.controlplane.policy.test_update import NEW, OLD
+from tests.unit.controlplane.rollouts.policy.driven import Driven, rollout
+
+OTHER = "sha256:2"
+EVENTS = ("tick", "pass", "fail", "pause", "resume", "promote", "end", "lose")
+
+
+def test_a_good_canary_goes_through_every_step_and_is_final() -> None:
+    driven = Driven(rollout())
+    weights: list[int] = []
+    for _ in range(200):
+        driven.tick()
+        assert ready(driven.fleet, OLD) == 2 or driven.phase in (
+            RolloutPhase.FINISHING,
+            RolloutPhase.COMPLETED,
+        )
+        if not weights or weights[-1] != driven.weight_bp():
+            weights.append(driven.weight_bp())
+    assert weights == [0, 100, 500, 2500, 5000, 10_000]
+    assert driven.phase is RolloutPhase.COMPLETED
+    assert driven.fleet.digests() == {NEW}
+    assert driven.whats() == ["STARTED", *["STEP"] * 4, "ALL_TRAFFIC", "FINAL", "COMPLETED"]
+    assert driven.routes[-1] is None
+
+
+def test_no_traffic_before_the_candidate_is_ready_at_the_weight_s_replicas() -> None:
+    driven = Driven(rollout())
+    for _ in range(120):
+        driven.tick()
+        route = driven.routes[-1]
+        if route is None or driven.phase is RolloutPhase.FINISHING:
+            break
+        if driven.weight_bp():
+            assert ready(driven.fleet, NEW) >= (2 if driven.weight_bp() > 5000 else 1)
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_a_failed_gate_rolls_every_step_back(step: int) -> None:
+    driven = Driven(rollout())
+    while not (driven.phase is RolloutPhase.RUNNING and driven.rollout.step == step):
+        driven.tick()
+    assert driven.weight_bp() > 0
+    driven.verdict = Verdict.FAIL
+    driven.tick()
+    assert (driven.phase, driven.weight_bp()) == (RolloutPhase.ROLLING_BACK, 0)
+    route = driven.routes[-1]
+    assert route is not None
+    assert route.arms[1].closed
+    driven.until(RolloutPhase.ABORTED)
+    assert driven.fleet.digests() == {OLD}
+    assert driven.whats()[-2:] == ["GATE_FAILED", "ABORTED"]
+
+
+def test_a_pause_holds_the_step_and_a_failed_gate_rolls_back_all_the_same() -> None:
+    driven = Driven(rollout())
+    driven.until(RolloutPhase.RUNNING)
+    driven.operate(lambda one: pause(one, driven.now_s))
+    driven.tick(60)
+    assert (driven.rollout.step, driven.weight_bp()) == (0, 100)
+    driven.operate(lambda one: resume(one, driven.now_s))
+    driven.tick(5)
+    assert driven.rollout.step == 0, "the hold begins anew"
+    driven.tick(10)
+    assert driven.rollout.step == 1
+    driven.operate(lambda one: pause(one, driven.now_s))
+    driven.verdict = Verdict.FAIL
+    driven.tick()
+    assert driven.phase is RolloutPhase.ROLLING_BACK
+
+
+@pytest.mark.parametrize("phase", [RolloutPhase.LOADING, RolloutPhase.RUNNING, RolloutPhase.SOAKING])
+def test_an_abort_moves_every_new_request_back_at_once(phase: RolloutPhase) -> None:
+    driven = Driven(rollout())
+    driven.until(phase)
+    driven.operate(lambda one: abort(one, "looks odd", driven.now_s))
+    assert driven.weight_bp() == 0
+    driven.until(RolloutPhase.ABORTED)
+    assert driven.fleet.digests() == {OLD}
+    assert ready(driven.fleet, OLD) == 2
+    assert "looks odd" in driven.rollout.history[-2].message
+
+
+def test_what_is_final_is_not_aborted() -> None:
+    driven = Driven(rollout())
+    driven.until(RolloutPhase.FINISHING)
+    for operation in (abort, lambda one, _why, now_s: pause(one, now_s)):
+        with pytest.raises(FailedPrecondition):
+            operation(driven.rollout, "", driven.now_s)
+
+
+def test_promotions_skip_the_hold_and_wait_for_replicas() -> None:
+    driven = Driven(rollout())
+    driven.until(RolloutPhase.RUNNING)
+    driven.verdict = Verdict.INCONCLUSIVE
+    driven.operate(lambda one: promote(one, Promotion(), driven.now_s))
+    driven.tick()
+    assert driven.rollout.step == 1
+    driven.operate(lambda one: promote(one, Promotion(to_end=True), driven.now_s))
+    driven.tick()
+    assert driven.weight_bp() == 500, "one replica cannot take all traffic"
+    driven.until(RolloutPhase.SOAKING)
+    assert ready(driven.fleet, NEW) == 2
+    driven.operate(lambda one: promote(one, Promotion(), driven.now_s))
+    driven.tick()
+    assert driven.phase is RolloutPhase.FINISHING
+
+
+def test_a_promotion_does_not_override_a_failed_gate() -> None:
+    driven = Driven(rollout())
+    driven.until(RolloutPhase.RUNNING)
+    driven.operate(lambda one: promote(one, Promotion(to_end=True), driven.now_s))
+    driven.verdict = Verdict.FAIL
+    driven.tick()
+    assert driven.phase is RolloutPhase.ROLLING_BACK
+
+
+def test_accepted_metrics_need_a_reason_that_is_kept() -> None:
+    driven = Driven(rollout())
+    driven.until(RolloutPhase.RUNNING)
+    with pytest.raises(InvalidInput):
+        promote(driven.rollout, Promotion(accepted={GateMetric.COST: " "}), 1.0)
+    accepting = Promotion(accepted={GateMetric.COST: "better answers"})
+    driven.operate(lambda one: promote(one, accepting, driven.now_s))
+    assert driven.rollout.gate.accepted == {GateMetric.COST: "better answers"}
+    assert driven.rollout.promote_to == 0
+    assert "better answers" in driven.rollout.history[-1].message
+
+
+@pytest.mark.parametrize("policy", Inconclusive)
+def test_a_step_without_a_verdict_follows_its_policy(policy: Inconclusive) -> None:
+    driven = Driven(rollout(gate=GateSettings(patience_s=5.0, inconclusive=policy)))
+    driven.verdict = Verdict.INCONCLUSIVE
+    driven.until(RolloutPhase.RUNNING)
+    driven.tick(20)
+    expected = {
+        Inconclusive.WAIT: (RolloutPhase.RUNNING, 0),
+        Inconclusive.PROMOTE: (RolloutPhase.RUNNING, 1),
+        Inconclusive.ABORT: (RolloutPhase.ROLLING_BACK, 0),
+    }[policy]
+    assert (driven.phase, driven.rollout.step) == expected
+
+
+def test_without_any_report_nothing_is_promoted() -> None:
+    driven = Driven(rollout())
+    driven.verdict = None
+    driven.until(RolloutPhase.RUNNING)
+    driven.tick(100)
+    assert (driven.rollout.step, driven.rollout.message) == (0, "no requests are reported yet")
+
+
+def test_a_candidate_that_does_not_load_is_rolled_back_with_the_reason() -> None:
+    driven = Driven(rollout())
+    for worker in driven.fleet.workers.values():
+        worker.unloadable = frozenset({NEW})
+    driven.until(RolloutPhase.ABORTED)
+    assert "LOAD_FAILED" in driven.whats()
+    assert any("BAD_CHECKPOINT" in event.message for event in driven.rollout.history)
+    assert ready(driven.fleet, OLD) == 2
+
+
+def test_a_candidate_without_room_never_costs_the_stable_version_a_replica() -> None:
+    driven = Driven(rollout(load_timeout_s=30.0), rooms=(1, 1))
+    for _ in range(80):
+        driven.tick()
+        assert ready(driven.fleet, OLD) == 2
+    assert driven.phase is RolloutPhase.ABORTED
+
+
+def test_engines_that_crash_roll_the_candidate_back() -> None:
+    driven = Driven(rollout(gate=GateSettings(max_engine_restarts=2)))
+    driven.until(RolloutPhase.RUNNING)
+    facts = driven.facts
+    arm = replace(facts.arm("canary"), engine_restarts=2)
+    found = advance(driven.rollout, replace(facts, arms={**facts.arms, "canary": arm}), {}, 99.0)
+    assert (found.phase, found.history[-1].what) == (RolloutPhase.ROLLING_BACK, "ENGINE_CRASHES")
+
+
+@pytest.mark.parametrize("phase", [RolloutPhase.RUNNING, RolloutPhase.SOAKING])
+def test_a_burn_alert_of_the_candidate_rolls_it_back(phase: RolloutPhase) -> None:
+    driven = Driven(rollout())
+    driven.until(phase)
+    driven.alarms = {"canary": "availability of standard"}
+    driven.tick()
+    assert (driven.phase, driven.weight_bp()) == (RolloutPhase.ROLLING_BACK, 0)
+    assert driven.whats()[-1] == "BURN_RATE"
+
+
+@pytest.mark.parametrize("strategy", [RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT])
+def test_blue_green_takes_all_traffic_once_every_replica_is_ready(strategy: RolloutStrategy) -> None:
+    driven = Driven(rollout(strategy, soak_s=30.0 if strategy is RolloutStrategy.BLUE_GREEN else 0.0))
+    while driven.phase is RolloutPhase.LOADING:
+        driven.tick()
+        assert driven.weight_bp() == 0 or ready(driven.fleet, NEW) == 2
+    assert driven.weight_bp() == 10_000
+    if strategy is RolloutStrategy.BLUE_GREEN:
+        driven.tick(20)
+        assert (driven.phase, ready(driven.fleet, OLD)) == (RolloutPhase.SOAKING, 2)
+    driven.until(RolloutPhase.COMPLETED)
+    assert driven.fleet.digests() == {NEW}
+
+
+def test_an_ab_test_keeps_its_weights_until_an_operator_chooses() -> None:
+    arms = (RolloutArm("b", "v2", NEW, 3000), RolloutArm("c", "v3", OTHER, 2000))
+    driven = Driven(rollout(RolloutStrategy.AB, arms=arms), rooms=(4, 4))
+    driven.until(RolloutPhase.RUNNING)
+    driven.tick(100)
+    route = driven.routes[-1]
+    assert route is not None
+    assert [arm.weight_bp for arm in route.arms] == [5000, 3000, 2000]
+    with pytest.raises(InvalidInput):
+        promote(driven.rollout, Promotion(arm="d"), driven.now_s)
+    driven.operate(lambda one: promote(one, Promotion(arm="c"), driven.now_s))
+    driven.until(RolloutPhase.COMPLETED)
+    assert driven.fleet.digests() == {OTHER}
+
+
+def test_the_history_is_bounded_and_keeps_its_beginning() -> None:
+    found = rollout()
+    for number in range(MAX_HISTORY + 10):
+        found = found.noted(RolloutEvent(float(number), f"E{number}", ""))
+    whats = [event.what for event in found.history]
+    assert (len(whats), whats[0], whats[1], whats[-1]) == (MAX_HISTORY, "E0", "E11", f"E{MAX_HISTORY + 9}")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["tick", "pass", "fail", "pause", "resume", "promote", "end", "lose"]), max_size=40
+    )
+)
+def test_whatever_happens_the_split_is_whole_and_a_version_serves(events: list[str]) -> None:
+    """The stable version keeps its replicas until the rollout is final, and nothing is lost afterwards."""
+    driven = Driven(
+        rollout(steps=tuple(RolloutStep(bp, hold_s=3.0) for bp in (1000, 5000, 10_000)), soak_s=5.0)
+    )
+    for event in events:
+        try:
+            match event:
+                case "pass" | "fail":
+                    driven.verdict = Verdict.PASS if event == "pass" else Verdict.FAIL
+                case "pause":
+                    driven.operate(lambda one: pause(one, driven.now_s))
+                case "resume":
+                    driven.operate(lambda one: resume(one, driven.now_s))
+                case "promote" | "end":
+                    going = Promotion(to_end=event == "end")
+                    driven.operate(lambda one, going=going: promote(one, going, driven.now_s))  # type: ignore[misc]
+                case "lose":
+                    for worker in driven.fleet.workers.values():
+                        if NEW in worker.versions and driven.phase is not RolloutPhase.FINISHING:
+                            worker.versions[NEW] = VersionState.RESTARTING, 3
+                            break
+        except FailedPrecondition:
+            pass
+        before = driven.phase
+        driven.tick(3)
+        final = (RolloutPhase.FINISHING, RolloutPhase.COMPLETED)
+        if driven.phase not in final and before not in final:
+            assert ready(driven.fleet, OLD) == 2
+    driven.verdict = Verdict.PASS
+    if driven.rollout.paused and driven.phase in ABORTABLE:
+        driven.operate(lambda one: resume(one, driven.now_s))
+    for _ in range(200):
+        driven.tick()
+    assert driven.phase in (RolloutPhase.COMPLETED, RolloutPhase.ABORTED)
+    wanted = NEW if driven.phase is RolloutPhase.COMPLETED else OLD
+    assert driven.fleet.digests() == {wanted}
+    assert ready(driven.fleet, wanted) == 2
+
+
+def test_the_load_of_an_arm_s_replicas_is_relative_to_the_stable_ones() -> None:
+    arms = (RouteArm("stable", OLD, 6600, 2), RouteArm("canary", NEW, 3400))
+    route = ModelRoute("d", "s", arms)
+    assert load_ratio(route, "canary") == pytest.approx(1.03, abs=0.01)
+    assert load_ratio(route, "gone") == 0.0
+    assert load_ratio(replace(route, arms=split(route, {"canary": 10_000})), "canary") == 0.0
