@@ -102,13 +102,13 @@ async def publish(
     """Return once the version is registered and verified and ``tag``, unless empty, points at it.
 
     ``kind``: by default the one that ``config.json`` declares. A folder that Fairway cannot serve is
-    rejected, unless ``for_another_engine``. Files and folders whose
-    name begins with a dot are left out. An unreachable registry is retried for ``patience_s``. Raises
-    PublishRefused for a folder that cannot be a version, OSError for one that cannot be read, and
+    rejected, unless ``for_another_engine``. Files and folders whose name begins with a dot are left out. An
+    unreachable registry is retried for ``patience_s``. Raises PublishRefused for a folder that cannot be a
+    version, OSError for one that cannot be read, and
     grpc.aio.AioRpcError when the registry rejects it.
     """
     files = await asyncio.to_thread(find_files, folder)
-    declared: Kind = kind or await asyncio.to_thread(declared_kind, files)
+    declared = await asyncio.to_thread(declared_kind, files) if kind is None else kind
     if not for_another_engine:
         await asyncio.to_thread(require_servable, files, declared)
     reporter = _ProgressReporter(progress, sum(path.stat().st_size for path in files.values()))

@@ -58,6 +58,7 @@ def blocks_of(config: ResNetConfig) -> list[ResidualBlock]:
 
 
 def _block(config: ResNetConfig, prefix: str, inputs: int, outputs: int, stride: int) -> ResidualBlock:
+    shapes: tuple[tuple[int, int, int, int], ...]
     if config.bottleneck:
         inner = outputs // 4
         strides = (stride, 1) if config.stride_first else (1, stride)

@@ -125,3 +125,19 @@ def test_narrower_rows_fill_a_batch_where_that_is_cheaper() -> None:
     curve = CostCurve(CostPrior(5e-3, 0.0, 1e-5))
     assert fills(curve, width=64, rows=3, narrower=16, more=4)  # 4 * 64 tokens less than a batch
     assert not fills(curve, width=512, rows=3, narrower=16, more=4)
+
+
+def test_a_wait_that_pays_is_cut_at_the_bound() -> None:
+    late = Expected(returning=((8e-3, 32.0),))
+    whole = decided(group(32), expected=late)
+    assert isinstance(whole, Linger)
+    assert whole.until_s == pytest.approx(NOW_S + 8e-3)
+    cut = decided(group(32, waited_s=0.027), expected=late)
+    assert isinstance(cut, Linger)
+    assert cut.until_s == pytest.approx(NOW_S + cut.bound.linger_s)
+    assert cut.bound.linger_s < 4e-3
+
+
+def test_a_bound_that_no_clock_can_measure_starts_the_batch() -> None:
+    compute_s = COSTLY.quantile_s(64, 3, 0.99)
+    assert cause(group(3, deadline_s=NOW_S + compute_s + 1e-9), BACK) is FlushCause.DEADLINE
