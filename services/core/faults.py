@@ -71,6 +71,7 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "STORE_UNAVAILABLE": (Fault.OURS, "Send it again later"),
     "STORE_REPLACED": (Fault.OURS, "The operator restores the store"),
     "STREAM_BROKEN": (Fault.OURS, "Send it again"),
+    "STALE_ROUTE": (Fault.OURS, "Send it again"),
     "TICKET_EXPIRED": (Fault.OURS, "Send it to another gateway; the operator corrects a clock"),
     "INTERNAL": (Fault.OURS, "Quote the incident id to the operator"),
     # No fault.

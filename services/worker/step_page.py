@@ -71,7 +71,7 @@ class StepPage:
             assert len(members) <= self._most, "a step has more members than the page has room"
             for place, sequence in enumerate(members, at + 1):
                 words[place] = sequence.handle
-            self._written[slot] = [] if prefills else decodes
+            self._written[slot] = decodes
             words[at] = len(members)
         else:
             words[at] = len(decodes)

@@ -113,6 +113,18 @@ async def test_the_same_input_twice_is_one_entry(make: Make, digest: str) -> Non
     assert found.deaths == 3
 
 
+async def test_the_store_removes_an_entry_with_its_lease() -> None:
+    """Else the keys of versions that are gone would stay for ever."""
+    async with AsyncExitStack() as stack:
+        store = MemoryStore(SystemClock())
+        quarantine = await on_store(store, QuarantineLimits(ttl_s=1), stack)
+        await quarantine.add("sha256:1", "f1", model="chat", deaths=2)
+        assert len((await store.list(QUARANTINE)).entries) == 1
+        async with asyncio.timeout(5.0):
+            while (await store.list(QUARANTINE)).entries:
+                await asyncio.sleep(0.05)
+
+
 async def test_what_an_operator_removes_from_the_store_may_run_again() -> None:
     async with AsyncExitStack() as stack:
         store = MemoryStore(SystemClock())

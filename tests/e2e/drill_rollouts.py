@@ -39,21 +39,35 @@ from tests.support.stack import ROOT, Stack, fairway, metadata
 from tests.support.updating import admin_of
 
 NAME: Final = "drill"
-CLIENTS: Final = 32
 SESSIONS: Final = 600
 TOKENS: Final = 10
-STEP_S: Final = 0.02
 LONGEST_S: Final = 240.0
 # At a third, a replica of the candidate has the traffic of each of the two stable ones: the cost counts.
 STEPS: Final = (0.1, 0.34, 1.0)
 SETTINGS: Final = {
     "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support/rollout_faults'}",
-    "FAIRWAY_NULL_STEP_S": str(STEP_S),
     "FAIRWAY_QUEUE_TTL_S": "5",
     "FAIRWAY_SHEDDING": "false",
 }
 # Twice the device time is slower too: only the cost is judged there, from the step with equal load on.
 METRICS: Final = {VersionFault.COSTLY: ["cost"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """The null executor's step, the clients, and the kinds that are rolled out on it."""
+
+    step_s: float
+    clients: int
+    kinds: tuple[VersionFault, ...]
+
+
+# A device that never idles spends 1 / throughput on a token, however long its steps are: the cost shows only
+# under a load that lets it idle.
+INSTALLATIONS: Final = (
+    Installation(0.02, 32, tuple(kind for kind in VersionFault if kind is not VersionFault.COSTLY)),
+    Installation(0.004, 6, (VersionFault.COSTLY,)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +88,12 @@ class Load:
     open: Counter[str] = field(default_factory=Counter)
 
     @asynccontextmanager
-    async def running(self, stack: Stack) -> AsyncIterator[None]:
+    async def running(self, stack: Stack, clients: int) -> AsyncIterator[None]:
         stopping = asyncio.Event()
         async with grpc.aio.insecure_channel(stack.endpoints["grpc"]) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             async with asyncio.TaskGroup() as group:
-                for number in range(CLIENTS):
+                for number in range(clients):
                     group.create_task(self._client(stack, stub, random.Random(number), stopping))
                 try:
                     yield
@@ -195,7 +209,7 @@ async def roll_out(admin: AdminClient, load: Load, fault: VersionFault, version:
     )
 
 
-async def drill(stack: Stack, folder: Path, kinds: list[VersionFault], runs: int) -> list[Run]:
+async def drill(stack: Stack, folder: Path, kinds: list[VersionFault], runs: int, clients: int) -> list[Run]:
     found: list[Run] = []
     publish(stack, write_version(folder / "stable", VersionFault.GOOD, 0), "stable")
     async with admin_of(stack) as admin:
@@ -206,7 +220,7 @@ async def drill(stack: Stack, folder: Path, kinds: list[VersionFault], runs: int
         )
         await admin.deployments.wait_ready(NAME)
         load = Load()
-        async with load.running(stack):
+        async with load.running(stack, clients):
             await asyncio.sleep(3.0)
             for number in range(1, runs + 1):
                 for fault in kinds:
@@ -227,19 +241,28 @@ def publish(stack: Stack, folder: Path, tag: str) -> None:
     fairway("models", "publish", str(folder), "--name", NAME, "--tag", tag, "--state-dir", str(stack.state))
 
 
+def run_installation(installation: Installation, kinds: list[VersionFault], runs: int) -> list[Run]:
+    settings = {**SETTINGS, "FAIRWAY_NULL_STEP_S": str(installation.step_s)}
+    with (
+        tempfile.TemporaryDirectory(prefix="fairway-rollouts-") as folder,
+        Stack.started(
+            Path(folder) / "state", workers=2, replicas=2, settings=settings, options=["--no-model"]
+        ) as stack,
+    ):
+        return asyncio.run(drill(stack, Path(folder), kinds, runs, installation.clients))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="drill_rollouts")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--kinds", default=",".join(VersionFault))
     arguments = parser.parse_args()
-    kinds = [VersionFault(kind) for kind in arguments.kinds.split(",")]
-    with (
-        tempfile.TemporaryDirectory(prefix="fairway-rollouts-") as folder,
-        Stack.started(
-            Path(folder) / "state", workers=2, replicas=2, settings=SETTINGS, options=["--no-model"]
-        ) as stack,
-    ):
-        found = asyncio.run(drill(stack, Path(folder), kinds, arguments.runs))
+    kinds = {VersionFault(kind) for kind in arguments.kinds.split(",")}
+    found: list[Run] = []
+    for installation in INSTALLATIONS:
+        wanted = [kind for kind in installation.kinds if kind in kinds]
+        if wanted:
+            found += run_installation(installation, wanted, arguments.runs)
     good = [run for run in found if run.fault is VersionFault.GOOD]
     bad = [run for run in found if run.fault is not VersionFault.GOOD]
     actuations = [run.actuation_s for run in bad if run.actuation_s is not None]

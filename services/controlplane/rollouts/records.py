@@ -122,6 +122,8 @@ class Rollout:
     # The step whose weight applies, and since when.
     step: int = 0
     step_unix_s: float = 0.0
+    # Its gate has passed: the replicas of the next step are loaded.
+    preparing: bool = False
     # An operator asked for at least this step, without waiting for its predecessors' gates.
     promote_to: int = 0
     # The arm that gets all traffic in the end.

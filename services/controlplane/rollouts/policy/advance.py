@@ -49,7 +49,7 @@ def advance(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s:
 
 def rolled_back(rollout: Rollout, event: RolloutEvent) -> Rollout:
     """Return it with all new requests on the stable version."""
-    return _entered(rollout, RolloutPhase.ROLLING_BACK, event)
+    return replace(_entered(rollout, RolloutPhase.ROLLING_BACK, event), paused=False, preparing=False)
 
 
 def _loading(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
@@ -82,6 +82,8 @@ def _running(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s
         return _next_step(rollout, facts, reports, now_unix_s, "promoted by an operator")
     if rollout.paused:
         return replace(rollout, message=f"paused at {_weights_text(rollout, rollout.step)}")
+    if rollout.preparing:
+        return _next_step(rollout, facts, reports, now_unix_s, "the gate passed")
     step = rollout.steps[rollout.step]
     held_s = now_unix_s - rollout.step_unix_s
     report = reports.get(rollout.final_arm.name)
@@ -120,7 +122,7 @@ def _next_step(
     if (failed := _load_failure(rollout, facts, now_unix_s, rollout.step_unix_s)) is not None:
         return failed
     if waiting := _waiting(rollout, facts, weight_bp):
-        return replace(rollout, message=waiting)
+        return replace(rollout, preparing=True, message=waiting)
     report = reports.get(rollout.final_arm.name)
     evidence = report.evidence if report is not None else ()
     text = f"{weight_bp / 100:g} %: {why}"
@@ -129,7 +131,7 @@ def _next_step(
         hold_s = 0.0 if last else rollout.steps[step].hold_s
         noted = replace(rollout.noted(event), soak_s=max(rollout.soak_s, hold_s))
         return _soak(noted, now_unix_s)
-    return replace(rollout.noted(event), step=step, step_unix_s=now_unix_s)
+    return replace(rollout.noted(event), step=step, step_unix_s=now_unix_s, preparing=False)
 
 
 def _until_operator(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:

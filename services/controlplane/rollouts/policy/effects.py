@@ -35,9 +35,10 @@ def weights_of(rollout: Rollout) -> dict[str, int]:
 
 
 def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
-    """Return on how many workers an arm runs beside ``replicas`` stable ones: for this step and the next.
+    """Return on how many workers an arm runs beside ``replicas`` stable ones.
 
-    The next step's replicas are loaded while the present one is held, so that it begins with them READY.
+    The next step's replicas are loaded once the gate has passed: before, they would make the load of the
+    arms' replicas unequal.
     """
     everything = rollout.phase is RolloutPhase.SOAKING or rollout.strategy in _FULL
     if everything:
@@ -46,7 +47,7 @@ def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
         arm = rollout.arm(name)
         weight_bp = 0 if arm is None else arm.weight_bp
         return max(1, replicas) if rollout.target == name else replicas_for(weight_bp, replicas)
-    step = rollout.step + (rollout.phase is RolloutPhase.RUNNING)
+    step = rollout.step + rollout.preparing
     upto = rollout.steps[: max(step, rollout.promote_to) + 1]
     return replicas_for(max((one.weight_bp for one in upto), default=0), replicas)
 

@@ -58,12 +58,13 @@ def blocks_of(config: ResNetConfig) -> list[ResidualBlock]:
 
 
 def _block(config: ResNetConfig, prefix: str, inputs: int, outputs: int, stride: int) -> ResidualBlock:
+    shapes: tuple[tuple[int, int, int, int], ...]
     if config.bottleneck:
         inner = outputs // 4
         strides = (stride, 1) if config.stride_first else (1, stride)
-        shapes = [(inputs, inner, 1, strides[0]), (inner, inner, 3, strides[1]), (inner, outputs, 1, 1)]
+        shapes = ((inputs, inner, 1, strides[0]), (inner, inner, 3, strides[1]), (inner, outputs, 1, 1))
     else:
-        shapes = [(inputs, outputs, 3, stride), (outputs, outputs, 3, 1)]
+        shapes = ((inputs, outputs, 3, stride), (outputs, outputs, 3, 1))
     layers = tuple(ConvolutionShape(f"{prefix}layer.{i}", *shape) for i, shape in enumerate(shapes))
     changes = inputs != outputs or stride != 1
     shortcut = ConvolutionShape(f"{prefix}shortcut", inputs, outputs, 1, stride) if changes else None

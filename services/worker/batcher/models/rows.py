@@ -124,11 +124,5 @@ def token_rows(batch: Batch, device: torch.device, *, padding_id: int, after_pad
             positions[begin:end] = np.cumsum(counted) * counted + padding_id
         else:
             positions[begin:end] = np.arange(lengths[index])
-    return TokenRows(
-        torch.from_numpy(ids).to(device),
-        torch.from_numpy(positions).to(device),
-        torch.from_numpy(types).to(device),
-        lengths=tuple(lengths[index] for index in order),
-        width=width,
-        order=tuple(order),
-    )
+    tokens, places, kinds = (torch.from_numpy(each).to(device) for each in (ids, positions, types))
+    return TokenRows(tokens, places, kinds, tuple(lengths[index] for index in order), width, tuple(order))

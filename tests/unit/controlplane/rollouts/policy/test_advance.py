@@ -63,6 +63,21 @@ def test_no_traffic_before_the_candidate_is_ready_at_the_weight_s_replicas() -> 
             assert ready(driven.fleet, NEW) >= (2 if driven.weight_bp() > 5000 else 1)
 
 
+def test_the_replicas_of_the_next_step_wait_for_the_gate() -> None:
+    """Else a replica of the candidate has less traffic than one of the stable version."""
+    driven = Driven(rollout())
+    while not (driven.phase is RolloutPhase.RUNNING and driven.rollout.step == 3):
+        driven.tick()
+    driven.verdict = Verdict.INCONCLUSIVE
+    driven.tick(30)
+    assert (driven.weight_bp(), ready(driven.fleet, NEW)) == (5000, 1)
+    driven.verdict = Verdict.PASS
+    driven.tick()
+    driven.verdict = Verdict.INCONCLUSIVE  # what passed has passed
+    driven.until(RolloutPhase.SOAKING)
+    assert ready(driven.fleet, NEW) == 2
+
+
 @pytest.mark.parametrize("step", range(4))
 def test_a_failed_gate_rolls_every_step_back(step: int) -> None:
     driven = Driven(rollout())

@@ -29,7 +29,7 @@ MLP = {
 
 def save_mlp(folder: Path, fields: dict[str, Any] = MLP) -> torch.nn.Module:
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Dense(6, 5), torch.nn.ReLU(), torch.nn.Dense(5, 3))
+    net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
     tensors = {f"layers.{i}.{part}": getattr(net[2 * i], part) for i in (0, 1) for part in ("weight", "bias")}
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     (folder / "config.json").write_text(json.dumps(fields))
@@ -114,9 +114,9 @@ def ids(*values: int, dtype: Any = np.int64) -> Row:
         ({"input_ids": np.zeros((1, 3), np.int64)}, r"input_ids has shape \[1, 3\], not \[-1\]"),
         (ids(1, dtype=np.int32), "data type int32, not INT64"),
         (ids(*[3] * 41), "41 tokens; the model takes at most 40"),
-        (ids(1, 2) | {"token_type_ids": np.zeros(3, np.int64)}, "length 3, another input of the row has 2"),
-        (ids(1) | {"token_type_ids": np.array([2])}, "token_type_ids must be 0 to 1"),
-        (ids(1) | {"mask": np.array([1])}, "there is no input 'mask'"),
+        ({**ids(1, 2), "token_type_ids": np.zeros(3, np.int64)}, "length 3, another input of the row has 2"),
+        ({**ids(1), "token_type_ids": np.array([2])}, "token_type_ids must be 0 to 1"),
+        ({**ids(1), "mask": np.array([1])}, "there is no input 'mask'"),
     ],
 )
 def test_a_row_that_does_not_fit_is_named(row: Row, words: str, tmp_path_factory: Any) -> None:
