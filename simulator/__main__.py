@@ -1,4 +1,4 @@
-"""``python -m simulator``: sim, scale, simulate, compare, escrow, calibrate."""
+"""``python -m simulator``: sim, scale, simulate, compare, escrow, batching, calibrate."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ COMMANDS: Final = {
     "simulate": ("simulator.lab.command", "run a scenario and report latencies, goodput and fairness"),
     "compare": ("simulator.lab.compare", "run traces on this scheduler and on simpler ones"),
     "escrow": ("simulator.escrow.regions", "spend one budget in three regions, one of them cut off"),
+    "batching": ("simulator.batcher.sweep", "compare the derived batch window with fixed ones"),
     "calibrate": ("simulator.engine.calibrate", "fit a cost model to measured steps"),
 }
 

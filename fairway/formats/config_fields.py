@@ -52,3 +52,18 @@ def number(fields: Mapping[str, Any], name: str, *, default: float | None = None
     ):
         raise UnsupportedModel(name, "missing" if value is None else value)
     return float(value)
+
+
+def flag(fields: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """Return a boolean; absent or null means the default. Raises UnsupportedModel for any other value."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise UnsupportedModel(name, value)
+    return default if value is None else value
+
+
+def require_inert(fields: Mapping[str, Any], accepted: Mapping[str, tuple[Any, ...]]) -> None:
+    """Return if every field that would change the computation has a value that does not, or is absent."""
+    for name, values in accepted.items():
+        if name in fields and fields[name] not in values:
+            raise UnsupportedModel(name, fields[name])

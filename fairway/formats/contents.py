@@ -13,11 +13,14 @@ from typing import Final, Protocol
 import msgspec
 
 from fairway.formats import safetensors, version_files
+from fairway.formats.fixed_cost import pooling
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME, check_limits, check_policy
 
 MAX_TEXT_BYTES: Final = 64 * 1024 * 1024
 # Files that roles parse as a whole. Published ones have some kilobytes.
-_SMALL_NAMES: Final = frozenset(("config.json", "generation_config.json", LIMITS_NAME, POLICY_NAME))
+_SMALL_NAMES: Final = frozenset(
+    ("config.json", "generation_config.json", LIMITS_NAME, POLICY_NAME, *pooling.FILES)
+)
 MAX_SMALL_BYTES: Final = 1024 * 1024
 _TAIL_BYTES: Final = 66 * 1024  # a zip's directory ends at most that far from the end of the file
 _MAX_OPCODES: Final = 1_000_000

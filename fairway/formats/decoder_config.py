@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fairway.formats.config_fields import UnsupportedModel, number, positive_int
+from fairway.formats.config_fields import UnsupportedModel, flag, number, positive_int, require_inert
 from fairway.formats.rope_config import RopeConfig, parse_rope
 
 MAX_LAYERS: Final = 1024  # bounds the description, which is built before any weight is read
@@ -106,16 +106,14 @@ class ModelConfig:
 def parse_config(fields: Mapping[str, Any]) -> ModelConfig:
     """Return the model's shape. Raises UnsupportedModel with the first field that cannot be served."""
     architecture, family = _family(fields)
-    for name, accepted in INERT_VALUES.items():
-        if name in fields and fields[name] not in accepted:
-            raise UnsupportedModel(name, fields[name])
+    require_inert(fields, INERT_VALUES)
     hidden_size = positive_int(fields, "hidden_size")
     layers = positive_int(fields, "num_hidden_layers", most=MAX_LAYERS)
     heads = positive_int(fields, "num_attention_heads")
     kv_heads = _kv_heads(fields, family, heads)
     head_dim = _head_dim(fields, family, hidden_size, heads)
     max_positions = positive_int(fields, "max_position_embeddings")
-    attention_bias = family.reads_attention_bias and _flag(fields, "attention_bias")
+    attention_bias = family.reads_attention_bias and flag(fields, "attention_bias")
     return ModelConfig(
         architecture=architecture,
         vocab_size=positive_int(fields, "vocab_size"),
@@ -126,10 +124,10 @@ def parse_config(fields: Mapping[str, Any]) -> ModelConfig:
         kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=number(fields, "rms_norm_eps", default=1e-6, above=0.0),
-        tied=_flag(fields, "tie_word_embeddings"),
+        tied=flag(fields, "tie_word_embeddings"),
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias,
-        mlp_bias=family.reads_mlp_bias and _flag(fields, "mlp_bias"),
+        mlp_bias=family.reads_mlp_bias and flag(fields, "mlp_bias"),
         qk_norm=family.qk_norm,
         rope=parse_rope(fields, head_dim=head_dim, max_positions=max_positions),
         windows=_windows(fields, family, layers),
@@ -184,7 +182,7 @@ def _windows(fields: Mapping[str, Any], family: Family, layers: int) -> tuple[in
     elif family.model_type == "mistral":
         sliding = _window(fields, MISTRAL_WINDOW)
     else:
-        sliding = _window(fields, None) if _flag(fields, "use_sliding_window") else None
+        sliding = _window(fields, None) if flag(fields, "use_sliding_window") else None
     if layer_types is None:
         full = 0
         if family.model_type in ("qwen2", "qwen3"):
@@ -217,10 +215,3 @@ def _window(fields: Mapping[str, Any], default: int | None) -> int | None:
     if "sliding_window" not in fields and default is not None:
         return default
     return None if fields.get("sliding_window") is None else positive_int(fields, "sliding_window")
-
-
-def _flag(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise UnsupportedModel(name, value)
-    return bool(value)

@@ -1,40 +1,70 @@
-"""Whether the engine and the gateways can serve a checkpoint, judged by its small files.
+"""Whether workers and gateways can serve a checkpoint, judged by its small files.
 
 A ``config.json`` without ``architectures`` does not belong to a checkpoint: it describes a model of the null
-executor, which has no weights.
+executor, which has no weights. The architecture also decides the kind of a version: a decoder or a fixed-cost
+model.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from fairway.formats import drafts
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import parse_config
+from fairway.formats.fixed_cost.config import CONFIG, is_fixed_cost, parse_fixed_cost
+from fairway.formats.fixed_cost.encoder_config import EncoderConfig
+from fairway.formats.fixed_cost.pooling import FILES
 
-CONFIG: Final = "config.json"
+Kind = Literal["causal-lm", "fixed-cost"]
+
 TOKENIZER: Final = "tokenizer.json"
 SINGLE, INDEX = drafts.WEIGHTS
+# The files that ``checkpoint_problem`` reads.
+READ: Final = (CONFIG, INDEX, f"{drafts.FOLDER}/{CONFIG}", f"{drafts.FOLDER}/{INDEX}", *FILES)
+_NO_TOKENIZER: Final = f"{TOKENIZER} is missing: gateways need it to tokenize text"
 
 
-def checkpoint_problem(names: Collection[str], read: Callable[[str], bytes]) -> str:
-    """Return why a checkpoint of these files cannot be served, or an empty text.
+def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> Kind:
+    """Return the kind that the architecture in ``config.json`` has; a decoder if there is none."""
+    is_fixed = CONFIG in names and is_fixed_cost(_object(read, CONFIG))
+    return "fixed-cost" if is_fixed else "causal-lm"
+
+
+def checkpoint_problem(names: Collection[str], read: Callable[[str], bytes], kind: str = "causal-lm") -> str:
+    """Return why a version of this kind and these files cannot be served, or an empty text.
 
     ``read`` returns a file of at most a few megabytes; its errors are passed on.
     """
+    if kind == "fixed-cost":
+        return _fixed_cost_problem(names, read)
     fields = _object(read, CONFIG) if CONFIG in names else {}
     if "architectures" not in fields:
         return ""
+    if is_fixed_cost(fields):
+        return f"{CONFIG}: {fields['architectures'][0]} is a fixed-cost model, not one of kind causal-lm"
     if problem := _shape_problem(CONFIG, fields) or _shard_problem("", names, read):
         return problem
     if TOKENIZER not in names:
-        return f"{TOKENIZER} is missing: gateways need it to tokenize text"
+        return _NO_TOKENIZER
     draft = f"{drafts.FOLDER}/"
     if draft + CONFIG not in names:
         return ""
     return _shape_problem(draft + CONFIG, _object(read, draft + CONFIG)) or _shard_problem(draft, names, read)
+
+
+def _fixed_cost_problem(names: Collection[str], read: Callable[[str], bytes]) -> str:
+    if any(name.startswith(f"{drafts.FOLDER}/") for name in names):
+        return f"{drafts.FOLDER}/: a fixed-cost model has no draft"
+    try:
+        config = parse_fixed_cost(names, read)
+    except UnsupportedModel as refused:
+        return f"{refused} by the batcher"
+    if problem := _shard_problem("", names, read):
+        return problem
+    return _NO_TOKENIZER if isinstance(config, EncoderConfig) and TOKENIZER not in names else ""
 
 
 def _shape_problem(name: str, fields: Mapping[str, Any]) -> str:

@@ -16,8 +16,7 @@ from typing import Final
 
 import structlog
 
-from fairway.formats import drafts
-from fairway.formats.servable import INDEX, checkpoint_problem
+from fairway.formats import servable
 from fairway.formats.version_files import GATEWAY_FILES
 from services.adapters.threads import in_thread
 from services.core.errors import (
@@ -131,7 +130,7 @@ class RegistryService:
             body = await in_thread(_body_of, manifest)
             await self._require_chunks(manifest)
             await verify(self._blobs, manifest)
-            if self._texts is not None and manifest.kind == "causal-lm" and not for_another_engine:
+            if self._texts is not None and not for_another_engine:
                 await require_servable(self._blobs, manifest, sha256_of(body), self._texts)
         record = VersionRecord(model, sha256_of(body), manifest.size_bytes, self._clock.unix_s())
         for _ in range(_TRIES):
@@ -386,7 +385,7 @@ async def with_idle_timeout(digest: str, data: AsyncIterator[bytes]) -> AsyncIte
         yield piece
 
 
-_READ: Final = frozenset((*GATEWAY_FILES, INDEX, f"{drafts.FOLDER}/config.json", f"{drafts.FOLDER}/{INDEX}"))
+_READ: Final = frozenset((*GATEWAY_FILES, *servable.READ))
 _NEXT: Final = "publish it for another engine, or repair it"
 
 
@@ -401,8 +400,11 @@ async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, te
             if file.path in _READ:
                 await _copy(blobs, file, folder / file.path)
         names = [file.path for file in manifest.files]
-        problem = await in_thread(checkpoint_problem, names, lambda path: (folder / path).read_bytes())
-        if not problem:
+        problem = await in_thread(
+            servable.checkpoint_problem, names, lambda path: (folder / path).read_bytes(), manifest.kind
+        )
+        has_text = manifest.kind == "causal-lm" or servable.TOKENIZER in names
+        if not problem and has_text:
             try:
                 problem = await texts.fault(folder, digest)
             except FailedPrecondition as error:

@@ -131,7 +131,7 @@ class SimEngine:
         observe: Callable[[list[float], wire.Stepped], None] | None = None,
         ends: Callable[[Poison], None] | None = None,
     ) -> None:
-        """``ends`` is called when a step ends the process, ``HANGS`` excepted."""
+        """``ends`` is called when a step ends the process, or hangs it for good."""
         self.spec = spec
         self._page = _StepOfTime(spec.max_sequences)
         self._ends = ends
@@ -282,7 +282,7 @@ class SimEngine:
         if poison.ending is Ending.HANGS or self._ends is None:
             self._hung, self.stuck = True, poison
             self._stop_timer()
-        else:
+        if self._ends is not None:
             self._ends(poison)
 
     def _end_step(self) -> None:

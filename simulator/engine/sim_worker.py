@@ -54,7 +54,6 @@ _EXITS: Final = {
     Ending.RAISES: STEP_FAILED,
     Ending.SIGNALS: -signal.SIGSEGV,
     Ending.KILLED: _SIGKILL,
-    Ending.HANGS: _SIGKILL,
 }
 
 
@@ -199,7 +198,8 @@ class SimEngineRun:
 
     def _end_by(self, poison: Poison) -> None:
         self._engines.died(poison)
-        self.crash(f"its step ended it: {poison.ending.name}", _EXITS[poison.ending])
+        if poison.ending is not Ending.HANGS:  # that is found by its silence
+            self.crash(f"its step ended it: {poison.ending.name}", _EXITS[poison.ending])
 
     def _end(self, exit_: EngineExit) -> None:
         if self._over:
@@ -220,8 +220,6 @@ class SimEngineRun:
         self._checked_s = now_s
         limit_s = max(EngineTimeouts().silence_s, 2 * ABANDON_STEPS * self.version.engine.full_step_s)
         if now_s - self._last_message_s > limit_s:
-            if self.engine is not None and self.engine.stuck is not None:
-                self._end_by(self.engine.stuck)
             self.crash("no message")
         else:
             self._process.call_later(_CHECK_S, self._check)

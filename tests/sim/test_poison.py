@@ -68,8 +68,8 @@ KILLS = [Fault(FaultKind.POOL_LOSS, 0.5, 60.0, 0.0, 0.0, 0.0)]
 
 def killed(parts: Parts | None = None) -> tuple[str, ...]:
     """Return the violations while each engine is killed again and again, and no input is poisonous."""
-    spec = FleetSpec(workers=2, gateways=1, worker_kinds=(WorkerSpec(),), engine_restart_s=0.3)
-    load = [SimRequest("tenant-0", 60, 200, arrival_s=0.7 * number) for number in range(60)]
+    spec = FleetSpec(workers=1, gateways=1, worker_kinds=(WorkerSpec(),), engine_restart_s=0.3)
+    load = [SimRequest("tenant-0", 60, 400, arrival_s=6.0 * number) for number in range(12)]
     poisons = Poisons()
     report = simulate(
         spec, load, plans=(Strikes(KILLS),), invariants=(poisons,), on_record=poisons.closed, parts=parts

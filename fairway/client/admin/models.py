@@ -92,7 +92,7 @@ class Models:
         model: str,
         tag: str = "",
         *,
-        kind: Kind = "causal-lm",
+        kind: Kind | None = None,
         max_context_tokens: int = 0,
         for_another_engine: bool = False,
         progress: Callable[[PublishProgress], None] | None = None,

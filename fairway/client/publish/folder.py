@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final, Literal
+from typing import BinaryIO, Final
 
 from fairway.formats.contents import MAX_TEXT_BYTES, ContentRefused, checker_for
 from fairway.formats.drafts import draft_problem
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
 from fairway.formats.safetensors import LENGTH_BYTES
+from fairway.formats.servable import Kind, kind_of
 from fairway.formats.servable import checkpoint_problem as problem_of_checkpoint
 from fairway.formats.version_files import (
     TENSOR_SUFFIX,
@@ -33,8 +34,6 @@ from fairway.v1 import registry_pb2 as pb
 CHUNK_BYTES: Final = 4 * 1024 * 1024
 SCHEMA: Final = 2
 _READ_BYTES: Final = 1024 * 1024
-
-Kind = Literal["causal-lm", "fixed-cost"]
 
 
 class PublishRefused(ValueError):
@@ -100,17 +99,25 @@ def _inside(path: Path, root: Path) -> Path:
     return real
 
 
-def require_servable(files: dict[str, Path]) -> None:
-    """Return if the engine can serve the folder, by its small files. Raises PublishRefused, OSError."""
+def declared_kind(files: dict[str, Path]) -> Kind:
+    """Return the kind that the folder's ``config.json`` declares. Raises OSError."""
+    return kind_of(files, _reader(files))
 
+
+def require_servable(files: dict[str, Path], kind: Kind) -> None:
+    """Return if workers can serve the folder, by its small files. Raises PublishRefused, OSError."""
+    if problem := problem_of_checkpoint(files, _reader(files), kind):
+        raise PublishRefused(
+            problem, next_step="repair the folder; or, where another engine serves it: --for-another-engine"
+        )
+
+
+def _reader(files: dict[str, Path]) -> Callable[[str], bytes]:
     def read(name: str) -> bytes:
         with _open(files[name]) as stream:
             return stream.read(MAX_TEXT_BYTES)
 
-    if problem := problem_of_checkpoint(files, read):
-        raise PublishRefused(
-            problem, next_step="repair the folder; or, where another engine serves it: --for-another-engine"
-        )
+    return read
 
 
 def hash_files(files: dict[str, Path], report: Callable[[int], object]) -> Hashed:

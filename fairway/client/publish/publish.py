@@ -21,14 +21,15 @@ import grpc
 
 from fairway.client.publish.folder import (
     CHUNK_BYTES,
-    Kind,
     PublishRefused,
+    declared_kind,
     find_files,
     hash_files,
     manifest_of,
     require_servable,
 )
 from fairway.client.publish.transfer import CALL_TIMEOUT_S, PATIENCE_S, Metadata, Transfer
+from fairway.formats.servable import Kind
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
 
@@ -93,25 +94,27 @@ async def publish(
     progress: Callable[[PublishProgress], None] | None = None,
     *,
     metadata: Metadata = (),
-    kind: Kind = "causal-lm",
+    kind: Kind | None = None,
     max_context_tokens: int = 0,
     for_another_engine: bool = False,
     patience_s: float = PATIENCE_S,
 ) -> Published:
     """Return once the version is registered and verified and ``tag``, unless empty, points at it.
 
-    A folder that Fairway cannot serve is rejected, unless ``for_another_engine``. Files and folders whose
-    name begins with a dot are left out. An unreachable registry is retried for ``patience_s``. Raises
-    PublishRefused for a folder that cannot be a version, OSError for one that cannot be read, and
+    ``kind``: by default the one that ``config.json`` declares. A folder that Fairway cannot serve is
+    rejected, unless ``for_another_engine``. Files and folders whose name begins with a dot are left out. An
+    unreachable registry is retried for ``patience_s``. Raises PublishRefused for a folder that cannot be a
+    version, OSError for one that cannot be read, and
     grpc.aio.AioRpcError when the registry rejects it.
     """
     files = await asyncio.to_thread(find_files, folder)
-    if kind == "causal-lm" and not for_another_engine:
-        await asyncio.to_thread(require_servable, files)
+    declared = await asyncio.to_thread(declared_kind, files) if kind is None else kind
+    if not for_another_engine:
+        await asyncio.to_thread(require_servable, files, declared)
     reporter = _ProgressReporter(progress, sum(path.stat().st_size for path in files.values()))
     hashed = await asyncio.to_thread(hash_files, files, reporter.hashed_from_thread)
     reporter.update(hashed_bytes=reporter.now.total_bytes, chunks=len(hashed.chunks))
-    manifest = manifest_of(files, hashed.files, kind, max_context_tokens)
+    manifest = manifest_of(files, hashed.files, declared, max_context_tokens)
     request = pb.CreateVersionRequest(model=model, manifest=manifest, for_another_engine=for_another_engine)
     stub = registry_pb2_grpc.RegistryServiceStub(channel)
     transfer = Transfer(stub, metadata, sent=reporter.sent, patience_s=patience_s)

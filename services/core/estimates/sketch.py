@@ -65,6 +65,14 @@ class Sketch:
             raise ValueError("sketches of different errors or floors do not merge")
         self.add_parts(other._low, other._buckets, other.total, other.most)
 
+    def keep(self, ratio: float) -> None:
+        """Weigh everything counted so far by ``ratio`` (0..1): what is counted from now on weighs more."""
+        for index in self._buckets:
+            self._buckets[index] *= ratio
+        self._low *= ratio
+        self.count *= ratio
+        self.total *= ratio
+
     def quantile(self, ratio: float) -> float | None:
         """Return the value of rank ``ratio`` (0..1) within ``error_ratio``; None if nothing was counted."""
         if not 0 <= ratio <= 1:

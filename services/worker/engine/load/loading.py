@@ -263,7 +263,7 @@ def _load_torch(
     block_bytes = torch_loading.block_bytes(model, config)
     if config.draft_model_dir:  # a block of the pool is one of the draft's as well
         block_bytes += torch_loading.block_bytes(_draft_of(config, model), config)
-    torch_loading.device_of(config)
+    torch_loading.device_of(config.device)
     if meter is not None:
         meter.begin()
     weights = torch_loading.load_weights_of(model, model_dir, config, report)

@@ -18,7 +18,7 @@ from services.worker.engine.execute.model import Decoder, Weights, load_weights
 from services.worker.engine.execute.operators import Operators, TorchOperators
 from services.worker.engine.execute.rope import Rope
 from services.worker.engine.execute.torch_executor import Forward, TorchExecutor
-from services.worker.engine.load.weights import Checkpoint
+from services.worker.engine.load.weights import Checkpoint, decoder_layout
 from services.worker.engine.native import prebuilt
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache
 from services.worker.engine.native.build import BuildFailed, Toolchain, build, make_private
@@ -91,10 +91,10 @@ def load_weights_of(
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    device = device_of(config)
+    device = device_of(config.device)
     if device.type == "cuda" and config.operators_cache:
         keep_kernels_in(Path(config.operators_cache))
-    with torch.inference_mode(), Checkpoint(model_dir, model) as checkpoint:
+    with torch.inference_mode(), Checkpoint(model_dir, decoder_layout(model)) as checkpoint:
         report("operators", 0.0)
         operators = operators_of(model, config, device)
         report("operators", 1.0)
@@ -112,7 +112,7 @@ def executor_of(
     model: ModelConfig, weights: Weights, config: EngineConfig, ready: Ready, *, blocks: int | None = None
 ) -> TorchExecutor:
     """Return the executor with ``blocks`` of its KV pool allocated, or all; it may grow to all."""
-    device, dtype = device_of(config), DTYPES[config.dtype]
+    device, dtype = device_of(config.device), DTYPES[config.dtype]
     has_kernels = cuda_backend.has_kernels(device)
     with torch.inference_mode():
         rope = Rope(model.rope, max_model_len=ready.max_model_len, dtype=dtype, device=device)
@@ -189,7 +189,7 @@ def _pool(
     if isinstance(operators, NativeOperators):
         return NativeKvCache(shape, blocks, most_blocks=most)
     spare = cuda_backend.PADDING_BLOCKS if has_kernels else 0
-    return KvCache(shape, blocks, device_of(config), most_blocks=most, spare_blocks=spare)
+    return KvCache(shape, blocks, device_of(config.device), most_blocks=most, spare_blocks=spare)
 
 
 def _attention(
@@ -205,17 +205,17 @@ def _attention(
         assert isinstance(operators, NativeOperators), "the pool is theirs"
         threads = torch.get_num_threads()
         return NativeAttention(operators.library, cache, windows=model.windows, threads=threads)
-    device = device_of(config)
+    device = device_of(config.device)
     if has_kernels:
         return cuda_backend.paged_attention(model, cache, config, device)
     return TorchAttention(cache, windows=model.windows, device=device)
 
 
-def device_of(config: EngineConfig) -> torch.device:
-    """Return the configured device, which computes. Raises BadEngineConfig."""
+def device_of(name: str) -> torch.device:
+    """Return the device of this name, which computes. Raises BadEngineConfig."""
     try:
-        device = torch.device(config.device)
+        device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise BadEngineConfig(f"device {config.device} is not usable") from error
+        raise BadEngineConfig(f"device {name} is not usable") from error
     return device

@@ -1,7 +1,7 @@
 """Weights from safetensors files, one or in shards; nothing here can run code from a checkpoint.
 
-Every header is compared with what the configuration implies before a tensor is allocated: names, shapes
-and dtypes. The safetensors library refuses headers that lie about sizes and offsets.
+Every header is compared with the layout that the configuration implies before a tensor is allocated: names,
+shapes and dtypes. The safetensors library refuses headers that lie about sizes and offsets.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -31,6 +32,26 @@ HEAD: Final = "lm_head.weight"
 COMPUTED: Final = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """The tensors that a checkpoint holds. ``shapes``: those that it must have."""
+
+    shapes: Mapping[str, Shape]
+    # Those that it may have, and that are not used.
+    optional: Mapping[str, Shape] = field(default_factory=dict)
+    # Optional ones that must equal another: a tied model may carry its head twice.
+    copies: Mapping[str, str] = field(default_factory=dict)
+    # Buffers of any shape that are not used.
+    ignored: re.Pattern[str] | None = None
+
+
+def decoder_layout(config: ModelConfig) -> TensorLayout:
+    """Return the layout of a decoder's checkpoint."""
+    shapes = expected_shapes(config)
+    optional, copies = ({HEAD: shapes[EMBEDDING]}, {HEAD: EMBEDDING}) if config.tied else ({}, {})
+    return TensorLayout(shapes, optional, copies, COMPUTED)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -76,16 +97,16 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
 class Checkpoint:
     """The open files of one model. A context manager: the files are mapped while it is open."""
 
-    def __init__(self, model_dir: Path, config: ModelConfig) -> None:
-        """Every tensor that the configuration implies is there. Raises BadCheckpoint otherwise."""
+    def __init__(self, model_dir: Path, layout: TensorLayout) -> None:
+        """Every tensor of the layout is there, and no other. Raises BadCheckpoint otherwise."""
         self._stack = ExitStack()
         self._sources: dict[str, Any] = {}  # tensor name -> the open file that holds it
         try:
             for path, names in _files(model_dir).items():
                 self._open(path, names)
-            self._compare(expected_shapes(config))
-            if config.tied and HEAD in self._sources:
-                self._check_tied()
+            self._compare(layout)
+            for name, original in layout.copies.items():
+                self._check_copy(name, original)
         except BaseException:
             self._stack.close()
             raise
@@ -125,26 +146,35 @@ class Checkpoint:
                 raise BadCheckpoint(f"{name} is in two files")
             self._sources[name] = source
 
-    def _compare(self, shapes: Mapping[str, Shape]) -> None:
-        missing = shapes.keys() - self._sources.keys()
+    def _compare(self, layout: TensorLayout) -> None:
+        missing = layout.shapes.keys() - self._sources.keys()
         if missing:
             raise BadCheckpoint(f"missing tensors: {_named(missing)}")
-        extra = {name for name in self._sources.keys() - shapes.keys() if not COMPUTED.fullmatch(name)}
-        if unexpected := extra - {HEAD}:  # a tied model may carry its head twice
-            raise BadCheckpoint(f"unexpected tensors: {_named(unexpected)}")
-        for name, shape in [*shapes.items(), *((name, shapes[EMBEDDING]) for name in extra)]:
-            header = self._sources[name].get_slice(name)
-            if tuple(header.get_shape()) != shape:
-                raise BadCheckpoint(
-                    f"{name} has shape {tuple(header.get_shape())}, the configuration says {shape}"
-                )
-            if header.get_dtype() not in DTYPES:
-                raise BadCheckpoint(f"{name} has dtype {header.get_dtype()}")
+        shapes = {**layout.optional, **layout.shapes}
+        extra = self._sources.keys() - shapes.keys()
+        if layout.ignored is not None:
+            extra = {name for name in extra if not layout.ignored.fullmatch(name)}
+        if extra:
+            raise BadCheckpoint(f"unexpected tensors: {_named(extra)}")
+        for name, shape in shapes.items():
+            if name in self._sources:
+                self._compare_header(name, shape)
 
-    def _check_tied(self) -> None:
-        head, embedding = (self._sources[name].get_tensor(name) for name in (HEAD, EMBEDDING))
-        if not torch.equal(head, embedding):
-            raise BadCheckpoint(f"{HEAD} differs from the embedding it is tied to")
+    def _compare_header(self, name: str, shape: Shape) -> None:
+        header = self._sources[name].get_slice(name)
+        if tuple(header.get_shape()) != shape:
+            raise BadCheckpoint(
+                f"{name} has shape {tuple(header.get_shape())}, the configuration says {shape}"
+            )
+        if header.get_dtype() not in DTYPES:
+            raise BadCheckpoint(f"{name} has dtype {header.get_dtype()}")
+
+    def _check_copy(self, name: str, original: str) -> None:
+        if name not in self._sources:
+            return
+        copy, tensor = (self._sources[each].get_tensor(each) for each in (name, original))
+        if not torch.equal(copy, tensor):
+            raise BadCheckpoint(f"{name} differs from {original}, to which it is tied")
 
 
 def _files(model_dir: Path) -> dict[Path, frozenset[str] | None]:

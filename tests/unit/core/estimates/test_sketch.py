@@ -102,3 +102,15 @@ def test_senseless_values_are_refused() -> None:
         sketch.quantile(1.5)
     with pytest.raises(ValueError, match="do not merge"):
         sketch.merge(Sketch(error_ratio=0.02))
+
+
+def test_what_was_counted_weighs_less_and_its_quantiles_stay() -> None:
+    sketch = Sketch()
+    for value in (0.0, 1.0, 2.0, 3.0):
+        sketch.add(value)
+    before = [sketch.quantile(ratio) for ratio in RATIOS], sketch.mean
+    sketch.keep(0.25)
+    assert sketch.count == 1.0
+    assert ([sketch.quantile(ratio) for ratio in RATIOS], sketch.mean) == before
+    sketch.add(9.0, 3.0)
+    assert sketch.quantile(0.5) == pytest.approx(9.0, rel=0.01)

@@ -15,7 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fairway.formats.decoder_config import parse_config
-from services.worker.engine.load.weights import INDEX, SINGLE, Checkpoint, expected_shapes
+from services.worker.engine.load.weights import (
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    TensorLayout,
+    decoder_layout,
+    expected_shapes,
+)
 from services.worker.engine.unsupported import BadCheckpoint
 
 FIELDS: dict[str, Any] = {
@@ -29,7 +36,8 @@ FIELDS: dict[str, Any] = {
     "max_position_embeddings": 16,
 }
 CONFIG = parse_config(FIELDS)
-TIED = parse_config(FIELDS | {"tie_word_embeddings": True})
+LAYOUT = decoder_layout(CONFIG)
+TIED = decoder_layout(parse_config(FIELDS | {"tie_word_embeddings": True}))
 NORM = "model.norm.weight"
 
 
@@ -41,15 +49,15 @@ def write(folder: Path, content: dict[str, torch.Tensor], name: str = SINGLE) ->
     save_file(content, folder / name)
 
 
-def refused(folder: Path, match: str, config: Any = CONFIG) -> None:
+def refused(folder: Path, match: str, layout: TensorLayout = LAYOUT) -> None:
     with pytest.raises(BadCheckpoint, match=match):
-        Checkpoint(folder, config)
+        Checkpoint(folder, layout)
 
 
 def test_tensors_are_read_and_owned(tmp_path: Path) -> None:
     content = tensors()
     write(tmp_path, content)
-    with Checkpoint(tmp_path, CONFIG) as checkpoint:
+    with Checkpoint(tmp_path, LAYOUT) as checkpoint:
         norm = checkpoint.tensor(NORM, dtype=torch.float32)
         embedding = checkpoint.tensor("model.embed_tokens.weight", dtype=torch.bfloat16)
     with (tmp_path / SINGLE).open("r+b") as file:  # overwritten in place
@@ -62,7 +70,7 @@ def test_tensors_are_read_and_owned(tmp_path: Path) -> None:
 def test_half_precision_is_converted(tmp_path: Path, dtype: torch.dtype) -> None:
     content = {name: tensor.to(dtype) for name, tensor in tensors().items()}
     write(tmp_path, content)
-    with Checkpoint(tmp_path, CONFIG) as checkpoint:
+    with Checkpoint(tmp_path, LAYOUT) as checkpoint:
         assert torch.equal(checkpoint.tensor(NORM, dtype=torch.float32), content[NORM].float())
 
 
@@ -91,7 +99,7 @@ def test_another_shape_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> Non
 
 def test_frequencies_that_old_checkpoints_carry_are_passed_over(tmp_path: Path) -> None:
     write(tmp_path, tensors() | {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
-    Checkpoint(tmp_path, CONFIG).__exit__()
+    Checkpoint(tmp_path, LAYOUT).__exit__()
 
 
 def test_a_tied_model_may_carry_its_head_only_if_it_is_the_same(tmp_path: Path) -> None:
@@ -180,7 +188,7 @@ def write_shards(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
 
 def test_shards_are_read_as_one(tmp_path: Path) -> None:
     content = write_shards(tmp_path)
-    with Checkpoint(tmp_path, CONFIG) as checkpoint:
+    with Checkpoint(tmp_path, LAYOUT) as checkpoint:
         for name, tensor in content.items():
             assert torch.equal(checkpoint.tensor(name, dtype=torch.float32), tensor)
 
@@ -233,7 +241,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
     content[NORM][3] = value
     write(tmp_path, content)
     with (
-        Checkpoint(tmp_path, CONFIG) as checkpoint,
+        Checkpoint(tmp_path, LAYOUT) as checkpoint,
         pytest.raises(BadCheckpoint, match=f"{NORM} holds values"),
     ):
         checkpoint.tensor(NORM, dtype=dtype)

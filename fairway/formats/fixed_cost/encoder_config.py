@@ -1,0 +1,168 @@
+"""Converts the ``config.json`` of a text encoder to its shape, or rejects it with the field and its value.
+
+Families: BERT (MiniLM, BGE, E5 among them), RoBERTa, XLM-RoBERTa and DistilBERT. Heads: an embedding, logits
+of a sequence, logits of each token. A sequence model with one label is a reranker: it returns a score.
+Defaults are those of the transformers configuration of each family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from fairway.formats.config_fields import UnsupportedModel, number, positive_int, require_inert
+from fairway.formats.decoder_config import MAX_LAYERS
+
+Head = Literal["embedding", "sequence", "tokens"]
+Pooling = Literal["mean", "cls"]
+
+ACTIVATIONS: Final = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+MAX_LABELS: Final = 1 << 16
+DEFAULT_LABELS: Final = 2
+
+# Fields that change the computation of these families. Any other value is rejected.
+INERT_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "quantization_config": (None,),
+    "auto_map": (None,),
+    "position_embedding_type": (None, "absolute"),
+    "is_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "is_encoder_decoder": (None, False),
+    "chunk_size_feed_forward": (None, 0),
+    "pruned_heads": (None, {}),
+    "embedding_size": (None,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    """Properties of a family: how its fields are named, and what it embeds."""
+
+    model_type: str
+    prefix: str  # of the encoder's tensors below a head
+    names: Mapping[str, str]  # of the fields that have other names than BERT's
+    has_token_types: bool = True
+    # Positions count from the padding id on, and tokens of that id have none.
+    positions_after_padding: bool = False
+    norm_eps: float = 1e-12
+    padding_id: int = 0
+
+
+_DISTILBERT_NAMES: Final = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "intermediate_size": "hidden_dim",
+    "hidden_act": "activation",
+}
+FAMILIES: Final[Mapping[str, EncoderFamily]] = {
+    "Bert": EncoderFamily("bert", "bert.", {}),
+    "Roberta": EncoderFamily("roberta", "roberta.", {}, positions_after_padding=True, padding_id=1),
+    "XLMRoberta": EncoderFamily("xlm-roberta", "roberta.", {}, positions_after_padding=True, padding_id=1),
+    "DistilBert": EncoderFamily("distilbert", "distilbert.", _DISTILBERT_NAMES, has_token_types=False),
+}
+_HEADS: Final[Mapping[str, Head]] = {
+    "Model": "embedding",
+    "ForSequenceClassification": "sequence",
+    "ForTokenClassification": "tokens",
+}
+ARCHITECTURES: Final[Mapping[str, tuple[EncoderFamily, Head]]] = {
+    name + ending: (family, head) for name, family in FAMILIES.items() for ending, head in _HEADS.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """An encoder and its head."""
+
+    family: EncoderFamily
+    head: Head
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of the MLP
+    layers: int
+    heads: int
+    position_rows: int  # of the table of positions
+    type_rows: int  # of the table of token types; 0: there is none
+    padding_id: int
+    norm_eps: float
+    activation: str
+    # Of a sequence or a token; 0 for an embedding.
+    labels: int
+    # Of an embedding.
+    pooling: Pooling = "mean"
+    normalize: bool = False
+    max_tokens: int = 0  # of a row; special tokens count
+
+    @property
+    def max_positions(self) -> int:
+        """The most tokens for which positions are defined."""
+        if self.family.positions_after_padding:
+            return self.position_rows - self.padding_id - 1
+        return self.position_rows
+
+
+def parse_encoder(fields: Mapping[str, Any]) -> EncoderConfig:
+    """Return the encoder; its pooling is not part of ``config.json``. Raises UnsupportedModel."""
+    architecture = fields["architectures"][0]
+    family, head = ARCHITECTURES[architecture]
+    if fields.get("model_type", family.model_type) != family.model_type:
+        raise UnsupportedModel("model_type", fields["model_type"])
+    require_inert(fields, INERT_VALUES)
+    names = family.names
+    hidden_size = positive_int(fields, names.get("hidden_size", "hidden_size"))
+    heads = positive_int(fields, names.get("num_attention_heads", "num_attention_heads"))
+    if hidden_size % heads:
+        raise UnsupportedModel(names.get("hidden_size", "hidden_size"), hidden_size)
+    config = EncoderConfig(
+        family=family,
+        head=head,
+        vocab_size=positive_int(fields, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=positive_int(fields, names.get("intermediate_size", "intermediate_size")),
+        layers=positive_int(fields, names.get("num_hidden_layers", "num_hidden_layers"), most=MAX_LAYERS),
+        heads=heads,
+        position_rows=positive_int(fields, "max_position_embeddings"),
+        type_rows=_type_rows(fields) if family.has_token_types else 0,
+        padding_id=_padding_id(fields, family),
+        norm_eps=number(fields, "layer_norm_eps", default=family.norm_eps, above=0.0),
+        activation=activation_of(fields, names.get("hidden_act", "hidden_act")),
+        labels=0 if head == "embedding" else labels_of(fields),
+    )
+    if config.max_positions < 1:
+        raise UnsupportedModel("max_position_embeddings", config.position_rows)
+    return config
+
+
+def labels_of(fields: Mapping[str, Any]) -> int:
+    """Return how many labels a head has: ``num_labels``, else the size of ``id2label``, else 2."""
+    if fields.get("num_labels") is not None:
+        return positive_int(fields, "num_labels", most=MAX_LABELS)
+    named = fields.get("id2label")
+    if named is None:
+        return DEFAULT_LABELS
+    if not isinstance(named, dict) or not 0 < len(named) <= MAX_LABELS:
+        raise UnsupportedModel("id2label", named)
+    return len(named)
+
+
+def activation_of(fields: Mapping[str, Any], name: str, *, default: str = "gelu") -> str:
+    """Return the activation in a field. Raises UnsupportedModel for one that is not computed here."""
+    value = fields.get(name, default)
+    if value not in ACTIVATIONS:
+        raise UnsupportedModel(name, value)
+    return str(value)
+
+
+def _type_rows(fields: Mapping[str, Any]) -> int:
+    return positive_int(fields, "type_vocab_size") if "type_vocab_size" in fields else 2
+
+
+def _padding_id(fields: Mapping[str, Any], family: EncoderFamily) -> int:
+    value = fields.get("pad_token_id", family.padding_id)
+    if value is None and not family.positions_after_padding:
+        return 0  # padding is masked: any id does
+    if type(value) is not int or not 0 <= value < positive_int(fields, "vocab_size"):
+        raise UnsupportedModel("pad_token_id", value)
+    return value

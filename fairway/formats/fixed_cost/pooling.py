@@ -1,0 +1,91 @@
+"""How an embedding is made of an encoder's output, as ``modules.json`` of sentence-transformers declares it.
+
+The modules must be an encoder, a pooling (mean or CLS), and at most a normalisation. Others are rejected: a
+vector that is pooled otherwise is a wrong answer that looks right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from fairway.formats.config_fields import UnsupportedModel, positive_int
+from fairway.formats.fixed_cost.encoder_config import EncoderConfig, Pooling
+
+MODULES: Final = "modules.json"
+POOLING: Final = "1_Pooling/config.json"
+SENTENCES: Final = "sentence_bert_config.json"
+PROMPTS: Final = "config_sentence_transformers.json"
+FILES: Final = (MODULES, POOLING, SENTENCES, PROMPTS)
+
+_MODES: Final = "pooling_mode_"
+_POOLINGS: Final[Mapping[str, Pooling]] = {"mean_tokens": "mean", "cls_token": "cls"}
+_PLACES: Final = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+
+Read = Callable[[str], Any]  # the JSON value in a file of this name
+
+
+def pooled(config: EncoderConfig, names: Collection[str], read: Read) -> EncoderConfig:
+    """Return the encoder with its pooling, normalisation and most tokens. Raises UnsupportedModel."""
+    if MODULES not in names:
+        raise UnsupportedModel(
+            f"{MODULES}, which declares how an embedding is pooled (mean or CLS)", "missing"
+        )
+    normalize = "Normalize" in _modules(read(MODULES))
+    if POOLING not in names:
+        raise UnsupportedModel(POOLING, "missing")
+    prompts = _fields(PROMPTS, read(PROMPTS)) if PROMPTS in names else {}
+    if prompts.get("default_prompt_name") is not None:
+        raise UnsupportedModel(f"{PROMPTS}: default_prompt_name", prompts["default_prompt_name"])
+    pooling = _pooling(_fields(POOLING, read(POOLING)), config)
+    return replace(config, pooling=pooling, normalize=normalize)
+
+
+def max_tokens(config: EncoderConfig, names: Collection[str], read: Read) -> int:
+    """Return the most tokens of a row: ``max_seq_length`` within the positions, else all positions."""
+    fields = _fields(SENTENCES, read(SENTENCES)) if SENTENCES in names else {}
+    if fields.get("max_seq_length") is None:
+        return config.max_positions
+    try:
+        return min(config.max_positions, positive_int(fields, "max_seq_length"))
+    except UnsupportedModel as refused:
+        raise UnsupportedModel(f"{SENTENCES}: {refused.field}", refused.value) from refused
+
+
+def _modules(value: Any) -> list[str]:
+    """Return the kinds of the modules, in order."""
+    entries = value if isinstance(value, list) else []
+    kinds = []
+    for entry in entries:
+        kind, place = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (entry, None)
+        kinds.append(str(kind).rpartition(".")[2])
+        if kinds[-1] not in _PLACES:
+            raise UnsupportedModel(f"{MODULES}: type", kind)
+        if place != _PLACES[kinds[-1]]:
+            raise UnsupportedModel(f"{MODULES}: path of {kinds[-1]}", place)
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise UnsupportedModel(f"{MODULES}: modules", kinds)
+    return kinds
+
+
+def _pooling(fields: Mapping[str, Any], config: EncoderConfig) -> Pooling:
+    width = fields.get("word_embedding_dimension", fields.get("embedding_dimension", config.hidden_size))
+    if width != config.hidden_size:
+        raise UnsupportedModel(f"{POOLING}: word_embedding_dimension", width)
+    named = fields.get("pooling_mode")  # what newer releases write
+    if isinstance(named, str):
+        modes = [{"mean": "mean_tokens", "cls": "cls_token"}.get(named, named)]
+    else:
+        modes = [
+            name.removeprefix(_MODES) for name, value in fields.items() if name.startswith(_MODES) and value
+        ]
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise UnsupportedModel(f"{POOLING}: pooling_mode", " and ".join(modes) or named)
+    return _POOLINGS[modes[0]]
+
+
+def _fields(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise UnsupportedModel(name, type(value).__name__)
+    return value

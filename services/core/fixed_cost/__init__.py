@@ -1,0 +1,1 @@
+"""Values of fixed-cost models that several roles use."""

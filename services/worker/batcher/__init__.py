@@ -1,0 +1,1 @@
+"""Fixed-cost models: single forward passes over batches of compatible requests."""

@@ -1,0 +1,99 @@
+"""From a version's folder to a model that has run once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.fixed_cost.config import FixedCostConfig, parse_fixed_cost
+from fairway.formats.fixed_cost.encoder_config import EncoderConfig
+from fairway.formats.fixed_cost.image_config import ResNetConfig, VitConfig
+from services.core.fixed_cost.tensors import ANY, TensorSpec
+from services.worker.batcher.models.blocks import TensorSource
+from services.worker.batcher.models.encoder_tensors import encoder_layout
+from services.worker.batcher.models.mlp import MlpModel, mlp_layout
+from services.worker.batcher.models.model import FixedCostModel
+from services.worker.batcher.models.resnet import ResNetModel, resnet_layout
+from services.worker.batcher.models.rows import DTYPES, Padded, Row
+from services.worker.batcher.models.text import TokenModel
+from services.worker.batcher.models.vit import VitModel, vit_layout
+from services.worker.engine.load.config import MAX_JSON_BYTES
+from services.worker.engine.load.torch_loading import DTYPES as COMPUTED_IN
+from services.worker.engine.load.torch_loading import device_of
+from services.worker.engine.load.weights import Checkpoint, TensorLayout
+from services.worker.engine.unsupported import BadCheckpoint
+
+AnyModel = TokenModel | VitModel | ResNetModel | MlpModel
+WARM_UP_EXTENT: Final = 32  # of a row's length, and of an image whose size is free
+
+
+def load_model(model_dir: Path, *, device: str = "cpu", dtype: str = "float32") -> FixedCostModel:
+    """Return the model that the folder declares, after one run. Raises LoadError, UnsupportedModel.
+
+    ``dtype``: "float32" or "bfloat16".
+    """
+    names = sorted(path.relative_to(model_dir).as_posix() for path in model_dir.rglob("*"))
+    config = parse_fixed_cost(names, lambda name: _small_file(model_dir / name))
+    where, loaded_bytes = device_of(device), 0
+    with torch.inference_mode(), Checkpoint(model_dir, layout_of(config)) as checkpoint:
+
+        def tensor(name: str) -> torch.Tensor:
+            nonlocal loaded_bytes
+            found = checkpoint.tensor(name, dtype=COMPUTED_IN[dtype]).to(where)
+            loaded_bytes += found.nbytes
+            return found
+
+        model = _model_of(config, tensor, where)
+    model.facts = replace(model.facts, dtype=dtype, weight_bytes=loaded_bytes)
+    outputs = model.run(Padded([_row(model.facts.inputs)], WARM_UP_EXTENT))
+    if not all(np.isfinite(values).all() for values in outputs[0].values()):
+        raise BadCheckpoint("the outputs are not finite in the warm-up: the weights are at fault")
+    return model
+
+
+def layout_of(config: FixedCostConfig) -> TensorLayout:
+    """Return the tensors that a checkpoint of this model holds."""
+    match config:
+        case EncoderConfig():
+            return encoder_layout(config)
+        case ResNetConfig():
+            return resnet_layout(config)
+        case VitConfig():
+            return vit_layout(config)
+        case _:
+            return mlp_layout(config)
+
+
+def _model_of(config: FixedCostConfig, tensor: TensorSource, device: torch.device) -> AnyModel:
+    match config:
+        case EncoderConfig():
+            return TokenModel(config, tensor, device=device)
+        case ResNetConfig():
+            return ResNetModel(config, tensor, device=device)
+        case VitConfig():
+            return VitModel(config, tensor, device=device)
+        case _:
+            return MlpModel(config, tensor, device=device)
+
+
+def _row(specs: Sequence[TensorSpec]) -> Row:
+    """Return a row of zeros; a length of 1, so that it fits any model."""
+    row = {}
+    for spec in specs:
+        free = 1 if spec.has_length else WARM_UP_EXTENT
+        shape = [free if extent == ANY else extent for extent in spec.shape]
+        row[spec.name] = np.zeros(shape, DTYPES[spec.datatype])
+    return row
+
+
+def _small_file(path: Path) -> bytes:
+    size = path.stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise UnsupportedModel(path.name, f"{size} bytes")
+    return path.read_bytes()

@@ -1,0 +1,54 @@
+"""A plain multi-layer perceptron."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fairway.formats.fixed_cost.mlp_config import MlpConfig
+from services.core.fixed_cost.tensors import Operation, TensorSpec
+from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear
+from services.worker.batcher.models.model import ModelFacts, Outputs
+from services.worker.batcher.models.rows import Batch, Row, row_problem
+from services.worker.engine.load.weights import Shape, TensorLayout
+
+
+def mlp_layout(config: MlpConfig) -> TensorLayout:
+    """Return the layout of the checkpoint."""
+    shapes: dict[str, Shape] = {}
+    inputs = config.input_size
+    for index, layer in enumerate(config.layers):
+        shapes[f"layers.{index}.weight"] = (layer.size, inputs)
+        shapes[f"layers.{index}.bias"] = (layer.size,)
+        inputs = layer.size
+    return TensorLayout(shapes)
+
+
+class MlpModel:
+    """Implements ``FixedCostModel``."""
+
+    def __init__(self, config: MlpConfig, tensor: TensorSource, *, device: torch.device) -> None:
+        self._device = device
+        self._layers = tuple(
+            (linear(tensor, f"layers.{index}"), ACTIVATIONS[layer.activation])
+            for index, layer in enumerate(config.layers)
+        )
+        self.facts = ModelFacts(
+            Operation.INFER,
+            (TensorSpec("input", "FP32", (config.input_size,)),),
+            (TensorSpec("output", "FP32", (config.layers[-1].size,)),),
+            "float32",
+        )
+
+    def problem(self, row: Row) -> str:
+        """See ``FixedCostModel``."""
+        return row_problem(row, self.facts.inputs)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> list[Outputs]:
+        """See ``FixedCostModel``."""
+        x = torch.from_numpy(np.stack([row["input"] for row in batch.rows]))
+        x = x.to(self._device, self._layers[0][0].weight.dtype)
+        for layer, activation in self._layers:
+            x = activation(layer(x))
+        return [{"output": values} for values in x.float().cpu().numpy()]

@@ -1,0 +1,40 @@
+"""One interface of all fixed-cost models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from services.core.fixed_cost.tensors import Operation, TensorSpec
+from services.worker.batcher.models.rows import Batch, Row
+
+Outputs = Mapping[str, NDArray[Any]]  # of one row, by name of the tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is fixed for a loaded model: its part of the batch key, and its limits."""
+
+    operation: Operation
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    dtype: str  # of the computation
+    max_tokens: int = 0  # of a row; 0: rows have no length
+    accepts_packed: bool = False
+    weight_bytes: int = 0
+
+
+class FixedCostModel(Protocol):
+    """A forward pass without state: a row's outputs do not depend on the other rows of its batch."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    def problem(self, row: Row) -> str:
+        """Return why the row cannot be computed, or an empty text. A row is checked before it is batched."""
+
+    def run(self, batch: Batch) -> list[Outputs]:
+        """Return the outputs of each row, in the order of the batch. All rows have one batch key."""

@@ -1,0 +1,147 @@
+"""ResNet as an image classifier. The normalisations are folded into the convolutions when it is loaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fairway.formats.fixed_cost.image_config import ResNetConfig
+from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
+from services.worker.batcher.models.blocks import TensorSource, linear
+from services.worker.batcher.models.model import ModelFacts, Outputs
+from services.worker.batcher.models.rows import Batch, Row, row_problem
+from services.worker.engine.load.weights import Shape, TensorLayout
+
+COUNTERS: Final = re.compile(r".+\.num_batches_tracked")
+EPS: Final = 1e-5  # of torch's batch normalisation, which the configuration does not change
+_STEM: Final = "resnet.embedder.embedder"
+_STATISTICS: Final = ("weight", "bias", "running_mean", "running_var")
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionShape:
+    """A convolution with its normalisation, before it is loaded."""
+
+    name: str
+    inputs: int
+    outputs: int
+    kernel: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualBlock:
+    """Convolutions one after the other, and what is added: the input, or a convolution of it."""
+
+    layers: tuple[ConvolutionShape, ...]
+    shortcut: ConvolutionShape | None
+
+
+def stem_of(config: ResNetConfig) -> ConvolutionShape:
+    return ConvolutionShape(_STEM, config.channels, config.stem_channels, 7, 2)
+
+
+def blocks_of(config: ResNetConfig) -> list[ResidualBlock]:
+    """Return all blocks, in order."""
+    blocks, inputs = [], config.stem_channels
+    for number, stage in enumerate(config.stages):
+        for index in range(stage.layers):
+            prefix = f"resnet.encoder.stages.{number}.layers.{index}."
+            blocks.append(_block(config, prefix, inputs, stage.channels, stage.stride if not index else 1))
+            inputs = stage.channels
+    return blocks
+
+
+def _block(config: ResNetConfig, prefix: str, inputs: int, outputs: int, stride: int) -> ResidualBlock:
+    shapes: tuple[tuple[int, int, int, int], ...]
+    if config.bottleneck:
+        inner = outputs // 4
+        strides = (stride, 1) if config.stride_first else (1, stride)
+        shapes = ((inputs, inner, 1, strides[0]), (inner, inner, 3, strides[1]), (inner, outputs, 1, 1))
+    else:
+        shapes = ((inputs, outputs, 3, stride), (outputs, outputs, 3, 1))
+    layers = tuple(ConvolutionShape(f"{prefix}layer.{i}", *shape) for i, shape in enumerate(shapes))
+    changes = inputs != outputs or stride != 1
+    shortcut = ConvolutionShape(f"{prefix}shortcut", inputs, outputs, 1, stride) if changes else None
+    return ResidualBlock(layers, shortcut)
+
+
+def resnet_layout(config: ResNetConfig) -> TensorLayout:
+    """Return the layout of the checkpoint."""
+    convolutions = [stem_of(config)]
+    for block in blocks_of(config):
+        convolutions += [*block.layers, *([block.shortcut] if block.shortcut else [])]
+    last = config.stages[-1].channels
+    shapes: dict[str, Shape] = {
+        "classifier.1.weight": (config.labels, last),
+        "classifier.1.bias": (config.labels,),
+    }
+    for one in convolutions:
+        shapes[f"{one.name}.convolution.weight"] = (one.outputs, one.inputs, one.kernel, one.kernel)
+        shapes |= {f"{one.name}.normalization.{name}": (one.outputs,) for name in _STATISTICS}
+    return TensorLayout(shapes, ignored=COUNTERS)
+
+
+class ResNetModel:
+    """Implements ``FixedCostModel``. Images of any size; those of one batch have one size."""
+
+    def __init__(self, config: ResNetConfig, tensor: TensorSource, *, device: torch.device) -> None:
+        self._device = device
+        self._stem = _Convolution(stem_of(config), tensor)
+        self._blocks = tuple(_Block(block, tensor) for block in blocks_of(config))
+        self._classify = linear(tensor, "classifier.1")
+        self.facts = ModelFacts(
+            Operation.CLASSIFY,
+            (TensorSpec("pixel_values", "FP32", (config.channels, ANY, ANY)),),
+            (TensorSpec("logits", "FP32", (config.labels,)),),
+            "float32",
+        )
+
+    def problem(self, row: Row) -> str:
+        """See ``FixedCostModel``."""
+        return row_problem(row, self.facts.inputs)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> list[Outputs]:
+        """See ``FixedCostModel``."""
+        pixels = torch.from_numpy(np.stack([row["pixel_values"] for row in batch.rows]))
+        x = F.relu(self._stem(pixels.to(self._device, self._classify.weight.dtype)))
+        x = F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
+        for block in self._blocks:
+            x = block(x)
+        logits = self._classify(x.mean((2, 3))).float().cpu().numpy()
+        return [{"logits": values} for values in logits]
+
+
+class _Convolution:
+    """A convolution and its normalisation in one: ``w s``, ``b - m s`` with ``s = g / sqrt(v + eps)``."""
+
+    def __init__(self, shape: ConvolutionShape, tensor: TensorSource) -> None:
+        weight = tensor(f"{shape.name}.convolution.weight")
+        gain, bias, mean, variance = (
+            tensor(f"{shape.name}.normalization.{name}").double() for name in _STATISTICS
+        )
+        scale = gain * (variance + EPS).rsqrt()
+        self._weight = (weight.double() * scale[:, None, None, None]).to(weight.dtype)
+        self._bias = (bias - mean * scale).to(weight.dtype)
+        self._stride, self._padding = shape.stride, shape.kernel // 2
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, self._weight, self._bias, self._stride, self._padding)
+
+
+class _Block:
+    def __init__(self, block: ResidualBlock, tensor: TensorSource) -> None:
+        self._layers = tuple(_Convolution(shape, tensor) for shape in block.layers)
+        self._shortcut = _Convolution(block.shortcut, tensor) if block.shortcut is not None else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        kept = x if self._shortcut is None else self._shortcut(x)
+        for layer in self._layers[:-1]:
+            x = F.relu(layer(x))
+        return F.relu(self._layers[-1](x) + kept)

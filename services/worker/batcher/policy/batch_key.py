@@ -1,0 +1,43 @@
+"""Which requests may share a forward pass. Pure.
+
+The key has everything that defines the computation: a batch of rows of two keys is a wrong answer. The
+length of a row is not part of it, for padding is masked: which lengths share a batch (``length_buckets``) is
+efficiency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
+
+Parameter = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKey:
+    """Equal keys: one computation. Values are compared with their types: 1, 1.0 and True differ."""
+
+    version_digest: str
+    operation: Operation
+    dtype: str  # of the computation
+    inputs: tuple[TensorSpec, ...]  # as sent, sorted by name; a length is ``ANY``
+    parameters: tuple[tuple[str, str, Parameter], ...]  # that change results: name, type, value
+
+    @staticmethod
+    def of(
+        version_digest: str,
+        operation: Operation,
+        dtype: str,
+        inputs: Iterable[TensorSpec],
+        parameters: Mapping[str, Parameter],
+    ) -> BatchKey:
+        """Return the key of a request with these tensors, in their actual shapes."""
+        sent = tuple(sorted((_without_length(spec) for spec in inputs), key=lambda spec: spec.name))
+        named = tuple((name, type(value).__name__, value) for name, value in sorted(parameters.items()))
+        return BatchKey(version_digest, operation, dtype, sent, named)
+
+
+def _without_length(spec: TensorSpec) -> TensorSpec:
+    return replace(spec, shape=(ANY, *spec.shape[1:])) if spec.has_length else spec

@@ -1,0 +1,125 @@
+"""When an idle device starts a batch, and why; every batch records its cause. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from services.worker.batcher.policy.arrival_profile import LEAST_WAIT_S
+from services.worker.batcher.policy.cost_curve import CostCurve
+from services.worker.batcher.policy.linger import (
+    BatchObjective,
+    Expected,
+    LingerBound,
+    linger_bound,
+    worthwhile_wait_s,
+)
+
+MOST_ROWS: Final = 100
+
+
+class FlushCause(StrEnum):
+    """Why a batch started."""
+
+    FULL = "full"  # as many rows as a batch may have
+    TOKENS = "tokens"  # one row more would exceed the budget of padded tokens
+    MEMORY = "memory"  # one row more would exceed the memory
+    LINGER = "linger"  # the objective leaves no time to wait
+    DEADLINE = "deadline"  # a client's deadline leaves no time to wait
+    IDLE = "idle"  # the device is idle and waiting does not pay
+    DRAIN = "drain"  # nothing new arrives
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What one batch may have at most. 0: no such limit."""
+
+    rows: int = MOST_ROWS
+    padded_tokens: int = 0
+    memory_bytes: int = 0
+    # Working memory of a batch, measured when the model was loaded.
+    row_bytes: int = 0
+    token_bytes: int = 0
+
+    def rows_at(self, width: int) -> tuple[int, FlushCause]:
+        """Return the most rows of this width, at least 1, and which limit it is."""
+        found, cause = self.rows, FlushCause.FULL
+        if self.padded_tokens and width and self.padded_tokens // width < found:
+            found, cause = self.padded_tokens // width, FlushCause.TOKENS
+        each = self.row_bytes + width * self.token_bytes
+        if self.memory_bytes and each and self.memory_bytes // each < found:
+            found, cause = self.memory_bytes // each, FlushCause.MEMORY
+        return max(1, found), cause
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingGroup:
+    """Rows of one key and one width, at least one."""
+
+    width: int
+    rows: int
+    oldest_s: float  # when the oldest arrived
+    deadline_s: float = float("inf")  # the earliest of the clients
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What holds for all groups of an idle device."""
+
+    curve: CostCurve
+    limits: BatchLimits
+    objective: BatchObjective
+    transport_s: float = 0.0  # of an answer, as observed at the objective's level
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Start a batch of the group's first ``rows`` rows."""
+
+    rows: int
+    cause: FlushCause
+    bound: LingerBound
+
+
+@dataclass(frozen=True, slots=True)
+class Linger:
+    """Decide again at ``until_s``, or when a row arrives."""
+
+    until_s: float
+    bound: LingerBound
+
+
+def decide(group: WaitingGroup, device: Device, expected: Expected, now_s: float) -> Flush | Linger:
+    """Return whether an idle device starts a batch of this group now."""
+    most, limit = device.limits.rows_at(group.width)
+    rows = min(group.rows, most)
+    target_s = group.oldest_s + device.objective.latency_s
+    bound = linger_bound(
+        device.curve,
+        width=group.width,
+        rows=rows,
+        most_rows=most,
+        left_s=min(target_s, group.deadline_s) - now_s,
+        transport_s=device.transport_s,
+        expected=expected,
+        level=device.objective.level,
+    )
+    if group.rows >= most:
+        return Flush(rows, limit, bound)
+    if device.draining:
+        return Flush(rows, FlushCause.DRAIN, bound)
+    if bound.linger_s < LEAST_WAIT_S:
+        late = FlushCause.DEADLINE if group.deadline_s < target_s else FlushCause.LINGER
+        return Flush(rows, late, bound)
+    wait_s = worthwhile_wait_s(device.curve, width=group.width, rows=rows, most_rows=most, expected=expected)
+    if wait_s <= 0.0:
+        return Flush(rows, FlushCause.IDLE, bound)
+    return Linger(now_s + min(wait_s, bound.linger_s), bound)
+
+
+def fills(curve: CostCurve, *, width: int, rows: int, narrower: int, more: int) -> bool:
+    """Whether ``more`` rows of a narrower width are better computed with a batch than in one of their own."""
+    alone_s = curve.mean_s(narrower, more)
+    return curve.mean_s(width, rows + more) - curve.mean_s(width, rows) <= alone_s

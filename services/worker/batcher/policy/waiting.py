@@ -1,0 +1,157 @@
+"""The rows that wait for a batch: bounded, in order of deadline within what their tenants were leased. Pure.
+
+The scheduler leases slots to tenants; a row is within its tenant's lease while the tenant has no more rows
+running and ahead of it. Rows beyond a lease fill what room the others leave.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from services.worker.batcher.policy.batch_key import BatchKey
+from services.worker.batcher.policy.cost_curve import CostCurve
+from services.worker.batcher.policy.flush import BatchLimits, WaitingGroup
+
+MOST_WAITING: Final = 4096  # rows
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRow:
+    """One row. ``number`` counts arrivals; times are of one monotonic clock."""
+
+    number: int
+    tenant: str
+    key: BatchKey
+    width: int  # of its bucket
+    arrived_s: float
+    due_s: float  # objective or client's deadline, whichever is earlier: the order
+    deadline_s: float = float("inf")  # of the client
+
+
+@dataclass(frozen=True, slots=True)
+class RowAccepted:
+    """The row waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class TooManyRows:
+    """The queue is full."""
+
+    most_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class TooLate:
+    """The row would be answered only ``predicted_s`` from now."""
+
+    predicted_s: float
+    left_s: float
+
+
+Admission = RowAccepted | TooManyRows | TooLate
+_Group = tuple[BatchKey, int]
+_Entry = tuple[float, int, WaitingRow]
+
+
+class WaitingRows:
+    """Single writer."""
+
+    def __init__(self, most_rows: int = MOST_WAITING) -> None:
+        self._most_rows = most_rows
+        self._groups: dict[_Group, list[_Entry]] = {}
+        self._places: dict[int, WaitingRow] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(
+        self,
+        row: WaitingRow,
+        curve: CostCurve,
+        limits: BatchLimits,
+        *,
+        now_s: float,
+        busy_until_s: float = 0.0,
+        transport_s: float = 0.0,
+    ) -> Admission:
+        """Add the row, unless the queue is full or its deadline cannot be met."""
+        if len(self) >= self._most_rows:
+            return TooManyRows(self._most_rows)
+        if row.deadline_s != float("inf"):
+            start_s = max(0.0, busy_until_s - now_s) + self._ahead_s(row, curve, limits)
+            predicted_s = start_s + curve.mean_s(row.width, 1) + transport_s
+            if now_s + predicted_s > row.deadline_s:
+                return TooLate(predicted_s, row.deadline_s - now_s)
+        insort(self._groups.setdefault((row.key, row.width), []), (row.due_s, row.number, row))
+        self._places[row.number] = row
+        return RowAccepted()
+
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Remove rows that run, or were cancelled; others are ignored."""
+        for number in numbers:
+            if (row := self._places.pop(number, None)) is None:
+                continue
+            place = (row.key, row.width)
+            entries = self._groups[place]
+            del entries[bisect_left(entries, (row.due_s, number))]
+            if not entries:
+                del self._groups[place]
+
+    def unmeetable(self, curve: CostCurve, *, now_s: float, transport_s: float = 0.0) -> list[WaitingRow]:
+        """Return the rows whose deadline passes before a batch of theirs could end, if it started now."""
+        found = []
+        for (_, width), entries in self._groups.items():
+            least_s = now_s + curve.mean_s(width, 1) + transport_s
+            found += [row for _, _, row in entries if row.deadline_s < least_s]
+        return found
+
+    def groups(self) -> Iterator[tuple[BatchKey, WaitingGroup]]:
+        """Yield all groups, the one with the earliest due row first."""
+        for (key, width), entries in sorted(self._groups.items(), key=lambda item: item[1][0][:2]):
+            rows = [row for _, _, row in entries]
+            oldest_s = min(row.arrived_s for row in rows)
+            yield key, WaitingGroup(width, len(rows), oldest_s, min(row.deadline_s for row in rows))
+
+    def select(
+        self, key: BatchKey, width: int, rows: int, *, leases: Mapping[str, int], running: Mapping[str, int]
+    ) -> list[WaitingRow]:
+        """Return up to ``rows`` rows of a group: those within a lease by deadline, then others by deadline.
+
+        ``running``: rows of each tenant in batches that run. A tenant without a lease has none.
+        """
+        used = Counter(running)
+        within: list[WaitingRow] = []
+        beyond: list[WaitingRow] = []
+        for _, _, row in self._groups.get((key, width), ()):
+            used[row.tenant] += 1
+            (within if used[row.tenant] <= leases.get(row.tenant, 0) else beyond).append(row)
+        return [*within, *beyond][:rows]
+
+    def narrower(self, key: BatchKey, width: int) -> Sequence[int]:
+        """Return the widths below ``width`` in which rows of this key wait, the widest first."""
+        return sorted((each for found, each in self._groups if found == key and each < width), reverse=True)
+
+    def check_integrity(self) -> None:
+        """Every row stands in its group, in order, once."""
+        rows = [row for entries in self._groups.values() for _, _, row in entries]
+        assert sorted(row.number for row in rows) == sorted(self._places), "rows are lost or doubled"
+        for (key, width), entries in self._groups.items():
+            assert entries, "an empty group stays"
+            assert entries == sorted(entries, key=lambda entry: entry[:2]), "a group is out of order"
+            assert all((row.key, row.width) == (key, width) for _, _, row in entries), "a row is misplaced"
+
+    def _ahead_s(self, row: WaitingRow, curve: CostCurve, limits: BatchLimits) -> float:
+        """Return the time of the batches that start before one with this row does."""
+        ahead_s = 0.0
+        for (key, width), entries in self._groups.items():
+            most, _ = limits.rows_at(width)
+            earlier = bisect_left(entries, (row.due_s, row.number))
+            batches, rest = divmod(earlier, most)
+            ahead_s += batches * curve.mean_s(width, most)
+            if rest and (key, width) != (row.key, row.width):  # it joins the last one of its own group
+                ahead_s += curve.mean_s(width, rest)
+        return ahead_s

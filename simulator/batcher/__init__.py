@@ -1,0 +1,1 @@
+"""One batcher on a virtual clock, with measured costs of batches."""

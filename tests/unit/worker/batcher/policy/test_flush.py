@@ -1,0 +1,143 @@
+"""When an idle device starts a batch: every cause, the bound of the linger, and when waiting pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.batcher.policy.arrival_profile import LEAST_WAIT_S
+from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
+from services.worker.batcher.policy.flush import (
+    BatchLimits,
+    Device,
+    Flush,
+    FlushCause,
+    Linger,
+    WaitingGroup,
+    decide,
+    fills,
+)
+from services.worker.batcher.policy.linger import BatchObjective, Expected, linger_bound, worthwhile_wait_s
+
+NOW_S = 100.0
+COSTLY = CostCurve(CostPrior(10e-3, 0.1e-3, 0.0))  # c(n) = 10 ms + n * 0.1 ms
+CHEAP = CostCurve(CostPrior(0.0, 0.1e-3, 0.0))  # a batch saves nothing
+BACK = Expected(returning=((1e-3, 10.0), (2e-3, 32.0)))
+
+
+def decided(
+    group: WaitingGroup, device: Device | None = None, expected: Expected | None = None
+) -> Flush | Linger:
+    device = device if device is not None else Device(COSTLY, BatchLimits(), BatchObjective())
+    return decide(group, device, expected if expected is not None else Expected(), NOW_S)
+
+
+def cause(group: WaitingGroup, expected: Expected | None = None, **changes: Any) -> FlushCause:
+    device = replace(Device(COSTLY, BatchLimits(), BatchObjective()), **changes)
+    found = decided(group, device, expected)
+    assert isinstance(found, Flush), found
+    return found.cause
+
+
+def group(
+    rows: int, *, waited_s: float = 0.0, width: int = 64, deadline_s: float = float("inf")
+) -> WaitingGroup:
+    return WaitingGroup(width, rows, NOW_S - waited_s, deadline_s)
+
+
+def test_every_cause() -> None:
+    memory = BatchLimits(memory_bytes=1 << 20, row_bytes=1 << 10, token_bytes=1 << 10)
+    assert cause(group(100)) is FlushCause.FULL
+    assert cause(group(16), limits=BatchLimits(padded_tokens=1024)) is FlushCause.TOKENS
+    assert cause(group(15), limits=memory) is FlushCause.MEMORY
+    assert cause(group(3), BACK, draining=True) is FlushCause.DRAIN
+    assert cause(group(3, waited_s=0.04), BACK) is FlushCause.LINGER
+    assert cause(group(3, deadline_s=NOW_S + 0.012), BACK) is FlushCause.DEADLINE
+    assert cause(group(3)) is FlushCause.IDLE
+
+
+@pytest.mark.parametrize("limits", [BatchLimits(rows=7), BatchLimits(padded_tokens=7 * 64 + 5)])
+def test_a_batch_has_no_more_rows_than_its_limits(limits: BatchLimits) -> None:
+    found = decided(group(50), Device(COSTLY, limits, BatchObjective()))
+    assert isinstance(found, Flush)
+    assert found.rows == 7
+
+
+def test_a_row_beyond_every_limit_runs_alone() -> None:
+    found = decided(group(2), Device(COSTLY, BatchLimits(padded_tokens=10), BatchObjective()))
+    assert isinstance(found, Flush)
+    assert found.rows == 1
+
+
+def test_the_bound_is_objective_less_compute_less_transport() -> None:
+    fields: dict[str, Any] = {"width": 8, "rows": 10, "most_rows": 100, "level": 0.99}
+    bound = linger_bound(COSTLY, left_s=0.05, transport_s=0.004, expected=Expected(), **fields)
+    assert bound.compute_s == pytest.approx(COSTLY.quantile_s(8, 10, 0.99))
+    assert bound.linger_s == pytest.approx(0.05 - bound.compute_s - 0.004)
+    growing = linger_bound(COSTLY, left_s=0.05, transport_s=0.004, expected=Expected(1000.0), **fields)
+    assert growing.rows > 10
+    assert growing.compute_s == pytest.approx(COSTLY.quantile_s(8, growing.rows, 0.99), rel=0.01)
+    assert growing.linger_s < bound.linger_s
+
+
+def test_it_waits_for_rows_that_come_back_and_only_as_long_as_that_pays() -> None:
+    found = decided(group(32), expected=BACK)
+    assert isinstance(found, Linger)
+    assert found.until_s == pytest.approx(NOW_S + 2e-3)
+    assert cause(group(32), BACK, curve=CHEAP) is FlushCause.IDLE
+    late = Expected(returning=((15e-3, 32.0),))
+    assert cause(group(32), late) is FlushCause.IDLE  # the idle time is worth more than a batch
+
+
+def test_it_waits_for_an_open_row_that_is_near_and_not_for_one_that_is_far() -> None:
+    assert isinstance(decided(group(1), expected=Expected(rate_per_s=1000.0)), Linger)
+    assert cause(group(1), Expected(rate_per_s=100.0)) is FlushCause.IDLE
+    assert cause(group(20), Expected(rate_per_s=1000.0)) is FlushCause.IDLE
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    rows=st.integers(1, 150),
+    waited_s=st.floats(0.0, 0.2),
+    left_s=st.floats(-0.1, 0.5),
+    rate_per_s=st.floats(0.0, 1e5),
+    back=st.lists(st.tuples(st.floats(1e-5, 0.2), st.floats(0.0, 100.0)), max_size=4),
+)
+def test_a_wait_ends_within_the_bound_and_a_device_that_gains_nothing_never_waits(
+    rows: int, waited_s: float, left_s: float, rate_per_s: float, back: list[tuple[float, float]]
+) -> None:
+    expected = Expected(rate_per_s, tuple(sorted(back)))
+    found = decided(group(rows, waited_s=waited_s, deadline_s=NOW_S + left_s), expected=expected)
+    if isinstance(found, Linger):
+        assert found.bound.linger_s >= LEAST_WAIT_S  # a clock of doubles moves
+        assert NOW_S < found.until_s <= NOW_S + found.bound.linger_s + 1e-9
+        target_s = min(NOW_S - waited_s + 0.05, NOW_S + left_s)
+        assert found.until_s + found.bound.compute_s <= target_s + 1e-9
+    nothing = worthwhile_wait_s(CHEAP, width=64, rows=rows, most_rows=100, expected=expected)
+    assert nothing == 0.0
+
+
+def test_narrower_rows_fill_a_batch_where_that_is_cheaper() -> None:
+    curve = CostCurve(CostPrior(5e-3, 0.0, 1e-5))
+    assert fills(curve, width=64, rows=3, narrower=16, more=4)  # 4 * 64 tokens less than a batch
+    assert not fills(curve, width=512, rows=3, narrower=16, more=4)
+
+
+def test_a_wait_that_pays_is_cut_at_the_bound() -> None:
+    late = Expected(returning=((8e-3, 32.0),))
+    whole = decided(group(32), expected=late)
+    assert isinstance(whole, Linger)
+    assert whole.until_s == pytest.approx(NOW_S + 8e-3)
+    cut = decided(group(32, waited_s=0.027), expected=late)
+    assert isinstance(cut, Linger)
+    assert cut.until_s == pytest.approx(NOW_S + cut.bound.linger_s)
+    assert cut.bound.linger_s < 4e-3
+
+
+def test_a_bound_that_no_clock_can_measure_starts_the_batch() -> None:
+    compute_s = COSTLY.quantile_s(64, 3, 0.99)
+    assert cause(group(3, deadline_s=NOW_S + compute_s + 1e-9), BACK) is FlushCause.DEADLINE

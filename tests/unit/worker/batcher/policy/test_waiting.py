@@ -1,0 +1,126 @@
+"""The queue: bounded, in order, within leases; what cannot be in time is rejected when it arrives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.core.fixed_cost.tensors import Operation
+from services.worker.batcher.policy.batch_key import BatchKey
+from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
+from services.worker.batcher.policy.flush import BatchLimits
+from services.worker.batcher.policy.waiting import (
+    Admission,
+    RowAccepted,
+    TooLate,
+    TooManyRows,
+    WaitingRow,
+    WaitingRows,
+)
+
+KEYS = [BatchKey.of(f"sha256:{name}", Operation.EMBED, "float32", (), {}) for name in "ab"]
+CURVE = CostCurve(CostPrior(10e-3, 1e-3, 0.0))
+LIMITS = BatchLimits(rows=10)
+
+
+def row(number: int, **changes: Any) -> WaitingRow:
+    fields: dict[str, Any] = {"tenant": "t", "key": KEYS[0], "width": 8, "arrived_s": 0.0, "due_s": 1.0}
+    return WaitingRow(number, **(fields | changes))
+
+
+def add(waiting: WaitingRows, *rows: WaitingRow, **more: float) -> list[Admission]:
+    return [waiting.add(each, CURVE, LIMITS, now_s=0.0, **more) for each in rows]
+
+
+def numbers(waiting: WaitingRows, rows: int = 100, **leases: int) -> list[int]:
+    found = waiting.select(KEYS[0], 8, rows, leases=leases, running={})
+    return [each.number for each in found]
+
+
+def test_it_is_bounded() -> None:
+    waiting = WaitingRows(most_rows=2)
+    assert add(waiting, row(0), row(1), row(2)) == [RowAccepted(), RowAccepted(), TooManyRows(2)]
+    waiting.remove([0, 0, 77])
+    assert add(waiting, row(3)) == [RowAccepted()]
+
+
+def test_deadlines_order_rows_within_leases_and_others_fill_the_rest() -> None:
+    waiting = WaitingRows()
+    greedy = [row(number, tenant="greedy", due_s=0.1 + number / 100) for number in range(6)]
+    add(waiting, *greedy, row(6, tenant="calm", due_s=5.0), row(7, tenant="calm", due_s=4.0))
+    assert numbers(waiting, greedy=2, calm=4) == [0, 1, 7, 6, 2, 3, 4, 5]
+    assert numbers(waiting, 3, greedy=2, calm=4) == [0, 1, 7]
+    running = waiting.select(KEYS[0], 8, 2, leases={"greedy": 2, "calm": 4}, running={"greedy": 2})
+    assert [each.number for each in running] == [7, 6]
+    assert numbers(waiting, 2) == [0, 1]  # no leases: by deadline
+
+
+def test_what_cannot_be_in_time_is_rejected_with_the_time() -> None:
+    waiting = WaitingRows()
+    assert add(waiting, row(0, deadline_s=0.005)) == [TooLate(11e-3, 0.005)]
+    assert add(waiting, row(1, deadline_s=0.02)) == [RowAccepted()]
+    (found,) = add(waiting, row(2, deadline_s=0.02), busy_until_s=0.015)
+    assert isinstance(found, TooLate)
+    ahead = [row(number, due_s=0.5, key=KEYS[1]) for number in range(10, 30)]
+    add(waiting, *ahead)
+    (found,) = add(waiting, row(3, due_s=0.9, deadline_s=0.04))
+    assert isinstance(found, TooLate)
+    assert add(waiting, row(4, due_s=0.4, deadline_s=0.04)) == [RowAccepted()]  # it goes first
+    assert {each.number for each in waiting.unmeetable(CURVE, now_s=0.015)} == {1}
+
+
+def test_groups_are_in_order_of_their_first_row() -> None:
+    waiting = WaitingRows()
+    add(
+        waiting, row(0, due_s=3.0), row(1, due_s=2.0, width=16), row(2, due_s=1.0, key=KEYS[1], arrived_s=0.5)
+    )
+    add(waiting, row(3, due_s=9.0, width=16, arrived_s=-1.0, deadline_s=50.0))
+    found = [(key, group.width, group.rows) for key, group in waiting.groups()]
+    assert found == [(KEYS[1], 8, 1), (KEYS[0], 16, 2), (KEYS[0], 8, 1)]
+    wide = next(group for _, group in waiting.groups() if group.width == 16)
+    assert (wide.oldest_s, wide.deadline_s) == (-1.0, 50.0)
+    assert waiting.narrower(KEYS[0], 16) == [8]
+
+
+def test_of_rows_that_are_due_together_the_named_one_is_removed() -> None:
+    waiting = WaitingRows()
+    add(waiting, row(0), row(1), row(2))
+    waiting.remove([1])
+    waiting.check_integrity()
+    assert numbers(waiting) == [0, 2]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.booleans(),
+            st.integers(0, 30),
+            st.integers(0, 1),
+            st.sampled_from((8, 16)),
+            st.sampled_from((1.0, 2.0, 5.0)),
+        ),
+        max_size=60,
+    )
+)
+def test_no_row_is_lost_or_doubled(steps: list[tuple[bool, int, int, int, float]]) -> None:
+    waiting, expected, number = WaitingRows(most_rows=20), set[int](), 0
+    for adds, target, key, width, due_s in steps:
+        if adds:
+            number += 1
+            (found,) = add(waiting, row(number, key=KEYS[key], width=width, due_s=due_s))
+            if found == RowAccepted():
+                expected.add(number)
+        else:
+            waiting.remove([target])
+            expected.discard(target)
+        waiting.check_integrity()
+        assert len(waiting) == len(expected) <= 20
+    for of, group in list(waiting.groups()):
+        taken = waiting.select(of, group.width, 7, leases={}, running={})
+        assert [each.due_s for each in taken] == sorted(each.due_s for each in taken)
+        waiting.remove(each.number for each in taken)
+        expected -= {each.number for each in taken}
+    assert len(waiting) == len(expected)
