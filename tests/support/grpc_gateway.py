@@ -30,10 +30,12 @@ from services.core.generation import (
     StartSpec,
 )
 from services.core.limits import Price
-from services.core.records import ApiKey, KeyRole, Meta, Tenant
+from services.core.records import ApiKey, Deployment, KeyRole, Meta, Priority, Tenant
+from services.gateway.catalog import PinnedVersion, Route
 from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.policy.claims import RequestBounds
+from services.gateway.requests.validate import Checked
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.worker import SequenceSink
@@ -43,28 +45,38 @@ from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 
 CLOCK = SystemClock()
+DIGEST = "sha256:x"
 AUTH = (("authorization", "Bearer key"),)
+
+
+def checked_of(model: str, version: PinnedVersion) -> Checked:
+    """Return a valid generation's route to a version."""
+    deployment = Deployment(Meta(model), model, "", version.version_digest, replicas=1)
+    route = Route(model, deployment, version.version_digest, version.route_revision, ready_replicas=1)
+    return Checked(route, Priority.STANDARD)
 
 
 class Validator:
     """Takes the prompt's length for its tokens; refuses the model "none"."""
 
-    def check(self, principal: Principal, generation: pb.Generation, *, pinned: None = None) -> None:
-        if generation.model == "none":
+    def check(self, principal: Principal, generation: pb.Generation, *, pinned: None = None) -> Checked:
+        model = generation.model
+        if model == "none":
             raise errors.ModelNotFound("no model none", model="none")
+        return checked_of(model, PinnedVersion(DIGEST, 1))
 
     async def resolve(
         self,
         principal: Principal,
         generation: pb.Generation,
         request_id: str,
-        checked: None,
+        checked: Checked,
         request_bounds: RequestBounds,
     ) -> GenerationSpec:
         return GenerationSpec(
             request_id=request_id,
             model=generation.model,
-            version_digest="sha256:x",
+            version_digest=DIGEST,
             route_revision=1,
             prompt=Prompt(list(range(len(generation.prompt)))),
             sampling=Sampling(generation.sampling.seed),
@@ -90,7 +102,10 @@ class Identity:
 
 
 class Prices:
-    """A catalog in which nothing costs."""
+    """A catalog that has every model, and in which nothing costs."""
+
+    def has(self, model: str) -> bool:
+        return True
 
     def price(self, model: str) -> Price:
         return Price()

@@ -42,6 +42,7 @@ from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.policy.claims import RequestBounds
+from services.gateway.requests.validate import Checked
 from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
@@ -51,7 +52,7 @@ from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
-from tests.support.grpc_gateway import Prices
+from tests.support.grpc_gateway import Prices, checked_of
 from tests.support.metered import MeteredLimiter
 
 CLOCK = SystemClock()
@@ -93,21 +94,22 @@ class Validator:
 
     def check(
         self, principal: Principal, generation: pb.Generation, *, pinned: PinnedVersion | None = None
-    ) -> PinnedVersion | None:
-        if generation.model == "none":
+    ) -> Checked:
+        model = generation.model
+        if model == "none":
             raise errors.ModelNotFound("no model none", model="none")
-        return pinned
+        version = pinned or PinnedVersion(self._fleet.digests.get(model, self._fleet.digest), 1)
+        return checked_of(model, version)
 
     async def resolve(
         self,
         principal: Principal,
         generation: pb.Generation,
         request_id: str,
-        pinned: PinnedVersion | None,
+        checked: Checked,
         request_bounds: RequestBounds,
     ) -> GenerationSpec:
-        digest = self._fleet.digests.get(generation.model, self._fleet.digest)
-        digest = digest if pinned is None else pinned.version_digest
+        digest = checked.route.version_digest
         if digest in self._fleet.gone:
             raise errors.VersionGone("the version is gone", version_digest=digest)
         asked = generation.sampling
@@ -115,7 +117,7 @@ class Validator:
             request_id=request_id,
             model=generation.model,
             version_digest=digest,
-            route_revision=1 if pinned is None else pinned.route_revision,
+            route_revision=checked.route.route_revision,
             prompt=Prompt(list(range(len(generation.prompt)))),
             sampling=Sampling(
                 asked.seed if asked.HasField("seed") else self._fleet.seeds.getrandbits(63),
