@@ -10,10 +10,12 @@ from scripts.reference import kinds
 from services.core.errors import FairwayError
 from services.core.faults import ERRORS, FINISHED, Fault, fault_of
 
+WITH_TORCH_OR_MAIN = ("services.worker.engine.", "services.worker.batcher.models.", "services.__main__")
+
 
 def test_every_reason_of_the_error_tree_is_classed_and_no_other() -> None:
     for module in pkgutil.walk_packages(services.__path__, "services."):
-        if not module.name.startswith(("services.worker.engine.", "services.__main__")):
+        if not module.name.startswith(WITH_TORCH_OR_MAIN):
             importlib.import_module(module.name)
     every: list[type[FairwayError]] = [FairwayError, *kinds()]
     reasons = {kind.reason for kind in every if kind.__module__.startswith("services.")}
