@@ -37,6 +37,7 @@ from services.ports.store import Store
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert import controlplane as convert
 from services.rpc.convert.inference import timestamp
+from services.rpc.convert.times import seconds_of
 from services.rpc.interceptors.access import caller, principal
 from services.runtime.ids import request_id_of
 
@@ -156,7 +157,7 @@ class ControlPlaneServicer(RolloutMethods):
         return pb.DeleteKeyResponse()
 
     async def RotateKey(self, request: pb.RotateKeyRequest, context: Context) -> pb.RotateKeyResponse:
-        grace_s = request.grace.seconds + request.grace.nanos / 1e9
+        grace_s = seconds_of(request.grace)
         stored, text = await self._service.accounts.rotate_key(
             request.name, grace_s=grace_s, etag=request.etag, request_id=request.request_id
         )

@@ -12,13 +12,13 @@ import structlog
 
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import readable
+from services.controlplane.leading import repeat_while_leading
 from services.controlplane.policy.spend_alerts import spend_alerts
 from services.controlplane.reconciler import Leadership
 from services.controlplane.resources.budgets import Budgets
-from services.core.errors import StoreUnavailable
 from services.core.records import BUDGET_ALERTS, BUDGETS, BudgetAlert, dump
 from services.ports.clock import Clock
-from services.ports.store import CreateRevisionIs, LeaseLost, ModRevisionIs, Put, Store
+from services.ports.store import CreateRevisionIs, ModRevisionIs, Put, Store
 from services.runtime.idempotent_writes import WriteSet
 
 log = structlog.get_logger()
@@ -47,13 +47,9 @@ class SpendAlerts:
 
     async def run(self) -> None:
         """Check every ``PERIOD_S`` while leading, until cancelled; survives a store outage."""
-        while True:
-            epoch = await self._leadership.wait_leading()
-            try:
-                await self.check(epoch)
-            except (StoreUnavailable, LeaseLost) as error:
-                log.info("spend_alerts.store_lost", error=repr(error))
-            await self._clock.sleep(PERIOD_S)
+        await repeat_while_leading(
+            self._leadership, self._clock, self.check, each_s=PERIOD_S, failed="spend_alerts.store_lost"
+        )
 
     async def check(self, epoch: int) -> None:
         """Report the thresholds that were passed since the last check of any leader."""

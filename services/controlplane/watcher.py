@@ -17,7 +17,7 @@ from typing import Final
 from services.controlplane.fleet import Snapshot, read_snapshot, readable, snapshot_of
 from services.controlplane.resources.budgets import BudgetView
 from services.controlplane.resources.objectives import ObjectiveView
-from services.controlplane.resources.resources import Stored
+from services.controlplane.resources.resources import R, Stored
 from services.controlplane.resources.status import (
     DeploymentView,
     NodeView,
@@ -82,6 +82,14 @@ Name = tuple[ResourceKind, str]
 _COMPOSED: Final[Mapping[ResourceKind, tuple[str, ...]]] = {
     ResourceKind.DEPLOYMENT: (DEPLOYMENTS,),
     ResourceKind.NODE: (NODES, WORKERS, ASSIGNMENTS),
+}
+# One record each, under a prefix of their own.
+_PLAIN: Final[Mapping[ResourceKind, str]] = {
+    ResourceKind.TENANT: TENANTS,
+    ResourceKind.KEY: KEYS,
+    ResourceKind.BUDGET: BUDGETS,
+    ResourceKind.ROLLOUT: ROLLOUTS,
+    ResourceKind.OBJECTIVE: OBJECTIVES,
 }
 _FLEET: Final = (DEPLOYMENTS, NODES, WORKERS, ASSIGNMENTS, MODELS, ROUTES)
 
@@ -184,11 +192,9 @@ def composed_views(snapshot: Snapshot, kinds: Collection[ResourceKind]) -> dict[
     unplaced = unplaced_in(snapshot.fleet) if kinds else {}
     if ResourceKind.DEPLOYMENT in kinds:
         for entry in snapshot.under(DEPLOYMENTS):
-            if (deployment := readable(entry, Deployment)) is not None:
-                stored = Stored(deployment, entry.create_revision, entry.mod_revision)
-                found[ResourceKind.DEPLOYMENT, deployment.meta.name] = deployment_view(
-                    stored, snapshot, unplaced
-                )
+            if (stored := _stored(entry, Deployment)) is not None:
+                name = stored.record.meta.name
+                found[ResourceKind.DEPLOYMENT, name] = deployment_view(stored, snapshot, unplaced)
     if ResourceKind.NODE in kinds:
         for name in node_names(snapshot):
             if (node := node_view(name, snapshot, unplaced)) is not None:
@@ -230,20 +236,15 @@ def _change_of(key: str, entry: Entry | None, kinds: Collection[ResourceKind]) -
     view: View | None
     match kind:
         case ResourceKind.TENANT:
-            tenant = readable(entry, Tenant)
-            view = None if tenant is None else Stored(tenant, entry.create_revision, entry.mod_revision)
+            view = _stored(entry, Tenant)
         case ResourceKind.KEY:
-            api_key = readable(entry, ApiKey)
-            view = None if api_key is None else Stored(api_key, entry.create_revision, entry.mod_revision)
+            view = _stored(entry, ApiKey)
         case ResourceKind.BUDGET:
-            budget = readable(entry, Budget)
-            view = None if budget is None else Stored(budget, entry.create_revision, entry.mod_revision)
+            view = _stored(entry, Budget)
         case ResourceKind.ROLLOUT:
-            rollout = readable(entry, Rollout)
-            view = None if rollout is None else Stored(rollout, entry.create_revision, entry.mod_revision)
+            view = _stored(entry, Rollout)
         case ResourceKind.OBJECTIVE:
-            objective = readable(entry, Objective)
-            view = None if objective is None else Stored(objective, entry.create_revision, entry.mod_revision)
+            view = _stored(entry, Objective)
         case ResourceKind.MODEL_TAG:
             view = readable(entry, Tag)
         case _:
@@ -251,17 +252,16 @@ def _change_of(key: str, entry: Entry | None, kinds: Collection[ResourceKind]) -
     return None if view is None else ResourceChange(kind, name, view)
 
 
+def _stored(entry: Entry, kind: type[R]) -> Stored[R] | None:
+    """Return the record with its revisions, None for an unreadable one."""
+    record = readable(entry, kind)
+    return None if record is None else Stored(record, entry.create_revision, entry.mod_revision)
+
+
 def _plain_name(key: str) -> Name | None:
-    if key.startswith(TENANTS):
-        return ResourceKind.TENANT, key.removeprefix(TENANTS)
-    if key.startswith(KEYS):
-        return ResourceKind.KEY, key.removeprefix(KEYS)
-    if key.startswith(BUDGETS):
-        return ResourceKind.BUDGET, key.removeprefix(BUDGETS)
-    if key.startswith(ROLLOUTS):
-        return ResourceKind.ROLLOUT, key.removeprefix(ROLLOUTS)
-    if key.startswith(OBJECTIVES):
-        return ResourceKind.OBJECTIVE, key.removeprefix(OBJECTIVES)
+    for kind_of_prefix, prefix in _PLAIN.items():
+        if key.startswith(prefix):
+            return kind_of_prefix, key.removeprefix(prefix)
     if not key.startswith(MODELS):
         return None
     model, kind, name = [*key.removeprefix(MODELS).split("/", 2), "", ""][:3]

@@ -22,6 +22,7 @@ from services.ports.clock import Clock
 from services.ports.limiter import Limiter
 from services.ports.placement import PlacementClient
 from services.ports.worker import WorkerClient
+from services.rpc.convert.times import seconds_of
 from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
 
@@ -59,7 +60,7 @@ class GatewayLimits:
         """The minimum of the server's bound, the RPC's deadline and the request's own timeout, in seconds."""
         found = self.max_timeout_s if rpc_timeout_s is None else min(rpc_timeout_s, self.max_timeout_s)
         if generation.HasField("timeout"):
-            own_s = generation.timeout.seconds + generation.timeout.nanos / 1e9
+            own_s = seconds_of(generation.timeout)
             if own_s > 0:
                 found = min(found, own_s)
         return found

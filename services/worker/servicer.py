@@ -17,6 +17,7 @@ from services.ports.message_stream import MessageStream, StreamLost
 from services.ports.worker_stream import WorkerStream, WorkerStreams
 from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
+from services.rpc.convert.times import seconds_of
 from services.rpc.convert.worker import frame_to_proto, start_from_proto, version_to_proto
 from services.rpc.server_stream import GrpcServerStream
 from services.worker.agent.agent import WorkerStatus
@@ -73,7 +74,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.DrainWorkerRequest, context: Any
     ) -> worker_pb2.DrainWorkerResponse:
         timeout = request.timeout
-        remaining = await self._worker.drain(timeout.seconds + timeout.nanos / 1e9)
+        remaining = await self._worker.drain(seconds_of(timeout))
         return worker_pb2.DrainWorkerResponse(remaining=remaining)
 
 

@@ -13,12 +13,12 @@ import structlog
 
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import readable
+from services.controlplane.leading import repeat_while_leading
 from services.controlplane.objectives.policy.burn import EventCounts, status_of
 from services.controlplane.objectives.policy.transitions import transitions
 from services.controlplane.reconciler import Leadership
 from services.controlplane.resources.objectives import Objectives
 from services.controlplane.resources.resources import Stored
-from services.core.errors import NoLeader, StoreUnavailable
 from services.core.records import (
     OBJECTIVE_STATUS,
     OBJECTIVES,
@@ -29,7 +29,7 @@ from services.core.records import (
     dump,
 )
 from services.ports.clock import Clock
-from services.ports.store import CreateRevisionIs, Entry, LeaseLost, ModRevisionIs, Put, Store
+from services.ports.store import CreateRevisionIs, Entry, ModRevisionIs, Put, Store
 from services.runtime.idempotent_writes import WriteSet
 
 log = structlog.get_logger()
@@ -68,13 +68,9 @@ class ObjectiveAlerts:
 
     async def run(self) -> None:
         """Check every ``PERIOD_S`` while leading, until cancelled; survives a store outage."""
-        while True:
-            epoch = await self._leadership.wait_leading()
-            try:
-                await self.check(epoch)
-            except (StoreUnavailable, LeaseLost, NoLeader) as error:
-                log.info("objectives.not_checked", error=repr(error))
-            await self._clock.sleep(PERIOD_S)
+        await repeat_while_leading(
+            self._leadership, self._clock, self.check, each_s=PERIOD_S, failed="objectives.not_checked"
+        )
 
     async def check(self, epoch: int) -> None:
         """Write the status of each objective that changed. Raises NoLeader before the sums are loaded."""

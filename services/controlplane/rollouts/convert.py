@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, TypeVar
 
-from google.protobuf.duration_pb2 import Duration
-
 from fairway.v1 import controlplane_pb2 as pb
 from services.controlplane.objectives.policy.gates import GateMetric, MetricEvidence
 from services.controlplane.rollouts.fit import ArmFit
@@ -25,6 +23,7 @@ from services.core.errors import InvalidInput
 from services.core.records import Meta, Priority
 from services.core.rollouts.routes import WHOLE_BP, RouteArm, SplitRules
 from services.rpc.convert.inference import timestamp
+from services.rpc.convert.times import duration_of, seconds_of
 
 Kind = TypeVar("Kind", GateMetric, Priority)
 _DEFAULT_STEP: Final = RolloutStep(0)
@@ -42,8 +41,8 @@ def rollout_from_proto(message: pb.Rollout) -> Rollout:
         steps=tuple(map(_step_from, message.steps)),
         rules=_rules_from(message.rules),
         gate=_gate_from(message.gate),
-        soak_s=_span(message.soak) if message.HasField("soak") else default.soak_s,
-        load_timeout_s=_span(message.load_timeout)
+        soak_s=seconds_of(message.soak) if message.HasField("soak") else default.soak_s,
+        load_timeout_s=seconds_of(message.load_timeout)
         if message.HasField("load_timeout")
         else default.load_timeout_s,
     )
@@ -75,7 +74,7 @@ def stored_to_proto(rollout: Rollout, etag: str) -> pb.Rollout:
         steps=[
             pb.RolloutStep(
                 weight_ratio=step.weight_bp / WHOLE_BP,
-                hold=_duration(step.hold_s),
+                hold=duration_of(step.hold_s),
                 min_requests=step.min_requests,
             )
             for step in rollout.steps
@@ -96,13 +95,13 @@ def stored_to_proto(rollout: Rollout, etag: str) -> pb.Rollout:
         gate=pb.RolloutGate(
             metrics=[metric.value for metric in gate.metrics],
             min_sessions=gate.min_sessions,
-            patience=_duration(gate.patience_s),
+            patience=duration_of(gate.patience_s),
             inconclusive=pb.InconclusivePolicy.Value(f"INCONCLUSIVE_POLICY_{gate.inconclusive.name}"),
             max_engine_restarts=gate.max_engine_restarts,
             accepted={metric.value: reason for metric, reason in gate.accepted.items()},
         ),
-        soak=_duration(rollout.soak_s),
-        load_timeout=_duration(rollout.load_timeout_s),
+        soak=duration_of(rollout.soak_s),
+        load_timeout=duration_of(rollout.load_timeout_s),
         stable_version=rollout.stable_version,
         stable_digest=rollout.stable_digest,
         step=rollout.step,
@@ -179,7 +178,7 @@ def _strategy_from(value: pb.RolloutStrategy.ValueType) -> RolloutStrategy:
 def _step_from(message: pb.RolloutStep) -> RolloutStep:
     return RolloutStep(
         _bp(message.weight_ratio),
-        _span(message.hold) if message.HasField("hold") else _DEFAULT_STEP.hold_s,
+        seconds_of(message.hold) if message.HasField("hold") else _DEFAULT_STEP.hold_s,
         message.min_requests or _DEFAULT_STEP.min_requests,
     )
 
@@ -217,7 +216,7 @@ def _gate_from(message: pb.RolloutGate) -> GateSettings:
     return GateSettings(
         tuple(_named(GateMetric, name, "rollout.gate.metrics") for name in message.metrics),
         message.min_sessions or _DEFAULT_GATE.min_sessions,
-        _span(message.patience) if message.HasField("patience") else _DEFAULT_GATE.patience_s,
+        seconds_of(message.patience) if message.HasField("patience") else _DEFAULT_GATE.patience_s,
         inconclusive,
         _DEFAULT_GATE.max_engine_restarts if restarts is None else restarts,
         _accepted_from(message.accepted, "rollout.gate.accepted"),
@@ -243,13 +242,3 @@ def _values(kind: Iterable[Kind]) -> list[str]:
 
 def _bp(ratio: float) -> int:
     return round(ratio * WHOLE_BP)
-
-
-def _span(duration: Duration) -> float:
-    return duration.seconds + duration.nanos / 1e9
-
-
-def _duration(seconds: float) -> Duration:
-    found = Duration()
-    found.FromMicroseconds(round(seconds * 1_000_000))
-    return found

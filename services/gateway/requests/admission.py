@@ -38,6 +38,7 @@ from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
 from services.ports.limiter import Reservation
 from services.rpc.convert.inference import PRIORITY_OF
+from services.rpc.convert.times import seconds_of
 from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import Ticket
 
@@ -279,7 +280,7 @@ def _class_of(generation: inference_pb2.Generation) -> Priority:
 
 def _check_timeout(generation: inference_pb2.Generation, longest: RequestBound) -> None:
     """Raises InvalidInput for a requested time above the limit. Without a request the limit applies."""
-    asked_s = generation.timeout.seconds + generation.timeout.nanos / 1e9
+    asked_s = seconds_of(generation.timeout)
     if longest.exceeded(asked_s):
         raise InvalidInput(
             f"timeout {asked_s:g} s is above {longest.name}, {longest.value:g} s",

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from fairway.v1 import controlplane_pb2 as pb
 from services.core.errors import InvalidInput
 from services.core.limits import Price, UsageLimits
@@ -31,6 +28,7 @@ from services.core.records import (
     Worker,
 )
 from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF, timestamp
+from services.rpc.convert.times import duration_of, seconds_of
 from services.rpc.convert.worker import VERSION_STATES, version_to_proto
 
 _ROLES: Final = {pb.KEY_ROLE_TENANT: KeyRole.TENANT, pb.KEY_ROLE_ADMIN: KeyRole.ADMIN}
@@ -55,7 +53,7 @@ def tenant_from_proto(message: pb.Tenant) -> Tenant:
         output_tokens_per_minute=message.output_tokens_per_minute,
         max_context_tokens=message.max_context_tokens,
         max_output_tokens=message.max_output_tokens,
-        max_timeout_s=_span(message.max_timeout),
+        max_timeout_s=seconds_of(message.max_timeout),
         user_limits=_limits_from(message.user_limits),
     )
 
@@ -80,7 +78,7 @@ def tenant_to_proto(tenant: Tenant, etag: str) -> pb.Tenant:
         output_tokens_per_minute=tenant.output_tokens_per_minute,
         max_context_tokens=tenant.max_context_tokens,
         max_output_tokens=tenant.max_output_tokens,
-        max_timeout=_duration(tenant.max_timeout_s) if tenant.max_timeout_s else None,
+        max_timeout=duration_of(tenant.max_timeout_s) if tenant.max_timeout_s else None,
         user_limits=_limits_to(tenant.user_limits),
     )
 
@@ -95,7 +93,7 @@ def key_from_proto(message: pb.Key) -> ApiKey:
         secret_hash="",
         tenant=message.tenant,
         models=tuple(message.models),
-        expire_unix_s=_seconds(message.expire_time) if message.HasField("expire_time") else 0.0,
+        expire_unix_s=seconds_of(message.expire_time) if message.HasField("expire_time") else 0.0,
         limits=_limits_from(message.limits),
     )
 
@@ -325,7 +323,7 @@ def _limits_from(message: pb.Limits) -> UsageLimits:
         message.output_tokens_per_minute,
         message.max_context_tokens,
         message.max_output_tokens,
-        _span(message.max_timeout),
+        seconds_of(message.max_timeout),
     )
 
 
@@ -341,7 +339,7 @@ def _limits_to(limits: UsageLimits) -> pb.Limits | None:
         output_tokens_per_minute=limits.output_tokens_per_minute,
         max_context_tokens=limits.max_context_tokens,
         max_output_tokens=limits.max_output_tokens,
-        max_timeout=_duration(limits.max_timeout_s) if limits.max_timeout_s else None,
+        max_timeout=duration_of(limits.max_timeout_s) if limits.max_timeout_s else None,
     )
 
 
@@ -351,17 +349,3 @@ def _price_to(price: Price) -> pb.Price | None:
     return pb.Price(
         input_micros=price.input_micros, cached_micros=price.cached_micros, output_micros=price.output_micros
     )
-
-
-def _span(duration: Duration) -> float:
-    return duration.seconds + duration.nanos / 1e9
-
-
-def _duration(seconds: float) -> Duration:
-    found = Duration()
-    found.FromMicroseconds(round(seconds * 1_000_000))
-    return found
-
-
-def _seconds(timestamp: Timestamp) -> float:
-    return timestamp.seconds + timestamp.nanos / 1e9
