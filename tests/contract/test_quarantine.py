@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from types import MappingProxyType
 
 import pytest
 import pytest_asyncio
@@ -20,7 +21,7 @@ from services.core.records import QUARANTINE, load, quarantine_key
 from services.ports.poison.quarantine import Quarantine, Quarantined
 from services.ports.store import Delete, Entry, Store
 from services.runtime.clock import SystemClock
-from services.runtime.fleet_state.informer import Informer
+from services.runtime.fleet_state.informer import Informer, Versioned
 from tests.support.waiting import until
 
 LIMITS = QuarantineLimits(ttl_s=60, max_of_version=3)
@@ -111,6 +112,25 @@ async def test_the_same_input_twice_is_one_entry(make: Make, digest: str) -> Non
     found = quarantine.find(digest, "f1")
     assert found is not None
     assert found.deaths == 3
+
+
+class Behind:
+    """The view of a gateway that its watch has not reached yet."""
+
+    view: Mapping[str, Versioned[Quarantined]] = MappingProxyType({})
+
+
+async def test_entries_that_the_view_lacks_count_and_make_room() -> None:
+    store, behind = MemoryStore(SystemClock()), Behind()
+    quarantine = StoreQuarantine(store, behind, SystemClock(), LIMITS)
+    for number in range(LIMITS.max_of_version + 2):
+        await quarantine.add("sha256:1", f"f{number}", model="chat", deaths=2)
+    stored = (await store.list(QUARANTINE)).entries
+    assert {load(entry.value, Quarantined).fingerprint for entry in stored} == {"f2", "f3", "f4"}
+    behind.view = {entry.key: Versioned(decode(entry), 1, 1) for entry in stored[:2]}
+    assert quarantine.count("sha256:1") == LIMITS.max_of_version
+    await quarantine.add("sha256:1", "f2", model="chat", deaths=3)
+    assert quarantine.count("sha256:1") == LIMITS.max_of_version
 
 
 async def test_the_store_removes_an_entry_with_its_lease() -> None:

@@ -355,7 +355,7 @@ class MemoryLimiter:
         """Return the present state of the rates among the claims."""
         times = self._times(0)
         return [
-            (claim.limit, rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, 0, times)))
+            (claim.limit, rate_state(claim.limit, tenant.meter(claim.limit).level(claim.limit, times)))
             for claim in claims
             if claim.limit.kind in (LimitKind.REQUESTS, *TOKEN_RATES)
         ]

@@ -25,6 +25,9 @@ class Meter(Protocol):
     def wait_us(self, limit: Limit, amount: int, times: Times) -> int:
         """Return the time until ``amount`` more fits; 0 if it fits now."""
 
+    def level(self, limit: Limit, times: Times) -> int:
+        """Return what a rate counts now, in its units."""
+
     def count(self, limit: Limit, reserved: int, settled: int, times: Times) -> int:
         """Count these amounts more, or fewer. Returns what a rate counts now, in its units."""
 
@@ -38,17 +41,17 @@ class RequestMeter:
 
     def wait_us(self, limit: Limit, amount: int, times: Times) -> int:
         rate = most(limit)
-        used = self._at(times, rate) + amount * REQUEST_UNITS
+        used = self.level(limit, times) + amount * REQUEST_UNITS
         return max(0, -(-(used - rate * REQUEST_UNITS) // rate))
 
     def count(self, limit: Limit, reserved: int, settled: int, times: Times) -> int:
-        self.used = self._at(times, most(limit)) + (reserved + settled) * REQUEST_UNITS
+        self.used = self.level(limit, times) + (reserved + settled) * REQUEST_UNITS
         self.at_us = times.now_us
         return self.used
 
-    def _at(self, times: Times, rate: int) -> int:
+    def level(self, limit: Limit, times: Times) -> int:
         elapsed_us = max(0, min(times.now_us - self.at_us, REQUEST_UNITS))
-        return max(0, self.used - elapsed_us * rate)
+        return max(0, self.used - elapsed_us * most(limit))
 
 
 @dataclass(slots=True)
@@ -61,15 +64,15 @@ class TokenMeter:
 
     def wait_us(self, limit: Limit, amount: int, times: Times) -> int:
         rate = most(limit)
-        used = self._at(times) + amount * TOKEN_UNITS
+        used = self.level(limit, times) + amount * TOKEN_UNITS
         return max(0, -(-(used - rate * TOKEN_UNITS) // rate)) * 1000
 
     def count(self, limit: Limit, reserved: int, settled: int, times: Times) -> int:
-        self.used = max(0, self._at(times) + (reserved + settled) * TOKEN_UNITS)
+        self.used = max(0, self.level(limit, times) + (reserved + settled) * TOKEN_UNITS)
         self.at_ms, self.rate = times.now_us // 1000, most(limit)
         return self.used
 
-    def _at(self, times: Times) -> int:
+    def level(self, limit: Limit, times: Times) -> int:
         return max(0, self.used - max(0, times.now_us // 1000 - self.at_ms) * self.rate)
 
 
@@ -86,6 +89,9 @@ class BudgetMeter:
             return 0
         end_s = period_end_s(limit.kind, times.admitted_unix_s)
         return max(1, round((end_s - times.now_unix_s) * 1e6))
+
+    def level(self, limit: Limit, times: Times) -> int:
+        return 0
 
     def count(self, limit: Limit, reserved: int, settled: int, times: Times) -> int:
         period = period_of(limit.kind, times.admitted_unix_s)

@@ -45,6 +45,10 @@ class MemoryQuarantine:
         self._entries[version_digest, fingerprint] = added
         return added
 
+    def entries(self, version_digest: str) -> tuple[Quarantined, ...]:
+        """Return the entries of a version, also those past their time."""
+        return tuple(entry for entry in self._entries.values() if entry.version_digest == version_digest)
+
     def drop(self, version_digest: str, fingerprint: str) -> None:
         """Remove an entry, if there is one."""
         self._entries.pop((version_digest, fingerprint), None)

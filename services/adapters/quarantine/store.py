@@ -50,13 +50,17 @@ class StoreQuarantine:
     def count(self, version_digest: str) -> int:
         """See ``Quarantine``."""
         now_s = self._clock.unix_s()
-        seen = sum(in_force(entry, now_s) is not None for entry in self._of(version_digest).values())
-        return seen + self._own.count(version_digest)
+        entries = [*self._of(version_digest).values(), *self._own.entries(version_digest)]
+        return len({entry.fingerprint for entry in entries if in_force(entry, now_s)})
 
     async def add(self, version_digest: str, fingerprint: str, *, model: str, deaths: int) -> None:
         """See ``Quarantine``."""
+        self._of(version_digest)  # what the view has meanwhile is no longer ours
+        entries = [
+            *(versioned.record for versioned in self._records.view.values()),
+            *self._own.entries(version_digest),
+        ]
         added = self._own.put(version_digest, fingerprint, model=model, deaths=deaths)
-        entries = [versioned.record for versioned in self._records.view.values()]
         removed = [
             Delete(quarantine_key(entry.version_digest, entry.fingerprint))
             for entry in displaced(entries, added, self._limits)[:_MAX_REMOVED]
