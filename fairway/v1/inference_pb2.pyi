@@ -819,37 +819,6 @@ class EmbedResponse(_message.Message):
 Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
 
 @_typing.final
-class Tensor(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    DATATYPE_FIELD_NUMBER: _builtins.int
-    SHAPE_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    datatype: _builtins.str
-    """One of the data types of the public inference protocol v2, as FP32."""
-    data: _builtins.bytes
-    """Row-major, little-endian."""
-    @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        datatype: _builtins.str = ...,
-        shape: _abc.Iterable[_builtins.int] | None = ...,
-        data: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "datatype", b"datatype", "name", b"name", "shape", b"shape"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
-
-@_typing.final
 class InferRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -858,14 +827,14 @@ class InferRequest(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     @_builtins.property
-    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]: ...
     @_builtins.property
     def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
-        inputs: _abc.Iterable[Global___Tensor] | None = ...,
+        inputs: _abc.Iterable[_common_pb2.Tensor] | None = ...,
         outputs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -886,13 +855,13 @@ class InferResponse(_message.Message):
     model: _builtins.str
     version_digest: _builtins.str
     @_builtins.property
-    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tensor]: ...
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]: ...
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         version_digest: _builtins.str = ...,
-        outputs: _abc.Iterable[Global___Tensor] | None = ...,
+        outputs: _abc.Iterable[_common_pb2.Tensor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

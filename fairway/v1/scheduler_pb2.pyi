@@ -205,6 +205,41 @@ class CancelPlacement(_message.Message):
 Global___CancelPlacement: _TypeAlias = CancelPlacement  # noqa: Y015
 
 @_typing.final
+class SlotDemand(_message.Message):
+    """Rows of a fixed-cost version that one tenant has at a gateway now: waiting there or sent to a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    version_digest: _builtins.str
+    tenant_id: _builtins.str
+    rows: _builtins.int
+    tenant_weight: _builtins.float
+    """The tenant's share of a contended pool. 0: 1."""
+    priority: _common_pb2.Priority.ValueType
+    """Of its most urgent row."""
+    def __init__(
+        self,
+        *,
+        version_digest: _builtins.str = ...,
+        tenant_id: _builtins.str = ...,
+        rows: _builtins.int = ...,
+        tenant_weight: _builtins.float = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "rows", b"rows", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotDemand: _TypeAlias = SlotDemand  # noqa: Y015
+
+@_typing.final
 class GatewayHello(_message.Message):
     """First message of a gateway."""
 
@@ -235,6 +270,7 @@ class ConnectRequest(_message.Message):
     PLACES_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     HELLO_FIELD_NUMBER: _builtins.int
+    SLOT_DEMANDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlaceRequest]: ...
     @_builtins.property
@@ -243,16 +279,23 @@ class ConnectRequest(_message.Message):
 
     @_builtins.property
     def hello(self) -> Global___GatewayHello: ...
+    @_builtins.property
+    def slot_demands(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotDemand]:
+        """Each replaces what the gateway sent before of its version and tenant. A gateway sends one that changed at most
+        every 20 ms.
+        """
+
     def __init__(
         self,
         *,
         places: _abc.Iterable[Global___PlaceRequest] | None = ...,
         cancel: Global___CancelPlacement | None = ...,
         hello: Global___GatewayHello | None = ...,
+        slot_demands: _abc.Iterable[Global___SlotDemand] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "places", b"places"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "places", b"places", "slot_demands", b"slot_demands"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,6 +331,78 @@ class Refusal(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
+
+@_typing.final
+class SlotLease(_message.Message):
+    """The right to have rows of a tenant in flight on a worker. Replaces the lease of that worker, version and tenant, and
+    is renewed before it lapses. 0 slots: taken back; what is in flight ends.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    address: _builtins.str
+    incarnation: _builtins.int
+    epoch: _builtins.int
+    version_digest: _builtins.str
+    tenant_id: _builtins.str
+    slots: _builtins.int
+    ttl_ms: _builtins.int
+    """From receipt."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        version_digest: _builtins.str = ...,
+        tenant_id: _builtins.str = ...,
+        slots: _builtins.int = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "incarnation", b"incarnation", "slots", b"slots", "tenant_id", b"tenant_id", "ttl_ms", b"ttl_ms", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotLease: _TypeAlias = SlotLease  # noqa: Y015
+
+@_typing.final
+class TenantSlots(_message.Message):
+    """What one tenant was leased on the worker that receives this, over all gateways: the order of its rows there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    version_digest: _builtins.str
+    tenant_id: _builtins.str
+    slots: _builtins.int
+    def __init__(
+        self,
+        *,
+        version_digest: _builtins.str = ...,
+        tenant_id: _builtins.str = ...,
+        slots: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots", "tenant_id", b"tenant_id", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantSlots: _TypeAlias = TenantSlots  # noqa: Y015
 
 @_typing.final
 class Leadership(_message.Message):
@@ -356,6 +471,7 @@ class PoolMember(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    ROW_SLOTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     incarnation: _builtins.int
@@ -366,6 +482,8 @@ class PoolMember(_message.Message):
     block_size: _builtins.int
     slots: _builtins.int
     max_model_len: _builtins.int
+    row_slots: _builtins.int
+    """Of a fixed-cost version: rows that may be in flight there. 0: a version of sequences."""
     def __init__(
         self,
         *,
@@ -378,10 +496,11 @@ class PoolMember(_message.Message):
         block_size: _builtins.int = ...,
         slots: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
+        row_slots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "incarnation", b"incarnation", "kv_tokens_room", b"kv_tokens_room", "kv_tokens_total", b"kv_tokens_total", "max_model_len", b"max_model_len", "slots", b"slots", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "incarnation", b"incarnation", "kv_tokens_room", b"kv_tokens_room", "kv_tokens_total", b"kv_tokens_total", "max_model_len", b"max_model_len", "row_slots", b"row_slots", "slots", b"slots", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -418,6 +537,7 @@ class ConnectResponse(_message.Message):
     LEADERSHIP_FIELD_NUMBER: _builtins.int
     PRESSURES_FIELD_NUMBER: _builtins.int
     FLEET_FIELD_NUMBER: _builtins.int
+    SLOT_LEASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grant]: ...
     @_builtins.property
@@ -432,6 +552,8 @@ class ConnectResponse(_message.Message):
     def fleet(self) -> Global___FleetSnapshot:
         """Once a second at most; absent: unchanged."""
 
+    @_builtins.property
+    def slot_leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotLease]: ...
     def __init__(
         self,
         *,
@@ -440,10 +562,11 @@ class ConnectResponse(_message.Message):
         leadership: Global___Leadership | None = ...,
         pressures: _abc.Iterable[Global___PoolPressure] | None = ...,
         fleet: Global___FleetSnapshot | None = ...,
+        slot_leases: _abc.Iterable[Global___SlotLease] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "grants", b"grants", "leadership", b"leadership", "pressures", b"pressures", "refusals", b"refusals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "grants", b"grants", "leadership", b"leadership", "pressures", b"pressures", "refusals", b"refusals", "slot_leases", b"slot_leases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -476,6 +599,8 @@ class PoolReport(_message.Message):
     PREFIX_SHARED_FIELD_NUMBER: _builtins.int
     PREFIX_UNSHARED_FIELD_NUMBER: _builtins.int
     YIELDS_TO_RANK_FIELD_NUMBER: _builtins.int
+    ROW_SLOTS_FIELD_NUMBER: _builtins.int
+    ROW_US_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     kv_blocks_total: _builtins.int
     kv_blocks_reserved: _builtins.int
@@ -506,6 +631,12 @@ class PoolReport(_message.Message):
     """The lowest class, as the number of its rank, of which a tenant without a sequence here gets the place of
     another's while there is none free; 0: of no class.
     """
+    row_slots: _builtins.int
+    """Of a fixed-cost version: rows that may be in flight here, in batches and before them. 0: a version of sequences.
+    `running` and `waiting` count rows then; no field of KV or tokens is set, and block_size is 1.
+    """
+    row_us: _builtins.int
+    """Measured device time of a row, a recent mean. 0: none was measured."""
     @_builtins.property
     def prefix_added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prefix blocks (of 64 tokens) that appeared in and disappeared from the cache since the last report. In
@@ -547,10 +678,12 @@ class PoolReport(_message.Message):
         prefix_shared: _abc.Iterable[_builtins.int] | None = ...,
         prefix_unshared: _abc.Iterable[_builtins.int] | None = ...,
         yields_to_rank: _builtins.int = ...,
+        row_slots: _builtins.int = ...,
+        row_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_tokens", b"attended_tokens", "block_size", b"block_size", "decode_tokens", b"decode_tokens", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "long_prefills", b"long_prefills", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "prefill_tokens", b"prefill_tokens", "prefix_added", b"prefix_added", "prefix_removed", b"prefix_removed", "prefix_shared", b"prefix_shared", "prefix_unshared", b"prefix_unshared", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "running", b"running", "step_seconds", b"step_seconds", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting", "yields_to_rank", b"yields_to_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_tokens", b"attended_tokens", "block_size", b"block_size", "decode_tokens", b"decode_tokens", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "long_prefills", b"long_prefills", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "prefill_tokens", b"prefill_tokens", "prefix_added", b"prefix_added", "prefix_removed", b"prefix_removed", "prefix_shared", b"prefix_shared", "prefix_unshared", b"prefix_unshared", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "row_slots", b"row_slots", "row_us", b"row_us", "running", b"running", "step_seconds", b"step_seconds", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting", "yields_to_rank", b"yields_to_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -568,12 +701,17 @@ class TenantTokens(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    DEVICE_US_FIELD_NUMBER: _builtins.int
     tenant_id: _builtins.str
     version_digest: _builtins.str
     prefill_tokens: _builtins.int
     output_tokens: _builtins.int
     priority: _common_pb2.Priority.ValueType
     cached_tokens: _builtins.int
+    rows: _builtins.int
+    """Of a fixed-cost version: rows that ended, and their device time."""
+    device_us: _builtins.int
     def __init__(
         self,
         *,
@@ -583,10 +721,12 @@ class TenantTokens(_message.Message):
         output_tokens: _builtins.int = ...,
         priority: _common_pb2.Priority.ValueType = ...,
         cached_tokens: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        device_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prefill_tokens", b"prefill_tokens", "priority", b"priority", "tenant_id", b"tenant_id", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_us", b"device_us", "output_tokens", b"output_tokens", "prefill_tokens", b"prefill_tokens", "priority", b"priority", "rows", b"rows", "tenant_id", b"tenant_id", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -807,6 +947,7 @@ class ReportResponse(_message.Message):
     LEADERSHIP_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    TENANT_SLOTS_FIELD_NUMBER: _builtins.int
     report: _builtins.int
     """The report that this answers."""
     @_builtins.property
@@ -815,16 +956,21 @@ class ReportResponse(_message.Message):
     def counters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantCounter]:
         """Of tenants that this worker told of since the response before."""
 
+    @_builtins.property
+    def tenant_slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantSlots]:
+        """Each replaces the leased slots of its version and tenant on this worker; all of them after a change of leader."""
+
     def __init__(
         self,
         *,
         leadership: Global___Leadership | None = ...,
         report: _builtins.int = ...,
         counters: _abc.Iterable[Global___TenantCounter] | None = ...,
+        tenant_slots: _abc.Iterable[Global___TenantSlots] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "leadership", b"leadership", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "leadership", b"leadership", "report", b"report", "tenant_slots", b"tenant_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -318,6 +318,70 @@ class SequenceCredit(_message.Message):
 Global___SequenceCredit: _TypeAlias = SequenceCredit  # noqa: Y015
 
 @_typing.final
+class StartRow(_message.Message):
+    """Start one row of a fixed-cost model: one forward pass, batched with others. It has no credit and no resume."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    ROUTE_REVISION_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    TIME_LEFT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """The gateway's number on this stream; not in use, neither by a sequence."""
+    request_id: _builtins.str
+    row: _builtins.int
+    """Place of the row in its request."""
+    tenant_id: _builtins.str
+    version_digest: _builtins.str
+    route_revision: _builtins.int
+    priority: _common_pb2.Priority.ValueType
+    incarnation: _builtins.int
+    """The worker's life that the lease was for, and the leader that gave it. Epoch 0: placed while no leader answered."""
+    epoch: _builtins.int
+    traceparent: _builtins.str
+    """W3C trace context."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]:
+        """Without the batch dimension."""
+
+    @_builtins.property
+    def time_left(self) -> _duration_pb2.Duration:
+        """Time left until the client's deadline; 0: none."""
+
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        row: _builtins.int = ...,
+        tenant_id: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        route_revision: _builtins.int = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        incarnation: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        inputs: _abc.Iterable[_common_pb2.Tensor] | None = ...,
+        time_left: _duration_pb2.Duration | None = ...,
+        traceparent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time_left", b"time_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handle", b"handle", "incarnation", b"incarnation", "inputs", b"inputs", "priority", b"priority", "request_id", b"request_id", "route_revision", b"route_revision", "row", b"row", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartRow: _TypeAlias = StartRow  # noqa: Y015
+
+@_typing.final
 class ExecuteRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -325,6 +389,7 @@ class ExecuteRequest(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     CANCELS_FIELD_NUMBER: _builtins.int
     HELLO_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartSequence]: ...
     @_builtins.property
@@ -335,6 +400,8 @@ class ExecuteRequest(_message.Message):
 
     @_builtins.property
     def hello(self) -> _scheduler_pb2.GatewayHello: ...
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartRow]: ...
     def __init__(
         self,
         *,
@@ -342,10 +409,11 @@ class ExecuteRequest(_message.Message):
         credit: Global___SequenceCredit | None = ...,
         cancels: _abc.Iterable[_builtins.int] | None = ...,
         hello: _scheduler_pb2.GatewayHello | None = ...,
+        rows: _abc.Iterable[Global___StartRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "credit", b"credit", "hello", b"hello", "starts", b"starts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "credit", b"credit", "hello", b"hello", "rows", b"rows", "starts", b"starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -454,6 +522,56 @@ class SequenceFinished(_message.Message):
 Global___SequenceFinished: _TypeAlias = SequenceFinished  # noqa: Y015
 
 @_typing.final
+class RowFinished(_message.Message):
+    """The end of a row. Without an error reason it has its outputs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
+    ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
+    DEVICE_US_FIELD_NUMBER: _builtins.int
+    WAIT_US_FIELD_NUMBER: _builtins.int
+    BATCH_ROWS_FIELD_NUMBER: _builtins.int
+    BATCH_CAUSE_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    error_reason: _builtins.str
+    """Reason of the error tree, such as INVALID_INPUT, QUEUE_FULL, DEADLINE_UNMEETABLE, POISONED_INPUT or ENGINE_LOST: of
+    these ENGINE_LOST alone may be run once more, on another worker.
+    """
+    error_message: _builtins.str
+    device_us: _builtins.int
+    """The row's share of the device time of the batches that it ran in."""
+    wait_us: _builtins.int
+    """From its arrival until its batch started, and of the batch that answered it: rows, and why it started."""
+    batch_rows: _builtins.int
+    batch_cause: _builtins.str
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]:
+        """Without the batch dimension."""
+
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        outputs: _abc.Iterable[_common_pb2.Tensor] | None = ...,
+        error_reason: _builtins.str = ...,
+        error_message: _builtins.str = ...,
+        device_us: _builtins.int = ...,
+        wait_us: _builtins.int = ...,
+        batch_rows: _builtins.int = ...,
+        batch_cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_cause", b"batch_cause", "batch_rows", b"batch_rows", "device_us", b"device_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "outputs", b"outputs", "wait_us", b"wait_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowFinished: _TypeAlias = RowFinished  # noqa: Y015
+
+@_typing.final
 class ExecuteResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -477,6 +595,7 @@ class ExecuteResponse(_message.Message):
     NOT_ADMITTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _common_pb2.TokenFrame: ...
     @_builtins.property
@@ -489,6 +608,10 @@ class ExecuteResponse(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___ExecuteResponse.Heartbeat: ...
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowFinished]:
+        """A row that is not admitted has an entry in not_admitted; none is accepted before it is finished."""
+
     def __init__(
         self,
         *,
@@ -497,10 +620,11 @@ class ExecuteResponse(_message.Message):
         not_admitted: _abc.Iterable[Global___NotAdmitted] | None = ...,
         finished: _abc.Iterable[Global___SequenceFinished] | None = ...,
         heartbeat: Global___ExecuteResponse.Heartbeat | None = ...,
+        rows: _abc.Iterable[Global___RowFinished] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "heartbeat", b"heartbeat", "not_admitted", b"not_admitted", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "heartbeat", b"heartbeat", "not_admitted", b"not_admitted", "rows", b"rows", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Generic, NoReturn, TypeVar
 
-from services.ports.message_stream import StreamLost
+from services.ports.streams.message_stream import StreamLost
 
 In = TypeVar("In")
 

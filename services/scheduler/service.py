@@ -20,7 +20,7 @@ from services.core.generation import PlaceSpec
 from services.core.paging import page_of
 from services.core.queues import PoolQueue
 from services.ports.clock import Clock
-from services.ports.report_stream import ReportAnswer
+from services.ports.streams.report_stream import ReportAnswer
 from services.runtime.secrets import check_ticket
 from services.runtime.supervisor import first_of
 from services.scheduler.explain.decision_log import DecisionLog

@@ -15,9 +15,9 @@ from fairway.task_group import TaskGroup
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.core.errors import InvalidInput, first_failure
 from services.ports.clock import Clock
-from services.ports.message_stream import MessageStream, StreamLost
-from services.ports.placement_stream import PlacementStream
-from services.ports.report_stream import ReportAnswer, ReportStream
+from services.ports.streams.message_stream import MessageStream, StreamLost
+from services.ports.streams.placement_stream import PlacementStream
+from services.ports.streams.report_stream import ReportAnswer, ReportStream
 from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
 from services.rpc.convert.decisions import decision_to_proto, pool_to_proto, timestamp, worker_to_proto

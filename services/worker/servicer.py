@@ -13,8 +13,8 @@ from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.core.errors import InvalidInput
 from services.core.generation import NotAdmittedReason
 from services.ports.clock import Clock
-from services.ports.message_stream import MessageStream, StreamLost
-from services.ports.worker_stream import WorkerStream, WorkerStreams
+from services.ports.streams.message_stream import MessageStream, StreamLost
+from services.ports.streams.worker_stream import WorkerStream, WorkerStreams
 from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
 from services.rpc.convert.times import seconds_of

@@ -15,7 +15,7 @@ import pytest
 from fairway.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.adapters.grpc.client_stream import GrpcStreams
 from services.core.errors import InvalidInput, NoLeader
-from services.ports.message_stream import ClientStream, MessageStream, StreamClient, StreamLost
+from services.ports.streams.message_stream import ClientStream, MessageStream, StreamClient, StreamLost
 from services.rpc.bounded_writes import send_headers
 from services.rpc.methods import EXECUTE
 from services.rpc.server import RpcServer, Service

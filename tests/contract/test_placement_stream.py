@@ -9,7 +9,7 @@ import pytest
 
 from services.core.errors import Conflict, NoLeader, NoWorkerAvailable, PermissionDenied
 from services.core.generation import PlaceSpec
-from services.ports.placement_stream import PlacementStream, PlacementStreams
+from services.ports.streams.placement_stream import PlacementStream, PlacementStreams
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from tests.integration.scheduler_fleet import SchedulerNode, place_spec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from services.core.generation import TokenLogprobs
+from services.ports.streams.worker_stream import StepFrame
 from services.ports.worker import SequenceSink
-from services.ports.worker_stream import StepFrame
 
 NONE: tuple[TokenLogprobs, ...] = ()
 

@@ -14,8 +14,8 @@ from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDir
 from services.core.errors import NoLeader
 from services.core.fleet import PlacementFrame, ReportSnapshot
 from services.core.generation import PlaceSpec
-from services.ports.message_stream import ClientStream, StreamClient, StreamLost, StreamMethod
-from services.ports.report_stream import ReportAnswer
+from services.ports.streams.message_stream import ClientStream, StreamClient, StreamLost, StreamMethod
+from services.ports.streams.report_stream import ReportAnswer
 from services.rpc.convert.scheduler import (
     connect_request,
     counters_from_proto,

@@ -11,7 +11,7 @@ from services.adapters.links.frame_dispatch import NotStarted
 from services.adapters.links.worker_link import WorkerLink
 from services.core.generation import AnyGrant, StartSpec
 from services.ports.clock import Clock
-from services.ports.message_stream import StreamClient
+from services.ports.streams.message_stream import StreamClient
 from services.ports.worker import RunningSequence, SequenceSink
 from services.runtime.supervisor import Supervisor
 

@@ -44,7 +44,7 @@ from services.core.backoff import Backoff
 from services.core.errors import FairwayError, NoLeader
 from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter
 from services.ports.clock import Clock
-from services.ports.report_stream import ReportAnswer
+from services.ports.streams.report_stream import ReportAnswer
 from services.runtime.supervisor import Supervisor
 
 log = structlog.get_logger()

@@ -15,7 +15,7 @@ from services.adapters.links.link_health import CHECK_S, LinkHealth
 from services.core.errors import FairwayError
 from services.core.generation import AnyGrant, StartSpec
 from services.ports.clock import Clock
-from services.ports.message_stream import ClientStream, StreamClient, StreamLost
+from services.ports.streams.message_stream import ClientStream, StreamClient, StreamLost
 from services.ports.worker import RunningSequence, SequenceSink
 from services.rpc.convert.worker import frame_from_proto, start_to_proto
 from services.rpc.methods import EXECUTE

@@ -79,8 +79,8 @@ from services.gateway.telemetry import GatewayTelemetry, export_levels, export_u
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.idempotency import RecordLimits
-from services.ports.message_stream import StreamClient
 from services.ports.poison.quarantine import Quarantined
+from services.ports.streams.message_stream import StreamClient
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason

@@ -25,7 +25,7 @@ from services.core.generation import (
 )
 from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import LoadedVersion, VersionState
-from services.ports.worker_stream import StepFrame
+from services.ports.streams.worker_stream import StepFrame
 from services.rpc.convert.inference import (
     FINISH_REASONS,
     FINISH_REASONS_BACK,

@@ -10,7 +10,7 @@ from services.core.fleet import TenantCounter
 from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
-from services.ports.worker_stream import StepFrame
+from services.ports.streams.worker_stream import StepFrame
 from services.worker.kv.prefix_set import PrefixSet
 from services.worker.streams.device_time import DeviceTime
 from services.worker.streams.fallback import FallbackAdmission

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.core.generation import NotAdmittedReason, SequenceEnd
-from services.ports.worker_stream import StepFrame
+from services.ports.streams.worker_stream import StepFrame
 from services.worker.streams.live_sequence import WorkerSequence
 
 MAX_FRAME_TOKENS = 8192  # per frame; the rest waits for the next

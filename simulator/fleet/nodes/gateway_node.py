@@ -45,10 +45,10 @@ from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
 from services.gateway.text.tokenise import PrefixNames
-from services.ports.message_stream import StreamClient
 from services.ports.placement import FallbackPlacer
 from services.ports.poison.quarantine import Quarantine, Quarantined
 from services.ports.store import Entry, Store
+from services.ports.streams.message_stream import StreamClient
 from services.ports.worker import WorkerClient
 from services.rpc.status import by_reason
 from services.runtime.fleet_state.informer import Informer

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from services.core.fleet import SequenceUsage
 from services.core.generation import NotAdmittedReason, StartSpec
-from services.ports.worker_stream import StepFrame, WorkerStream
+from services.ports.streams.worker_stream import StepFrame, WorkerStream
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.usage_tally import Key, Tally
 from simulator.fleet.grant_watch import GrantWatch, Produced

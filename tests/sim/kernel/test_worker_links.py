@@ -19,7 +19,7 @@ from services.core.generation import (
     StartSpec,
     TokenLogprobs,
 )
-from services.ports.worker_stream import StepFrame
+from services.ports.streams.worker_stream import StepFrame
 from simulator.kernel.links.streams import SimStreams
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.kernel.network import Latency, Network

@@ -11,10 +11,10 @@ from services.core.generation import Grant, StartSpec, TokenLogprobs
 from services.gateway.events import Accepted, Finished, Handle, RequestSink
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.service_types import GatewayLimits
-from services.ports.message_stream import StreamClient
 from services.ports.placement import FallbackPlacer
 from services.ports.poison.quarantine import Quarantine, Quarantined
 from services.ports.store import Store
+from services.ports.streams.message_stream import StreamClient
 from services.ports.worker import RunningSequence, SequenceSink, WorkerClient
 from simulator.fleet.nodes.gateway_node import GatewayNode
 from simulator.fleet.spec import FleetSpec

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from services.adapters.links.frame_dispatch import SinkTable
 from services.core.generation import NotAdmittedReason, SequenceEnd, TokenLogprobs
-from services.ports.worker_stream import StepFrame
+from services.ports.streams.worker_stream import StepFrame
 
 
 class Deaf:

@@ -1,0 +1,64 @@
+"""One row of a fixed-cost model on its way from a gateway to a worker and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.core.errors import FairwayError
+from services.core.records import Priority
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """One tensor of a row, without the batch dimension. ``data``: row-major, little-endian."""
+
+    name: str
+    datatype: str  # of the public inference protocol v2
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """One row to be computed by one worker."""
+
+    request_id: str
+    row: int  # its place in the request
+    tenant_id: str
+    version_digest: str
+    inputs: tuple[RawTensor, ...]
+    priority: Priority
+    route_revision: int = 0
+    incarnation: int = 0  # of the worker that the lease was for
+    epoch: int = 0  # of the leader that gave the lease; 0: placed while no leader answered
+    time_left_s: float = 0.0  # until the client's deadline; 0: none
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RowEnd:
+    """How a row ended on a worker: with its outputs, with an error, or lost with its device process."""
+
+    outputs: tuple[RawTensor, ...] = ()
+    error: FairwayError | None = None
+    lost: bool = False  # it may run once more, on another worker
+    device_s: float = 0.0  # its share of the batches that it ran in
+    wait_s: float = 0.0  # until its batch started
+    batch_rows: int = 0  # of the batch that answered it
+    batch_cause: str = ""  # why that batch started
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRequest:
+    """The rows of one admitted request, all of one version and one computation."""
+
+    request_id: str
+    tenant_id: str
+    model: str
+    version_digest: str
+    rows: tuple[tuple[RawTensor, ...], ...]
+    priority: Priority
+    route_revision: int = 0
+    tenant_weight: float = 1.0
+    deadline_s: float = float("inf")  # on the injected clock
+    traceparent: str = ""
