@@ -52,6 +52,11 @@ class BatcherTelemetry:
             "Runs that search a failed batch for its cause, by process: serving, sacrificial",
             ("model", "process"),
         )
+        self._sacrificed = metrics.counter(
+            "fairway_worker_sacrificed_processes_total",
+            "Sacrificial processes that ended, or were killed for hanging, while they ran suspects",
+            _BY_MODEL,
+        )
 
     def ran(self, *, lengths: Sequence[int], width: int, most_rows: int, cause: str) -> None:
         """Count an answered batch. ``lengths``: tokens by row; ``width``: of each padded row, 0 without
@@ -69,6 +74,9 @@ class BatcherTelemetry:
 
     def ended(self, reason: str) -> None:
         self._ended.add(self._label, reason)
+
+    def sacrificed(self) -> None:
+        self._sacrificed.add(self._label)
 
     def searched(self, place: str) -> None:
         self._runs.add(self._label, place)
