@@ -11,7 +11,7 @@ from services.core.fleet import TenantSlots
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
 from services.worker.batcher.driver import RESTART_S
-from services.worker.engine_protocol import RowCosts, RowModel
+from services.worker.engine_protocol import BatchRan, RowCosts, RowModel
 from tests.unit.worker.batcher.scripted import (
     DIGEST,
     SACRIFICIAL,
@@ -285,6 +285,27 @@ def test_a_batch_that_hangs_is_cut_once_at_its_limit(scripted: Scripted) -> None
         scripted.sweep(2.1)
         assert scripted.processes[SACRIFICIAL].kills
     assert scripted.errors() == {2: "POISONED_INPUT"}
+
+
+def test_the_limit_follows_what_batches_take(scripted: Scripted) -> None:
+    for _ in range(25):
+        scripted.start()
+        scripted.answer(run_s=1.0)
+    scripted.start()
+    scripted.sweep(7.5)
+    assert not scripted.serving.kills
+    scripted.sweep(1.5)
+    assert scripted.serving.kills
+
+
+def test_an_answer_of_another_batch_is_ignored(scripted: Scripted) -> None:
+    fill(scripted, 2)
+    earlier = scripted.serving.sent[0]
+    scripted.batcher.on_batch(SERVING, BatchRan(earlier.number, 0.001, list(earlier.rows)))
+    scripted.collect()
+    assert scripted.answered() == [1]
+    scripted.answer()
+    assert scripted.answered() == [1, 2, 3]
 
 
 def test_a_pause_of_the_agent_is_not_a_hang(scripted: Scripted) -> None:
