@@ -189,26 +189,29 @@ class ChoiceRun:
 
     async def _place_begun(self, spec: PlaceSpec) -> AnyGrant:
         """Place a sequence that has output. Raises VersionGone when nothing serves its version any more."""
-        ports, model, digest = self._request.ports, self.spec.model, self.spec.version_digest
-        placing = asyncio.ensure_future(ports.placement.place(spec))
-        gone_since_s: float | None = None
+        ports = self._request.ports
         try:
-            while not (await asyncio.wait({placing}, timeout=_GONE_CHECK_S))[0]:
-                now_s = self._clock.monotonic_s()
-                if ports.serves(model, digest):
-                    gone_since_s = None
-                elif gone_since_s is None:
-                    gone_since_s = now_s
-                elif now_s - gone_since_s >= GONE_AFTER_S:
-                    raise VersionGone(
-                        f"{model} withdrew version {digest} and its last worker was lost before the output "
-                        "ended; send the request again",
-                        model=model,
-                        version_digest=digest,
-                    )
-            return placing.result()
-        finally:
-            placing.cancel()
+            async with asyncio.timeout(None) as placing:
+                watch = ports.supervisor.spawn(f"watch {spec.request_id}", self._end_once_gone(placing))
+                try:
+                    return await ports.placement.place(spec)
+                finally:
+                    watch.cancel()
+        except TimeoutError:
+            raise VersionGone(
+                f"{spec.model} withdrew version {spec.version_digest} and its last worker was lost before the "
+                "output ended; send the request again",
+                model=spec.model,
+                version_digest=spec.version_digest,
+            ) from None
+
+    async def _end_once_gone(self, placing: asyncio.Timeout) -> None:
+        serves, gone_since_s = self._request.ports.serves, self._clock.monotonic_s()
+        while (now_s := self._clock.monotonic_s()) - gone_since_s < GONE_AFTER_S:
+            if serves(self.spec.model, self.spec.version_digest):
+                gone_since_s = now_s
+            await self._clock.sleep(_GONE_CHECK_S)
+        placing.reschedule(asyncio.get_running_loop().time())
 
     def _place_spec(self) -> PlaceSpec:
         request, spec = self._request, self.spec
