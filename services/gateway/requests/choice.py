@@ -199,7 +199,7 @@ class ChoiceRun:
                     watch.cancel()
         except TimeoutError:
             raise VersionGone(
-                f"{spec.model} withdrew version {spec.version_digest} and its last worker was lost before the "
+                f"{spec.model} withdrew version {spec.version_digest} and lost its last worker before the "
                 "output ended; send the request again",
                 model=spec.model,
                 version_digest=spec.version_digest,
