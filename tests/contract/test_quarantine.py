@@ -118,6 +118,7 @@ class Behind:
     """The view of a gateway that its watch has not reached yet."""
 
     view: Mapping[str, Versioned[Quarantined]] = MappingProxyType({})
+    revision = 0
 
 
 async def test_entries_that_the_view_lacks_count_and_make_room() -> None:
