@@ -4168,7 +4168,7 @@ class ListSlisRequest(_message.Message):
     zone: _builtins.str
     @_builtins.property
     def window(self) -> _duration_pb2.Duration:
-        """How far back; extended to the start of ten minutes of Unix time. Absent: an hour."""
+        """How far back; its start is moved back to a multiple of ten minutes. Absent: an hour."""
 
     def __init__(
         self,

@@ -64,7 +64,8 @@ class Slis:
     ) -> Sequence[cp.SliSummary]:
         """Return what was measured per deployment, version, tenant, class and zone, sorted by them.
 
-        The window is extended to the start of ten minutes of Unix time. Raises Unavailable without a leader.
+        The start of the window is moved back to a multiple of ten minutes. Raises Unavailable without a
+        leader.
         """
         window = Duration()
         window.FromMicroseconds(round(window_s * 1e6))

@@ -23,7 +23,8 @@ def _ms(found: cp.SliSummary, *fields: str) -> str:
     """Return latencies in milliseconds, `-` where nothing was measured."""
     if not found.HasField(fields[0]):  # type: ignore[arg-type]
         return "-"
-    return "/".join(f"{1e3 * getattr(found, field):.3g}" for field in fields)
+    values = [1e3 * getattr(found, field) for field in fields]
+    return "/".join(f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in values)
 
 
 SLIS: Final[Resource[cp.SliSummary]] = Resource(
@@ -59,7 +60,7 @@ _Window = Annotated[
         "--window",
         parser=span_s,
         metavar="TIME",
-        help="How far back, at most 1h; from a start of ten minutes.",
+        help="How far back, at most 1h; extended to a multiple of ten minutes.",
     ),
 ]
 
