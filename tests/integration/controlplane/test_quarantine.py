@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from fairway.v1 import controlplane_pb2 as pb
@@ -110,9 +112,10 @@ async def test_events_say_what_is_refused_and_admitted_again(plane: Plane) -> No
     await lift(plane, 1)
     wanted = ["INPUT_QUARANTINED", "INPUT_RELEASED"]
     found: list[str] = []
-    while len(found) < len(wanted):
-        events = [event_of(entry) for entry in (await plane.store.list(EVENTS)).entries]
-        found = [one.record.reason for one in events if one is not None and one.record.resource == "chat"]
-        await plane.clock.sleep(0.01)
+    async with asyncio.timeout(20.0):
+        while len(found) < len(wanted):
+            events = [event_of(entry) for entry in (await plane.store.list(EVENTS)).entries]
+            found = [one.record.reason for one in events if one is not None and one.record.resource == "chat"]
+            await asyncio.sleep(0.01)
     assert found == wanted
     await supervisor.close()
