@@ -8,6 +8,7 @@ from typing import Final
 
 from fairway.v1 import scheduler_pb2 as pb
 from services.core.errors import FairwayError, InvalidInput
+from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.fleet import (
     Granted,
     PlacementFrame,
@@ -85,6 +86,14 @@ _TOKENS: Final = Mirror(
         "cached": Pair("cached_tokens"),
     },
 )
+_SLOTS_OF: Final = {"tenant": TENANT, "digest": DIGEST}
+_DEMAND: Final = Mirror(
+    SlotDemand,
+    pb.SlotDemand,
+    {**_OF_TENANT, "tenant_weight": Pair("tenant_weight", read=lambda weight: weight or 1.0)},
+)
+_LEASE: Final = Mirror(SlotLease, pb.SlotLease, {**_SLOTS_OF, "ttl_s": Pair("ttl_ms", _ms, _seconds)})
+_RETURN: Final = Mirror(SlotReturn, pb.SlotReturn, _SLOTS_OF)
 _REPORT: Final = Mirror(
     ReportSnapshot,
     pb.ReportRequest,
@@ -110,13 +119,26 @@ def place_from_proto(message: pb.PlaceRequest) -> tuple[int, PlaceSpec]:
 
 
 def connect_request(
-    places: Iterable[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]
+    places: Iterable[tuple[int, PlaceSpec, float]],
+    cancelled: Sequence[int] = (),
+    demands: Iterable[SlotDemand] = (),
+    returned: Iterable[SlotReturn] = (),
 ) -> pb.ConnectRequest:
-    """Return one message of (placement id, spec, queue time left) and withdrawn placement ids."""
-    request = pb.ConnectRequest(places=[place_to_proto(*place) for place in places])
+    """Return one message of (placement id, spec, queue time left), withdrawn placement ids, and slots."""
+    request = pb.ConnectRequest(
+        places=[place_to_proto(*place) for place in places],
+        slot_demands=map(_DEMAND.to_proto, demands),
+        slot_returns=map(_RETURN.to_proto, returned),
+    )
     if cancelled:
         request.cancel.placement_ids.extend(cancelled)
     return request
+
+
+def slots_from_proto(message: pb.ConnectRequest) -> tuple[list[SlotDemand], list[SlotReturn]]:
+    return list(map(_DEMAND.from_proto, message.slot_demands)), list(
+        map(_RETURN.from_proto, message.slot_returns)
+    )
 
 
 def grant_to_proto(grant: Grant, placement_id: int = 0) -> pb.Grant:
@@ -142,7 +164,10 @@ def frame_to_proto(frame: PlacementFrame) -> pb.ConnectResponse:
         else:
             refusals.append(_refusal_to_proto(outcome.placement_id, outcome.error))
     message = pb.ConnectResponse(
-        grants=grants, refusals=refusals, pressures=map(_PRESSURE.to_proto, frame.pressures or ())
+        grants=grants,
+        refusals=refusals,
+        pressures=map(_PRESSURE.to_proto, frame.pressures or ()),
+        slot_leases=map(_LEASE.to_proto, frame.leases),
     )
     if frame.members is not None:
         message.fleet.members.extend(map(_MEMBER.to_proto, frame.members))
@@ -159,6 +184,7 @@ def frame_from_proto(message: pb.ConnectResponse, epoch: int) -> PlacementFrame:
         (*granted, *refused),
         pressures=tuple(map(_PRESSURE.from_proto, message.pressures)) if beat else None,
         members=tuple(map(_MEMBER.from_proto, message.fleet.members)) if message.HasField("fleet") else None,
+        leases=tuple(map(_LEASE.from_proto, message.slot_leases)),
     )
 
 
