@@ -62,13 +62,19 @@ class PoolSnapshot:
     # Lowest class whose tenants, without a sequence here, take the slot of another tenant while none is free;
     # 0: none.
     yields_to_rank: int = 0
+    # Of a fixed-cost version: rows that may be in flight here, in batches and before them; 0: a version of
+    # sequences. ``running`` and ``waiting`` count rows then, and no field of KV or tokens is set.
+    row_slots: int = 0
+    # Device time of a row, a recent mean; 0: none was measured.
+    row_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TenantTokens:
     """Tokens of one tenant and class on one version since the previous snapshot.
 
-    ``prefill`` counts its prompt tokens, ``cached`` those of them that were read from the prefix cache.
+    ``prefill`` counts its prompt tokens, ``cached`` those of them that were read from the prefix cache. Of a
+    fixed-cost version: ``rows`` that ended, and their ``device_us``.
     """
 
     tenant: str
@@ -77,6 +83,17 @@ class TenantTokens:
     output: int
     priority: Priority = Priority.STANDARD
     cached: int = 0
+    rows: int = 0
+    device_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSlots:
+    """What one tenant was leased of a fixed-cost version on one worker, over all gateways."""
+
+    digest: str
+    tenant: str
+    slots: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from services.rpc.convert.scheduler import (
     place_from_proto,
     report_from_proto,
     slots_from_proto,
+    tenant_slots_to_proto,
 )
 from services.rpc.server_stream import GrpcServerStream
 from services.scheduler.service import SchedulerService
@@ -164,6 +165,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             leadership=leadership(answer.epoch, self._leader_id),
             report=answer.report,
             counters=counters_to_proto(answer.counters),
+            tenant_slots=tenant_slots_to_proto(answer.tenant_slots),
         )
 
 

@@ -22,6 +22,7 @@ from services.rpc.convert.scheduler import (
     counters_from_proto,
     frame_from_proto,
     report_to_proto,
+    tenant_slots_from_proto,
 )
 from services.rpc.methods import CONNECT, REPORT
 
@@ -157,5 +158,8 @@ class _ReportStreamLink(_LeaderStream[scheduler_pb2.ReportRequest, scheduler_pb2
     async def receive(self) -> ReportAnswer:
         response = await self._read()
         return ReportAnswer(
-            response.leadership.epoch, response.report, counters_from_proto(response.counters)
+            response.leadership.epoch,
+            response.report,
+            counters_from_proto(response.counters),
+            tenant_slots_from_proto(response.tenant_slots),
         )

@@ -20,6 +20,7 @@ from services.core.fleet import (
     ReportSnapshot,
     SequenceUsage,
     TenantCounter,
+    TenantSlots,
     TenantTokens,
 )
 from services.core.generation import Grant, PlaceSpec
@@ -76,6 +77,7 @@ _MEMBER: Final = Mirror(
 )
 _OF_TENANT: Final = {"tenant": TENANT, "digest": DIGEST, "priority": PRIORITY}
 _COUNTER: Final = Mirror(TenantCounter, pb.TenantCounter, _OF_TENANT)
+_SLOTS: Final = Mirror(TenantSlots, pb.TenantSlots, {"tenant": TENANT, "digest": DIGEST})
 _TOKENS: Final = Mirror(
     TenantTokens,
     pb.TenantTokens,
@@ -223,3 +225,11 @@ def counters_to_proto(counters: Iterable[TenantCounter]) -> list[pb.TenantCounte
 
 def counters_from_proto(messages: Iterable[pb.TenantCounter]) -> tuple[TenantCounter, ...]:
     return tuple(map(_COUNTER.from_proto, messages))
+
+
+def tenant_slots_to_proto(slots: Iterable[TenantSlots]) -> list[pb.TenantSlots]:
+    return list(map(_SLOTS.to_proto, slots))
+
+
+def tenant_slots_from_proto(messages: Iterable[pb.TenantSlots]) -> tuple[TenantSlots, ...]:
+    return tuple(map(_SLOTS.from_proto, messages))
