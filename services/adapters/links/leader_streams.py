@@ -22,6 +22,7 @@ from services.rpc.convert.scheduler import (
     counters_from_proto,
     frame_from_proto,
     report_to_proto,
+    slots_to_proto,
     tenant_slots_from_proto,
 )
 from services.rpc.methods import CONNECT, REPORT
@@ -131,14 +132,11 @@ class StreamPlacementLinks(_LeaderStreams[scheduler_pb2.ConnectRequest, schedule
 
 
 class _PlacementStreamLink(_LeaderStream[scheduler_pb2.ConnectRequest, scheduler_pb2.ConnectResponse]):
-    async def send(
-        self,
-        places: Sequence[tuple[int, PlaceSpec, float]],
-        cancelled: Sequence[int],
-        demands: Sequence[SlotDemand],
-        returned: Sequence[SlotReturn],
-    ) -> None:
-        await self._write(connect_request(places, cancelled, demands, returned))
+    async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:
+        await self._write(connect_request(places, cancelled))
+
+    async def send_slots(self, demands: Sequence[SlotDemand], returned: Sequence[SlotReturn]) -> None:
+        await self._write(slots_to_proto(demands, returned))
 
     async def receive(self) -> PlacementFrame:
         return frame_from_proto(await self._read(), self.epoch)

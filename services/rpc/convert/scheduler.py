@@ -121,20 +121,19 @@ def place_from_proto(message: pb.PlaceRequest) -> tuple[int, PlaceSpec]:
 
 
 def connect_request(
-    places: Iterable[tuple[int, PlaceSpec, float]],
-    cancelled: Sequence[int] = (),
-    demands: Iterable[SlotDemand] = (),
-    returned: Iterable[SlotReturn] = (),
+    places: Iterable[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]
 ) -> pb.ConnectRequest:
-    """Return one message of (placement id, spec, queue time left), withdrawn placement ids, and slots."""
-    request = pb.ConnectRequest(
-        places=[place_to_proto(*place) for place in places],
-        slot_demands=map(_DEMAND.to_proto, demands),
-        slot_returns=map(_RETURN.to_proto, returned),
-    )
+    """Return one message of (placement id, spec, queue time left) and withdrawn placement ids."""
+    request = pb.ConnectRequest(places=[place_to_proto(*place) for place in places])
     if cancelled:
         request.cancel.placement_ids.extend(cancelled)
     return request
+
+
+def slots_to_proto(demands: Iterable[SlotDemand], returned: Iterable[SlotReturn]) -> pb.ConnectRequest:
+    return pb.ConnectRequest(
+        slot_demands=map(_DEMAND.to_proto, demands), slot_returns=map(_RETURN.to_proto, returned)
+    )
 
 
 def slots_from_proto(message: pb.ConnectRequest) -> tuple[list[SlotDemand], list[SlotReturn]]:

@@ -1,9 +1,9 @@
 """Division of slots by weighted max-min fairness of device time. Pure.
 
-A slot in use has always a row in flight, and a worker serves rows in the order of their arrival. So by Little's law the
-rows per second of a tenant are proportional to its slots, and its device time to its slots times the device time of
-its rows. ``divide`` levels that product, over weight, among those who can use more (progressive filling; Bertsekas
-and Gallager, Data Networks, 6.5.2).
+A slot in use has always a row in flight, and a worker serves rows in the order of their arrival. So by
+Little's law the rows per second of a tenant are proportional to its slots, and its device time to its slots
+times the device time of its rows. ``divide`` levels that product, over weight, among those who can use more
+(progressive filling; Bertsekas and Gallager, Data Networks, 6.5.2).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class SlotClaim:
 def divide(slots: int, claims: Sequence[SlotClaim], *, spare_ratio: float = 0.0) -> dict[str, int]:
     """Return the slots of each claimant, in sum at most ``slots``.
 
-    One for each, while they suffice; the rest by class, level within a class, ``spare_ratio`` of them to nobody.
+    One for each, while they suffice; the rest by class, level within a class, ``spare_ratio`` of them to
+    nobody.
     """
     first = sorted(claims, key=lambda claim: (not claim.overdue, -claim.rank, claim.order, claim.name))
     given = dict.fromkeys((claim.name for claim in claims), 0)

@@ -1,8 +1,9 @@
 """The leases of one version, and which slots of its workers they hold.
 
-A lease holds its slots from the moment it is sent. Slots that are taken back are held until the gateway returned
-them (``SlotReturn``: it has no more rows in flight than the newest lease allows), or until the larger lease has lapsed.
-So the rows in flight under leases on a worker are never more than its slots, whatever is delayed or lost.
+A lease holds its slots from the moment it is sent. Slots that are taken back are held until the gateway
+returned them (``SlotReturn``: it has no more rows in flight than the newest lease allows), or until the larger
+lease has lapsed. So the leases that gateways may use on a worker never exceed its slots, whatever is delayed or
+lost.
 
 Single writer: the task of the scheduler's service. Time is an argument, in monotonic seconds.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, TypeAlias
@@ -24,10 +25,10 @@ Party: TypeAlias = tuple[str, str]  # a gateway and a tenant
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """``margin_s``: how long a lease may be on its way to its gateway."""
+    """``margin_s``: how long a lease may be on its way to its gateway, as a grant (``FleetLimits``)."""
 
     ttl_s: float = 2.0
-    margin_s: float = 1.0
+    margin_s: float = 3.0
 
     @property
     def hold_s(self) -> float:
@@ -72,7 +73,8 @@ _NO_LEASES: Final[Mapping[str, HeldLease]] = MappingProxyType({})
 class LeaseBook:
     """The leases of one version."""
 
-    def __init__(self, digest: str, epoch: int, terms: LeaseTerms) -> None:
+    def __init__(self, digest: str, epoch: int, terms: LeaseTerms, numbers: Iterator[int]) -> None:
+        """``numbers``: never repeated within a term."""
         self._digest = digest
         self._epoch = epoch
         self.terms = terms
@@ -80,7 +82,7 @@ class LeaseBook:
         self._workers: dict[str, dict[Party, HeldLease]] = {}
         self._held: dict[str, int] = {}  # by worker
         self._slots: dict[str, int] = {}  # by worker
-        self._numbers = 0
+        self._numbers = numbers
         self._entries = itertools.count()
         self._settling: list[tuple[float, int, HeldLease]] = []  # a heap; outdated entries are ignored
         self.unsent: dict[str, dict[tuple[str, str], HeldLease]] = {}  # by gateway, by worker and tenant
@@ -129,8 +131,7 @@ class LeaseBook:
             lease = HeldLease(party, worker)
             self._parties.setdefault(party, {})[worker.worker_id] = lease
             self._workers.setdefault(worker.worker_id, {})[party] = lease
-        self._numbers += 1
-        lease.worker, lease.number = worker, self._numbers
+        lease.worker, lease.number = worker, next(self._numbers)
         self._change(lease, slots, max(slots, lease.held))
         self._await_return(lease)
         self._send(lease)
@@ -143,12 +144,11 @@ class LeaseBook:
         self._settle(lease)
         return True
 
-    def disconnect(self, gateway: str, tenants: Iterable[str]) -> None:
+    def disconnect(self, gateway: str) -> None:
         """Take back the leases of a gateway that cannot be reached: they lapse."""
-        for tenant in tenants:
-            for lease in self.of((gateway, tenant)).values():
-                self._change(lease, 0, lease.held)
-                self._await_return(lease)
+        for lease in [lease for lease in self.all() if lease.party[0] == gateway]:
+            self._change(lease, 0, lease.held)
+            self._await_return(lease)
         self.unsent.pop(gateway, None)
 
     def drop_worker(self, worker_id: str, incarnation: int) -> None:

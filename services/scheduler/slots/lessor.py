@@ -5,6 +5,7 @@ Single writer: the task of the scheduler's service. Time is an argument, in mono
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
@@ -12,7 +13,7 @@ from typing import Final
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.fleet import ReportSnapshot, TenantSlots
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.slots.leases import LeaseTerms, RowWorker
+from services.scheduler.slots.leases import LeaseBook, LeaseTerms, RowWorker
 from services.scheduler.slots.pool import TURN_S, Shares, SlotPool
 
 _GAP_S: Final = 0.01  # between two plans of a version
@@ -36,7 +37,7 @@ class SlotLessor:
         self._planned_s: dict[str, float] = {}
         self._renew_s = -math.inf
         self._gateways: dict[str, None] = {}  # with leases to send
-        self._workers: dict[str, None] = {}  # with tenants' slots to send
+        self._numbers = itertools.count(1)
 
     # --- input ------------------------------------------------------------------------------------
 
@@ -52,9 +53,8 @@ class SlotLessor:
         for wanted in demands:
             pool = self._pools.get(wanted.digest)
             if pool is None and wanted.rows and len(self._pools) < _MAX_POOLS:
-                pool = self._pools[wanted.digest] = SlotPool(
-                    wanted.digest, self._fleet.epoch, self._terms, self._shares, now_s
-                )
+                book = LeaseBook(wanted.digest, self._fleet.epoch, self._terms, self._numbers)
+                pool = self._pools[wanted.digest] = SlotPool(wanted.digest, book, self._shares, now_s)
             if pool is not None:
                 pool.demand(gateway, zone, wanted, now_s)
                 self._changed[wanted.digest] = None
@@ -70,7 +70,7 @@ class SlotLessor:
             self._changed[digest] = None
 
     def reported(self, snapshot: ReportSnapshot, now_s: float, *, first: bool) -> None:
-        """Apply the device time that a worker reported. ``first``: of its stream; it gets all tenants' slots."""
+        """Apply the device time that a worker reported. ``first``: of its stream; all tenants' slots are sent."""
         for use in snapshot.tenants:
             if use.rows and (pool := self._pools.get(use.digest)) is not None:
                 pool.measure(use, now_s)
@@ -103,7 +103,6 @@ class SlotLessor:
             if renews:
                 pool.book.renew(now_s)
             self._gateways.update(dict.fromkeys(pool.book.unsent))
-            self._workers.update(dict.fromkeys(pool.book.changed_tenants))
             if pool.idle and not pool.book.changed_tenants:
                 del self._pools[digest]
                 self._planned_s.pop(digest, None)

@@ -1,8 +1,8 @@
 """The demands and leases of one fixed-cost version.
 
-``plan`` divides the slots of the serving workers over tenants (``policy.slots``), those of a tenant over its gateways in
-proportion to their rows, and those of a gateway over workers by load. Nothing is planned that is not free: a slot that
-is taken back is leased again after its return.
+``plan`` divides the slots of the serving workers over tenants (``policy.slots``), those of a tenant over its
+gateways in proportion to their rows, and those of a gateway over workers by load. Only free slots are leased:
+one that is taken back is leased again after its return.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.core.fleet import TenantTokens
 from services.core.records import Priority
 from services.scheduler.policy.queue.fairness import Account, FairShares
 from services.scheduler.policy.slots import NEWCOMERS_RATIO, SlotClaim, divide, level
-from services.scheduler.slots.leases import HeldLease, LeaseBook, LeaseTerms, Party, RowWorker
+from services.scheduler.slots.leases import HeldLease, LeaseBook, Party, RowWorker
 
 GROWTH: Final = 2  # slots for each row of demand, while nobody else wants them
 TURN_S: Final = 0.25  # how long a slot stays where others wait for one
@@ -51,7 +51,7 @@ class PartyDemand:
             self.has_slots, self.since_s = has_slots, now_s
 
     def order(self, now_s: float) -> tuple[float, float]:
-        """Who gets a slot where there are fewer than claimants: a turn is ended, then who waits the longest."""
+        """Return its place where slots are fewer than claimants: turns end, then the longest wait."""
         if not self.has_slots:
             return 1.0, self.since_s
         return (0.0 if now_s - self.since_s < TURN_S else 2.0), self.since_s
@@ -59,7 +59,7 @@ class PartyDemand:
 
 @dataclass(slots=True, eq=False)
 class TenantRows:
-    """One tenant of the pool. ``rows`` and ``device_s`` are recent sums, by which a row's time is measured."""
+    """One tenant of the pool. ``rows`` and ``device_s`` are recent sums, which measure a row's time."""
 
     account: Account | None = None  # while it has demand
     priority: Priority = Priority.STANDARD
@@ -77,11 +77,9 @@ class TenantRows:
 class SlotPool:
     """Single writer: the task of the scheduler's service. Time is an argument, in monotonic seconds."""
 
-    def __init__(
-        self, digest: str, epoch: int, terms: LeaseTerms, shares: Callable[[str], Shares], now_s: float
-    ) -> None:
+    def __init__(self, digest: str, book: LeaseBook, shares: Callable[[str], Shares], now_s: float) -> None:
         """``shares`` returns the service counters of a version's classes."""
-        self.book = LeaseBook(digest, epoch, terms)
+        self.book = book
         self._digest = digest
         self._shares = shares
         self._parties: dict[Party, PartyDemand] = {}
@@ -196,7 +194,7 @@ class SlotPool:
             self._take_back(list(self.book.on(worker.worker_id).values()), excess)
 
     def _balance(self, workers: Sequence[RowWorker], now_s: float) -> None:
-        """Once in a while, take from workers that are loaded well above the mean what others have room for."""
+        """Now and then, take from workers that are loaded well above the mean what others have room for."""
         if now_s - self._balanced_s < BALANCE_S or len(workers) < 2:
             return
         self._balanced_s = now_s
@@ -293,4 +291,3 @@ class SlotPool:
             state.account = self._shares(self._digest)[priority].enter(tenant, weight)
         if priority is None and len(self._tenants) > 4096:
             del self._tenants[tenant]
-
