@@ -1,9 +1,9 @@
 """The leases of one version, and which slots of its workers they hold.
 
 A lease holds its slots from the moment it is sent. Slots that are taken back are held until the gateway
-returned them (``SlotReturn``: it has no more rows in flight than the newest lease allows), or until the larger
-lease has lapsed. So the leases that gateways may use on a worker never exceed its slots, whatever is delayed or
-lost.
+returned them (``SlotReturn``: it has no more rows in flight than the newest lease allows), or until the
+larger lease has lapsed. So the leases that gateways may use on a worker never exceed its slots, whatever is
+delayed or lost.
 
 Single writer: the task of the scheduler's service. Time is an argument, in monotonic seconds.
 """
