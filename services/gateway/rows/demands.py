@@ -1,7 +1,7 @@
 """What a gateway asks of slots: the rows that it has, of each version and tenant.
 
-A demand that rises is sent at once, and one that changes at most every 20 ms. It falls a second after its rows, so
-that the next request of a tenant finds its slots still leased.
+A demand that rises is sent at once, and one that changes at most every 20 ms. It falls a second after its
+rows, so that the next request of a tenant finds its slots still leased.
 """
 
 from __future__ import annotations

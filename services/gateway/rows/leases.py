@@ -1,5 +1,6 @@
-"""A gateway's slots: the leases that it received, the rows in flight under them, and the slots that it may use
-while no leader answers. Single event loop; time is the injected clock's.
+"""A gateway's slots: its leases, the rows in flight under them, and what it may use while no leader answers.
+
+Single event loop; time is the injected clock's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ALONE_SHARE: Final = 4  # one of so many slots of a worker, at most, while no l
 
 @dataclass(frozen=True, slots=True)
 class AloneSettings:
-    """``after_s``: the time without a leader; the workers have the same. ``max_age_s``: of the worker list."""
+    """``after_s``: the time without a leader; workers have the same. ``max_age_s``: of the worker list."""
 
     after_s: float = 1.5
     max_age_s: float = 120.0
@@ -56,7 +57,7 @@ class GatewayLeases:
         self._members: dict[str, dict[str, PoolMember]] = {}  # by version, by worker
         self._alone: dict[str, dict[str, SlotsHere]] = {}  # by version, by worker
         self._leader_s = clock.monotonic_s()
-        self.members_s = -math.inf  # when the list of workers was received
+        self._members_s = -math.inf  # when the list of workers was received
         self._unreturned: dict[tuple[str, str, str], SlotsHere] = {}
         self.changed = asyncio.Event()
 
@@ -77,7 +78,7 @@ class GatewayLeases:
         self.changed.set()
 
     def on_members(self, members: Sequence[PoolMember]) -> None:
-        self.members_s = self._clock.monotonic_s()
+        self._members_s = self._clock.monotonic_s()
         self._members = {}
         for member in members:
             if member.row_slots:
@@ -103,11 +104,16 @@ class GatewayLeases:
         """Return leased slots with room, where the smallest part of them is in use; None without any."""
         return self._least_loaded(self._slots.get((digest, tenant), {}).values(), excluded)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no leader answers, and the last list of workers may be used instead."""
+        now_s = self._clock.monotonic_s()
+        is_old = now_s - self._members_s > self._settings.max_age_s
+        return not is_old and now_s - self._leader_s >= self._settings.after_s
+
     def choose_alone(self, digest: str, excluded: Collection[str]) -> SlotsHere | None:
         """Return slots on a worker of the last list, while no leader answers; None without any."""
-        now_s = self._clock.monotonic_s()
-        is_old = now_s - self.members_s > self._settings.max_age_s
-        if is_old or now_s - self._leader_s < self._settings.after_s:
+        if not self.is_alone:
             return None
         mine = self._alone.setdefault(digest, {})
         for member in self._members.get(digest, {}).values():

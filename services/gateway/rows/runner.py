@@ -1,16 +1,18 @@
 """Runs rows of fixed-cost models on leased slots, without a call to the scheduler for each.
 
-A request's rows wait in a local queue. Each starts as soon as a leased slot of its version and tenant is free, on the
-worker whose slots are used least. What waits or runs is the demand, which the leader answers with leases
-(``leases``). The demand falls a second after the rows, so that the next request of a tenant finds slots.
+A request's rows wait in a local queue. Each starts as soon as a leased slot of its version and tenant is
+free, on the worker whose slots are used least. What waits or runs is the demand (``demands``), which the leader
+answers with leases (``leases``).
 
-A lost row runs once more on another worker: a forward pass has no effect but its outputs. One that was not admitted
-never ran, and waits again. While no leader answers, rows start on a part of the workers' slots, of the last list.
+A lost row runs once more on another worker: a forward pass has no effect but its outputs. One that was not
+admitted never ran, and waits again. While no leader answers, rows start on a part of the slots of the workers
+in the last list.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -30,10 +32,9 @@ from services.core.errors import (
     StreamBroken,
 )
 from services.core.fixed_cost.rows import RowEnd, RowSpec, RowsRequest
-from services.core.fixed_cost.slots import SlotDemand
 from services.core.generation import NotAdmittedReason
-from services.core.records import Priority
 from services.core.shares import share_of
+from services.gateway.rows.demands import SlotDemands
 from services.gateway.rows.leases import GatewayLeases, SlotsHere
 from services.gateway.rows.row_queue import QueuedRow, RowQueue
 from services.ports.clock import Clock
@@ -43,11 +44,9 @@ from services.runtime.supervisor import Supervisor
 
 log = structlog.get_logger()
 
-_TURN_S: Final = 0.02  # between two messages about one demand
-_FALL_S: Final = 1.0  # after which a demand follows the rows down
+_TURN_S: Final = 0.02
+_EXPIRE_S: Final = 0.1  # between two looks for rows that have waited for too long
 _UNSERVED_S: Final = 2.5  # how long a row waits for a worker of its version to appear
-
-Key = tuple[str, str]  # version and tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +55,6 @@ class RowLimits:
 
     max_rows: int = 16384
     queue_ttl_s: float = 30.0
-
-
-@dataclass(slots=True, eq=False)
-class _Demand:
-    """The rows of one tenant and version here. ``peak``: since the last fall."""
-
-    weight: float = 1.0
-    priorities: Counter[Priority] = field(default_factory=Counter)
-    rows: int = 0
-    peak: int = 0
-    sent: SlotDemand | None = None
-    sent_s: float = 0.0
-    fell_s: float = 0.0
-
-    def wanted(self, digest: str, tenant: str) -> SlotDemand:
-        priority = max((found for found, rows in self.priorities.items() if rows), key=_rank, default=None)
-        if priority is None:
-            priority = Priority.BATCH if self.sent is None else self.sent.priority
-        return SlotDemand(digest, tenant, max(self.rows, self.peak), self.weight, priority)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,10 +88,11 @@ class LeasedRows:
         self._supervisor = supervisor
         self._limits = limits if limits is not None else RowLimits()
         self._queues: dict[str, RowQueue] = {}
-        self._demands: dict[Key, _Demand] = {}
+        self._demands = SlotDemands(slots, clock)
         self._runs: dict[QueuedRow, _Run] = {}
         self._of_tenant: Counter[str] = Counter()
         self._numbers = 0
+        self._expire_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -127,12 +108,13 @@ class LeasedRows:
             return ()
         self._check_room(request)
         run = self._enter(request)
-        self._demand_now((request.version_digest, request.tenant_id))
         self._start_rows(request.version_digest, request.tenant_id)
         try:
             await run.done
         finally:
             self._withdraw(run)
+            if run.done.done() and not run.done.cancelled():
+                run.done.exception()  # it was retrieved, whoever cancelled meanwhile
         return tuple(end for end in run.ends if end is not None)
 
     async def close(self) -> None:
@@ -163,11 +145,9 @@ class LeasedRows:
         self._numbers += len(rows)
         run = _Run(rows, [None] * len(rows), len(rows), asyncio.get_running_loop().create_future())
         queue = self._queues.setdefault(request.version_digest, RowQueue())
-        demand = self._demands.setdefault((request.version_digest, request.tenant_id), _Demand())
-        demand.weight = request.tenant_weight
-        demand.priorities[request.priority] += len(rows)
-        demand.rows += len(rows)
-        demand.peak = max(demand.peak, demand.rows)
+        if not len(self._demands):
+            self._leases.changed.set()  # the turns are at rest
+        self._demands.enter(request)
         self._of_tenant[request.tenant_id] += len(rows)
         for row in rows:
             self._runs[row] = run
@@ -186,13 +166,11 @@ class LeasedRows:
     def _leave(self, row: QueuedRow) -> None:
         row.over = True
         del self._runs[row]
-        request = row.request
-        demand = self._demands[request.version_digest, request.tenant_id]
-        demand.rows -= 1
-        demand.priorities[request.priority] -= 1
-        self._of_tenant[request.tenant_id] -= 1
-        if not self._of_tenant[request.tenant_id]:
-            del self._of_tenant[request.tenant_id]
+        self._demands.leave(row.request)
+        tenant = row.request.tenant_id
+        self._of_tenant[tenant] -= 1
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -250,14 +228,16 @@ class LeasedRows:
         if not end.lost:
             self._settle(row, end)
         elif row.excluded:
-            error = StreamBroken(
-                f"the row was lost on {row.excluded[0]} and on {worker_id}", retry_after_s=1.0
-            )
+            text = f"the row was lost on {row.excluded[0]} and on {worker_id}"
+            error = StreamBroken(text, retry_after_s=1.0)
             self._settle(row, RowEnd(error=error))
         else:
             row.excluded = (worker_id,)
             self._queues.setdefault(row.request.version_digest, RowQueue()).push(row)
         self._start_rows(row.request.version_digest, row.request.tenant_id)
+        queue = self._queues.get(row.request.version_digest)
+        if queue is not None and self._leases.is_alone:
+            self._start_alone(row.request.version_digest, queue)
 
     def refused(self, sink: _InFlight, reason: NotAdmittedReason) -> None:
         """Queue a row that its worker did not admit again, unless it can never start."""
@@ -289,31 +269,29 @@ class LeasedRows:
     async def _turns(self) -> None:
         """Start what new leases allow, send demands and returns, and end what has waited for too long."""
         while True:
-            if not self._demands:
-                await self._leases.changed.wait()
-            else:
-                try:
-                    async with asyncio.timeout(_TURN_S):
-                        await self._leases.changed.wait()
-                except TimeoutError:
-                    pass
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TURN_S if len(self._demands) else None):
+                    await self._leases.changed.wait()
             self._leases.changed.clear()
-            self._turn()
+            self._turn(self._clock.monotonic_s())
 
-    def _turn(self) -> None:
-        now_s = self._clock.monotonic_s()
+    def _turn(self, now_s: float) -> None:
+        expires = now_s >= self._expire_s
         for digest, queue in list(self._queues.items()):
             for tenant in queue.tenants:
                 self._start_rows(digest, tenant)
-            self._start_alone(digest, queue)
-            self._expire(queue.rows(), now_s)
+            if self._leases.is_alone:
+                self._start_alone(digest, queue)
+            if expires:
+                self._expire(queue.rows(), now_s)
             if not queue.tenants:
                 del self._queues[digest]
+        if expires:
+            self._expire_s = now_s + _EXPIRE_S
+            self._leases.sweep()
         for found in self._leases.take_returns():
             self._slots.slots_returned(found)
-        for key, demand in list(self._demands.items()):
-            self._demand(key, demand, now_s)
-        self._leases.sweep()
+        self._demands.send_due()
 
     def _expire(self, rows: Iterable[QueuedRow], now_s: float) -> None:
         for row in rows:
@@ -330,33 +308,15 @@ class LeasedRows:
         waited_s, request = now_s - row.queued_s, row.request
         if now_s >= request.deadline_s:
             return DeadlineUnmeetable("no slot was free before the deadline", retry_after_s=1.0)
-        was_listed = self._leases.members_s > row.queued_s
-        if waited_s > _UNSERVED_S and was_listed:
-            if not self._leases.is_served(request.version_digest, row.excluded):
-                where = f" other than {row.excluded[0]}" if row.excluded else ""
-                text = f"no worker{where} serves {request.model}"
-                return NoWorkerAvailable(text, retry_after_s=1.0, model=request.model)
+        served = self._leases.is_served(request.version_digest, row.excluded)
+        if waited_s > _UNSERVED_S and not served:
+            where = f" other than {row.excluded[0]}" if row.excluded else ""
+            text = f"no worker{where} serves {request.model}"
+            return NoWorkerAvailable(text, retry_after_s=1.0, model=request.model)
         if waited_s > self._limits.queue_ttl_s:
             text = f"no slot was free within {self._limits.queue_ttl_s:g} s"
             return QueueTimeout(text, retry_after_s=1.0, model=request.model)
         return None
-
-    def _demand_now(self, key: Key) -> None:
-        """Send a demand at once that is larger than what was sent, unless one was sent just now."""
-        demand, now_s = self._demands[key], self._clock.monotonic_s()
-        if demand.sent is None or demand.rows > demand.sent.rows:
-            self._demand(key, demand, now_s)
-        self._leases.changed.set()
-
-    def _demand(self, key: Key, demand: _Demand, now_s: float) -> None:
-        if now_s - demand.fell_s >= _FALL_S:
-            demand.peak, demand.fell_s = demand.rows, now_s
-        wanted = demand.wanted(*key)
-        if wanted != demand.sent and (demand.sent is None or now_s - demand.sent_s >= _TURN_S):
-            demand.sent, demand.sent_s = wanted, now_s
-            self._slots.demand(wanted)
-        if not wanted.rows:
-            del self._demands[key]
 
 
 class _InFlight:
@@ -385,7 +345,3 @@ def _fail(run: _Run, error: FairwayError) -> None:
     """End a request with an error; ``run`` withdraws its rows."""
     if not run.done.done():
         run.done.set_exception(error)
-
-
-def _rank(priority: Priority) -> int:
-    return priority.rank
