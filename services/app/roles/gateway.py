@@ -376,7 +376,9 @@ def _response_cache(environment: Environment, quotas: _Quotas, gateway_id: str) 
     return ResponseCache(quotas.responses, secret, gateway_id, lookups)
 
 
-def _open_placement(environment: Environment, streams: StreamClient, gateway_id: str) -> MuxedPlacement:
+def _open_placement(
+    environment: Environment, streams: StreamClient, gateway_id: str, leases: GatewayLeases
+) -> MuxedPlacement:
     """Return the client of the leading scheduler; its search for the leader has started."""
     settings = environment.settings
     placement = MuxedPlacement(
@@ -392,6 +394,7 @@ def _open_placement(environment: Environment, streams: StreamClient, gateway_id:
                 predicted_output_tokens=settings.predicted_output_tokens,
             ),
         ),
+        listener=leases,
     )
     environment.closing.push_async_callback(placement.close)
     placement.start()  # receives the fleet before the first request

@@ -1,7 +1,7 @@
 """Rows of one fixed-cost version that wait at a gateway for a slot. Pure, bounded by its owner.
 
-Within a tenant the higher class goes first, then the earlier deadline, then arrival. Leases belong to a tenant,
-so its order among others is the scheduler's; without a leader it is that of service here (``by_service``).
+Within a tenant the higher class goes first, then the earlier deadline, then arrival. Leases belong to a
+tenant, so its order among others is the scheduler's; without a leader it is that of service here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs rows of fixed-cost models on leased slots, without a call to the scheduler for each.
 
 A request's rows wait in a local queue. Each starts as soon as a leased slot of its version and tenant is
-free, on the worker whose slots are used least. What waits or runs is the demand (``demands``), which the leader
-answers with leases (``leases``).
+free, on the worker whose slots are used least. What waits or runs is the demand (``demands``); the leader
+answers it with leases (``leases``).
 
 A lost row runs once more on another worker: a forward pass has no effect but its outputs. One that was not
 admitted never ran, and waits again. While no leader answers, rows start on a part of the slots of the workers

@@ -13,13 +13,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from services.core.fixed_cost.slots import SlotLease, SlotReturn
 
+DRAIN_S: Final = 1.0  # after which no row of an earlier leader runs on a worker
 Party: TypeAlias = tuple[str, str]  # a gateway and a tenant
 
 
@@ -67,6 +68,15 @@ class HeldLease:
     settles_s: float = math.inf  # when ``held`` falls to ``slots``, unless the gateway returns them before
 
 
+@dataclass(slots=True)
+class _EarlierRows:
+    """Rows under leases of an earlier leader, or of none: not in any lease of this book."""
+
+    incarnation: int
+    rows: int
+    until_s: float  # when they have ended, whatever is reported
+
+
 _NO_LEASES: Final[Mapping[str, HeldLease]] = MappingProxyType({})
 
 
@@ -81,6 +91,7 @@ class LeaseBook:
         self._parties: dict[Party, dict[str, HeldLease]] = {}
         self._workers: dict[str, dict[Party, HeldLease]] = {}
         self._held: dict[str, int] = {}  # by worker
+        self._earlier: dict[str, _EarlierRows] = {}  # by worker
         self._slots: dict[str, int] = {}  # by worker
         self._numbers = numbers
         self._entries = itertools.count()
@@ -112,9 +123,20 @@ class LeaseBook:
     def tenant_slots_on(self, worker_id: str, tenant: str) -> int:
         return sum(lease.slots for (_, name), lease in self.on(worker_id).items() if name == tenant)
 
+    def observe(self, workers: Iterable[RowWorker], now_s: float) -> None:
+        """Count the rows that ran on workers before this book leased slots there, until they have ended."""
+        known, self._earlier = self._earlier, {}
+        for worker in workers:
+            found = known.get(worker.worker_id)
+            if found is None or found.incarnation != worker.incarnation:
+                found = _EarlierRows(worker.incarnation, worker.rows, now_s + DRAIN_S)
+            self._earlier[worker.worker_id] = found
+            found.rows = min(found.rows, worker.rows) if now_s < found.until_s else 0
+
     def free_on(self, worker: RowWorker) -> int:
-        """Return the slots that nobody holds. Rows that no lease of this leader explains count as held."""
-        return worker.row_slots - max(self._held.get(worker.worker_id, 0), worker.rows)
+        """Return the slots that nobody holds, after ``observe``."""
+        held = self._held.get(worker.worker_id, 0) + self._earlier[worker.worker_id].rows
+        return worker.row_slots - max(held, worker.rows)
 
     def room_for(self, party: Party, worker: RowWorker) -> int:
         """Return by how many slots the party's lease there may grow; what it still holds is free for it."""

@@ -129,6 +129,7 @@ class SlotPool:
         """Change leases towards the fair division of the workers' slots. ``row_s``: of a row of anybody."""
         self.book.settle(now_s)
         serving = {worker.worker_id: worker for worker in workers}
+        self.book.observe(workers, now_s)
         self._leave_lost(serving)
         targets = self._targets(sum(worker.row_slots for worker in workers), row_s, now_s)
         self._balance(workers, now_s)
