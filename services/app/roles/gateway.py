@@ -71,6 +71,8 @@ from services.gateway.poison import PoisonGate
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
+from services.gateway.rows.leases import AloneSettings, GatewayLeases
+from services.gateway.rows.runner import LeasedRows, RowLimits
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
@@ -404,9 +406,16 @@ def _open_placement(
 def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -> Ports:
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     streams = GrpcStreams(environment.internal_token)
-    placement = _open_placement(environment, streams, gateway_id)
+    leases = GatewayLeases(
+        clock, AloneSettings(after_s=settings.fallback_after_s, max_age_s=settings.fallback_max_age_s)
+    )
+    placement = _open_placement(environment, streams, gateway_id, leases)
     workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=placement.give_back)
     environment.closing.push_async_callback(workers.close)
+    rows = LeasedRows(
+        workers, placement, leases, clock, supervisor, RowLimits(queue_ttl_s=settings.queue_ttl_s)
+    )
+    environment.closing.push_async_callback(rows.close)
     export_upstream(
         environment.metrics,
         worker_streams=lambda: workers.links,
@@ -438,6 +447,7 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         ),
         responses=_response_cache(environment, quotas, gateway_id),
         telemetry=telemetry,
+        rows=rows,
         poisons=PoisonGate(
             StoreQuarantine(environment.store, environment.informer(QUARANTINE, Quarantined), clock),
             secret=quarantine_secret(_ticket_key(settings)),

@@ -7,7 +7,7 @@ is followed by the next.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -294,7 +294,7 @@ class SlotFleet:
     gateways_of: tuple[tuple[str, ...], ...] = ()  # tenants of each gateway
     lessor_type: type[SlotLessor] = SlotLessor
     clock: HandClock = field(default_factory=HandClock)
-    served: Counter[str] = field(default_factory=Counter)  # device seconds
+    served: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # device seconds
     finished: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
