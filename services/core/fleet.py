@@ -71,20 +71,16 @@ class PoolSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class TenantTokens:
-    """Tokens of one tenant and class on one version since the previous snapshot.
-
-    ``prefill`` counts its prompt tokens, ``cached`` those of them that were read from the prefix cache. Of a
-    fixed-cost version: ``rows`` that ended, and their ``device_us``.
-    """
+    """Tokens, or rows, of one tenant and class on one version since the previous snapshot."""
 
     tenant: str
     digest: str
-    prefill: int
+    prefill: int  # prompt tokens
     output: int
     priority: Priority = Priority.STANDARD
-    cached: int = 0
-    rows: int = 0
-    device_us: int = 0
+    cached: int = 0  # of the prompt tokens: read from the prefix cache
+    rows: int = 0  # of a fixed-cost version: rows that ended
+    device_us: int = 0  # of its batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,10 @@ class EngineLevels:
     rss_bytes: int
     # Granted device memory.
     device_bytes: int
+    # Rows of a fixed-cost version in batches that run.
+    rows_running: int = 0
+    # Rows that wait for a batch.
+    rows_waiting: int = 0
 
 
 _BY_MODEL: Final[Labels] = ("model",)
@@ -324,6 +328,11 @@ _BY_STATE: Final[tuple[tuple[str, str, Callable[[EngineLevels], Mapping[Labels, 
             ("waiting",): engine.waiting,
             ("parked",): engine.parked,
         },
+    ),
+    (
+        "fairway_worker_rows",
+        "Rows of fixed-cost versions: running in batches, waiting for one",
+        lambda engine: {("running",): engine.rows_running, ("waiting",): engine.rows_waiting},
     ),
     (
         "fairway_worker_version_state",

@@ -82,7 +82,8 @@ class SinkTable:
         sinks, self._sinks = self._sinks, {}
         rows, self._rows = self._rows, {}
         self._sent_s.clear()
-        for sink in (*sinks.values(), *rows.values()):
+        lost: list[SequenceSink | RowSink] = [*sinks.values(), *rows.values()]
+        for sink in lost:
             sink.on_lost(message)
 
     def _dispatch_tokens(self, frame: StepFrame) -> None:

@@ -258,6 +258,8 @@ class Reporter:
 
 def _is_tight(pool: PoolSnapshot) -> bool:
     """Whether requests may be waiting for room in this pool."""
+    if pool.row_slots:
+        return (pool.running + pool.waiting) * 4 >= pool.row_slots * 3
     return (
         pool.kv_blocks_reserved * 4 >= pool.kv_blocks_total * 3
         or pool.running + pool.waiting >= pool.max_sequences

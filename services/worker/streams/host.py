@@ -159,7 +159,7 @@ class SequenceHost:
 
     def sweep(self, now_s: float) -> None:
         """Apply the time limits of every table, and report the device's time when it is due."""
-        for table in (*self._tables.values(), *self._row_tables.values()):
+        for table in self._all_tables():
             table.sweep(now_s)
         if self.device is not None:
             self.device.sweep(now_s)
@@ -171,12 +171,12 @@ class SequenceHost:
 
     def reset_silence(self) -> None:
         """Reset the stall detection after a pause of this process, in which it read no messages."""
-        for table in self._tables.values():
+        for table in self._all_tables():
             table.reset_silence()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a table is inconsistent."""
-        for table in (*self._tables.values(), *self._row_tables.values()):
+        for table in self._all_tables():
             table.check_integrity()
 
     # --- rows -----------------------------------------------------------------------------------
@@ -233,6 +233,9 @@ class SequenceHost:
         return None if table.has_room else NotAdmittedReason.NO_ROOM
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _all_tables(self) -> tuple[SequenceTable | RowTable, ...]:
+        return (*self._tables.values(), *self._row_tables.values())
 
     def _refusal(self, spec: StartSpec) -> NotAdmittedReason | None:
         if self.draining:

@@ -61,6 +61,9 @@ class RowTable(Protocol):
     def sweep(self, now_s: float) -> None:
         """Apply time limits. Called several times a second."""
 
+    def reset_silence(self) -> None:
+        """Start time limits again after a pause of this process."""
+
     def report(self, *, ready: bool) -> PoolSnapshot: ...
 
     def check_integrity(self) -> None: ...

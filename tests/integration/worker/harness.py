@@ -85,6 +85,7 @@ class FolderSource:
         self.pins = self.fetches = 0
         self.error: FairwayError | None = None  # raised by every fetch while it is set
         self.context = 0
+        self.version_kind = "causal-lm"
 
     async def fetch(
         self,
@@ -104,6 +105,9 @@ class FolderSource:
 
     async def max_context_tokens(self, model: str, digest: str) -> int:
         return self.context
+
+    async def kind(self, model: str, digest: str) -> str:
+        return self.version_kind
 
     def pin(self, folder: Path) -> None:
         self.pins += 1
