@@ -89,6 +89,8 @@ class GatewayLeases:
         found, self._unreturned = self._unreturned, {}
         for slots in found.values():
             slots.returned = True
+            if not slots.lease.slots:
+                self._forget(slots.lease)
         return [
             SlotReturn(slots.lease.worker_id, slots.lease.digest, slots.lease.tenant, slots.lease.number)
             for slots in found.values()
@@ -136,12 +138,9 @@ class GatewayLeases:
     def sweep(self) -> None:
         """Forget lapsed leases without rows in flight."""
         now_s = self._clock.monotonic_s()
-        for key, workers in list(self._slots.items()):
-            for worker_id, slots in list(workers.items()):
-                if not slots.in_flight and slots.until_s <= now_s:
-                    del workers[worker_id]
-            if not workers:
-                del self._slots[key]
+        for slots in list(self.slots()):
+            if not slots.in_flight and slots.until_s <= now_s:
+                self._forget(slots.lease)
         for digest, mine in list(self._alone.items()):
             if digest not in self._members and not any(slots.in_flight for slots in mine.values()):
                 del self._alone[digest]
@@ -157,6 +156,12 @@ class GatewayLeases:
         now_s = self._clock.monotonic_s()
         usable = (slots for slots in found if slots.lease.worker_id not in excluded and slots.is_open(now_s))
         return min(usable, key=lambda slots: (slots.load, slots.lease.worker_id), default=None)
+
+    def _forget(self, lease: SlotLease) -> None:
+        workers = self._slots.get((lease.digest, lease.tenant), {})
+        workers.pop(lease.worker_id, None)
+        if not workers:
+            self._slots.pop((lease.digest, lease.tenant), None)
 
     def _note_return(self, slots: SlotsHere) -> None:
         lease = slots.lease
