@@ -55,16 +55,22 @@ class _Stream:
 
 @dataclass(slots=True, eq=False)
 class GatewaySession(_Stream):
-    """The term's state of a gateway's stream. The term fills ``outbox``, ``pressures``, ``members`` and
-    ``leases``, and the stream empties them; of the last three only the newest values are sent."""
+    """The term's state of a gateway's stream. The term fills the fields to be sent, and the stream empties
+    them; of all but ``outbox`` only the newest values are sent."""
 
     gateway_id: str
+    # Where it is; empty: unknown.
     zone: str = ""
+    # Ends of its placements.
     outbox: list[Outcome] = field(default_factory=list)
+    # Of all pools; None: sent.
     pressures: tuple[PoolPressure, ...] | None = None
+    # The worker list for fallback placement; None: sent.
     members: tuple[PoolMember, ...] | None = None
-    listed_s: float = -math.inf  # when ``members`` was last set
-    leases: dict[tuple[str, str, str], SlotLease] = field(default_factory=dict)  # by worker, version, tenant
+    # When ``members`` was last set.
+    listed_s: float = -math.inf
+    # By worker, version and tenant.
+    leases: dict[tuple[str, str, str], SlotLease] = field(default_factory=dict)
 
     def take_leases(self) -> tuple[SlotLease, ...]:
         """Return and remove the leases for the next frame."""

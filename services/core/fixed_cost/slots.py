@@ -20,19 +20,24 @@ class SlotDemand:
 
 @dataclass(frozen=True, slots=True)
 class SlotLease:
-    """The right to have ``slots`` rows of a tenant in flight on a worker for ``ttl_s`` from receipt.
-
-    It replaces the gateway's lease of that worker, version and tenant. Another ``number``: its slots changed.
-    """
+    """The right to have rows of a tenant in flight on a worker. It replaces the gateway's lease of that worker,
+    version and tenant."""
 
     worker_id: str
+    # Of its gRPC server.
     address: str
+    # Life of the worker that it is for.
     incarnation: int
+    # Leader that gave it; 0: the gateway itself, while no leader answered.
     epoch: int
+    # Version of the rows.
     digest: str
     tenant: str
+    # Rows that may be in flight; 0: taken back.
     slots: int
+    # From receipt.
     ttl_s: float
+    # Another for every change of its slots; a renewal has the same.
     number: int = 0
 
 
