@@ -1,0 +1,108 @@
+"""The lease book in random histories: what may be in flight on a worker never exceeds its slots."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from services.core.fixed_cost.slots import SlotLease, SlotReturn
+from services.scheduler.slots.leases import LeaseBook, LeaseTerms, RowWorker
+
+DIGEST = "sha256:" + "a" * 64
+PARTIES = [("g0", "acme"), ("g0", "beta"), ("g1", "acme")]
+PICK = st.integers(0, 1 << 16)
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """A book, and gateways that use all that their last received lease allows. Messages may be delayed by
+    the margin, and rows end when the machine says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 100.0
+        self.terms = LeaseTerms()
+        self.book = LeaseBook(DIGEST, 7, self.terms, itertools.count(1))
+        self.workers = [RowWorker(f"w{index}", "a:1", 1, slots) for index, slots in enumerate((3, 8))]
+        self.sent: dict[str, list[tuple[float, SlotLease]]] = {"g0": [], "g1": []}
+        # By party and worker: the lease, when it lapses, and rows in flight.
+        self.held: dict[tuple[str, str, str], tuple[SlotLease, float]] = {}
+        self.in_flight: dict[tuple[str, str, str], int] = {}
+
+    @rule(pick=PICK, which=PICK, slots=st.integers(0, 8))
+    def put(self, pick: int, which: int, slots: int) -> None:
+        party, worker = PARTIES[pick % 3], self.workers[which % 2]
+        self.book.observe(self.workers, self.now_s)
+        lease = self.book.of(party).get(worker.worker_id)
+        has = 0 if lease is None else lease.slots
+        most = has + self.book.room_for(party, worker)
+        if min(slots, most) != has:
+            self.book.put(party, worker, min(slots, most))
+
+    @rule(gateway=st.sampled_from(["g0", "g1"]))
+    def send(self, gateway: str) -> None:
+        self.sent[gateway] += [(self.now_s, lease) for lease in self.book.take(gateway, 99, self.now_s)]
+
+    @rule(gateway=st.sampled_from(["g0", "g1"]))
+    def receive(self, gateway: str) -> None:
+        for _, lease in self.sent[gateway]:
+            key = gateway, lease.tenant, lease.worker_id
+            self.held[key] = lease, self.now_s + lease.ttl_s
+        self.sent[gateway].clear()
+
+    @rule(pick=PICK)
+    def start_rows(self, pick: int) -> None:
+        """Fill a lease that has not lapsed."""
+        live = [key for key, (_, until_s) in self.held.items() if self.now_s < until_s]
+        if live:
+            key = live[pick % len(live)]
+            self.in_flight[key] = max(self.in_flight.get(key, 0), self.held[key][0].slots)
+
+    @rule(pick=PICK)
+    def end_rows(self, pick: int) -> None:
+        """End the rows beyond a lease and return it."""
+        if self.held:
+            key = list(self.held)[pick % len(self.held)]
+            gateway, tenant, worker_id = key
+            lease = self.held[key][0]
+            self.in_flight[key] = min(self.in_flight.get(key, 0), lease.slots)
+            self.book.returned(gateway, SlotReturn(worker_id, DIGEST, tenant, lease.number))
+
+    @rule(seconds=st.sampled_from([0.01, 0.5, 2.0]))
+    def wait(self, seconds: float) -> None:
+        """Let time pass: messages arrive within the margin, rows under a lapsed lease end."""
+        self.now_s += seconds
+        for gateway, sent in self.sent.items():
+            if sent and sent[0][0] + self.terms.margin_s <= self.now_s:
+                self.receive(gateway)
+        for key, (_, until_s) in self.held.items():
+            if until_s <= self.now_s:
+                self.in_flight[key] = 0
+        self.book.settle(self.now_s)
+        self.book.renew(self.now_s)
+
+    @rule(gateway=st.sampled_from(["g0", "g1"]))
+    def disconnect(self, gateway: str) -> None:
+        """The stream breaks: what was sent is lost, what was received may be used until it lapses."""
+        self.book.disconnect(gateway)
+        self.sent[gateway].clear()
+
+    @invariant()
+    def nothing_is_over_leased(self) -> None:
+        self.book.check_integrity()
+        for worker in self.workers:
+            held = sum(lease.held for lease in self.book.on(worker.worker_id).values())
+            assert held <= worker.row_slots
+            usable = 0
+            for key in {*self.held, *self.in_flight}:
+                if key[2] == worker.worker_id:
+                    lease, until_s = self.held[key]
+                    allowed = lease.slots if self.now_s < until_s else 0
+                    usable += max(allowed, self.in_flight.get(key, 0))
+            assert usable <= worker.row_slots, f"{usable} rows may be in flight on {worker.worker_id}"
+
+
+TestLeases = LeaseMachine.TestCase
+TestLeases.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
