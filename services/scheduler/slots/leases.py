@@ -169,6 +169,7 @@ class LeaseBook:
     def disconnect(self, gateway: str) -> None:
         """Take back the leases of a gateway that cannot be reached: they lapse."""
         for lease in [lease for lease in self.all() if lease.party[0] == gateway]:
+            lease.number = next(self._numbers)  # a return of what it has frees nothing: it may still use it
             self._change(lease, 0, lease.held)
             self._await_return(lease)
         self.unsent.pop(gateway, None)
