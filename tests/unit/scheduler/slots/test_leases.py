@@ -109,3 +109,51 @@ class LeaseMachine(RuleBasedStateMachine):
 
 TestLeases = LeaseMachine.TestCase
 TestLeases.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+
+
+def machine_with_all_leased() -> LeaseMachine:
+    """Return a machine where g0 received and fills all slots of the worker."""
+    machine = LeaseMachine()
+    machine.put(0, 8)
+    machine.send(arrives=True)
+    machine.start_rows(0)
+    return machine
+
+
+def lease_to_other(machine: LeaseMachine) -> int:
+    """Lease what is free to g1, and check; return its slots."""
+    machine.put(1, 8)
+    machine.send(arrives=True)
+    machine.nothing_is_over_leased()
+    return machine.book.slots_of(PARTIES[1])
+
+
+def test_slots_are_free_when_the_gateway_returned_the_newest_lease() -> None:
+    machine = machine_with_all_leased()
+    machine.put(0, 2)
+    machine.end_rows(0)  # it has not received the smaller lease: its return is of the one before
+    assert lease_to_other(machine) == 0
+    machine.receive("g0")
+    machine.end_rows(0)
+    assert lease_to_other(machine) == 6
+
+
+def test_slots_of_a_silent_gateway_are_free_once_its_lease_has_lapsed() -> None:
+    machine = LeaseMachine()
+    machine.put(0, 8)
+    machine.send(arrives=False)
+    machine.wait(2.5)
+    machine.receive("g0")  # late, within the margin
+    machine.disconnect("g0")
+    for _ in range(4):
+        assert lease_to_other(machine) == 0
+        machine.wait(0.4)
+    machine.wait(1.0)
+    assert lease_to_other(machine) == 8
+
+
+def test_a_gateway_whose_stream_broke_returns_nothing_by_its_last_lease() -> None:
+    machine = machine_with_all_leased()
+    machine.disconnect("g0")
+    machine.end_rows(0)
+    assert lease_to_other(machine) == 0
