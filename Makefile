@@ -62,7 +62,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-rollouts sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-poison drill-rollouts sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -164,6 +164,9 @@ drill-rollouts: setup-dev ## Roll out good and faulty versions under load, on tw
 
 drill-crash: setup-dev ## A prompt that ends its engine among 32 neighbours, on one to three workers (about 10 minutes)
 	$(BIN)/python -m tests.e2e.drill_crash $(ARGS)
+
+drill-poison: setup-dev ## One row in 100 that ends its batch: raises, kills, allocates, hangs (about 2 minutes)
+	$(BIN)/python -m tests.e2e.drill_poison $(ARGS)
 
 sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check every invariant (about 10 minutes)
 	$(BIN)/python -m simulator sim --seeds 500 --workers 20 --processes 2 $(ARGS)

@@ -17,6 +17,7 @@ from services.ports.clock import Clock
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.metrics import COUNTS, GAP_S, LATENCY_S, Labels, Metrics, Reading
 from services.runtime.telemetry.tracing import Tracing
+from services.worker.batcher.telemetry import BatchInstruments
 from services.worker.engine_protocol import Stepped
 from services.worker.streams.live_sequence import WorkerSequence
 
@@ -86,6 +87,7 @@ class WorkerTelemetry:
             "fairway_worker_tokens_total", "Computed tokens: prefill and output", ("model", "kind")
         )
         self.steps = _StepCounters(metrics)
+        self.batches = BatchInstruments(metrics)
         self.preemptions = metrics.counter(
             "fairway_worker_preemptions_total", "Sequences whose KV was released for others", _BY_MODEL
         )

@@ -244,6 +244,8 @@ class Batcher:
         if (run := self._runs.pop(place, None)) is not None:
             self._context.charges.wasted(self._detached_s - run.began_s)
             if isinstance(exit_, Crashed):
+                if place is RunPlace.SACRIFICIAL and self._context.telemetry is not None:
+                    self._context.telemetry.sacrificed()
                 died = RunFailure.DIED if exit_.cause is LossCause.FAULT else RunFailure.KILLED
                 self._failed(run, RunFailure.HUNG if run.hung else died)
             elif run.search is None:

@@ -95,7 +95,7 @@ class VersionBatcher:
             draining=lambda: not host.takes(version.version_digest),
             charges=RowCharges(version.version_digest, version.deployment, host.tally, host.device),
             sacrifice=self._sacrifice,
-            telemetry=BatcherTelemetry(telemetry.metrics, version.deployment),
+            telemetry=BatcherTelemetry(telemetry.batches, version.deployment),
         )
         bound_bytes = event.kv_bytes_per_block
         return Batcher(version.version_digest, event.rows, memory_bytes=bound_bytes, context=context)
