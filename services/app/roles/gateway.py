@@ -295,6 +295,7 @@ def _gateway_service(
         ports=replace(
             _gateway_ports(environment, quotas, gateway_id),
             report_usage=outbox.add,
+            serves=catalog.serves,
             unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
         ),
         limits=limits,
