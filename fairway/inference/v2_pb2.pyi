@@ -287,6 +287,8 @@ Global___InferParameter: _TypeAlias = InferParameter  # noqa: Y015
 
 @_typing.final
 class InferTensorContents(_message.Message):
+    """For small tensors. Larger ones come as raw contents, which are not decoded element by element."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BOOL_CONTENTS_FIELD_NUMBER: _builtins.int
