@@ -227,10 +227,14 @@ class RequestTelemetry:
 
     def accepted(self, tenant: str, spec: GenerationSpec) -> None:
         """The request was admitted, or is served by another version from now on."""
-        metrics = self._owner.metrics
-        self.tenant, self.tenant_label = tenant, metrics.tenants.of(tenant)
-        self.model, self.model_label = spec.model, metrics.models.of(spec.model)
-        self._subject = subject_of(tenant, spec, self._owner.slis.zone)
+        self.accepted_as(subject_of(tenant, spec, self._owner.slis.zone))
+
+    def accepted_as(self, subject: SliSubject) -> None:
+        """As ``accepted``, for a request of any kind."""
+        metrics, key = self._owner.metrics, subject.key
+        self.tenant, self.tenant_label = key.tenant, metrics.tenants.of(key.tenant)
+        self.model, self.model_label = key.arm.model, metrics.models.of(key.arm.model)
+        self._subject = subject
 
     def pace(self) -> TokenPace:
         """Return the token timing of one choice."""

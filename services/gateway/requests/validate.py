@@ -13,7 +13,7 @@ from random import Random
 from typing import Final
 
 from fairway.v1 import common_pb2, inference_pb2
-from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong
+from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong, UnsupportedFeature
 from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
 from services.core.records import Priority
 from services.core.rollouts.routes import SplitCaller
@@ -180,6 +180,13 @@ class Validator:
     async def _prompt_ids(
         self, principal: Principal, generation: inference_pb2.Generation, model: TextModel
     ) -> Sequence[int]:
+        if model.signature is not None:
+            raise UnsupportedFeature(
+                f"{generation.model} is a fixed-cost model of the operation {model.signature.operation}: it "
+                "generates no text",
+                field="model",
+                operation=model.signature.operation,
+            )
         kind = generation.WhichOneof("input")
         if kind == "token_ids":
             return tuple(generation.token_ids.ids)
