@@ -21,7 +21,7 @@ from services.gateway.requests.request import Request
 from services.gateway.requests.streaming import BufferedStream, Completion, complete
 from services.gateway.requests.terms import RunTerms
 from services.gateway.requests.validate import Validator
-from services.gateway.service_types import GatewayLimits, Ports, RequestCapacity, subtract
+from services.gateway.service_types import AnyRequest, GatewayLimits, Ports, RequestCapacity, subtract
 from services.ports.clock import Clock
 from services.ports.limiter import Reservation
 from services.runtime.identity import KeyDirectory
@@ -188,7 +188,7 @@ class GatewayService:
             )
         return found
 
-    def max_timeout_s(self, principal: Principal, generation: inference_pb2.Generation) -> float:
+    def max_timeout_s(self, principal: Principal, generation: AnyRequest) -> float:
         """Return the longest time that the caller's limits allow. Raises Unauthenticated."""
         return self._admission.max_timeout_s(principal, generation.user)
 

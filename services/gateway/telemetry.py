@@ -94,6 +94,11 @@ class GatewayTelemetry:
             "Requests changed under pressure, by kind of change",
             ("kind",),
         )
+        self._rows = metrics.counter(
+            "fairway_gateway_rows_total",
+            "Rows of fixed-cost models in requests that were answered",
+            ("model",),
+        )
         self._fallback_placements = metrics.counter(
             "fairway_gateway_fallback_placements_total",
             "Sequences that this gateway placed itself while no leader answered",
@@ -167,6 +172,10 @@ class GatewayTelemetry:
 
     def placed_by_fallback(self) -> None:
         self._fallback_placements.add()
+
+    def rows_ended(self, model: str, count: int) -> None:
+        """Count the rows of an answer."""
+        self._rows.add(self.metrics.models.of(model), amount=count)
 
     def ended(self, request: RequestTelemetry, outcome: str, reason: str, clock: StageClock) -> None:
         """Count a request that ended, and write its line."""

@@ -29,7 +29,7 @@ from services.gateway.requests.quotas import RequestQuotas, check_timeout
 from services.gateway.requests.stage_timer import Stage, StageTimer
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.requests.validate import Validator
-from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
 from services.rpc.convert.inference import PRIORITY_OF
 from services.rpc.convert.times import seconds_of
@@ -207,6 +207,6 @@ class RequestAdmission:
         )
 
 
-def class_of(generation: inference_pb2.Generation) -> Priority:
+def class_of(generation: AnyRequest) -> Priority:
     """Return the class that the request names, before it is checked."""
     return PRIORITY_OF.get(generation.priority, Priority.STANDARD)
