@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Final
 
 import structlog
 
+from fairway.inference import v2_pb2, v2_pb2_grpc
 from fairway.v1 import (
     inference_pb2,
     inference_pb2_grpc,
@@ -63,6 +65,7 @@ from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.faces.openai.routes import ObserveExchange, build_app
 from services.gateway.faces.openai.server import HttpServer
+from services.gateway.faces.predict.servicer import PredictServicer
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
@@ -71,6 +74,7 @@ from services.gateway.poison import PoisonGate
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
+from services.gateway.rows.service import RowsService
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
@@ -114,7 +118,10 @@ def gateway(environment: Environment) -> Role:
     outbox = open_usage_outbox(environment)
     quotas = _Quotas(environment)
     gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
-    service = _gateway_service(environment, identity, files, quotas, gateway_id, outbox)
+    service, rows = _gateway_services(environment, identity, files, quotas, gateway_id, outbox)
+
+    def not_ready() -> str:
+        return "; ".join(environment.health.problems())
 
     def received() -> Received:
         arrived, now_s = arrival(), clock.monotonic_s()
@@ -128,12 +135,17 @@ def gateway(environment: Environment) -> Role:
         Service(
             inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
             inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-            InferenceServicer(service, received, heartbeat_s=settings.heartbeat_s),
+            InferenceServicer(service, rows, received, heartbeat_s=settings.heartbeat_s),
+        ),
+        Service(
+            v2_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
+            v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
+            PredictServicer(rows, received, not_ready),
         ),
         identity=identity,
     )
 
-    http = _http_server(environment, service, identity)
+    http = _http_server(environment, service, rows, identity, not_ready)
     export_levels(
         environment.metrics,
         running=lambda: service.running,
@@ -161,16 +173,23 @@ def gateway(environment: Environment) -> Role:
     return Role(server, start=start, open=start_serving, drain=drain, checks=(draining, usage))
 
 
-def _http_server(environment: Environment, service: GatewayService, identity: KeyDirectory) -> HttpServer:
+def _http_server(
+    environment: Environment,
+    service: GatewayService,
+    rows: RowsService,
+    identity: KeyDirectory,
+    not_ready: Callable[[], str],
+) -> HttpServer:
     settings = environment.settings
     app = build_app(
         service,
+        rows,
         identity,
         environment.clock,
         environment.ids,
         event_secret=event_ids_secret(_ticket_key(settings)),
         max_body_bytes=settings.max_body_bytes,
-        not_ready=lambda: "; ".join(environment.health.problems()),
+        not_ready=not_ready,
         observe=_http_observer(environment.metrics),
     )
     host, _, port = settings.http_listen.rpartition(":")
@@ -257,14 +276,15 @@ class _Quotas:
             log.warning("gateway.not_registered", error=error.message)
 
 
-def _gateway_service(
+def _gateway_services(
     environment: Environment,
     identity: KeyDirectory,
     files: ModelFiles,
     quotas: _Quotas,
     gateway_id: str,
     outbox: DiskOutbox,
-) -> IdempotentService:
+) -> tuple[IdempotentService, RowsService]:
+    """Return the service of generations and that of fixed-cost models."""
     settings, clock = environment.settings, environment.clock
     threads = ThreadPoolExecutor(_NAMING_THREADS, "prefixes")
     environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
@@ -280,23 +300,30 @@ def _gateway_service(
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     limits = _limits(settings)
-    return IdempotentService(
+    validator = Validator(
+        catalog,
+        identity,
+        environment.rng,
+        prefixes=PrefixNames(prefix_secret(_ticket_key(settings)), threads),
+    )
+    ports = replace(
+        _gateway_ports(environment, quotas, gateway_id),
+        report_usage=outbox.add,
+        unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
+    )
+    service = IdempotentService(
         replace(_keyed_ports(environment, quotas, gateway_id, limits), report_usage=outbox.add),
-        validator=Validator(
-            catalog,
-            identity,
-            environment.rng,
-            prefixes=PrefixNames(prefix_secret(_ticket_key(settings)), threads),
-        ),
+        validator=validator,
         identity=identity,
         catalog=catalog,
-        ports=replace(
-            _gateway_ports(environment, quotas, gateway_id),
-            report_usage=outbox.add,
-            unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
-        ),
+        ports=ports,
         limits=limits,
     )
+    # Without a runner every request of a fixed-cost model is refused as unimplemented.
+    rows = RowsService(
+        service, validator=validator, identity=identity, catalog=catalog, ports=ports, runner=None
+    )
+    return service, rows
 
 
 def _keyed_ports(
