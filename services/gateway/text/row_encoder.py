@@ -34,21 +34,20 @@ class RowEncoder:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise UnsupportedFeature("this model takes tensors, not texts", field="inputs")
+        inputs = list(zip(rows.texts, rows.seconds, strict=True)) if rows.seconds else list(rows.texts)
+        if rows.most_tokens:
+            tokenizer.enable_truncation(rows.most_tokens)
         try:
-            if rows.most_tokens:
-                try:
-                    tokenizer.enable_truncation(rows.most_tokens)
-                except Exception as exc:  # fewer than the special tokens; the library raises nothing narrower
-                    raise InvalidInput(
-                        f"truncate_tokens {rows.most_tokens} leaves no room beside the special tokens",
-                        field="truncate_tokens",
-                    ) from exc
-            inputs = list(zip(rows.texts, rows.seconds, strict=True)) if rows.seconds else list(rows.texts)
             # Without offsets, which nothing reads.
             found = tokenizer.encode_batch_fast(inputs, add_special_tokens=True)
         finally:
             tokenizer.no_truncation()
         lengths = [len(encoding.ids) for encoding in found]
+        if rows.most_tokens and max(lengths, default=0) > rows.most_tokens:
+            raise InvalidInput(
+                f"truncate_tokens {rows.most_tokens} leaves no room beside the special tokens",
+                field="truncate_tokens",
+            )
         ids, types = array("q"), array("q")
         if max(lengths, default=0) <= self.model.max_context_tokens:
             for encoding in found:
