@@ -121,8 +121,7 @@ class RowsService:
             firsts, seconds = request.firsts, request.seconds
             if not firsts or not seconds or len(firsts) not in (1, len(seconds)):
                 raise InvalidInput(
-                    f"{len(firsts)} first and {len(seconds)} second texts are no pairs: send one first text, "
-                    "or as many as second texts",
+                    f"firsts has {len(firsts)} texts for {len(seconds)} second texts: send one, or as many",
                     field="firsts",
                 )
             pairs = firsts if len(firsts) > 1 else [*firsts] * len(seconds)
