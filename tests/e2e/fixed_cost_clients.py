@@ -87,7 +87,7 @@ def over_grpc() -> dict[str, Any]:
     client.start_stream(lambda result, error: answers.put((result, error)), headers=HEADERS)
     tensor = triton_grpc.InferInput("input", list(BATCH.shape), "FP32")
     tensor.set_data_from_numpy(BATCH)
-    streamed = []
+    streamed: list[Any] = []
     for number in range(10):
         client.async_stream_infer("mlp" if number != 4 else "none", [tensor], request_id=str(number))
     for _ in range(10):

@@ -28,7 +28,9 @@ def tokenizer() -> Tokenizer:
     made.normalizer = normalizers.Lowercase()
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     return made
 

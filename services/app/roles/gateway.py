@@ -132,17 +132,7 @@ def gateway(environment: Environment) -> Role:
         return Received(at_s, unix_us, request_id, face, arrived.traceparent, attempt=arrived.attempt)
 
     server = environment.server(
-        Service(
-            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
-            inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-            InferenceServicer(service, rows, received, heartbeat_s=settings.heartbeat_s),
-        ),
-        Service(
-            v2_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
-            v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
-            PredictServicer(rows, received, not_ready),
-        ),
-        identity=identity,
+        *_rpc_services(service, rows, received, not_ready, settings.heartbeat_s), identity=identity
     )
 
     http = _http_server(environment, service, rows, identity, not_ready)
@@ -171,6 +161,27 @@ def gateway(environment: Environment) -> Role:
     draining = Check("draining", lambda: "this gateway is shutting down" if service.draining else "")
     usage = Check("usage", lambda: _usage_problem(settings, outbox), withdraws=False)
     return Role(server, start=start, open=start_serving, drain=drain, checks=(draining, usage))
+
+
+def _rpc_services(
+    service: GatewayService,
+    rows: RowsService,
+    received: Callable[[], Received],
+    not_ready: Callable[[], str],
+    heartbeat_s: float,
+) -> list[Service]:
+    return [
+        Service(
+            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+            InferenceServicer(service, rows, received, heartbeat_s=heartbeat_s),
+        ),
+        Service(
+            v2_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
+            v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
+            PredictServicer(rows, received, not_ready),
+        ),
+    ]
 
 
 def _http_server(

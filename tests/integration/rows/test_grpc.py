@@ -53,7 +53,11 @@ async def test_embed_rerank_score_and_infer_return_what_the_model_computes(gatew
         (pb.EmbedRequest(model="embed"), grpc.StatusCode.INVALID_ARGUMENT, "no inputs"),
         (pb.EmbedRequest(inputs=["a"]), grpc.StatusCode.INVALID_ARGUMENT, "model"),
         (pb.EmbedRequest(model="mlp", inputs=["a"]), grpc.StatusCode.INVALID_ARGUMENT, "operation of mlp"),
-        (pb.EmbedRequest(model="embed", inputs=["fox " * 99]), grpc.StatusCode.INVALID_ARGUMENT, "at most 40"),
+        (
+            pb.EmbedRequest(model="embed", inputs=["fox " * 99]),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "at most 40",
+        ),
     ],
 )
 async def test_errors_have_a_status(

@@ -112,9 +112,7 @@ async def test_a_bad_request_is_refused_by_name(
 ) -> None:
     body, length = binary(head, tail)
     async with served(gateway) as sockets:
-        found = await ask(
-            sockets.http_port, "POST", INFER, body, inference_header_content_length=length
-        )
+        found = await ask(sockets.http_port, "POST", INFER, body, inference_header_content_length=length)
         assert found.status == 400, found.body
         assert text in found.json["error"]
     assert not gateway.runner.requests
@@ -124,8 +122,6 @@ async def test_a_bad_request_is_refused_by_name(
 async def test_a_wrong_head_length_is_refused(gateway: RowsGateway, length: str) -> None:
     body, _ = binary({"inputs": [tensor()]})
     async with served(gateway) as sockets:
-        found = await ask(
-            sockets.http_port, "POST", INFER, body, inference_header_content_length=length
-        )
+        found = await ask(sockets.http_port, "POST", INFER, body, inference_header_content_length=length)
         assert found.status == 400
         assert isinstance(found.json["error"], str)

@@ -47,7 +47,9 @@ from tests.support.rows_gateway import CLOCK, SECRET, RowsGateway, digest_of, ro
 from tests.unit.gateway.conftest import View
 
 
-async def embed(gateway: RowsGateway, *texts: str, timeout_s: float | None = None, **fields: Any) -> Embeddings:
+async def embed(
+    gateway: RowsGateway, *texts: str, timeout_s: float | None = None, **fields: Any
+) -> Embeddings:
     request = pb.EmbedRequest(**{"model": "embed", "inputs": texts, **fields})
     return await gateway.rows.embed(
         gateway.principal, request, received=gateway.received(), timeout_s=timeout_s
@@ -263,7 +265,10 @@ async def test_use_is_reported_once_with_its_device_time(gateway: RowsGateway) -
 async def test_the_first_error_of_a_row_fails_the_request_and_only_computed_rows_are_charged(
     gateway: RowsGateway,
 ) -> None:
-    gateway.runner.ends = {1: RowEnd(error=InvalidInput("bad row", field="x")), 2: RowEnd(error=Draining("no"))}
+    gateway.runner.ends = {
+        1: RowEnd(error=InvalidInput("bad row", field="x")),
+        2: RowEnd(error=Draining("no")),
+    }
     with pytest.raises(InvalidInput, match="bad row"):
         await embed(gateway, "the fox", "dog", "dog")
     (event,) = gateway.reported
