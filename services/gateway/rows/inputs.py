@@ -74,8 +74,9 @@ def id_rows(
     found, counts = [], []
     for index, row in enumerate(rows):
         where = f"{field}[{index}]"
-        ids = np.fromiter(row if cut_to is None else row[:cut_to], np.int64)
-        check_length(len(ids), max_tokens, where)
+        kept = row if cut_to is None else row[:cut_to]
+        check_length(len(kept), max_tokens, where)
+        ids = np.fromiter(kept, np.int64, len(kept))
         check_ids(ids, vocab_size, where)
         found.append((token_tensor("input_ids", ids.tobytes()),))
         counts.append(len(ids))
