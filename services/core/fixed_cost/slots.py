@@ -20,8 +20,8 @@ class SlotDemand:
 
 @dataclass(frozen=True, slots=True)
 class SlotLease:
-    """The right to have rows of a tenant in flight on a worker. It replaces the gateway's lease of that worker,
-    version and tenant."""
+    """The right to have rows of a tenant in flight on a worker. It replaces the gateway's lease of the same
+    worker, version and tenant."""
 
     worker_id: str
     # Of its gRPC server.

@@ -172,6 +172,7 @@ class ModelRowGateway:
         self.gateway_id = gateway_id
         self.alive = True
         self.connection = 0
+        self.ended_rows = 0
         self.leases = GatewayLeases(fleet.clock)
         self.demands = SlotDemands(self, fleet.clock)
         self.waiting: Counter[str] = Counter()
@@ -226,6 +227,7 @@ class ModelRowGateway:
             self.from_workers.send(deliver)
 
     def ended(self, row: ModelRow) -> None:
+        self.ended_rows += 1
         self.leases.ended(row.slots)
         self.waiting[row.tenant] += 1
 

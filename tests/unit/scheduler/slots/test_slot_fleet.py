@@ -69,6 +69,29 @@ def test_more_tenants_than_slots_take_turns() -> None:
     assert min(shares) > 0.6 * max(shares), shares
 
 
+def test_gateways_of_one_tenant_take_turns_on_too_few_slots() -> None:
+    fleet = fleet_of(Tenant("acme", 3, 0.002), gateways=5, row_slots=(2,))
+    fleet.run(2.0)
+    ended = {gateway: gateway.ended_rows for gateway in fleet.gateways}
+    fleet.run(6.0)
+    counts = [gateway.ended_rows - before for gateway, before in ended.items()]
+    assert min(counts) > 0.5 * max(counts), counts
+
+
+def test_a_gateway_without_a_leader_uses_its_leases_until_they_lapse() -> None:
+    fleet = fleet_of(Tenant("acme", 60, 0.001), row_slots=(32,))
+    fleet.run(1.0)
+    cut = fleet.gateways[0]
+    cut.up.is_open = cut.down.is_open = False
+    fleet.leader.lessor.disconnect(cut.gateway_id)
+    fleet.run(1.0)
+    assert cut.leases.choose(DIGEST, "acme", ()) is not None or cut.ended_rows
+    fleet.run(1.5)
+    before = cut.ended_rows
+    fleet.run(4.0)
+    assert cut.ended_rows == before, "its slots are leased to the other gateway by now"
+
+
 def test_leases_of_a_lost_gateway_lapse_and_are_leased_to_others() -> None:
     fleet = fleet_of(Tenant("acme", 200, 0.001))
     fleet.run(1.0)
