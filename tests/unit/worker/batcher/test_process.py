@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from tests.unit.worker.batcher.models.test_loading import save_mlp
 GOOD = RawTensor("input", "FP32", (6,), np.ones(6, np.float32).tobytes())
 
 
-def config(folder: Path, **fields: int) -> EngineConfig:
+def config(folder: Path, **fields: Any) -> EngineConfig:
     return EngineConfig(socket_path="", model_dir=str(folder), executor="rows", **fields)
 
 
