@@ -96,6 +96,8 @@ class Ports:
     unrecorded: Callable[[], str] = lambda: ""
     # Returns the pressure of a version, 0..1, as far as it is reported.
     pressure: Callable[[str], float] = lambda _digest: 0.0
+    # Returns whether a worker serves a version for a model name, or will.
+    serves: Callable[[str, str], bool] = lambda _model, _digest: True
     # Returns the budgets of a tenant.
     budgets_of: Callable[[str], Sequence[Budget]] = lambda _tenant: ()
     # Returns the time to first token that a model and class are promised, None for none.

@@ -320,6 +320,7 @@ def _gateway_services(
     ports = replace(
         _gateway_ports(environment, quotas, gateway_id),
         report_usage=outbox.add,
+        serves=catalog.serves,
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
     )
     service = IdempotentService(
