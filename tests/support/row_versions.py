@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def embedding_version(folder: Path, **overrides: object) -> Path:
+def embedding_version(folder: Path, **overrides: Any) -> Path:
     """Write an embedding model whose vectors of 24 have length 1."""
     fixed_cost.save("Bert", "Model", folder, **overrides)
     fixed_cost.save_pooling(folder)

@@ -45,11 +45,9 @@ def vectors(ends: Sequence[RowEnd], dimensions: int, signature: Signature) -> li
     if not dimensions or dimensions == signature.outputs[0].shape[0]:
         return found
     cut = [vector[:dimensions] for vector in found]
-    return (
-        [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in cut]
-        if signature.normalized
-        else cut
-    )
+    if not signature.normalized:
+        return cut
+    return [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in cut]
 
 
 def scores(ends: Sequence[RowEnd]) -> list[float]:

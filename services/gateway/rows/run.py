@@ -217,8 +217,9 @@ class RowsRun:
             settling = self._settle(reservation, self.usage)
             await asyncio.shield(self._ports.supervisor.spawn(f"settle {request_id}", settling))
         await self._condemn(ready, ends)
-        for end in ends:
+        for index, end in enumerate(ends):
             if end.error is not None:
+                end.error.metadata.setdefault("row", str(index))
                 raise end.error
             if end.lost:
                 raise StreamBroken("the worker of a row was lost twice; send the request again")

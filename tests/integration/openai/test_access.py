@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.routing import Route
 
-from services.gateway.faces.openai.routes import Access
+from services.gateway.faces.openai.endpoint import Access
 from tests.integration.openai.face import ADMIN_KEY, CHAT, KEY, Face
 
 

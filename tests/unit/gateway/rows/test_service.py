@@ -269,8 +269,9 @@ async def test_the_first_error_of_a_row_fails_the_request_and_only_computed_rows
         1: RowEnd(error=InvalidInput("bad row", field="x")),
         2: RowEnd(error=Draining("no")),
     }
-    with pytest.raises(InvalidInput, match="bad row"):
+    with pytest.raises(InvalidInput, match="bad row") as failed:
         await embed(gateway, "the fox", "dog", "dog")
+    assert failed.value.metadata["row"] == "1"
     (event,) = gateway.reported
     assert event.usage.prompt_tokens == 4
     await at_rest(gateway)

@@ -37,7 +37,7 @@ async def test_text_processes_encode_rows_as_the_tokenizer_does(tmp_path: Path) 
     texts = TextProcesses(CLOCK, supervisor, Metrics())
     supervisor.spawn("texts", texts.run())
     try:
-        model = await texts.load(DIGEST, lambda: nullcontext(folder))  # type: ignore[arg-type, return-value]
+        model = await texts.load(DIGEST, lambda: nullcontext(folder))
         assert model.signature is not None
         assert model.signature.operation is Operation.SCORE
         firsts, seconds = ["the fox"] * 300, [f"lazy dog {'over ' * (n % 7)}" for n in range(300)]
