@@ -13,8 +13,9 @@ from typing import Final
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.fleet import ReportSnapshot, TenantSlots
 from services.scheduler.fleet.view import FleetView
+from services.scheduler.slots.claimants import TURN_S
 from services.scheduler.slots.leases import LeaseBook, LeaseTerms, RowWorker
-from services.scheduler.slots.pool import TURN_S, Shares, SlotPool
+from services.scheduler.slots.pool import Shares, SlotPool
 
 _GAP_S: Final = 0.01  # between two plans of a version, and as long again for so many leases:
 _GAP_LEASES: Final = 512
