@@ -142,6 +142,15 @@ class SlotLessor:
                 )
         return found
 
+    def by_kind(self) -> dict[str, int]:
+        """Return the slots that are leased, those that are held, and the rows that want one."""
+        leases = [lease for pool in self._pools.values() for lease in pool.book.all()]
+        return {
+            "leased": sum(lease.slots for lease in leases),
+            "held": sum(lease.held for lease in leases),
+            "wanted": sum(pool.rows for pool in self._pools.values()),
+        }
+
     def check_integrity(self) -> None:
         """Raise AssertionError when leases and their sums disagree."""
         for pool in self._pools.values():

@@ -49,10 +49,15 @@ class SlotPool:
         """No demand and no lease."""
         return not self._demands and not len(self.book)
 
+    @property
+    def rows(self) -> int:
+        """The rows of all demands."""
+        return sum(wanted.demand.rows for _, wanted in self._parties())
+
     # --- demands ----------------------------------------------------------------------------------
 
     def demand(self, gateway: str, zone: str, wanted: SlotDemand, now_s: float) -> None:
-        """Replace the demand of a gateway for a tenant; without rows it ends. Beyond the limit it is dropped."""
+        """Replace the demand of a gateway for a tenant; without rows it ends. One too many is dropped."""
         tenant = self._tenants.get(wanted.tenant)
         known = None if tenant is None else tenant.demands.get(gateway)
         if known is not None:
