@@ -191,7 +191,9 @@ idempotency key and those decided on a [slice](../architecture/quotas.md#leased-
         shared = {name for base in body.__bases__ for name in getattr(base, "__struct_fields__", ())}
         fields = [each for each in structs.fields(body) if each.name not in shared]
         served.append((title, _names(each.name for each in fields if each.type is not Raw)))
-        neutral.append((title, _names(each.name for each in fields if each.type is Raw)))
+        without_effect = _names(each.name for each in fields if each.type is Raw)
+        if without_effect:
+            neutral.append((title, without_effect))
     parts.append(_section("Body fields", ("body", "fields"), served))
     text = (
         "\nA value that requests nothing, such as `tools: []`, is accepted. Any other value and any unknown "
