@@ -190,7 +190,7 @@ async def _hello(stream: GatewayMessages) -> scheduler_pb2.GatewayHello:
         first = await stream.read(_HELLO_S)
     except StreamLost:
         raise InvalidInput("a gateway must send hello first", field="hello") from None
-    if not first.HasField("hello") or first.places or first.HasField("cancel") or first.slot_demands:
+    if {field.name for field, _ in first.ListFields()} != {"hello"}:
         raise InvalidInput("a gateway's first message must contain only hello", field="hello")
     return first.hello
 

@@ -60,7 +60,7 @@ async def test_rows_are_computed_by_the_workers_and_outlive_the_leader(stack: St
     assert np.allclose(found, expected(folder, values), atol=1e-5)
     answers = await asyncio.gather(*(infer(stack, values[row : row + 1]) for row in range(40)))
     assert np.allclose(np.concatenate(answers), found, atol=1e-5)
-    (scheduler, *_) = stack.pids("scheduler")
+    (scheduler, *_) = stack.pids("services scheduler")
     kill(scheduler)
     again = await asyncio.gather(*(infer(stack, values[row : row + 1]) for row in range(40)))
     assert np.allclose(np.concatenate(again), found, atol=1e-5)

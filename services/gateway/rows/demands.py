@@ -25,8 +25,8 @@ class _Demand:
     weight: float = 1.0
     priorities: Counter[Priority] = field(default_factory=Counter)  # of its rows
     rows: int = 0
-    peak: int = 0  # most rows since ``fell_s``
-    fell_s: float = 0.0
+    peak: int = 0
+    peak_s: float = 0.0  # when it last had so many rows
     sent: SlotDemand | None = None
     sent_s: float = 0.0
 
@@ -55,13 +55,17 @@ class SlotDemands:
         demand.weight = request.tenant_weight
         demand.priorities[request.priority] += rows
         demand.rows += rows
-        demand.peak = max(demand.peak, demand.rows)
+        now_s = self._clock.monotonic_s()
+        if demand.rows >= demand.peak:
+            demand.peak, demand.peak_s = demand.rows, now_s
         if demand.sent is None or demand.rows > demand.sent.rows:
-            self._send(key, demand, self._clock.monotonic_s())
+            self._send(key, demand, now_s)
 
     def leave(self, request: RowsRequest) -> None:
         """Count a row of the request that ended."""
         demand = self._demands[request.version_digest, request.tenant_id]
+        if demand.rows == demand.peak:
+            demand.peak_s = self._clock.monotonic_s()
         demand.priorities[request.priority] -= 1
         demand.rows -= 1
 
@@ -69,8 +73,8 @@ class SlotDemands:
         """Send what changed; forget demands that are over."""
         now_s = self._clock.monotonic_s()
         for key, demand in list(self._demands.items()):
-            if now_s - demand.fell_s >= _FALL_S:
-                demand.peak, demand.fell_s = demand.rows, now_s
+            if now_s - demand.peak_s >= _FALL_S:
+                demand.peak, demand.peak_s = demand.rows, now_s
             self._send(key, demand, now_s)
             if not demand.rows and demand.sent is not None and not demand.sent.rows:
                 del self._demands[key]

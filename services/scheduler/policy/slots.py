@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 NEWCOMERS_RATIO: Final = 1 / 16  # of the slots: for tenants that begin while others could use all
-_HALVINGS: Final = 64
+_HALVINGS: Final = 20  # the rest is given slot by slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +61,23 @@ def level(slots: int, claims: Sequence[SlotClaim], *, least: Mapping[str, int]) 
     ``least`` in sum is at most ``slots``.
     """
 
-    def at(height: float) -> dict[str, int]:
-        return {
-            claim.name: max(least[claim.name], min(claim.rows, int(height / claim.slot_cost)))
-            for claim in claims
-        }
+    bounds = [(claim.slot_cost, least[claim.name], claim.rows) for claim in claims]
 
-    low, high = 0.0, max((claim.rows * claim.slot_cost for claim in claims), default=0.0) * (1 + 1e-9)
-    given = at(high)
-    if sum(given.values()) > slots:
+    def at(height: float) -> list[int]:
+        return [max(low, min(high, int(height / cost))) for cost, low, high in bounds]
+
+    low, high = 0.0, max((cost * rows for cost, _, rows in bounds), default=0.0) * (1 + 1e-9)
+    found = at(high)
+    if sum(found) > slots:
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            if sum(at(middle).values()) <= slots:
+            if sum(at(middle)) <= slots:
                 low = middle
             else:
                 high = middle
-        given = at(low)
-    _give_rest(slots - sum(given.values()), claims, given)
+        found = at(low)
+    given = {claim.name: rows for claim, rows in zip(claims, found, strict=True)}
+    _give_rest(slots - sum(found), claims, given)
     return given
 
 

@@ -90,6 +90,7 @@ class LeaseBook:
         self.terms = terms
         self._parties: dict[Party, dict[str, HeldLease]] = {}
         self._workers: dict[str, dict[Party, HeldLease]] = {}
+        self._count = 0
         self._held: dict[str, int] = {}  # by worker
         self._earlier: dict[str, _EarlierRows] = {}  # by worker
         self._slots: dict[str, int] = {}  # by worker
@@ -100,7 +101,7 @@ class LeaseBook:
         self.changed_tenants: dict[str, dict[str, None]] = {}  # by worker: whose slots changed
 
     def __len__(self) -> int:
-        return sum(len(leases) for leases in self._parties.values())
+        return self._count
 
     def of(self, party: Party) -> Mapping[str, HeldLease]:
         """Return the party's leases by worker."""
@@ -151,6 +152,7 @@ class LeaseBook:
             self._change(lease, 0, 0)
         if lease is None:
             lease = HeldLease(party, worker)
+            self._count += 1
             self._parties.setdefault(party, {})[worker.worker_id] = lease
             self._workers.setdefault(worker.worker_id, {})[party] = lease
         lease.worker, lease.number = worker, next(self._numbers)
@@ -218,7 +220,8 @@ class LeaseBook:
             assert self._held[worker_id] == sum(lease.held for lease in leases.values()), "held slots leaked"
             assert self._slots[worker_id] == sum(lease.slots for lease in leases.values())
             assert all(self._parties[party][worker_id] is lease for party, lease in leases.items())
-        assert len(self) == sum(len(leases) for leases in self._workers.values())
+        assert self._count == sum(len(leases) for leases in self._workers.values())
+        assert self._count == sum(len(leases) for leases in self._parties.values())
         for lease in self.all():
             assert 0 <= lease.slots <= lease.held, "a lease has slots that it does not hold"
             assert lease.slots == lease.held > 0 or lease.settles_s < math.inf, "slots are held for ever"
@@ -256,6 +259,7 @@ class LeaseBook:
         lease.settles_s = math.inf
         if lease.slots:
             return
+        self._count -= 1
         gateway, tenant = lease.party
         worker_id = lease.worker.worker_id
         self.unsent.get(gateway, {}).pop((worker_id, tenant), None)

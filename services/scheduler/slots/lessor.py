@@ -13,10 +13,12 @@ from typing import Final
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.fleet import ReportSnapshot, TenantSlots
 from services.scheduler.fleet.view import FleetView
+from services.scheduler.slots.claimants import TURN_S
 from services.scheduler.slots.leases import LeaseBook, LeaseTerms, RowWorker
-from services.scheduler.slots.pool import TURN_S, Shares, SlotPool
+from services.scheduler.slots.pool import Shares, SlotPool
 
-_GAP_S: Final = 0.01  # between two plans of a version
+_GAP_S: Final = 0.01  # between two plans of a version, and as long again for so many leases:
+_GAP_LEASES: Final = 512
 _MAX_POOLS: Final = 4096
 _LEASES_PER_FRAME: Final = 4096
 _RENEWALS: Final = 4  # looks at what has to be renewed, in one life of a lease
@@ -140,6 +142,15 @@ class SlotLessor:
                 )
         return found
 
+    def by_kind(self) -> dict[str, int]:
+        """Return the slots that are leased, those that are held, and the rows that want one."""
+        leases = [lease for pool in self._pools.values() for lease in pool.book.all()]
+        return {
+            "leased": sum(lease.slots for lease in leases),
+            "held": sum(lease.held for lease in leases),
+            "wanted": sum(pool.rows for pool in self._pools.values()),
+        }
+
     def check_integrity(self) -> None:
         """Raise AssertionError when leases and their sums disagree."""
         for pool in self._pools.values():
@@ -148,7 +159,10 @@ class SlotLessor:
     # --- inside -----------------------------------------------------------------------------------
 
     def _plan_s(self, digest: str) -> float:
-        return self._planned_s.get(digest, -math.inf) + _GAP_S
+        """Return when a changed version is planned: a fifth of the leader's time goes into it at most."""
+        pool = self._pools.get(digest)
+        leases = 0 if pool is None else len(pool.book)
+        return self._planned_s.get(digest, -math.inf) + _GAP_S * (1 + leases / _GAP_LEASES)
 
     def _turn_s(self, digest: str, pool: SlotPool) -> float:
         """Return when a pool with too few slots is planned again, whatever is reported."""

@@ -8,70 +8,26 @@ one that is taken back is leased again after its return.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import TenantTokens
 from services.core.records import Priority
-from services.scheduler.policy.queue.fairness import Account, FairShares
+from services.scheduler.policy.queue.fairness import FairShares
 from services.scheduler.policy.slots import NEWCOMERS_RATIO, SlotClaim, divide, level
+from services.scheduler.slots.claimants import PartyDemand, TenantRows, claim_of
 from services.scheduler.slots.leases import HeldLease, LeaseBook, Party, RowWorker
 
 GROWTH: Final = 2  # slots for each row of demand, while nobody else wants them
-TURN_S: Final = 0.25  # how long a slot stays where others wait for one
-OVERDUE_S: Final = 30.0  # a tenant without a slot for so long goes before any class
 BALANCE_S: Final = 1.0  # between two moves of leases from loaded workers
 _UNEVEN: Final = 0.25  # how far the load of a worker may be from the mean, as a ratio
-_COST_HALF_LIFE_S: Final = 5.0
+MAX_DEMANDS: Final = 65536
+_KEPT_TENANTS: Final = 4096  # whose row times are kept without demand
 _MOST_CHOICES: Final = 64  # workers that are compared for one growth
 
 Shares = Mapping[Priority, FairShares]
-
-
-@dataclass(slots=True, eq=False)
-class PartyDemand:
-    """What one gateway asks for one tenant."""
-
-    demand: SlotDemand
-    zone: str
-    since_s: float  # when it last began to have slots, or to have none
-    has_slots: bool = False
-    was_overdue: bool = False  # when it got the slots that it has
-
-    def is_overdue(self, now_s: float) -> bool:
-        age_s = now_s - self.since_s
-        return age_s < TURN_S and self.was_overdue if self.has_slots else age_s >= OVERDUE_S
-
-    def record(self, *, has_slots: bool, now_s: float) -> None:
-        """Record whether it has slots; another turn begins when that changes, and after two turns."""
-        if has_slots != self.has_slots or (has_slots and now_s - self.since_s >= 2 * TURN_S):
-            self.was_overdue = not self.has_slots and self.is_overdue(now_s)
-            self.has_slots, self.since_s = has_slots, now_s
-
-    def order(self, now_s: float) -> tuple[float, float]:
-        """Return its place where slots are fewer than claimants: turns end, then the longest wait."""
-        if not self.has_slots:
-            return 1.0, self.since_s
-        return (0.0 if now_s - self.since_s < TURN_S else 2.0), self.since_s
-
-
-@dataclass(slots=True, eq=False)
-class TenantRows:
-    """One tenant of the pool. ``rows`` and ``device_s`` are recent sums, which measure a row's time."""
-
-    account: Account | None = None  # while it has demand
-    priority: Priority = Priority.STANDARD
-    rows: float = 0.0
-    device_s: float = 0.0
-    measured_s: float = -math.inf
-
-    def measure(self, use: TenantTokens, now_s: float) -> None:
-        kept = 0.5 ** (min(1e3, now_s - self.measured_s) / _COST_HALF_LIFE_S)
-        self.rows = self.rows * kept + use.rows
-        self.device_s = self.device_s * kept + use.device_us / 1e6
-        self.measured_s = now_s
 
 
 class SlotPool:
@@ -82,8 +38,8 @@ class SlotPool:
         self.book = book
         self._digest = digest
         self._shares = shares
-        self._parties: dict[Party, PartyDemand] = {}
         self._tenants: dict[str, TenantRows] = {}
+        self._demands = 0
         self._balanced_s = now_s
         self._rotation = 0
         self.is_short = False  # somebody has fewer slots than its share, or than its rows
@@ -91,28 +47,39 @@ class SlotPool:
     @property
     def idle(self) -> bool:
         """No demand and no lease."""
-        return not self._parties and not len(self.book)
+        return not self._demands and not len(self.book)
+
+    @property
+    def rows(self) -> int:
+        """The rows of all demands."""
+        return sum(wanted.demand.rows for _, wanted in self._parties())
 
     # --- demands ----------------------------------------------------------------------------------
 
     def demand(self, gateway: str, zone: str, wanted: SlotDemand, now_s: float) -> None:
-        """Replace the demand of a gateway for a tenant; without rows it ends."""
-        party = gateway, wanted.tenant
-        known = self._parties.get(party)
-        if not wanted.rows:
-            self._parties.pop(party, None)
-        elif known is None:
-            self._parties[party] = PartyDemand(wanted, zone, now_s)
-        else:
+        """Replace the demand of a gateway for a tenant; without rows it ends. One too many is dropped."""
+        tenant = self._tenants.get(wanted.tenant)
+        known = None if tenant is None else tenant.demands.get(gateway)
+        if known is not None:
             known.demand, known.zone = wanted, zone
-        self._count_waiting(wanted.tenant)
+        elif not wanted.rows or self._demands >= MAX_DEMANDS:
+            return
+        else:
+            tenant = self._tenants.setdefault(wanted.tenant, TenantRows())
+            tenant.demands[gateway] = PartyDemand(wanted, zone, now_s)
+            self._demands += 1
+        assert tenant is not None
+        if not wanted.rows:
+            del tenant.demands[gateway]
+            self._demands -= 1
+        self._count_waiting(wanted.tenant, tenant)
 
     def disconnect(self, gateway: str) -> None:
         """End the demands of a gateway; its leases lapse."""
-        tenants = [tenant for name, tenant in self._parties if name == gateway]
-        for tenant in tenants:
-            del self._parties[gateway, tenant]
-            self._count_waiting(tenant)
+        for name, tenant in list(self._tenants.items()):
+            if tenant.demands.pop(gateway, None) is not None:
+                self._demands -= 1
+                self._count_waiting(name, tenant)
         self.book.disconnect(gateway)
 
     def returned(self, gateway: str, found: SlotReturn) -> bool:
@@ -136,16 +103,14 @@ class SlotPool:
         self._shrink(targets, workers)
         self._grow(targets, workers)
         self.is_short = False
-        for party, wanted in self._parties.items():
+        for party, wanted in self._parties():
             slots = self.book.slots_of(party)
             self.is_short |= slots < max(targets[party], wanted.demand.rows)
             wanted.record(has_slots=slots > 0, now_s=now_s)
 
     def _targets(self, slots: int, row_s: float, now_s: float) -> dict[Party, int]:
-        by_tenant: dict[str, list[tuple[str, PartyDemand]]] = {}
-        for (gateway, tenant), wanted in self._parties.items():
-            by_tenant.setdefault(tenant, []).append((gateway, wanted))
-        claims = [self._claim(tenant, found, row_s, now_s) for tenant, found in by_tenant.items()]
+        by_tenant = {name: state.demands for name, state in self._tenants.items() if state.demands}
+        claims = [claim_of(name, self._tenants[name], row_s, now_s) for name in by_tenant]
         given = divide(slots, claims, spare_ratio=NEWCOMERS_RATIO)
         if all(given[claim.name] == claim.rows for claim in claims):
             most = int(slots * (1 - NEWCOMERS_RATIO))
@@ -153,7 +118,7 @@ class SlotPool:
             given = level(max(most, sum(given.values())), grown, least=given)
         targets: dict[Party, int] = {}
         for tenant, found in by_tenant.items():
-            rows = sum(wanted.demand.rows for _, wanted in found)
+            rows = sum(wanted.demand.rows for wanted in found.values())
             grows = given[tenant] > rows
             asked = [
                 SlotClaim(
@@ -162,26 +127,11 @@ class SlotPool:
                     weight=wanted.demand.rows,
                     order=wanted.order(now_s),
                 )
-                for gateway, wanted in found
+                for gateway, wanted in found.items()
             ]
             for gateway, slots_there in divide(given[tenant], asked).items():
                 targets[gateway, tenant] = slots_there
         return targets
-
-    def _claim(
-        self, tenant: str, found: Sequence[tuple[str, PartyDemand]], row_s: float, now_s: float
-    ) -> SlotClaim:
-        state = self._tenants[tenant]
-        assert state.account is not None
-        return SlotClaim(
-            tenant,
-            sum(wanted.demand.rows for _, wanted in found),
-            rank=state.priority.rank,
-            weight=state.account.weight or 1.0,
-            row_s=max(1e-9, state.device_s / state.rows if state.rows > 0.0 else row_s),
-            order=(state.account.value, *min(wanted.order(now_s) for _, wanted in found)),
-            overdue=any(wanted.is_overdue(now_s) for _, wanted in found),
-        )
 
     def _leave_lost(self, serving: Mapping[str, RowWorker]) -> None:
         """Take back what is leased on workers that serve no more, and beyond the slots of those that do."""
@@ -237,21 +187,20 @@ class SlotPool:
     def _grow(self, targets: Mapping[Party, int], workers: Sequence[RowWorker]) -> None:
         """Lease free slots up to the targets: first to those who have none, then by class."""
         needs = {party: target - self.book.slots_of(party) for party, target in targets.items()}
-        parties = sorted(
-            (party for party, need in needs.items() if need > 0),
-            key=lambda party: (
-                self.book.slots_of(party) > 0,
-                -self._parties[party].demand.priority.rank,
-                self._parties[party].since_s,
-                party,
+        growing = sorted(
+            ((party, wanted) for party, wanted in self._parties() if needs[party] > 0),
+            key=lambda found: (
+                self.book.slots_of(found[0]) > 0,
+                -found[1].demand.priority.rank,
+                found[1].since_s,
+                found[0],
             ),
         )
-        for party in parties:
-            self._spread(party, needs[party], workers)
+        for party, wanted in growing:
+            self._spread(party, needs[party], wanted.zone, workers)
 
-    def _spread(self, party: Party, need: int, workers: Sequence[RowWorker]) -> None:
+    def _spread(self, party: Party, need: int, zone: str, workers: Sequence[RowWorker]) -> None:
         """Lease up to ``need`` more slots, on the workers with the lowest load, in the party's zone first."""
-        zone = self._parties[party].zone
         rooms = [(worker, self.book.room_for(party, worker)) for worker in workers]
         rooms = [(worker, room) for worker, room in rooms if room > 0]
         if len(rooms) > _MOST_CHOICES:
@@ -278,17 +227,21 @@ class SlotPool:
 
     # --- counters ---------------------------------------------------------------------------------
 
-    def _count_waiting(self, tenant: str) -> None:
+    def _parties(self) -> Iterator[tuple[Party, PartyDemand]]:
+        for name, tenant in self._tenants.items():
+            for gateway, wanted in tenant.demands.items():
+                yield (gateway, name), wanted
+
+    def _count_waiting(self, name: str, tenant: TenantRows) -> None:
         """Keep the tenant in the order of its class while it has demand; with its largest weight."""
-        found = [wanted.demand for (_, name), wanted in self._parties.items() if name == tenant]
-        state = self._tenants.setdefault(tenant, TenantRows())
+        found = [wanted.demand for wanted in tenant.demands.values()]
         priority = max((wanted.priority for wanted in found), key=lambda one: one.rank, default=None)
-        if state.account is not None and priority is not state.priority:
-            self._shares(self._digest)[state.priority].leave(state.account)
-            state.account = None
-        if priority is not None and state.account is None:
+        if tenant.account is not None and priority is not tenant.priority:
+            self._shares(self._digest)[tenant.priority].leave(tenant.account)
+            tenant.account = None
+        if priority is not None and tenant.account is None:
             weight = max(wanted.tenant_weight for wanted in found)
-            state.priority = priority
-            state.account = self._shares(self._digest)[priority].enter(tenant, weight)
-        if priority is None and len(self._tenants) > 4096:
-            del self._tenants[tenant]
+            tenant.priority = priority
+            tenant.account = self._shares(self._digest)[priority].enter(name, weight)
+        if priority is None and len(self._tenants) > _KEPT_TENANTS:
+            del self._tenants[name]
