@@ -74,7 +74,7 @@ def saturated_spec(seed: int, *, workers: int) -> FleetSpec:
 def saturated_faults(seed: int, *, duration_s: float) -> tuple[Fault, ...]:
     """Return up to two faults; none in a third of the seeds."""
     rng = Random(f"saturated faults {seed}")
-    drawn = draw_faults(rng, duration_s=duration_s, count=len(FaultKind))
+    drawn = draw_faults(rng, duration_s=duration_s, count=len(CHAOS_FAULTS))
     fit = [fault for fault in drawn if fault.kind in _KINDS]
     return tuple(sorted(rng.sample(fit, rng.randint(0, 2)), key=lambda fault: fault.at_s))
 
