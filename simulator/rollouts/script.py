@@ -44,7 +44,7 @@ _ROBUST: Final = VersionFaults(fragile=False)
 class CandidateKind(StrEnum):
     GOOD = "good"
     SLOW = "slow"  # steps take twice as long
-    FAILING = "failing"  # one sequence in 4 ends with an error
+    FAILING = "failing"  # one sequence in 2 ends with an error
     CRASHING = "crashing"  # some prompts end its engine
     ABORTED = "aborted"  # good, and an operator aborts it
     UNLOADABLE = "unloadable"  # its engines do not become ready
@@ -53,7 +53,7 @@ class CandidateKind(StrEnum):
 _CANDIDATES: Final = {
     CandidateKind.GOOD: VersionSpec(CANDIDATE, load_s=1.0, faults=_ROBUST),
     CandidateKind.SLOW: VersionSpec(CANDIDATE, load_s=1.0, step_ratio=2.0, faults=_ROBUST),
-    CandidateKind.FAILING: VersionSpec(CANDIDATE, load_s=1.0, faults=VersionFaults(False, 4)),
+    CandidateKind.FAILING: VersionSpec(CANDIDATE, load_s=1.0, faults=VersionFaults(False, 2)),
     CandidateKind.CRASHING: VersionSpec(CANDIDATE, load_s=1.0),
     CandidateKind.ABORTED: VersionSpec(CANDIDATE, load_s=1.0, faults=_ROBUST),
     CandidateKind.UNLOADABLE: VersionSpec(CANDIDATE, load_s=1.0, loads=False),
