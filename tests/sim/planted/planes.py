@@ -95,7 +95,7 @@ class DrawsEachRequest(GatewayNode):
 
 
 class MissesAborts(GatewayNode):
-    """Keeps the last split in which the candidate had traffic."""
+    """Keeps the last split in which the candidate had traffic, and expects a replica of it."""
 
     def make_splits(self) -> Splits:
         return _Missing(self.routes)
@@ -168,6 +168,11 @@ class _Missing(Splits):
         if found is not None and any(arm.weight_bp for arm in found.record.arms[1:]):
             self.__dict__["last"] = found
         return self.__dict__.get("last", found)
+
+    def choose(
+        self, route: ModelRoute, caller: SplitCaller | None, *, serves: Callable[[str], bool]
+    ) -> RouteArm:
+        return super().choose(route, caller, serves=lambda digest: True)
 
 
 class _Swapping:
