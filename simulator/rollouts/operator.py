@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Final
 
-from services.controlplane.rollouts.records import RolloutPhase
+from services.controlplane.rollouts.records import ENDED, RolloutPhase
 from services.controlplane.rollouts.resource import Rollouts, RolloutView
 from services.core.errors import FairwayError
 from simulator.fleet.assembly import SimFleet
@@ -25,7 +25,7 @@ class Operator:
     def __init__(self, seed: int) -> None:
         self._kind = kind_of(seed)
         self._rng = Random(f"operator {seed}")
-        self.ended = False
+        self.phase: RolloutPhase | None = None  # as it saw it last
 
     async def run(self, fleet: SimFleet) -> None:
         process = Process("operator", fleet.loop, self._rng)
@@ -34,13 +34,13 @@ class Operator:
         await self._until_done(fleet, lambda: rollouts.create(rollout(), request_id="start"))
         abort_s: float | None = None
         aborts = self._kind is CandidateKind.ABORTED
-        while not self.ended:
+        while self.phase not in ENDED:
             await fleet.wait(_LOOK_S)
             try:
                 found = (await rollouts.get(NAME)).stored.record
             except FairwayError:
                 continue
-            self.ended = found.ended
+            self.phase = found.phase
             if found.phase is RolloutPhase.RUNNING and abort_s is None:
                 abort_s = fleet.loop.now_s + self._rng.uniform(0.0, _ABORT_WITHIN_S)
             if aborts and abort_s is not None and fleet.loop.now_s >= abort_s:

@@ -13,6 +13,7 @@ from random import Random
 from typing import Final
 
 from services.controlplane.rollouts.records import (
+    ENDED,
     GateSettings,
     Inconclusive,
     Rollout,
@@ -31,12 +32,13 @@ from simulator.fleet.spec import MODEL, FleetSpec, TenantSpec, VersionSpec, Work
 CANDIDATE: Final = "sha256:" + "c2" * 32
 NAME: Final = "to-candidate"
 LONGEST_S: Final = 120.0
-REQUESTS_PER_S: Final = 10.0
+REQUESTS_PER_S: Final = 10.0  # while the candidate is judged
+QUIET_PER_S: Final = 3.0
 _FAULTS_S: Final = 35.0
-_STEPS: Final = tuple(RolloutStep(bp, hold_s=2.0, min_requests=25) for bp in (2500, 6000, 10_000))
+_STEPS: Final = tuple(RolloutStep(bp, hold_s=2.0, min_requests=25) for bp in (2500, 5000, 10_000))
 _TENANTS: Final = ("one", "two", "three")
 _SESSIONS: Final = 200
-_POISONED_RATIO: Final = 0.02
+_POISONED_RATIO: Final = 0.05
 _STALE_RATIO: Final = 2.5
 _ROBUST: Final = VersionFaults(fragile=False)
 
@@ -94,7 +96,7 @@ def end_of(kind: CandidateKind) -> RolloutPhase:
 
 def rollout() -> Rollout:
     """Return the terms. A step that its gate cannot decide goes on, as where traffic is low."""
-    gate = GateSettings(min_sessions=15, patience_s=12.0, inconclusive=Inconclusive.PROMOTE)
+    gate = GateSettings(min_sessions=15, patience_s=18.0, inconclusive=Inconclusive.PROMOTE)
     return Rollout(
         Meta(NAME),
         MODEL,
@@ -134,11 +136,11 @@ def rollout_faults(seed: int) -> tuple[Fault, ...]:
     )
 
 
-def rollout_load(seed: int, over: Callable[[], bool]) -> Iterator[SimRequest]:
-    """Yield requests of sessions until the rollout is over."""
+def rollout_load(seed: int, phase: Callable[[], RolloutPhase | None]) -> Iterator[SimRequest]:
+    """Yield requests of sessions until the rollout has ended."""
     rng, at_s, number = Random(f"rollout load {seed}"), 0.0, 0
-    while not over() and at_s < LONGEST_S:
-        at_s += rng.expovariate(REQUESTS_PER_S)
+    while (now := phase()) not in ENDED and at_s < LONGEST_S:
+        at_s += rng.expovariate(REQUESTS_PER_S if now is RolloutPhase.RUNNING else QUIET_PER_S)
         number += 1
         poisoned = rng.random() < _POISONED_RATIO
         yield SimRequest(
@@ -148,6 +150,6 @@ def rollout_load(seed: int, over: Callable[[], bool]) -> Iterator[SimRequest]:
             arrival_s=at_s,
             session=f"session-{rng.randrange(_SESSIONS)}",
             key=f"key-{number}" if rng.random() < 0.1 else "",
-            retries=2,
+            retries=1,
             poison=Poison(Ending.RAISES, number) if poisoned else None,
         )

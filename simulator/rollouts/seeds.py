@@ -65,7 +65,7 @@ def run_rollout(
     invariants: tuple[Invariant, ...] = (history, arms, Balance(), Fencing())
     report = simulate(
         rollout_fleet(seed),
-        rollout_load(seed, lambda: operator.ended),
+        rollout_load(seed, lambda: operator.phase),
         plans=(operator, strikes),
         invariants=invariants,
         on_record=arms.closed,
