@@ -78,9 +78,7 @@ class SignedStore(SimStore):
         if isinstance(done, Committed):
             leader = None if entry is None else load(entry.value, Leader)
             writer = self._writer
-            self._watch.written(
-                Written(writer.name, writer.life, leader, tuple(operations), done.revision)
-            )
+            self._watch.written(Written(writer.name, writer.life, leader, tuple(operations), done.revision))
         return done
 
 

@@ -16,7 +16,7 @@ from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import TermSettings
-from simulator.fleet.chaos import Fault, FaultKind, draw_faults
+from simulator.fleet.chaos import CHAOS_FAULTS, Fault, FaultKind, draw_faults
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
 

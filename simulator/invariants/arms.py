@@ -149,9 +149,9 @@ class Arms(RolloutListener, GrantListener, Invariant):
             return
         if revision < host.least_route_revisions.get(digest, 0):
             self._add(FENCE, f"{worker_id} started request {number} by revision {revision}")
-        if digest == self._history.candidate and self._is_aborted(revision):
-            if self._is_late(STORE, _PLANE, worker_id):
-                self._add(LATE, f"{worker_id} started request {number} on the aborted version")
+        aborted = digest == self._history.candidate and self._is_aborted(revision)
+        if aborted and self._is_late(STORE, _PLANE, worker_id):
+            self._add(LATE, f"{worker_id} started request {number} on the aborted version")
 
     def closed(self, record: Record) -> None:
         """A client's request ended."""
@@ -165,7 +165,7 @@ class Arms(RolloutListener, GrantListener, Invariant):
         return revision < self._history.aborted_revision
 
     def _is_late(self, *needed: str) -> bool:
-        """Whether the abort, and everything that kept the needed parts from it, is longer ago than allowed."""
+        """Whether the abort, and what kept it from the needed parts, is longer ago than allowed."""
         assert self._history.aborted_s is not None
         since_s = max(self._history.aborted_s, *(self._disturbed_s.get(name, 0.0) for name in needed))
         return self._fleet.loop.now_s - since_s > ACTUATION_S

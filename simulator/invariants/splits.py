@@ -51,7 +51,9 @@ class SplitHistory(RolloutListener, Invariant):
             return
         self._check_writer(written)
         puts = {one.key: one for one in written.operations if isinstance(one, Put)}
-        rollout = next((load(put.value, Rollout) for key, put in puts.items() if key.startswith(ROLLOUTS)), None)
+        rollout = next(
+            (load(put.value, Rollout) for key, put in puts.items() if key.startswith(ROLLOUTS)), None
+        )
         self._apply(written.operations)
         if rollout is None:
             if any(key.startswith((ROUTES, DEPLOYMENTS)) for key in keys):
@@ -84,10 +86,9 @@ class SplitHistory(RolloutListener, Invariant):
 
     def _advanced(self, rollout: Rollout, revision: int) -> None:
         before, self.rollout = self.rollout, rollout
-        if before is not None and before.phase is not rollout.phase:
-            if rollout.phase not in _NEXT.get(before.phase, ()):
-                self._add(SPLIT, f"from {before.phase} to {rollout.phase}")
         if before is None or before.phase is not rollout.phase:
+            if before is not None and rollout.phase not in _NEXT.get(before.phase, ()):
+                self._add(SPLIT, f"from {before.phase} to {rollout.phase}")
             self.phases.append(rollout.phase)
             self._fleet.trace.note("rollout", rollout.phase.value, rollout.message)
         if rollout.phase is RolloutPhase.ROLLING_BACK and self.aborted_s is None:

@@ -20,7 +20,7 @@ _ABORT_WITHIN_S: Final = 14.0
 
 
 class Operator:
-    """A plan of a run: starts the seed's rollout, aborts it where its kind demands that, waits for its end."""
+    """A plan of a run: starts the seed's rollout, aborts it where its kind demands that, awaits its end."""
 
     def __init__(self, seed: int) -> None:
         self._kind = kind_of(seed)

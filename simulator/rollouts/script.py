@@ -1,4 +1,4 @@
-"""The fleet, the load, the faults and the rollout of one seed. The kind of its candidate follows from the seed.
+"""The fleet, the load, the faults and the rollout of one seed, which also sets the kind of candidate.
 
 A rollout of seconds: few requests decide, so that faulty candidates are worse than those of
 ``make drill-rollouts``; ``make bench-gates`` measures what smaller regressions need.

@@ -1,4 +1,4 @@
-"""Rollouts of whole fleets under mixed faults, judged by every invariant: ``python -m simulator rollouts``."""
+"""Rollouts of whole fleets under mixed faults, judged by every invariant."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def test_the_seeds_reach_every_kind_fault_and_outcome(results: list[RolloutResul
     assert {phase for result in results for phase in result.phases} == set(RolloutPhase)
 
 
-# The bug, the invariant that finds it, and a seed in which it shows: of a good candidate (0, 10), of a slow one
-# (1), of an abort (2), and of a gateway that is stale for long (12).
+# The bug, the invariant that finds it, and a seed in which it shows: of a good candidate (0, 10), of a slow
+# one (1), of an abort (2), and of a gateway that is stale for long (12).
 PLANTED = {
     "two planes write": (Parts(plane=WritesUnfenced), WRITERS, 0),
     "the route is written apart": (Parts(plane=WritesTheRouteApart), SPLIT, 0),

@@ -83,7 +83,7 @@ class _Parts(TypedDict):
 
     validator: Validator
     identity: KeyDirectory
-    catalog: ModelCatalog
+    catalog: WatchedCatalog
     ports: Ports
     limits: GatewayLimits
 

@@ -1,4 +1,4 @@
-"""A control plane's process: a candidate for the leadership; planner, rollouts and indicators while it leads."""
+"""A control plane's process: planner, rollouts and indicators, which act while it leads."""
 
 from __future__ import annotations
 
@@ -19,21 +19,18 @@ from simulator.fleet.spec import FleetSpec
 from simulator.kernel.network import Network
 from simulator.kernel.process import Process
 
+
 class PlaneNode:
     """One life of a control plane. Built inside its process."""
 
-    def __init__(
-        self, spec: FleetSpec, process: Process, network: Network, watch: RolloutListener
-    ) -> None:
+    def __init__(self, spec: FleetSpec, process: Process, network: Network, watch: RolloutListener) -> None:
         self.process = process
         self.name = process.name
         clock, rng = process.clock, process.rng
         self.store = self.make_store(network, watch)
         leader = Leader(leader_id=f"{process.name}/{process.life}", address=process.name)
         self.election = self.make_election(dump(leader), spec.leader_ttl_s)
-        self.informer: Informer[FleetRecord | None] = Informer(
-            self.store, ROOT, decode_fleet, clock, rng=rng
-        )
+        self.informer: Informer[FleetRecord | None] = Informer(self.store, ROOT, decode_fleet, clock, rng=rng)
         self._objectives = Informer(self.store, OBJECTIVES, _objective, clock, rng=rng)
         index = ObjectiveIndex(self._objectives)
         ledger = RemoteLedger(process, network)
