@@ -145,15 +145,7 @@ class ModelCatalog:
         if held is not None and held.record.version_digest == pinned.version_digest:
             self._remember(held.record.model, held.record.version_digest)
             return replace(self._route(held.record, held.mod_revision), route_revision=pinned.route_revision)
-        on_workers = (version for worker in self._workers.view.values() for version in worker.record.versions)
-        found = next(
-            (
-                version
-                for version in on_workers
-                if version.version_digest == pinned.version_digest and version.state not in _LEAVING
-            ),
-            None,
-        )
+        found = self._on_workers(pinned.version_digest)
         if found is None:
             raise VersionGone(
                 "the version that began this output is no longer served; send the request with a new "
@@ -164,6 +156,28 @@ class ModelCatalog:
         deployment = Deployment(Meta(model), found.model, "", pinned.version_digest, replicas=1)
         self._remember(found.model, pinned.version_digest)
         return self._route(deployment, pinned.route_revision)
+
+    def serves(self, model: str, version_digest: str) -> bool:
+        """Return whether a worker has a version, or the deployment or an open arm of its split names it."""
+        held, split = self._deployments.view.get(DEPLOYMENTS + model), self._splits.of(model)
+        if held is not None and held.record.version_digest == version_digest:
+            return True
+        arms = split.record.arms if split is not None else ()
+        if any(arm.version_digest == version_digest and not arm.closed for arm in arms):
+            return True
+        return self._on_workers(version_digest) is not None
+
+    def _on_workers(self, version_digest: str) -> LoadedVersion | None:
+        """Return a worker's entry of a version that stays there."""
+        versions = (version for worker in self._workers.view.values() for version in worker.record.versions)
+        return next(
+            (
+                version
+                for version in versions
+                if version.version_digest == version_digest and version.state not in _LEAVING
+            ),
+            None,
+        )
 
     def has(self, model: str) -> bool:
         """Whether a deployment has this name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import structlog
 
@@ -19,6 +20,7 @@ from services.core.errors import (
     StaleRoute,
     StreamBroken,
     VersionFailing,
+    VersionGone,
 )
 from services.core.generation import (
     NOT_FINITE,
@@ -48,6 +50,9 @@ from services.gateway.requests.terms import Admitted
 from services.ports.worker import RunningSequence
 
 log = structlog.get_logger()
+# A worker that lost its lease for a moment returns within it.
+GONE_AFTER_S: Final = 10.0
+_GONE_CHECK_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,20 +172,46 @@ class ChoiceRun:
 
         A lost worker may be the only one, and return: after a while it is no longer excluded.
         """
-        placement = self._request.ports.placement
+        place = self._place_begun if self._produced else self._request.ports.placement.place
         self.timer.enter(Stage.QUEUE, self._clock.monotonic_s())
         spec = self._place_spec()
         try:
             if not excluded:
-                return await placement.place(spec)
+                return await place(spec)
             patient_s = min(spec.queue_ttl_s, EXCLUDED_S)
-            return await placement.place(replace(spec, excluded_workers=excluded, queue_ttl_s=patient_s))
+            return await place(replace(spec, excluded_workers=excluded, queue_ttl_s=patient_s))
         except (QueueTimeout, NoWorkerAvailable, NoLeader):
             if not excluded:
                 raise
-            return await placement.place(spec)
+            return await place(spec)
         finally:
             self.timer.enter(Stage.DISPATCH, self._clock.monotonic_s())
+
+    async def _place_begun(self, spec: PlaceSpec) -> AnyGrant:
+        """Place a sequence that has output. Raises VersionGone when nothing serves its version any more."""
+        ports = self._request.ports
+        try:
+            async with asyncio.timeout(None) as placing:
+                watch = ports.supervisor.spawn(f"watch {spec.request_id}", self._end_once_gone(placing))
+                try:
+                    return await ports.placement.place(spec)
+                finally:
+                    watch.cancel()
+        except TimeoutError:
+            raise VersionGone(
+                f"{spec.model} withdrew version {spec.version_digest} and lost its last worker before the "
+                "output ended; send the request again",
+                model=spec.model,
+                version_digest=spec.version_digest,
+            ) from None
+
+    async def _end_once_gone(self, placing: asyncio.Timeout) -> None:
+        serves, gone_since_s = self._request.ports.serves, self._clock.monotonic_s()
+        while (now_s := self._clock.monotonic_s()) - gone_since_s < GONE_AFTER_S:
+            if serves(self.spec.model, self.spec.version_digest):
+                gone_since_s = now_s
+            await self._clock.sleep(_GONE_CHECK_S)
+        placing.reschedule(asyncio.get_running_loop().time())
 
     def _place_spec(self) -> PlaceSpec:
         request, spec = self._request, self.spec

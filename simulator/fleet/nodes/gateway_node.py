@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final, TypedDict
@@ -138,7 +139,7 @@ class GatewayNode:
             ),
             identity=identity,
             catalog=catalog,
-            ports=self._ports(telemetry, self.make_quarantine(store)),
+            ports=replace(self._ports(telemetry, self.make_quarantine(store)), serves=catalog.serves),
             limits=limits,
         )
         self._keyed: IdempotentService | None = None

@@ -67,6 +67,19 @@ def test_a_pinned_version_that_is_deployed_needs_no_worker_now(fleet: Any) -> No
     assert fleet.catalog.resolve_pinned("chat-small", PinnedVersion(DIGEST, 7)).route_revision == 7
 
 
+def test_a_version_is_served_while_it_is_deployed_or_on_a_worker_that_stays(fleet: Any) -> None:
+    serves = fleet.catalog.serves
+    assert serves("chat-small", DIGEST)
+    assert not serves("chat-small", "sha256:other")
+    fleet.deployments.put(
+        DEPLOYMENTS + "chat-small", Deployment(Meta("chat-small"), "tiny", "v2", "sha256:other", 1)
+    )
+    assert serves("chat-small", "sha256:other")
+    assert serves("chat-small", DIGEST)
+    fleet.workers.records = {}
+    assert not serves("chat-small", DIGEST)
+
+
 def test_only_ready_versions_on_workers_that_stay_count(fleet: Any) -> None:
     fleet.ready("w1", max_model_len=200)
     fleet.ready("w2", max_model_len=999, draining=True)

@@ -307,6 +307,39 @@ async def test_a_lost_stream_goes_on_where_it_was(loss: str | SequenceEnd) -> No
     assert harness.placement.asked[1].arrival_unix_us == harness.placement.asked[0].arrival_unix_us
 
 
+class FastClock(SystemClock):
+    """Twenty seconds in one."""
+
+    def monotonic_s(self) -> float:
+        return super().monotonic_s() * 20
+
+
+@pytest.mark.parametrize("returns", [False, True])
+async def test_a_stream_whose_version_is_gone_ends_soon(returns: bool) -> None:
+    def lost(spec: StartSpec, sink: SequenceSink) -> None:
+        harness.placement.hold.clear()
+        emit(2, "gone")(spec, sink)
+
+    harness, asked = Harness(lost, emit(2, ended(4))), list[tuple[str, str]]()
+    clock = FastClock()
+    harness.terms = RunTerms(Received(clock.monotonic_s(), 1, "req_1"), 600.0)
+
+    def serves(model: str, digest: str) -> bool:
+        asked.append((model, digest))
+        if returns:
+            harness.placement.hold.set()
+        return False
+
+    harness.use(replace(harness.ports, clock=clock, serves=serves))
+    await harness.start()
+    assert set(asked) == {("m", "sha256:x")}
+    if returns:
+        assert isinstance(harness.sink.end, Finished)
+    else:
+        assert isinstance(harness.sink.end, errors.VersionGone)
+        assert harness.limiter.running == set()
+
+
 NOT_FINITE = SequenceEnd(FinishReason.ENGINE_LOST, error_reason="NOT_FINITE")
 
 
