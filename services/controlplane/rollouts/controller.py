@@ -145,7 +145,7 @@ class RolloutController:
 
     def reports(self, rollout: Rollout, route: ModelRoute | None) -> dict[str, GateReport]:
         """Return the gates of the present step, by candidate; none without traffic. Raises NoLeader."""
-        if rollout.phase is not RolloutPhase.RUNNING or route is None:
+        if rollout.phase is not RolloutPhase.RUNNING or rollout.shadow is not None or route is None:
             return {}
         windows = self._slis.arms_of(GateWindow(rollout.deployment, step_name(rollout)))
         baseline = windows.get(rollout.stable_digest, ArmWindow())

@@ -135,7 +135,7 @@ def _next_step(
 
 
 def _until_operator(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
-    """An A/B test runs until it is promoted or aborted."""
+    """An A/B test or a shadow runs until it is promoted or aborted."""
     if not rollout.target:
         return replace(rollout, message="until an operator promotes an arm or aborts it")
     if waiting := _waiting(rollout, facts, WHOLE_BP):
@@ -239,6 +239,8 @@ def _needed(rollout: Rollout, name: str, weight_bp: int, replicas: int) -> int:
 def _weights_text(rollout: Rollout, step: int) -> str:
     if rollout.strategy is RolloutStrategy.AB:
         return ", ".join(f"{arm.name} {arm.weight_bp / 100:g} %" for arm in rollout.arms)
+    if rollout.strategy is RolloutStrategy.SHADOW:
+        return "copies" if rollout.shadow is None else f"copies of {rollout.shadow.fraction_bp / 100:g} %"
     return f"{rollout.final_arm.name} {rollout.steps[step].weight_bp / 100:g} %"
 
 

@@ -47,6 +47,8 @@ def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
         arm = rollout.arm(name)
         weight_bp = 0 if arm is None else arm.weight_bp
         return max(1, replicas) if rollout.target == name else replicas_for(weight_bp, replicas)
+    if rollout.strategy is RolloutStrategy.SHADOW:
+        return replicas_for(0 if rollout.shadow is None else rollout.shadow.fraction_bp, replicas)
     step = rollout.step + rollout.preparing
     upto = rollout.steps[: max(step, rollout.promote_to) + 1]
     return replicas_for(max((one.weight_bp for one in upto), default=0), replicas)
@@ -87,6 +89,7 @@ def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
         salt,
         arms,
         rollout.rules,
+        shadow=rollout.shadow if running and rollout.strategy is RolloutStrategy.SHADOW else None,
         step=step_name(rollout) if running else "",
     )
 
