@@ -15,6 +15,8 @@ from services.core.records import ROOT, Priority
 
 ROUTES: Final = ROOT + "routes/"
 WHOLE_BP: Final = 10_000
+# The tenant of the copies for shadow versions. No tenant's name has parentheses.
+SHADOW_TENANT: Final = "(shadow)"
 _POINTS: Final = 1 << 64
 
 

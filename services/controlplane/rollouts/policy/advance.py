@@ -135,7 +135,9 @@ def _next_step(
 
 
 def _until_operator(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
-    """An A/B test or a shadow runs until it is promoted or aborted."""
+    """An A/B test runs until it is promoted or aborted, a shadow until it is aborted."""
+    if rollout.strategy is RolloutStrategy.SHADOW:
+        return replace(rollout, message="copies run until an operator aborts it")
     if not rollout.target:
         return replace(rollout, message="until an operator promotes an arm or aborts it")
     if waiting := _waiting(rollout, facts, WHOLE_BP):

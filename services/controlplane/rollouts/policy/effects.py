@@ -105,6 +105,17 @@ def load_ratio(route: ModelRoute, name: str) -> float:
     return arm.weight_bp * stable.replicas / (stable.weight_bp * arm.replicas)
 
 
+def copies_ratio(route: ModelRoute, name: str, requests: int, copies: int) -> float:
+    """Return the copies on a replica of a shadow over the requests on a replica of the stable arm.
+
+    As measured: a gateway leaves copies out when it has no capacity for them.
+    """
+    arm = route.arm(name)
+    if arm is None or not requests:
+        return 0.0
+    return copies * route.stable.replicas / (requests * arm.replicas)
+
+
 def step_name(rollout: Rollout) -> str:
     """Return the name under which the arms of the present step are compared."""
     return f"{rollout.salt}/{rollout.step}"
