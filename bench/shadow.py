@@ -93,7 +93,7 @@ async def start_shadow(admin: AdminClient) -> str:
             strategy=cp.ROLLOUT_STRATEGY_SHADOW,
             arms=[cp.RolloutArm(name="shadow", version="next")],
             shadow=cp.RolloutShadow(arm="shadow", fraction_ratio=1.0),
-            rules=cp.RolloutRules(deny=[APART]),
+            rules=cp.RolloutRules(denied_tenants=[APART]),
         )
     )
     for _ in range(600):

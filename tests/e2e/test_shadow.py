@@ -1,4 +1,4 @@
-"""A shadow of all traffic on a whole installation: clients, usage and quotas show the stable version alone."""
+"""A shadow of all traffic on an installation: clients, usage and quotas show the stable version alone."""
 
 from __future__ import annotations
 

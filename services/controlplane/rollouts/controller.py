@@ -147,17 +147,7 @@ class RolloutController:
         """Return the gates of the present step, by candidate; none without traffic. Raises NoLeader."""
         if rollout.phase is not RolloutPhase.RUNNING or route is None:
             return {}
-        windows = self._slis.arms_of(GateWindow(rollout.deployment, step_name(rollout)))
-        baseline = windows.get(rollout.stable_digest, ArmWindow())
-        found = {}
-        for arm in rollout.arms:
-            candidate = windows.get(arm.version_digest, ArmWindow())
-            if rollout.shadow is None:
-                load = load_ratio(route, arm.name)
-            else:
-                load = copies_ratio(route, arm.name, baseline.requests, candidate.requests)
-            found[arm.name] = storable(judge(gate_plan(rollout, load), baseline, candidate))
-        return found
+        return judged(rollout, route, self._slis.arms_of(GateWindow(rollout.deployment, step_name(rollout))))
 
     def alarms(self, rollout: Rollout) -> dict[str, str]:
         """Return the candidates that burn an error budget while the stable version does not. Raises
@@ -182,6 +172,20 @@ class RolloutController:
             return before
         self._message_s[name] = now_s
         return after
+
+
+def judged(rollout: Rollout, route: ModelRoute, windows: Mapping[str, ArmWindow]) -> dict[str, GateReport]:
+    """Return the gate of each candidate. ``windows``: what was measured in the step, by version digest."""
+    baseline = windows.get(rollout.stable_digest, ArmWindow())
+    found = {}
+    for arm in rollout.arms:
+        candidate = windows.get(arm.version_digest, ArmWindow())
+        if rollout.shadow is None:
+            load = load_ratio(route, arm.name)
+        else:
+            load = copies_ratio(route, arm.name, baseline.requests, candidate.requests)
+        found[arm.name] = storable(judge(gate_plan(rollout, load), baseline, candidate))
+    return found
 
 
 def storable(report: GateReport) -> GateReport:
