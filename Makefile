@@ -201,7 +201,7 @@ bench-scheduler: setup-dev ## Measure how many placements a scheduler decides pe
 bench-gates: setup-dev ## Measure the false alarms and the power of the rollouts' gates (about 15 minutes)
 	$(BIN)/python -m bench.gates $(ARGS)
 
-bench-shadow: setup-dev ## Measure what a shadow at 100 % costs the requests that it copies (about 6 minutes)
+bench-shadow: setup-dev ## Measure what a shadow at 100 % costs the requests that it copies (about 7 minutes)
 	$(BIN)/python -m bench.shadow $(ARGS)
 
 bench-engine: setup-dev ## Compare the engine with its peers on the same weights, load and cores (about an hour)

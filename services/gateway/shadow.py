@@ -79,9 +79,10 @@ class ShadowCopies:
         return len(self._running)
 
     def beside(self, admitted: Admitted, generation: inference_pb2.Generation) -> Admitted:
-        """Return the request; if it is to be copied, its copy starts when it is accepted."""
-        if admitted.terms.resume is not None:  # it was copied when it began
-            return admitted
+        """Return the request; if it is to be copied, its copy starts when it is accepted.
+
+        A resumed run has no step and is not copied again.
+        """
         arm = self._catalog.shadow_of(admitted.tenant.meta.name, admitted.spec)
         if arm is None:
             return admitted

@@ -257,7 +257,7 @@ async def test_a_copy_is_neither_reserved_nor_billed(shadowed: Shadowed) -> None
     assert [(one.request_id, one.version_digest) for one in shadowed.reported] == [
         (name, OLD) for name in requests
     ]
-    assert [one.tenant_id for one in shadowed.tickets] == ["acme", SHADOW_TENANT] * 3
+    assert Counter(one.tenant_id for one in shadowed.tickets) == {"acme": 3, SHADOW_TENANT: 3}
     text = generate_latest(shadowed.metrics.registry).decode()
     assert sum(values(text, "fairway_gateway_shadow_device_seconds_total").values()) == 0.75
     tenants = values(text, "fairway_gateway_tenant_requests_total")
@@ -305,7 +305,7 @@ async def test_more_copies_than_the_bound_are_left_out(shadowed: Shadowed) -> No
     await until(lambda: len(shadowed.workers.of(NEW)) == 2, timeout_s=5.0)
     assert shadowed.outcomes() == {"SKIPPED_FULL": 3}
     assert shadowed.service.shadows.running == 2
-    assert shadowed.service.running == 0
+    await until(lambda: shadowed.service.running == 0, timeout_s=5.0)  # copies do not count
     shadowed.service.shadows.stop()
     await shadowed.settled()
 
