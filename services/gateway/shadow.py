@@ -86,13 +86,17 @@ class ShadowCopies:
         arm = self._catalog.shadow_of(admitted.tenant.meta.name, admitted.spec)
         if arm is None:
             return admitted
-        return replace(admitted, accepted=partial(self._start, admitted, generation, arm))
+        return replace(admitted, accepted=partial(self._start_soon, admitted, generation, arm))
 
     def stop(self) -> None:
         """End every copy and start no other: the gateway drains."""
         self._stopped = True
         for copy in list(self._running):
             copy.request.cancel(Draining("this gateway is shutting down"))
+
+    def _start_soon(self, admitted: Admitted, generation: inference_pb2.Generation, arm: ShadowArm) -> None:
+        """Start the copy after the request has been handed on: neither its cost nor its errors reach it."""
+        asyncio.get_running_loop().call_soon(self._start, admitted, generation, arm)
 
     def _start(self, admitted: Admitted, generation: inference_pb2.Generation, arm: ShadowArm) -> None:
         spec = admitted.spec
