@@ -38,11 +38,10 @@ async def send(stack: Stack, key: str) -> Sequence[pb.CompleteResponse]:
 async def phase_is(admin: AdminClient, phase: cp.RolloutPhase.ValueType) -> None:
     """Return once the rollout is in the phase."""
     for _ in range(1200):
-        found = await admin.rollouts.get(NAME)
-        if found.phase == phase:
+        if (await admin.rollouts.get(NAME)).phase == phase:
             return
         await asyncio.sleep(0.1)
-    raise AssertionError(found)
+    raise AssertionError(await admin.rollouts.get(NAME))
 
 
 async def test_a_shadow_of_all_traffic(stack: Stack, tmp_path: Path) -> None:

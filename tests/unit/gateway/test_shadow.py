@@ -237,6 +237,7 @@ async def test_a_copy_runs_on_the_shadow_version_in_the_lowest_class_for_no_tena
     assert copied.generation.priority is Priority.INTERACTIVE
     assert (place.priority, place.tenant_id, copy.tenant_id) == (Priority.BATCH, SHADOW_TENANT, SHADOW_TENANT)
     assert (place.request_id, place.route_revision) == ("req_1-shadow", 50)
+    assert place.deadline_left_s is not None
     assert place.deadline_left_s <= 9.0
     assert copy.generation.sampling.seed == copied.generation.sampling.seed
     assert copy.generation.step == copied.generation.step == "r1/0"

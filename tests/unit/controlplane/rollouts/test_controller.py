@@ -13,7 +13,11 @@ from tests.unit.controlplane.objectives.policy.test_gates import window
 from tests.unit.controlplane.policy.test_update import NEW, OLD
 from tests.unit.controlplane.rollouts.policy.driven import rollout
 
-STABLE = {"tokens": 1000, "device_s": 10.0, "output_tokens": 500}
+
+def arm(requests: int = 25, **changes: float) -> ArmWindow:
+    """Return what an arm served."""
+    counts = {"tokens": 1000, "device_s": 10.0, "output_tokens": 500, **changes}
+    return window(40, requests, **counts)
 
 
 def shadow() -> Rollout:
@@ -24,12 +28,12 @@ def verdicts(copies: ArmWindow, *, replicas: int = 2) -> dict[GateMetric, tuple[
     """Return verdict and whether it counts, by metric."""
     arms = (RouteArm("stable", OLD, WHOLE_BP, 2), RouteArm("canary", NEW, 0, replicas))
     route = ModelRoute("d", "salt", arms, shadow=Shadow("canary", WHOLE_BP), step="r/0")
-    report = judged(shadow(), route, {OLD: window(**STABLE), NEW: copies})["canary"]
+    report = judged(shadow(), route, {OLD: arm(), NEW: copies})["canary"]
     return {one.metric: (one.verdict, one.counted) for one in report.evidence}
 
 
 def slower() -> ArmWindow:
-    found = window(**STABLE)
+    found = arm()
     for sums in found.clusters.values():
         sums.ttft.clear()
         sums.ttft_of(3).add(1.0, 25)
@@ -52,11 +56,11 @@ def test_copies_that_wait_longer_are_no_regression() -> None:
 def test_copies_that_fail_or_cost_more_are_a_regression(
     changes: dict[str, float], metric: GateMetric
 ) -> None:
-    assert verdicts(window(**{**STABLE, **changes}))[metric] == (Verdict.FAIL, True)
+    assert verdicts(arm(25, **changes))[metric] == (Verdict.FAIL, True)
 
 
 def test_the_cost_counts_by_the_copies_that_were_made() -> None:
     """Half of the copies were left out for want of capacity: the replicas had smaller batches."""
-    few = window(requests=12, tokens=500, device_s=10.0, output_tokens=250)
+    few = arm(12, tokens=500, output_tokens=250)
     assert verdicts(few)[GateMetric.COST] == (Verdict.FAIL, False)
     assert verdicts(few, replicas=1)[GateMetric.COST] == (Verdict.FAIL, True)
