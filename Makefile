@@ -17,7 +17,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-scale sim-escrow sim-batching bench-batch-costs bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-scale sim-escrow sim-batching bench-batch-costs bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -206,6 +206,9 @@ bench-scheduler: setup-dev ## Measure how many placements a scheduler decides pe
 
 bench-gates: setup-dev ## Measure the false alarms and the power of the rollouts' gates (about 15 minutes)
 	$(BIN)/python -m bench.gates $(ARGS)
+
+bench-shadow: setup-dev ## Measure what a shadow at 100 % costs the requests that it copies (about 7 minutes)
+	$(BIN)/python -m bench.shadow $(ARGS)
 
 bench-engine: setup-dev ## Compare the engine with its peers on the same weights, load and cores (about an hour)
 	$(BIN)/python -m bench.engine $(ARGS)

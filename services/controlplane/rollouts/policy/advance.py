@@ -147,7 +147,9 @@ def _next_step(
 
 
 def _until_operator(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
-    """An A/B test runs until it is promoted or aborted."""
+    """An A/B test runs until it is promoted or aborted, a shadow until it is aborted."""
+    if rollout.strategy is RolloutStrategy.SHADOW:
+        return replace(rollout, message="copies run until an operator aborts it")
     if not rollout.target:
         return replace(rollout, message="until an operator promotes an arm or aborts it")
     if waiting := _waiting(rollout, facts, WHOLE_BP):
@@ -251,6 +253,8 @@ def _needed(rollout: Rollout, name: str, weight_bp: int, replicas: int) -> int:
 def _weights_text(rollout: Rollout, step: int) -> str:
     if rollout.strategy is RolloutStrategy.AB:
         return ", ".join(f"{arm.name} {arm.weight_bp / 100:g} %" for arm in rollout.arms)
+    if rollout.strategy is RolloutStrategy.SHADOW:
+        return "copies" if rollout.shadow is None else f"copies of {rollout.shadow.fraction_bp / 100:g} %"
     return f"{rollout.final_arm.name} {rollout.steps[step].weight_bp / 100:g} %"
 
 

@@ -25,7 +25,7 @@ from services.controlplane.rollouts.records import (
 )
 from services.core.errors import FailedPrecondition, InvalidInput
 from services.core.records import VersionState
-from services.core.rollouts.routes import ModelRoute, RouteArm, split
+from services.core.rollouts.routes import ModelRoute, RouteArm, Shadow, split
 from tests.unit.controlplane.policy.test_arms import ready
 from tests.unit.controlplane.policy.test_update import NEW, OLD
 from tests.unit.controlplane.rollouts.policy.driven import STEPS, Driven, rollout
@@ -287,6 +287,21 @@ def test_an_ab_test_keeps_its_weights_until_an_operator_chooses() -> None:
     driven.operate(lambda one: promote(one, Promotion(arm="c"), driven.now_s))
     driven.until(RolloutPhase.COMPLETED)
     assert driven.fleet.digests() == {OTHER}
+
+
+def test_a_shadow_takes_no_traffic_and_is_not_promoted() -> None:
+    driven = Driven(rollout(RolloutStrategy.SHADOW, shadow=Shadow("canary", 5000)))
+    driven.until(RolloutPhase.RUNNING)
+    route = driven.routes[-1]
+    assert route is not None
+    assert (route.shadow, [arm.weight_bp for arm in route.arms]) == (Shadow("canary", 5000), [10_000, 0])
+    with pytest.raises(FailedPrecondition):
+        promote(driven.rollout, Promotion(), driven.now_s)
+    driven.operate(lambda one: abort(one, "", driven.now_s))
+    route = driven.routes[-1]
+    assert route is not None
+    assert route.shadow is None
+    driven.until(RolloutPhase.ABORTED)
 
 
 def test_the_history_is_bounded_and_keeps_its_beginning() -> None:
