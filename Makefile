@@ -10,13 +10,14 @@ ARGS ?=
 # Tests wait more than they compute; a group stays in one process (tests/conftest.py).
 TEST_PROCESSES ?= 6
 OPENAI := 3.52.0
+TRITONCLIENT := 2.73.0
 MOTO := 5.2.5
 TRITON := 3.6.0
 MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-scale sim-escrow sim-batching bench-batch-costs bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-scale sim-escrow sim-batching bench-batch-costs bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -62,7 +63,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-poison drill-rollouts sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -95,11 +96,12 @@ house: setup-dev ## Measure the tree: lines, modules, words, names, shapes of a 
 	PYTHONPATH=. $(BIN)/python scripts/house.py
 
 # The SDK lives in an environment of its own: what it needs never meets what we pin.
-e2e-env: .venv-openai/openai-$(OPENAI)
+e2e-env: .venv-openai/openai-$(OPENAI)-tritonclient-$(TRITONCLIENT)
 
-.venv-openai/openai-$(OPENAI):
+.venv-openai/openai-$(OPENAI)-tritonclient-$(TRITONCLIENT):
 	$(PYTHON) -m venv .venv-openai
-	.venv-openai/bin/python -m pip install --quiet --disable-pip-version-check openai==$(OPENAI)
+	.venv-openai/bin/python -m pip install --quiet --disable-pip-version-check openai==$(OPENAI) \
+		'tritonclient[grpc,http]==$(TRITONCLIENT)'
 	@touch $@
 
 # So does the S3 server that the blob store is tested with.
@@ -168,7 +170,8 @@ drill-crash: setup-dev ## A prompt that ends its engine among 32 neighbours, on 
 drill-poison: setup-dev ## One row in 100 that ends its batch: raises, kills, allocates, hangs (about 2 minutes)
 	$(BIN)/python -m tests.e2e.drill_poison $(ARGS)
 
-sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check every invariant (about 10 minutes)
+sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and 20 rollouts, and check every invariant (about 10 minutes)
+	$(BIN)/python -m simulator rollouts
 	$(BIN)/python -m simulator sim --seeds 500 --workers 20 --processes 2 $(ARGS)
 
 sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run (about an hour)
@@ -203,6 +206,9 @@ bench-scheduler: setup-dev ## Measure how many placements a scheduler decides pe
 
 bench-gates: setup-dev ## Measure the false alarms and the power of the rollouts' gates (about 15 minutes)
 	$(BIN)/python -m bench.gates $(ARGS)
+
+bench-shadow: setup-dev ## Measure what a shadow at 100 % costs the requests that it copies (about 7 minutes)
+	$(BIN)/python -m bench.shadow $(ARGS)
 
 bench-engine: setup-dev ## Compare the engine with its peers on the same weights, load and cores (about an hour)
 	$(BIN)/python -m bench.engine $(ARGS)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from services.core.errors import FairwayError
+from services.core.fixed_cost.slots import SlotLease
 from services.core.generation import Grant
 from services.core.records import Priority
 
@@ -199,16 +200,19 @@ class PoolMember:
     block_size: int
     slots: int
     max_model_len: int
+    row_slots: int = 0  # of a fixed-cost version: rows that may be in flight there
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementFrame:
     """One message from a scheduler to a gateway. ``epoch`` is the scheduler's leadership.
 
-    ``pressures`` is a full list; ``members`` replaces the previous list; None: unchanged.
+    ``pressures`` is a full list; ``members`` replaces the previous list; None: unchanged. Each of ``leases``
+    replaces the lease of its worker, version and tenant.
     """
 
     epoch: int
     outcomes: tuple[Outcome, ...] = field(default=())
     pressures: tuple[PoolPressure, ...] | None = None
     members: tuple[PoolMember, ...] | None = None
+    leases: tuple[SlotLease, ...] = ()

@@ -12,6 +12,7 @@ from services.adapters.links.muxed_placement import PlacementLink
 from services.adapters.links.reporter import ReportLink
 from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDirectory
 from services.core.errors import NoLeader
+from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import PlacementFrame, ReportSnapshot
 from services.core.generation import PlaceSpec
 from services.ports.streams.message_stream import ClientStream, StreamClient, StreamLost, StreamMethod
@@ -21,6 +22,7 @@ from services.rpc.convert.scheduler import (
     counters_from_proto,
     frame_from_proto,
     report_to_proto,
+    slots_to_proto,
     tenant_slots_from_proto,
 )
 from services.rpc.methods import CONNECT, REPORT
@@ -132,6 +134,9 @@ class StreamPlacementLinks(_LeaderStreams[scheduler_pb2.ConnectRequest, schedule
 class _PlacementStreamLink(_LeaderStream[scheduler_pb2.ConnectRequest, scheduler_pb2.ConnectResponse]):
     async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:
         await self._write(connect_request(places, cancelled))
+
+    async def send_slots(self, demands: Sequence[SlotDemand], returned: Sequence[SlotReturn]) -> None:
+        await self._write(slots_to_proto(demands, returned))
 
     async def receive(self) -> PlacementFrame:
         return frame_from_proto(await self._read(), self.epoch)
