@@ -169,8 +169,9 @@ async def test_one_bad_row_is_condemned_and_its_neighbours_are_answered(
     assert record.reason == ""
     assert 0 < record.kv_bytes < 2**20, "it holds what its largest batch takes"
     held_bytes = record.weight_bytes + record.working_bytes + record.kv_bytes
-    free_bytes = (await worker.harness.registered()).memory_free_bytes
-    assert held_bytes + free_bytes == 2 * 1024**3, "the sacrificial process holds memory still"
+    async with asyncio.timeout(20.0):  # until the sacrificial process holds no memory
+        while held_bytes + (await worker.harness.registered()).memory_free_bytes != 2 * 1024**3:
+            await asyncio.sleep(0.05)
 
 
 async def test_a_stopped_version_gives_its_rows_back(tmp_path: Path, workers: list[RowWorker]) -> None:
