@@ -17,7 +17,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-scale sim-escrow sim-batching bench-batch-costs bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-scale sim-escrow sim-batching bench-batch-costs bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -63,7 +63,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-poison drill-rollouts sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -170,7 +170,8 @@ drill-crash: setup-dev ## A prompt that ends its engine among 32 neighbours, on 
 drill-poison: setup-dev ## One row in 100 that ends its batch: raises, kills, allocates, hangs (about 2 minutes)
 	$(BIN)/python -m tests.e2e.drill_poison $(ARGS)
 
-sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check every invariant (about 10 minutes)
+sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and 20 rollouts, and check every invariant (about 10 minutes)
+	$(BIN)/python -m simulator rollouts
 	$(BIN)/python -m simulator sim --seeds 500 --workers 20 --processes 2 $(ARGS)
 
 sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run (about an hour)
@@ -205,6 +206,9 @@ bench-scheduler: setup-dev ## Measure how many placements a scheduler decides pe
 
 bench-gates: setup-dev ## Measure the false alarms and the power of the rollouts' gates (about 15 minutes)
 	$(BIN)/python -m bench.gates $(ARGS)
+
+bench-shadow: setup-dev ## Measure what a shadow at 100 % costs the requests that it copies (about 7 minutes)
+	$(BIN)/python -m bench.shadow $(ARGS)
 
 bench-engine: setup-dev ## Compare the engine with its peers on the same weights, load and cores (about an hour)
 	$(BIN)/python -m bench.engine $(ARGS)

@@ -58,6 +58,8 @@ class _RolloutStrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Rollo
     """Growing weights, each judged against the stable version."""
     ROLLOUT_STRATEGY_AB: _RolloutStrategy.ValueType  # 2
     """Fixed weights until an operator promotes an arm."""
+    ROLLOUT_STRATEGY_SHADOW: _RolloutStrategy.ValueType  # 3
+    """Copies of requests, whose results are dropped."""
     ROLLOUT_STRATEGY_BLUE_GREEN: _RolloutStrategy.ValueType  # 4
     """Every replica beside the stable ones, then all traffic; the version before stays warm."""
     ROLLOUT_STRATEGY_INSTANT: _RolloutStrategy.ValueType  # 5
@@ -71,6 +73,8 @@ ROLLOUT_STRATEGY_CANARY: RolloutStrategy.ValueType  # 1
 """Growing weights, each judged against the stable version."""
 ROLLOUT_STRATEGY_AB: RolloutStrategy.ValueType  # 2
 """Fixed weights until an operator promotes an arm."""
+ROLLOUT_STRATEGY_SHADOW: RolloutStrategy.ValueType  # 3
+"""Copies of requests, whose results are dropped."""
 ROLLOUT_STRATEGY_BLUE_GREEN: RolloutStrategy.ValueType  # 4
 """Every replica beside the stable ones, then all traffic; the version before stays warm."""
 ROLLOUT_STRATEGY_INSTANT: RolloutStrategy.ValueType  # 5
@@ -913,6 +917,32 @@ class RolloutRules(_message.Message):
 Global___RolloutRules: _TypeAlias = RolloutRules  # noqa: Y015
 
 @_typing.final
+class RolloutShadow(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARM_FIELD_NUMBER: _builtins.int
+    FRACTION_RATIO_FIELD_NUMBER: _builtins.int
+    MAX_CONCURRENCY_FIELD_NUMBER: _builtins.int
+    arm: _builtins.str
+    fraction_ratio: _builtins.float
+    max_concurrency: _builtins.int
+    """Copies that run at once on one gateway. 0: 8."""
+    def __init__(
+        self,
+        *,
+        arm: _builtins.str = ...,
+        fraction_ratio: _builtins.float = ...,
+        max_concurrency: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arm", b"arm", "fraction_ratio", b"fraction_ratio", "max_concurrency", b"max_concurrency"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutShadow: _TypeAlias = RolloutShadow  # noqa: Y015
+
+@_typing.final
 class RolloutGate(_message.Message):
     """How the arms are compared with the stable one."""
 
@@ -1184,6 +1214,7 @@ class Rollout(_message.Message):
     STRATEGY_FIELD_NUMBER: _builtins.int
     ARMS_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
     GATE_FIELD_NUMBER: _builtins.int
     SOAK_FIELD_NUMBER: _builtins.int
     STABLE_VERSION_FIELD_NUMBER: _builtins.int
@@ -1220,6 +1251,8 @@ class Rollout(_message.Message):
     @_builtins.property
     def rules(self) -> Global___RolloutRules: ...
     @_builtins.property
+    def shadow(self) -> Global___RolloutShadow: ...
+    @_builtins.property
     def gate(self) -> Global___RolloutGate: ...
     @_builtins.property
     def soak(self) -> _duration_pb2.Duration:
@@ -1249,6 +1282,7 @@ class Rollout(_message.Message):
         strategy: Global___RolloutStrategy.ValueType = ...,
         arms: _abc.Iterable[Global___RolloutArm] | None = ...,
         rules: Global___RolloutRules | None = ...,
+        shadow: Global___RolloutShadow | None = ...,
         gate: Global___RolloutGate | None = ...,
         soak: _duration_pb2.Duration | None = ...,
         stable_version: _builtins.str = ...,
@@ -1261,9 +1295,9 @@ class Rollout(_message.Message):
         fits: _abc.Iterable[Global___RolloutFit] | None = ...,
         load_timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "load_timeout", b"load_timeout", "metadata", b"metadata", "rules", b"rules", "soak", b"soak"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "load_timeout", b"load_timeout", "metadata", b"metadata", "rules", b"rules", "shadow", b"shadow", "soak", b"soak"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arm_status", b"arm_status", "arms", b"arms", "deployment", b"deployment", "fits", b"fits", "gate", b"gate", "history", b"history", "load_timeout", b"load_timeout", "message", b"message", "metadata", b"metadata", "paused", b"paused", "phase", b"phase", "route_revision", b"route_revision", "rules", b"rules", "soak", b"soak", "stable_digest", b"stable_digest", "stable_version", b"stable_version", "step", b"step", "steps", b"steps", "strategy", b"strategy", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arm_status", b"arm_status", "arms", b"arms", "deployment", b"deployment", "fits", b"fits", "gate", b"gate", "history", b"history", "load_timeout", b"load_timeout", "message", b"message", "metadata", b"metadata", "paused", b"paused", "phase", b"phase", "route_revision", b"route_revision", "rules", b"rules", "shadow", b"shadow", "soak", b"soak", "stable_digest", b"stable_digest", "stable_version", b"stable_version", "step", b"step", "steps", b"steps", "strategy", b"strategy", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

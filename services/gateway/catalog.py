@@ -17,6 +17,7 @@ from typing import Final, Protocol
 import structlog
 
 from services.core.errors import FairwayError, NoWorkerAvailable, Unavailable, VersionGone
+from services.core.generation import GenerationSpec
 from services.core.limits import Price
 from services.core.records import (
     DEPLOYMENTS,
@@ -28,7 +29,7 @@ from services.core.records import (
     replicas_in,
 )
 from services.core.rollouts.routes import ModelRoute, SplitCaller, is_drawn
-from services.gateway.splits import Splits, pin_refused
+from services.gateway.splits import ShadowArm, Splits, pin_refused
 from services.gateway.text.text_model import TextModel, Texts, is_text_file
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import RecordView, Versioned
@@ -156,6 +157,10 @@ class ModelCatalog:
         deployment = Deployment(Meta(model), found.model, "", pinned.version_digest, replicas=1)
         self._remember(found.model, pinned.version_digest)
         return self._route(deployment, pinned.route_revision)
+
+    def shadow_of(self, tenant: str, spec: GenerationSpec) -> ShadowArm | None:
+        """Return the arm that gets a copy of an admitted request, None for no copy."""
+        return self._splits.shadow_of(tenant, spec)
 
     def serves(self, model: str, version_digest: str) -> bool:
         """Return whether a worker has a version, or the deployment or an open arm of its split names it."""

@@ -19,9 +19,10 @@ from services.gateway.events import Event, Handle, Received, RequestSink
 from services.gateway.requests.admission import RequestAdmission
 from services.gateway.requests.request import Request
 from services.gateway.requests.streaming import BufferedStream, Completion, complete
-from services.gateway.requests.terms import RunTerms
+from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports, RequestCapacity, subtract
+from services.gateway.shadow import ShadowCopies
 from services.ports.clock import Clock
 from services.ports.limiter import Reservation
 from services.runtime.identity import KeyDirectory
@@ -70,6 +71,7 @@ class GatewayService:
         self.capacity = RequestCapacity(limits.max_requests, limits.max_tenant_requests)
         self._validator = validator
         self._admission = RequestAdmission(validator, identity, catalog, ports, limits)
+        self.shadows = ShadowCopies(validator, catalog, ports, limits)
         self._catalog = catalog
         self._ports = ports
         self.limits = limits
@@ -216,8 +218,9 @@ class GatewayService:
                 break
 
     def reject_new(self) -> None:
-        """Reject new requests from now on."""
+        """Reject new requests from now on, and end the copies for shadow versions."""
         self._draining = True
+        self.shadows.stop()
 
     def cancel_all(self, error: FairwayError) -> int:
         """Cancel everything that runs. Returns how many requests were cut."""
@@ -243,7 +246,7 @@ class GatewayService:
         """Start a request that is accepted: its handle, and the task that ends after its terminal event."""
         ports, tenant_id = self._ports, principal.tenant_id
         request = Request(terms, sink, ports)
-        admit = partial(self._admission.admit, principal, generation, request.timer, terms, request.telemetry)
+        admit = partial(self._admit, principal, generation, request, terms)
         task = ports.supervisor.spawn(f"request {request.request_id}", request.run(admit))
         request.bind(task)
         leave = self.enter(tenant_id, request)
@@ -260,6 +263,12 @@ class GatewayService:
             self.capacity.leave(tenant_id)
 
         return leave
+
+    async def _admit(
+        self, principal: Principal, generation: inference_pb2.Generation, request: Request, terms: RunTerms
+    ) -> Admitted:
+        admitted = await self._admission.admit(principal, generation, request.timer, terms, request.telemetry)
+        return self.shadows.beside(admitted, generation)
 
 
 async def drain(service: GatewayService, clock: Clock, timeout_s: float) -> int:

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from services.core.errors import PermissionDenied, Unavailable, VersionGone
-from services.core.rollouts.routes import ROUTES, ModelRoute, PinRefused, RouteArm, SplitCaller, choose_arm
+from services.core.generation import GenerationSpec
+from services.core.rollouts.routes import (
+    ROUTES,
+    ModelRoute,
+    PinRefused,
+    RouteArm,
+    SplitCaller,
+    choose_arm,
+    is_shadowed,
+)
 from services.runtime.fleet_state.informer import RecordView, Versioned
 
 # The store confirms an idle view every 6 s.
 MAX_AGE_S: Final = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowArm:
+    """Where the copy of a request goes, and how many copies may run at once on a gateway."""
+
+    version_digest: str
+    route_revision: int
+    max_concurrency: int
 
 
 class AgedView(RecordView[ModelRoute], Protocol):
@@ -58,6 +77,22 @@ class Splits:
                 )
             return route.stable
         return found if caller.pin or serves(found.version_digest) else route.stable
+
+    def shadow_of(self, tenant: str, spec: GenerationSpec) -> ShadowArm | None:
+        """Return the arm that gets a copy of a request, None for no copy.
+
+        Only requests whose arm chance decided in the present step are copied: others are not compared.
+        """
+        held = self.of(spec.model) if spec.step and self._routes.age_s() <= self._max_age_s else None
+        if held is None or held.record.shadow is None or held.record.step != spec.step:
+            return None
+        shadow = held.record.shadow
+        arm = held.record.arm(shadow.arm)
+        if arm is None or arm.closed or arm.version_digest == spec.version_digest:
+            return None
+        if not is_shadowed(held.record, SplitCaller(tenant, spec.session_key)):
+            return None
+        return ShadowArm(arm.version_digest, held.mod_revision, shadow.max_concurrency)
 
 
 def pin_refused(model: str, version: str, *, allowed: bool) -> PermissionDenied | VersionGone:

@@ -11,6 +11,8 @@ from services.adapters.quotas.fallback_limiter import FallbackLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
+from services.gateway.catalog import ModelCatalog
+from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService, drain
 from services.gateway.service_types import GatewayLimits, Ports
 from services.rpc.status import by_reason
@@ -34,8 +36,13 @@ def _service(limiter: FallbackLimiter) -> GatewayService:
         new_incident=lambda: "inc_1",
         error_of=by_reason,
     )
+    catalog = ModelCatalog(nobody, nobody, nobody, CLOCK, texts=nobody, splits=nobody)
     return GatewayService(
-        validator=nobody, identity=nobody, catalog=nobody, ports=ports, limits=GatewayLimits()
+        validator=Validator(catalog, nobody, Random(0)),
+        identity=nobody,
+        catalog=catalog,
+        ports=ports,
+        limits=GatewayLimits(),
     )
 
 

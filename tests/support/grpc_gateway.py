@@ -60,6 +60,9 @@ def checked_of(model: str, version: PinnedVersion) -> Checked:
 class Validator:
     """Takes the prompt's length for its tokens; refuses the model "none"."""
 
+    def of(self, identity: object) -> Validator:
+        return self
+
     def check(self, principal: Principal, generation: pb.Generation, *, pinned: None = None) -> Checked:
         model = generation.model
         if model == "none":
@@ -103,13 +106,16 @@ class Identity:
 
 
 class Prices:
-    """A catalog that has every model, and in which nothing costs."""
+    """A catalog that has every model, in which nothing costs and no version has a shadow."""
 
     def has(self, model: str) -> bool:
         return True
 
     def price(self, model: str) -> Price:
         return Price()
+
+    def shadow_of(self, tenant: str, spec: GenerationSpec) -> None:
+        return None
 
 
 class Placement:

@@ -92,6 +92,9 @@ class Validator:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
+    def of(self, identity: object) -> Validator:
+        return self
+
     def check(
         self, principal: Principal, generation: pb.Generation, *, pinned: PinnedVersion | None = None
     ) -> Checked:

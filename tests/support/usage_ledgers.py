@@ -68,11 +68,13 @@ def request_usage(name: str, *, ended_unix_s: float = UNIX_S) -> RequestUsage:
     )
 
 
-def sequence_use(name: str, *, ended_unix_s: float = UNIX_S, worker_id: str = "w1") -> SequenceDeviceUse:
+def sequence_use(
+    name: str, *, ended_unix_s: float = UNIX_S, worker_id: str = "w1", tenant: str = "acme"
+) -> SequenceDeviceUse:
     return SequenceDeviceUse(
         request_id=name,
         choice=0,
-        tenant="acme",
+        tenant=tenant,
         model="chat",
         version_digest="sha256:1",
         worker_id=worker_id,

@@ -63,6 +63,7 @@ add_show(app, ROLLOUTS, about="Show a rollout with all its fields.")
         "fairway rollouts start chat --to v2",
         "fairway rollouts start chat --to v2 --steps 1,10,50,100 --hold 10m --dry-run",
         "fairway rollouts start chat --to v2 --strategy blue-green --soak 30m",
+        "fairway rollouts start chat --to v2 --strategy shadow --fraction 20",
         "fairway rollouts start chat --strategy ab --arm terse=v2:30 --metric ttft_p95",
     ),
     groups=(TERMS,),

@@ -17,6 +17,7 @@ from fairway.v1 import controlplane_pb2 as cp
 class StrategyName(StrEnum):
     CANARY = "canary"
     AB = "ab"
+    SHADOW = "shadow"
     BLUE_GREEN = "blue-green"
     INSTANT = "instant"
 
@@ -57,6 +58,14 @@ TERMS: Final = OptionGroup(
         ],
         "soak": _span("--soak", "With all traffic, while the version before is warm. Default: 5m."),
         "load_timeout": _span("--load-timeout", "To load the versions of a step. Default: 15m."),
+        "fraction": Annotated[
+            float | None,
+            typer.Option("--fraction", min=0, max=100, help="Percentage of requests that a shadow copies."),
+        ],
+        "shadow_concurrency": Annotated[
+            int | None,
+            typer.Option("--shadow-concurrency", min=1, help="Copies at once on a gateway. Default: 8."),
+        ],
         "allow_tenant": _several("--allow-tenant", "TENANT", "Only these tenants take part."),
         "deny_tenant": _several("--deny-tenant", "TENANT", "This tenant stays on the stable version."),
         "override": _several("--override", "TENANT=ARM", "The arm of a tenant."),
@@ -96,6 +105,10 @@ def rollout_of(
     )
     if strategy is StrategyName.CANARY:
         rollout.steps.extend(_steps(terms))
+    if strategy is StrategyName.SHADOW:
+        rollout.shadow.arm = arms[0].name
+        rollout.shadow.fraction_ratio = terms.get("fraction", 100.0) / 100
+        rollout.shadow.max_concurrency = terms.get("shadow_concurrency", 0)
     for field in ("soak", "load_timeout"):
         if field in terms:
             getattr(rollout, field).CopyFrom(_duration(terms[field]))

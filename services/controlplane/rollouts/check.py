@@ -37,6 +37,10 @@ def check_rollout(rollout: Rollout) -> None:
         raise InvalidInput(f"a {rollout.strategy} rollout has one arm", field="rollout.arms")
     _check_weights(rollout)
     _check_rules(rollout, names)
+    if (rollout.strategy is RolloutStrategy.SHADOW) != (rollout.shadow is not None):
+        raise InvalidInput("a shadow rollout has a shadow, and no other has one", field="rollout.shadow")
+    if rollout.shadow is not None and rollout.shadow.arm not in names:
+        raise InvalidInput("the shadow names no arm", field="rollout.shadow.arm")
     for metric, reason in rollout.gate.accepted.items():
         if not reason.strip():
             raise InvalidInput(

@@ -25,7 +25,7 @@ from services.controlplane.policy.assign import Unplaced, plan
 from services.controlplane.reconciler import Leadership
 from services.controlplane.resources.status import unplaced_message
 from services.controlplane.rollouts.policy.advance import advance
-from services.controlplane.rollouts.policy.effects import load_ratio, step_name
+from services.controlplane.rollouts.policy.effects import copies_ratio, load_ratio, step_name
 from services.controlplane.rollouts.policy.facts import facts_of
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.controlplane.rollouts.writes import context_in, effects
@@ -48,16 +48,21 @@ _PAGING: Final = frozenset({BurnAlert.FAST, BurnAlert.ACUTE})
 _LARGEST: Final = 1e6
 _EQUAL_LOAD: Final = (0.8, 1.25)
 _MESSAGE_S: Final = 2.0  # between two writes of a message alone
+# A new leader has the sums since the last snapshot only once the gateways have sent them again.
+_COMPLETE_S: Final = 15.0
 
 
 class ArmSlis(Protocol):
-    """What gateways measured of the arms: ``objectives.store.SliStore``. Both raise NoLeader."""
+    """What gateways measured of the arms: ``objectives.store.SliStore``. Each raises NoLeader."""
 
     def arms_of(self, window: GateWindow) -> Mapping[str, ArmWindow]:
         """Return what was measured in a step so far, by version digest."""
 
     def arm_alerts(self, arm: ArmKey) -> Mapping[tuple[Priority, Sli], BurnAlert]:
         """Return the burn alerts of one arm alone, without those that are NONE."""
+
+    def counting_s(self) -> float:
+        """Return for how long this leader has taken reports."""
 
 
 class RolloutController:
@@ -123,6 +128,7 @@ class RolloutController:
                 _shortages(held.record, unplaced),
                 self.alarms(held.record),
             )
+            facts = replace(facts, measured=self._is_measured(held.record))
             reports = self.reports(held.record, context.route)
             after = advance(held.record, facts, reports, self._clock.unix_s())
             after = self._without_chatter(held.record, replace(after, gates=reports))
@@ -147,18 +153,7 @@ class RolloutController:
         """Return the gates of the present step, by candidate; none without traffic. Raises NoLeader."""
         if rollout.phase is not RolloutPhase.RUNNING or route is None:
             return {}
-        windows = self._slis.arms_of(GateWindow(rollout.deployment, step_name(rollout)))
-        baseline = windows.get(rollout.stable_digest, ArmWindow())
-        return {
-            arm.name: storable(
-                judge(
-                    gate_plan(rollout, load_ratio(route, arm.name)),
-                    baseline,
-                    windows.get(arm.version_digest, ArmWindow()),
-                )
-            )
-            for arm in rollout.arms
-        }
+        return judged(rollout, route, self._slis.arms_of(GateWindow(rollout.deployment, step_name(rollout))))
 
     def alarms(self, rollout: Rollout) -> dict[str, str]:
         """Return the candidates that burn an error budget while the stable version does not. Raises
@@ -169,6 +164,10 @@ class RolloutController:
         stable = self._paging(rollout.deployment, rollout.stable_digest)
         found = {arm.name: self._paging(rollout.deployment, arm.version_digest) for arm in rollout.arms}
         return {name: ", ".join(sorted(paging - stable)) for name, paging in found.items() if paging - stable}
+
+    def _is_measured(self, rollout: Rollout) -> bool:
+        """Whether the sums of the present step are complete. Raises NoLeader."""
+        return rollout.phase is not RolloutPhase.RUNNING or self._slis.counting_s() >= _COMPLETE_S
 
     def _paging(self, deployment: str, digest: str) -> set[str]:
         alerts = self._slis.arm_alerts(ArmKey(deployment, digest))
@@ -183,6 +182,20 @@ class RolloutController:
             return before
         self._message_s[name] = now_s
         return after
+
+
+def judged(rollout: Rollout, route: ModelRoute, windows: Mapping[str, ArmWindow]) -> dict[str, GateReport]:
+    """Return the gate of each candidate. ``windows``: what was measured in the step, by version digest."""
+    baseline = windows.get(rollout.stable_digest, ArmWindow())
+    found = {}
+    for arm in rollout.arms:
+        candidate = windows.get(arm.version_digest, ArmWindow())
+        if rollout.shadow is None:
+            load = load_ratio(route, arm.name)
+        else:
+            load = copies_ratio(route, arm.name, baseline.requests, candidate.requests)
+        found[arm.name] = storable(judge(gate_plan(rollout, load), baseline, candidate))
+    return found
 
 
 def storable(report: GateReport) -> GateReport:
@@ -200,7 +213,8 @@ def _finite(value: float) -> float:
 def gate_plan(rollout: Rollout, load: float) -> GatePlan:
     """Return how an arm is compared in the present step. ``load``: its ``effects.load_ratio``.
 
-    The cost of arms whose replicas have different load is shown and does not count.
+    The cost of arms whose replicas have different load is shown and does not count, as are the latencies of
+    copies: they run in another class than the requests that they are compared with.
     """
     metrics = rollout.gate.metrics or tuple(DEFAULT_BOUNDS)
     steps = [step for step in rollout.steps if step.weight_bp < WHOLE_BP]
@@ -209,7 +223,7 @@ def gate_plan(rollout: Rollout, load: float) -> GatePlan:
         bounds={metric: DEFAULT_BOUNDS[metric] for metric in metrics},
         gates=max(1, len(steps), len(rollout.arms)),
         min_sessions=rollout.gate.min_sessions,
-        accepted={**_unequal(load), **rollout.gate.accepted},
+        accepted={**_unequal(load), **_of_copies(rollout), **rollout.gate.accepted},
     )
     return plan_ if step is None else replace(plan_, min_requests=step.min_requests)
 
@@ -218,6 +232,12 @@ def _unequal(load: float) -> dict[GateMetric, str]:
     if _EQUAL_LOAD[0] <= load <= _EQUAL_LOAD[1]:
         return {}
     return {GateMetric.COST: f"a replica has {load:.2f} times the traffic of a stable one"}
+
+
+def _of_copies(rollout: Rollout) -> dict[GateMetric, str]:
+    if rollout.shadow is None:
+        return {}
+    return dict.fromkeys((GateMetric.TTFT_P95, GateMetric.ITL_P95), "copies run in the lowest class")
 
 
 def _shortages(rollout: Rollout, unplaced: Mapping[str, Unplaced]) -> dict[str, str]:

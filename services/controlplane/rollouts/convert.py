@@ -21,7 +21,7 @@ from services.controlplane.rollouts.records import (
 from services.controlplane.rollouts.resource import RolloutView
 from services.core.errors import InvalidInput
 from services.core.records import Meta, Priority
-from services.core.rollouts.routes import WHOLE_BP, RouteArm, SplitRules
+from services.core.rollouts.routes import WHOLE_BP, RouteArm, Shadow, SplitRules
 from services.rpc.convert.inference import timestamp
 from services.rpc.convert.times import duration_of, seconds_of
 
@@ -40,6 +40,7 @@ def rollout_from_proto(message: pb.Rollout) -> Rollout:
         arms=tuple(RolloutArm(arm.name, arm.version, "", _bp(arm.weight_ratio)) for arm in message.arms),
         steps=tuple(map(_step_from, message.steps)),
         rules=_rules_from(message.rules),
+        shadow=_shadow_from(message.shadow) if message.HasField("shadow") else None,
         gate=_gate_from(message.gate),
         soak_s=seconds_of(message.soak) if message.HasField("soak") else default.soak_s,
         load_timeout_s=seconds_of(message.load_timeout)
@@ -92,6 +93,7 @@ def stored_to_proto(rollout: Rollout, etag: str) -> pb.Rollout:
             for arm in rollout.arms
         ],
         rules=_rules_to(rollout.rules),
+        shadow=_shadow_to(rollout.shadow),
         gate=pb.RolloutGate(
             metrics=[metric.value for metric in gate.metrics],
             min_sessions=gate.min_sessions,
@@ -204,6 +206,23 @@ def _rules_to(rules: SplitRules) -> pb.RolloutRules:
         denied_tenants=rules.deny,
         overrides=rules.overrides,
         class_caps={priority.value: bp / WHOLE_BP for priority, bp in rules.class_caps_bp.items()},
+    )
+
+
+def _shadow_from(message: pb.RolloutShadow) -> Shadow:
+    default = Shadow("", 0)
+    return Shadow(
+        message.arm, _bp(message.fraction_ratio), message.max_concurrency or default.max_concurrency
+    )
+
+
+def _shadow_to(shadow: Shadow | None) -> pb.RolloutShadow | None:
+    if shadow is None:
+        return None
+    return pb.RolloutShadow(
+        arm=shadow.arm,
+        fraction_ratio=shadow.fraction_bp / WHOLE_BP,
+        max_concurrency=shadow.max_concurrency,
     )
 
 

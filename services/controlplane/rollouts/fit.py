@@ -81,6 +81,8 @@ def fit_of(
 
 def _most(rollout: Rollout, arm: RouteArm, replicas: int) -> int:
     """Return the most replicas of an arm in any step."""
+    if rollout.strategy is RolloutStrategy.SHADOW:
+        return arm.replicas
     found = rollout.arm(arm.name)
     if rollout.strategy is RolloutStrategy.AB and found is not None:
         return replicas_for(found.weight_bp, replicas)

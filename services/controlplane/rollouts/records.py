@@ -12,7 +12,7 @@ from typing import Final
 
 from services.controlplane.objectives.policy.gates import GateMetric, GateReport, MetricEvidence
 from services.core.records import Meta
-from services.core.rollouts.routes import WHOLE_BP, SplitRules
+from services.core.rollouts.routes import WHOLE_BP, Shadow, SplitRules
 
 MAX_HISTORY: Final = 64
 STABLE: Final = "stable"
@@ -21,6 +21,7 @@ STABLE: Final = "stable"
 class RolloutStrategy(StrEnum):
     CANARY = "canary"  # growing weights, each judged
     AB = "ab"  # fixed weights until an operator decides
+    SHADOW = "shadow"  # copies of requests, whose results are dropped
     BLUE_GREEN = "blue_green"  # all replicas beside the stable ones, then all traffic
     INSTANT = "instant"  # as blue_green, final at once
 
@@ -106,6 +107,7 @@ class Rollout:
     arms: tuple[RolloutArm, ...]
     steps: tuple[RolloutStep, ...] = ()
     rules: SplitRules = field(default_factory=SplitRules)
+    shadow: Shadow | None = None
     gate: GateSettings = field(default_factory=GateSettings)
     # All traffic is on the candidate for this long before the rollout is final.
     soak_s: float = 300.0

@@ -19,6 +19,7 @@ from services.controlplane.usage.policy.joins import Unmatched
 from services.core.errors import FairwayError, NoLeader
 from services.core.generation import Usage
 from services.core.limits import Price
+from services.core.rollouts.routes import SHADOW_TENANT
 from services.ports.clock import Clock
 
 log = structlog.get_logger()
@@ -87,4 +88,5 @@ class UsageSettler:
         return len(found)
 
     def _charge(self, one: Unmatched) -> Charge:
-        return Charge(one.request_id, one.usage, self._price_of(one.model).cost_micros(one.usage))
+        price = Price() if one.tenant == SHADOW_TENANT else self._price_of(one.model)
+        return Charge(one.request_id, one.usage, price.cost_micros(one.usage))

@@ -15,6 +15,8 @@ from services.core.records import ROOT, Priority
 
 ROUTES: Final = ROOT + "routes/"
 WHOLE_BP: Final = 10_000
+# The tenant of the copies for shadow versions. No tenant's name has parentheses.
+SHADOW_TENANT: Final = "(shadow)"
 _POINTS: Final = 1 << 64
 
 
@@ -31,6 +33,15 @@ class RouteArm:
     weight_bp: int = 0
     replicas: int = 1
     closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """Copies of ``fraction_bp`` of the requests go to an arm; at most ``max_concurrency`` on one gateway."""
+
+    arm: str
+    fraction_bp: int
+    max_concurrency: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,7 @@ class ModelRoute:
     salt: str
     arms: tuple[RouteArm, ...]
     rules: SplitRules = field(default_factory=SplitRules)
+    shadow: Shadow | None = None
     step: str = ""
 
     @property
@@ -139,6 +151,14 @@ def is_drawn(route: ModelRoute, caller: SplitCaller) -> bool:
         and caller.tenant not in route.rules.overrides
         and _takes_part(route.rules, caller.tenant)
     )
+
+
+def is_shadowed(route: ModelRoute, caller: SplitCaller) -> bool:
+    """Whether a copy of the session's requests goes to the shadow. Independent of the session's arm."""
+    if route.shadow is None or not _takes_part(route.rules, caller.tenant):
+        return False
+    point = point_of(f"{route.salt}/shadow", caller.tenant, caller.session_key)
+    return point < _bound(route.shadow.fraction_bp)
 
 
 def point_of(salt: str, tenant: str, session_key: str) -> int:

@@ -182,6 +182,8 @@ class Request:
             for run in self._runs:
                 run.allow(self._allowed)
             self._sink.on_accepted(self._accepted(admitted))
+            if number == 1 and admitted.accepted is not None:
+                admitted.accepted()
             try:
                 return admitted, await self._all_choices()
             except StaleRoute:

@@ -86,6 +86,8 @@ class Admitted:
     price: Price = field(default_factory=Price)
     # Returns it on the version that its model name resolves to now; None: it keeps its version.
     reroute: Callable[[Admitted], Awaitable[Admitted]] | None = None
+    # Called once, when its first run on a worker is accepted.
+    accepted: Callable[[], None] | None = None
 
     def usage_report(self, usage: Usage) -> RequestUsage:
         """Return the event of the usage ledger for the settled request."""

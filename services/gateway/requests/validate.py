@@ -62,6 +62,16 @@ class Validator:
         self._max_fanout_tokens = max_fanout_tokens
         self._prefixes = prefixes
 
+    def of(self, identity: KeyDirectory) -> Validator:
+        """Return the validator of another directory's callers, with texts cached apart."""
+        return Validator(
+            self._catalog,
+            identity,
+            self._rng,
+            max_fanout_tokens=self._max_fanout_tokens,
+            prefixes=self._prefixes,
+        )
+
     def check(
         self,
         principal: Principal,

@@ -21,12 +21,28 @@ from services.core.arms import (
 from services.core.estimates.sketch import Sketch
 from services.core.faults import Fault, fault_of
 from services.core.generation import GenerationSpec, Usage
+from services.core.rollouts.routes import SHADOW_TENANT
 from services.runtime.telemetry.metrics import GAP_S, LabelCap, Metrics
 
 MAX_SERIES: Final = 512
 MAX_ARMS: Final = 32  # arms of steps in one report: 64 clusters each
 OTHER_TENANTS: Final = "(other)"
 POISONED: Final = "POISONED_INPUT"
+# Ends of a copy that show a lack of room, or the end of its rollout, and nothing of its version.
+_NOT_THE_VERSION: Final = frozenset(
+    {
+        "QUEUE_FULL",
+        "QUEUE_TIMEOUT",
+        "OVERLOADED",
+        "DEADLINE_UNMEETABLE",
+        "DEADLINE_EXCEEDED",
+        "NO_WORKER_AVAILABLE",
+        "NO_LEADER",
+        "DRAINING",
+        "STALE_ROUTE",
+        "VERSION_GONE",
+    }
+)
 _MAX_VERSIONS: Final = 200
 _DIGEST_CHARS: Final = 19  # "sha256:" and 12 digits
 
@@ -134,10 +150,13 @@ class SliRecorder:
         )
 
     def ended(self, subject: SliSubject, end: RequestEnd) -> None:
-        """Count a request that ended."""
+        """Count a request that ended; a copy for a shadow version in the comparison of its step alone."""
         sums = end.sums(subject)
-        self._series_of(subject.key).merge(sums)
-        self._export(subject.key, sums)
+        if subject.key.tenant != SHADOW_TENANT:
+            self._series_of(subject.key).merge(sums)
+            self._export(subject.key, sums)
+        elif end.reason in _NOT_THE_VERSION:
+            return
         # An answer from the cache, or a mistake of the caller, says nothing about the arm.
         if subject.step and (sums.errors or sums.started or sums.tokens):
             arm = self._arm_of(GateWindow(subject.key.arm.model, subject.step), subject.key.arm)
@@ -146,7 +165,7 @@ class SliRecorder:
 
     def cut(self, unix_s: float) -> SliReport | None:
         """Return what was counted since the last cut, None for nothing."""
-        if not self._series:
+        if not self._series and not self._windows:
             return None
         windows: dict[GateWindow, dict[str, ArmWindow]] = {}
         for (window, digest), clusters in self._windows.items():

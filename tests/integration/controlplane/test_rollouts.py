@@ -109,6 +109,7 @@ async def test_one_rollout_of_a_deployment_at_a_time_and_its_version_does_not_ch
         ({"arms": [pb.RolloutArm(name="stable", version=OTHER)]}, InvalidInput),
         ({"steps": [pb.RolloutStep(weight_ratio=0.5), pb.RolloutStep(weight_ratio=0.1)]}, InvalidInput),
         ({"strategy": pb.ROLLOUT_STRATEGY_AB}, InvalidInput),
+        ({"strategy": pb.ROLLOUT_STRATEGY_SHADOW}, InvalidInput),
         ({"gate": pb.RolloutGate(metrics=["speed"])}, InvalidInput),
         ({"gate": pb.RolloutGate(accepted={"cost": " "})}, InvalidInput),
         ({"rules": pb.RolloutRules(overrides={"acme": "gone"})}, InvalidInput),

@@ -86,10 +86,11 @@ class LocalFiles:
     folder: Path
     fetched: list[tuple[str, str]] = field(default_factory=list)
     pins: int = 0
+    of_version: dict[str, Path] = field(default_factory=dict)
 
     async def fetch(self, model: str, digest: str, *, only: Callable[[str], bool] | None = None) -> Path:
         self.fetched.append((model, digest))
-        return self.folder
+        return self.of_version.get(digest, self.folder)
 
     def pin(self, folder: Path) -> None:
         self.pins += 1

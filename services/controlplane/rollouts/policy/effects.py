@@ -47,6 +47,8 @@ def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
         arm = rollout.arm(name)
         weight_bp = 0 if arm is None else arm.weight_bp
         return max(1, replicas) if rollout.target == name else replicas_for(weight_bp, replicas)
+    if rollout.strategy is RolloutStrategy.SHADOW:
+        return replicas_for(0 if rollout.shadow is None else rollout.shadow.fraction_bp, replicas)
     step = rollout.step + rollout.preparing
     upto = rollout.steps[: max(step, rollout.promote_to) + 1]
     return replicas_for(max((one.weight_bp for one in upto), default=0), replicas)
@@ -87,6 +89,7 @@ def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
         salt,
         arms,
         rollout.rules,
+        shadow=rollout.shadow if running and rollout.strategy is RolloutStrategy.SHADOW else None,
         step=step_name(rollout) if running else "",
     )
 
@@ -100,6 +103,17 @@ def load_ratio(route: ModelRoute, name: str) -> float:
     if arm is None or not stable.weight_bp:
         return 0.0
     return arm.weight_bp * stable.replicas / (stable.weight_bp * arm.replicas)
+
+
+def copies_ratio(route: ModelRoute, name: str, requests: int, copies: int) -> float:
+    """Return the copies on a replica of a shadow over the requests on a replica of the stable arm.
+
+    As measured: a gateway leaves copies out when it has no capacity for them.
+    """
+    arm = route.arm(name)
+    if arm is None or not requests:
+        return 0.0
+    return copies * route.stable.replicas / (requests * arm.replicas)
 
 
 def step_name(rollout: Rollout) -> str:

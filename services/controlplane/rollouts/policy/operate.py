@@ -75,6 +75,11 @@ def promote(rollout: Rollout, promotion: Promotion, now_unix_s: float) -> Rollou
         if not promotion.to_end and not promotion.arm:
             return found
     match rollout.strategy:
+        case RolloutStrategy.SHADOW:
+            raise FailedPrecondition(
+                "a shadow takes no traffic and cannot be promoted: abort it and start a canary",
+                name=rollout.meta.name,
+            )
         case RolloutStrategy.AB:
             return _choose_arm(found, promotion, now_unix_s)
         case _:

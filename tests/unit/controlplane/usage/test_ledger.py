@@ -20,6 +20,7 @@ from services.controlplane.usage.settler import UNMATCHED_S, UsageSettler
 from services.core.errors import InvalidInput, NoLeader, NotFound
 from services.core.generation import Usage
 from services.core.limits import Price
+from services.core.rollouts.routes import SHADOW_TENANT
 from services.core.usage import DeviceInterval, UsageEvent
 from tests.support.clocks import QuickClock
 from tests.support.memory_ledger import MemoryLedger
@@ -219,6 +220,16 @@ async def test_the_settler_charges_what_no_gateway_reported_once(rig: Rig) -> No
     assert reservations.settled == ["acme"] * 5
     await rig.send(request_usage("lost"))
     assert await booked(rig.ledger) == dict.fromkeys(("fine", "lost"), (1, 20, 2_000_000))
+
+
+async def test_copies_for_a_shadow_version_have_no_price(rig: Rig) -> None:
+    settler = UsageSettler(rig.ledger, Reservations(), rig.clock, price_of=lambda model: Price(9, 9, 9))
+    await rig.send(sequence_use("copy", tenant=SHADOW_TENANT))
+    rig.clock.now_s += UNMATCHED_S
+    assert await settler.settle() == 1
+    (record,) = await rig.list(group_by=[pb.USAGE_DIMENSION_TENANT])
+    assert (record.tenant, record.list_cost_micros) == (SHADOW_TENANT, 0)
+    assert record.measured_cost_micros > 0
 
 
 async def test_an_hour_that_is_gone_is_not_found(rig: Rig) -> None:

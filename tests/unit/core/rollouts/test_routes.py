@@ -16,10 +16,12 @@ from services.core.rollouts.routes import (
     ModelRoute,
     PinRefused,
     RouteArm,
+    Shadow,
     SplitCaller,
     SplitRules,
     choose_arm,
     is_drawn,
+    is_shadowed,
     point_of,
     split,
 )
@@ -137,6 +139,15 @@ def test_pins_may_be_forbidden_but_for_the_stable_version() -> None:
         assert arm_of(found, pin=OLD) == "stable"
 
 
+def test_the_shadow_s_share_is_independent_of_the_arm() -> None:
+    found = replace(route(5000), shadow=Shadow("canary", 2000))
+    sessions = [SplitCaller("acme", f"s{number}") for number in range(10_000)]
+    copied = [one for one in sessions if is_shadowed(found, one)]
+    assert len(copied) == pytest.approx(2000, abs=200)
+    assert sum(choose_arm(found, one) is found.arms[1] for one in copied) == pytest.approx(1000, abs=150)
+    assert not any(is_shadowed(replace(found, rules=SplitRules(deny=("acme",))), one) for one in sessions)
+
+
 def test_split_gives_the_rest_to_the_stable_arm_and_closes_an_arm() -> None:
     found = replace(route(5000), arms=split(route(0), {"canary": 100}))
     found.check_integrity()
@@ -165,5 +176,5 @@ def test_a_wrong_split_is_found(arms: tuple[RouteArm, ...]) -> None:
 
 def test_a_route_is_stored_as_it_is() -> None:
     rules = SplitRules(False, ("a",), ("b",), {"c": "canary"}, {Priority.BATCH: 100})
-    found = route(2500, rules)
+    found = replace(route(2500, rules), shadow=Shadow("canary", 100))
     assert load(dump(found), ModelRoute) == found

@@ -25,10 +25,10 @@ from services.controlplane.rollouts.records import (
 )
 from services.core.errors import FailedPrecondition, InvalidInput
 from services.core.records import VersionState
-from services.core.rollouts.routes import ModelRoute, RouteArm, split
+from services.core.rollouts.routes import ModelRoute, RouteArm, Shadow, split
 from tests.unit.controlplane.policy.test_arms import ready
 from tests.unit.controlplane.policy.test_update import NEW, OLD
-from tests.unit.controlplane.rollouts.policy.driven import Driven, rollout
+from tests.unit.controlplane.rollouts.policy.driven import STEPS, Driven, rollout
 
 OTHER = "sha256:2"
 EVENTS = ("tick", "pass", "fail", "pause", "resume", "promote", "end", "lose")
@@ -184,6 +184,37 @@ def test_a_step_without_a_verdict_follows_its_policy(policy: Inconclusive) -> No
     assert (driven.phase, driven.rollout.step) == expected
 
 
+@pytest.mark.parametrize("policy", [Inconclusive.PROMOTE, Inconclusive.ABORT])
+def test_a_new_leader_decides_nothing_before_its_sums_are_complete(policy: Inconclusive) -> None:
+    driven = Driven(rollout(gate=GateSettings(patience_s=5.0, inconclusive=policy)))
+    driven.verdict, driven.measured = Verdict.INCONCLUSIVE, False
+    driven.until(RolloutPhase.RUNNING)
+    driven.tick(40)
+    assert (driven.phase, driven.rollout.step) == (RolloutPhase.RUNNING, 0)
+    driven.measured = True
+    driven.tick(3)
+    assert (driven.phase, driven.rollout.step) != (RolloutPhase.RUNNING, 0)
+
+
+def test_a_failed_gate_rolls_back_also_before_the_sums_are_complete() -> None:
+    driven = Driven(rollout())
+    driven.measured = False
+    driven.until(RolloutPhase.RUNNING)
+    driven.verdict = Verdict.FAIL
+    driven.tick()
+    assert driven.phase is RolloutPhase.ROLLING_BACK
+
+
+def test_the_history_names_a_step_without_a_verdict() -> None:
+    """Also when the replicas of the next step were not READY yet."""
+    driven = Driven(rollout(gate=GateSettings(patience_s=5.0, inconclusive=Inconclusive.PROMOTE)))
+    driven.verdict = Verdict.INCONCLUSIVE
+    driven.until(RolloutPhase.SOAKING)
+    steps = [event.message for event in driven.rollout.history if event.what == "STEP"]
+    assert len(steps) == len(STEPS) - 1
+    assert all("no verdict within 5 s" in message for message in steps), steps
+
+
 def test_without_any_report_nothing_is_promoted() -> None:
     driven = Driven(rollout())
     driven.verdict = None
@@ -256,6 +287,21 @@ def test_an_ab_test_keeps_its_weights_until_an_operator_chooses() -> None:
     driven.operate(lambda one: promote(one, Promotion(arm="c"), driven.now_s))
     driven.until(RolloutPhase.COMPLETED)
     assert driven.fleet.digests() == {OTHER}
+
+
+def test_a_shadow_takes_no_traffic_and_is_not_promoted() -> None:
+    driven = Driven(rollout(RolloutStrategy.SHADOW, shadow=Shadow("canary", 5000)))
+    driven.until(RolloutPhase.RUNNING)
+    route = driven.routes[-1]
+    assert route is not None
+    assert (route.shadow, [arm.weight_bp for arm in route.arms]) == (Shadow("canary", 5000), [10_000, 0])
+    with pytest.raises(FailedPrecondition):
+        promote(driven.rollout, Promotion(), driven.now_s)
+    driven.operate(lambda one: abort(one, "", driven.now_s))
+    route = driven.routes[-1]
+    assert route is not None
+    assert route.shadow is None
+    driven.until(RolloutPhase.ABORTED)
 
 
 def test_the_history_is_bounded_and_keeps_its_beginning() -> None:
