@@ -79,7 +79,7 @@ class SchedulerTelemetry:
             ("what", "state"),
         )
         self._add_levels(metrics)
-        self._add_sums(metrics)
+        self._add_prefix_levels(metrics)
 
     def health_changed(self, what: str, state: str) -> None:
         """Count a change of a worker (ejected, probed, readmitted) or of a circuit (opened, half-open,
@@ -111,6 +111,12 @@ class SchedulerTelemetry:
             self._counter_gaps,
             ("model", "priority"),
         )
+        metrics.gauge(
+            "fairway_scheduler_slots",
+            "Slots of fixed-cost versions: leased, held (leased or not returned yet), and rows that want one",
+            self._by_kind(lambda term: term.slots.by_kind()),
+            ("kind",),
+        )
         metrics.level(
             "fairway_scheduler_grants_outstanding",
             "Grants that no worker report confirmed yet",
@@ -132,13 +138,7 @@ class SchedulerTelemetry:
             self._level(lambda term: term.fleet.view_age_s(self._clock.monotonic_s())),
         )
 
-    def _add_sums(self, metrics: Metrics) -> None:
-        metrics.gauge(
-            "fairway_scheduler_slots",
-            "Slots of fixed-cost versions: leased, held (leased or not returned yet), and rows that want one",
-            self._by_kind(lambda term: term.slots.by_kind()),
-            ("kind",),
-        )
+    def _add_prefix_levels(self, metrics: Metrics) -> None:
         metrics.gauge(
             "fairway_scheduler_prompt_tokens",
             "Prompt tokens of this term: granted, predicted cached, reported, reported cached",
