@@ -10,6 +10,7 @@ ARGS ?=
 # Tests wait more than they compute; a group stays in one process (tests/conftest.py).
 TEST_PROCESSES ?= 6
 OPENAI := 3.52.0
+TRITONCLIENT := 2.73.0
 MOTO := 5.2.5
 TRITON := 3.6.0
 MINILM := 0.1.0
@@ -62,7 +63,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-rollouts sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -95,11 +96,12 @@ house: setup-dev ## Measure the tree: lines, modules, words, names, shapes of a 
 	PYTHONPATH=. $(BIN)/python scripts/house.py
 
 # The SDK lives in an environment of its own: what it needs never meets what we pin.
-e2e-env: .venv-openai/openai-$(OPENAI)
+e2e-env: .venv-openai/openai-$(OPENAI)-tritonclient-$(TRITONCLIENT)
 
-.venv-openai/openai-$(OPENAI):
+.venv-openai/openai-$(OPENAI)-tritonclient-$(TRITONCLIENT):
 	$(PYTHON) -m venv .venv-openai
-	.venv-openai/bin/python -m pip install --quiet --disable-pip-version-check openai==$(OPENAI)
+	.venv-openai/bin/python -m pip install --quiet --disable-pip-version-check openai==$(OPENAI) \
+		'tritonclient[grpc,http]==$(TRITONCLIENT)'
 	@touch $@
 
 # So does the S3 server that the blob store is tested with.
@@ -164,6 +166,9 @@ drill-rollouts: setup-dev ## Roll out good and faulty versions under load, on tw
 
 drill-crash: setup-dev ## A prompt that ends its engine among 32 neighbours, on one to three workers (about 10 minutes)
 	$(BIN)/python -m tests.e2e.drill_crash $(ARGS)
+
+drill-poison: setup-dev ## One row in 100 that ends its batch: raises, kills, allocates, hangs (about 2 minutes)
+	$(BIN)/python -m tests.e2e.drill_poison $(ARGS)
 
 sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check every invariant (about 10 minutes)
 	$(BIN)/python -m simulator sim --seeds 500 --workers 20 --processes 2 $(ARGS)

@@ -1,4 +1,4 @@
-"""Generate the stubs of protos/ into fairway/v1/, or with --check report whether they are current."""
+"""Generate the stubs of protos/ into fairway/, or with --check report whether they are current."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
-STUBS = Path("fairway/v1")
+STUBS = Path("fairway")
 
 
 def generate(into: Path) -> None:
@@ -37,8 +37,11 @@ def generate(into: Path) -> None:
 
 
 def stub_files(root: Path) -> dict[str, str]:
-    """Return the text of each generated file under ``root``, by name."""
-    return {path.name: path.read_text() for path in sorted((root / STUBS).glob("*_pb2*.py*"))}
+    """Return the text of each generated file under ``root``, by its path there."""
+    return {
+        path.relative_to(root).as_posix(): path.read_text()
+        for path in sorted((root / STUBS).glob("*/*_pb2*.py*"))
+    }
 
 
 def stale_stubs() -> list[str]:
@@ -71,7 +74,7 @@ def main() -> int:
             sys.stderr.write(f"stubs are not current: {', '.join(stale)}; run `make stubs`\n")
         return 1 if stale else 0
     for name in stub_files(ROOT):
-        (ROOT / STUBS / name).unlink()
+        (ROOT / name).unlink()
     generate(ROOT)
     return 0
 

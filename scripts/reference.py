@@ -23,7 +23,8 @@ from services.core import errors
 from services.core.faults import ERRORS, FINISHED, Fault
 from services.gateway.faces.openai.errors import HttpProblem
 from services.gateway.faces.openai.exchange import REQUEST_HEADERS, HttpLimits
-from services.gateway.faces.openai.routes import OpenAiFace
+from services.gateway.faces.openai.routes import endpoints_of
+from services.gateway.faces.openai.row_requests import EmbeddingsBody, RerankBody, RowOptions, ScoreBody
 from services.gateway.faces.openai.types import ChatBody, CompletionBody, Options
 from services.rpc.status import grpc_code, http_status
 from services.runtime.config import PREFIX, Settings
@@ -166,26 +167,33 @@ rejected (429) answers have OpenAI's `x-ratelimit-*` for the rates that were che
 idempotency key and those decided on a [slice](../architecture/quotas.md#leased-rates). See also
 [errors](errors.md).
 """
-    parts = [_head("HTTP API", "services/gateway/faces/openai", head)]
-    face = OpenAiFace(cast(Any, None), cast(Any, None), HttpLimits(0), str, b"")  # only its table is read
+    parts = [_head("HTTP API", "services/gateway/faces", head)]
+    nothing = cast(Any, None)
+    endpoints = endpoints_of(nothing, nothing, nothing, HttpLimits(0), str, b"")  # only the table is read
     routes = [
         (f"`{each.method} {each.path.replace(':path', '')}`", str(each.access), each.accepts)
-        for each in face.endpoints()
+        for each in endpoints
     ]
     parts.append(_section("Routes", ("route", "caller", "accepts"), routes))
     headers = [(f"`{name}`", text) for name, text in REQUEST_HEADERS.items()]
     parts.append(_section("Request headers", ("header", "meaning"), headers))
     bodies: list[tuple[str, type[Any]]] = [
-        ("both", Options),
+        ("chat and completions", Options),
         ("chat", ChatBody),
         ("completions", CompletionBody),
+        ("embeddings, rerank and score", RowOptions),
+        ("embeddings", EmbeddingsBody),
+        ("rerank", RerankBody),
+        ("score", ScoreBody),
     ]
-    shared = {field.name for field in structs.fields(Options)}
     served, neutral = [], []
     for title, body in bodies:
-        fields = [each for each in structs.fields(body) if body is Options or each.name not in shared]
+        shared = {name for base in body.__bases__ for name in getattr(base, "__struct_fields__", ())}
+        fields = [each for each in structs.fields(body) if each.name not in shared]
         served.append((title, _names(each.name for each in fields if each.type is not Raw)))
-        neutral.append((title, _names(each.name for each in fields if each.type is Raw)))
+        without_effect = _names(each.name for each in fields if each.type is Raw)
+        if without_effect:
+            neutral.append((title, without_effect))
     parts.append(_section("Body fields", ("body", "fields"), served))
     text = (
         "\nA value that requests nothing, such as `tools: []`, is accepted. Any other value and any unknown "

@@ -29,6 +29,7 @@ from fairway.cli.commands import (
 )
 from fairway.cli.commands.generation.chat import chat
 from fairway.cli.commands.generation.complete import complete
+from fairway.cli.commands.reliability import quarantine, slis
 from fairway.cli.commands.simulate import calibrate, simulate
 from fairway.cli.commands.status import status
 from fairway.cli.errors import CliError, ExitCode
@@ -86,9 +87,11 @@ app.add_typer(tenants.app, name="tenants")
 app.add_typer(keys.app, name="keys")
 app.add_typer(budgets.app, name="budgets")
 app.add_typer(objectives.app, name="objectives")
+app.add_typer(quarantine.app, name="quarantine")
 app.add_typer(nodes.app, name="nodes")
 queue.add(app)
 usage.add(app)
+slis.add(app)
 placements.add(app)
 events.add(app)
 app.command()(bootstrap_command.bootstrap)

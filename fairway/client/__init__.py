@@ -37,6 +37,15 @@ from fairway.client.errors import (
 )
 from fairway.client.generation import GenerationStream
 from fairway.client.policy import RetryPolicy
+from fairway.client.rows import (
+    Embeddings,
+    Inference,
+    RankedDocument,
+    Ranking,
+    RowOptions,
+    RowsAccepted,
+    Tensor,
+)
 from fairway.client.session import Session
 from fairway.client.values import (
     Accepted,
@@ -76,12 +85,14 @@ __all__ = [
     "DeadlineExceeded",
     "Degradation",
     "Deleted",
+    "Embeddings",
     "Event",
     "FailedPrecondition",
     "FairwayError",
     "FinishReason",
     "Finished",
     "GenerationStream",
+    "Inference",
     "InvalidRequest",
     "KeysUnsupported",
     "Message",
@@ -92,8 +103,12 @@ __all__ = [
     "OverQuota",
     "PermissionDenied",
     "Priority",
+    "RankedDocument",
+    "Ranking",
     "ResultExpired",
     "RetryPolicy",
+    "RowOptions",
+    "RowsAccepted",
     "ServedModel",
     "ServerBug",
     "Session",
@@ -101,6 +116,7 @@ __all__ = [
     "Snapshot",
     "StageClock",
     "StreamDiverged",
+    "Tensor",
     "TokenCount",
     "TokenLogprobs",
     "Tokens",

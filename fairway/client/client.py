@@ -10,20 +10,21 @@ Within the loop any number of tasks may use it at once. A process uses gRPC's as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from random import Random, SystemRandom
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 from weakref import WeakSet
 
 import grpc
 
-from fairway.client import convert
+from fairway.client import convert, rows
 from fairway.client.attempts import Core, unary
 from fairway.client.direct import DirectCarrier
 from fairway.client.endpoints import Endpoint, Metadata
 from fairway.client.generation import GenerationStream
 from fairway.client.guard import Guard
+from fairway.client.rows import Embeddings, EmbedInput, Inference, Ranking, RowOptions
 from fairway.client.session import Session
 from fairway.client.values import (
     ClientOptions,
@@ -188,6 +189,58 @@ class Client:
             self._timeout_s(timeout_s),
         )
         return tuple(convert.served_model(one) for one in answer.models)
+
+    async def embed(
+        self,
+        model: str,
+        inputs: EmbedInput,
+        options: RowOptions | None = None,
+        *,
+        dimensions: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Embeddings:
+        """Return the vector of each text, or of each list of token ids."""
+        request = rows.embed_request(model, inputs, dimensions, options or RowOptions())
+        answer = await self._call(
+            lambda stub, *, timeout, metadata: stub.Embed(request, timeout=timeout, metadata=metadata),
+            self._timeout_s(timeout_s),
+        )
+        return rows.embeddings(answer)
+
+    async def rerank(
+        self,
+        model: str,
+        query: str,
+        documents: Sequence[str],
+        options: RowOptions | None = None,
+        *,
+        top_n: int = 0,
+        timeout_s: float | None = None,
+    ) -> Ranking:
+        """Return the documents by how well they match the query. ``top_n``: only the best; 0: all."""
+        request = rows.rerank_request(model, query, documents, top_n, options or RowOptions())
+        answer = await self._call(
+            lambda stub, *, timeout, metadata: stub.Rerank(request, timeout=timeout, metadata=metadata),
+            self._timeout_s(timeout_s),
+        )
+        return rows.ranking(answer)
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        options: RowOptions | None = None,
+        *,
+        outputs: Sequence[str] = (),
+        timeout_s: float | None = None,
+    ) -> Inference:
+        """Return the outputs of a batch, by default all. ``inputs``: tensors or arrays, by name."""
+        request = rows.infer_request(model, inputs, outputs, options or RowOptions())
+        answer = await self._call(
+            lambda stub, *, timeout, metadata: stub.Infer(request, timeout=timeout, metadata=metadata),
+            self._timeout_s(timeout_s),
+        )
+        return rows.inference(answer)
 
     def session(self, options: SessionOptions | None = None) -> Session:
         """Return a session: many generations on one stream. Close it, best with ``async with``."""

@@ -28,7 +28,7 @@ from fairway.client.values import (
 from fairway.v1 import common_pb2 as common
 from fairway.v1 import inference_pb2 as pb
 
-_PRIORITIES: Final = {
+PRIORITIES: Final = {
     Priority.BATCH: common.PRIORITY_BATCH,
     Priority.STANDARD: common.PRIORITY_STANDARD,
     Priority.INTERACTIVE: common.PRIORITY_INTERACTIVE,
@@ -60,7 +60,7 @@ def generation(model: str, source: Input, options: Options, idempotency_key: str
         "max_output_tokens": options.max_output_tokens,
         "logprobs": options.logprobs,
         "choices": options.choices if options.choices != 1 else None,
-        "priority": _PRIORITIES[options.priority] if options.priority is not None else None,
+        "priority": PRIORITIES[options.priority] if options.priority is not None else None,
     }
     return pb.Generation(
         model=model,
@@ -131,6 +131,10 @@ def frame(message: common.TokenFrame, choice_bits: int) -> list[tuple[int, Token
     return found
 
 
+def usage(message: common.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.output_tokens, message.cached_tokens, message.device_us / 1e6)
+
+
 def finished(message: pb.Finished) -> Finished:
     clock = message.clock
     return Finished(
@@ -143,12 +147,7 @@ def finished(message: pb.Finished) -> Finished:
             )
             for one in message.choices
         ),
-        usage=Usage(
-            message.usage.prompt_tokens,
-            message.usage.output_tokens,
-            message.usage.cached_tokens,
-            message.usage.device_us / 1e6,
-        ),
+        usage=usage(message.usage),
         clock=StageClock(
             received_unix_us=clock.received_unix_us,
             validate_s=clock.validate_us / 1e6,

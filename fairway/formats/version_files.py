@@ -38,6 +38,11 @@ GATEWAY_FILES: Final = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    # Of a fixed-cost model: how it embeds, and the most tokens of a row.
+    "1_Pooling/config.json",
+    "config_sentence_transformers.json",
+    "modules.json",
+    "sentence_bert_config.json",
 )
 
 

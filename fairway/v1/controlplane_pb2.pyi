@@ -1616,6 +1616,141 @@ class ObjectiveStatus(_message.Message):
 Global___ObjectiveStatus: _TypeAlias = ObjectiveStatus  # noqa: Y015
 
 @_typing.final
+class QuarantinedInput(_message.Message):
+    """An input that is refused on one version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    DEATHS_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    version_digest: _builtins.str
+    fingerprint: _builtins.str
+    """Of prompt and sampling, keyed by a secret of the installation."""
+    model: _builtins.str
+    """The deployment whose request ended engines."""
+    deaths: _builtins.int
+    """How many engines it ended alone."""
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        version_digest: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        model: _builtins.str = ...,
+        deaths: _builtins.int = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deaths", b"deaths", "expire_time", b"expire_time", "fingerprint", b"fingerprint", "model", b"model", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuarantinedInput: _TypeAlias = QuarantinedInput  # noqa: Y015
+
+@_typing.final
+class SliSummary(_message.Message):
+    """The requests of one deployment, version, tenant, class and zone that ended in the window."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    BROKEN_FIELD_NUMBER: _builtins.int
+    POISONED_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    DEVICE_S_FIELD_NUMBER: _builtins.int
+    TTFT_P50_S_FIELD_NUMBER: _builtins.int
+    TTFT_P95_S_FIELD_NUMBER: _builtins.int
+    TTFT_P99_S_FIELD_NUMBER: _builtins.int
+    ITL_P50_S_FIELD_NUMBER: _builtins.int
+    ITL_P95_S_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The deployment."""
+    version_digest: _builtins.str
+    """Empty: refused before a version was chosen."""
+    tenant: _builtins.str
+    """"(other)": the sum of those above 5,000 series in ten minutes."""
+    priority: _common_pb2.Priority.ValueType
+    zone: _builtins.str
+    """Of the gateway."""
+    requests: _builtins.int
+    """Without mistakes of callers, limits of tenants and cancellations."""
+    errors: _builtins.int
+    """Failed before a first token, or refused for want of capacity."""
+    started: _builtins.int
+    """Sent a first token, and broken by the platform after it."""
+    broken: _builtins.int
+    poisoned: _builtins.int
+    """Among errors and broken: those that ended their engine."""
+    output_tokens: _builtins.int
+    device_s: _builtins.float
+    ttft_p50_s: _builtins.float
+    """Seconds until the first token of a choice, within 2 %. Absent: there was none."""
+    ttft_p95_s: _builtins.float
+    ttft_p99_s: _builtins.float
+    itl_p50_s: _builtins.float
+    """Seconds between two tokens, within 2 %. Absent: there were none."""
+    itl_p95_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        zone: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        errors: _builtins.int = ...,
+        started: _builtins.int = ...,
+        broken: _builtins.int = ...,
+        poisoned: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        device_s: _builtins.float = ...,
+        ttft_p50_s: _builtins.float | None = ...,
+        ttft_p95_s: _builtins.float | None = ...,
+        ttft_p99_s: _builtins.float | None = ...,
+        itl_p50_s: _builtins.float | None = ...,
+        itl_p95_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_p50_s", b"_itl_p50_s", "_itl_p95_s", b"_itl_p95_s", "_ttft_p50_s", b"_ttft_p50_s", "_ttft_p95_s", b"_ttft_p95_s", "_ttft_p99_s", b"_ttft_p99_s", "itl_p50_s", b"itl_p50_s", "itl_p95_s", b"itl_p95_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_p99_s", b"ttft_p99_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_p50_s", b"_itl_p50_s", "_itl_p95_s", b"_itl_p95_s", "_ttft_p50_s", b"_ttft_p50_s", "_ttft_p95_s", b"_ttft_p95_s", "_ttft_p99_s", b"_ttft_p99_s", "broken", b"broken", "device_s", b"device_s", "errors", b"errors", "itl_p50_s", b"itl_p50_s", "itl_p95_s", b"itl_p95_s", "model", b"model", "output_tokens", b"output_tokens", "poisoned", b"poisoned", "priority", b"priority", "requests", b"requests", "started", b"started", "tenant", b"tenant", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_p99_s", b"ttft_p99_s", "version_digest", b"version_digest", "zone", b"zone"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__itl_p50_s: _TypeAlias = _typing.Literal["itl_p50_s"]  # noqa: Y015
+    _WhichOneofArgType__itl_p50_s: _TypeAlias = _typing.Literal["_itl_p50_s", b"_itl_p50_s"]  # noqa: Y015
+    _WhichOneofReturnType__itl_p95_s: _TypeAlias = _typing.Literal["itl_p95_s"]  # noqa: Y015
+    _WhichOneofArgType__itl_p95_s: _TypeAlias = _typing.Literal["_itl_p95_s", b"_itl_p95_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_p50_s: _TypeAlias = _typing.Literal["ttft_p50_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_p50_s: _TypeAlias = _typing.Literal["_ttft_p50_s", b"_ttft_p50_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_p95_s: _TypeAlias = _typing.Literal["ttft_p95_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_p95_s: _TypeAlias = _typing.Literal["_ttft_p95_s", b"_ttft_p95_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_p99_s: _TypeAlias = _typing.Literal["ttft_p99_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_p99_s: _TypeAlias = _typing.Literal["_ttft_p99_s", b"_ttft_p99_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_p50_s) -> _WhichOneofReturnType__itl_p50_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_p95_s) -> _WhichOneofReturnType__itl_p95_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_p50_s) -> _WhichOneofReturnType__ttft_p50_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_p95_s) -> _WhichOneofReturnType__ttft_p95_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_p99_s) -> _WhichOneofReturnType__ttft_p99_s | None: ...
+
+Global___SliSummary: _TypeAlias = SliSummary  # noqa: Y015
+
+@_typing.final
 class UsageRecord(_message.Message):
     """Dimensions that the request did not group by are empty."""
 
@@ -3950,6 +4085,166 @@ class DeleteObjectiveResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteObjectiveResponse: _TypeAlias = DeleteObjectiveResponse  # noqa: Y015
+
+@_typing.final
+class ListQuarantinedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0: 100."""
+    page_token: _builtins.str
+    model: _builtins.str
+    """Only of this deployment."""
+    version_digest: _builtins.str
+    """Only of this version."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        model: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "page_size", b"page_size", "page_token", b"page_token", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQuarantinedRequest: _TypeAlias = ListQuarantinedRequest  # noqa: Y015
+
+@_typing.final
+class ListQuarantinedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INPUTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuarantinedInput]: ...
+    def __init__(
+        self,
+        *,
+        inputs: _abc.Iterable[Global___QuarantinedInput] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQuarantinedResponse: _TypeAlias = ListQuarantinedResponse  # noqa: Y015
+
+@_typing.final
+class DeleteQuarantinedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    version_digest: _builtins.str
+    fingerprint: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
+    def __init__(
+        self,
+        *,
+        version_digest: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "request_id", b"request_id", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteQuarantinedRequest: _TypeAlias = DeleteQuarantinedRequest  # noqa: Y015
+
+@_typing.final
+class DeleteQuarantinedResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteQuarantinedResponse: _TypeAlias = DeleteQuarantinedResponse  # noqa: Y015
+
+@_typing.final
+class ListSlisRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0: 100."""
+    page_token: _builtins.str
+    model: _builtins.str
+    """Only of this deployment, tenant, class and zone."""
+    tenant: _builtins.str
+    priority: _common_pb2.Priority.ValueType
+    zone: _builtins.str
+    @_builtins.property
+    def window(self) -> _duration_pb2.Duration:
+        """How far back; its start is moved back to a multiple of ten minutes. Absent: an hour."""
+
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        zone: _builtins.str = ...,
+        window: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "page_size", b"page_size", "page_token", b"page_token", "priority", b"priority", "tenant", b"tenant", "window", b"window", "zone", b"zone"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSlisRequest: _TypeAlias = ListSlisRequest  # noqa: Y015
+
+@_typing.final
+class ListSlisResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLIS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def slis(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliSummary]: ...
+    def __init__(
+        self,
+        *,
+        slis: _abc.Iterable[Global___SliSummary] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "slis", b"slis"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSlisResponse: _TypeAlias = ListSlisResponse  # noqa: Y015
 
 @_typing.final
 class ListUsageRequest(_message.Message):

@@ -259,6 +259,21 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteObjectiveRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteObjectiveResponse.FromString,
                 _registered_method=True)
+        self.ListQuarantined = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/ListQuarantined',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListQuarantinedRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListQuarantinedResponse.FromString,
+                _registered_method=True)
+        self.DeleteQuarantined = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/DeleteQuarantined',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteQuarantinedRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteQuarantinedResponse.FromString,
+                _registered_method=True)
+        self.ListSlis = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/ListSlis',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListSlisRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListSlisResponse.FromString,
+                _registered_method=True)
         self.ListUsage = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/ListUsage',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListUsageRequest.SerializeToString,
@@ -559,6 +574,27 @@ class ControlPlaneServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListQuarantined(self, request, context):
+        """The inputs that gateways refuse because they end the engines that compute them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteQuarantined(self, request, context):
+        """Admit an input again before its time is over. NOT_FOUND where it is not refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSlis(self, request, context):
+        """What gateways measured of the requests of the last hour. NO_LEADER while no control plane leads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListUsage(self, request, context):
         """What was used and what it cost. NO_LEADER while no control plane leads.
         """
@@ -806,6 +842,21 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.DeleteObjective,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteObjectiveRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteObjectiveResponse.SerializeToString,
+            ),
+            'ListQuarantined': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuarantined,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListQuarantinedRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListQuarantinedResponse.SerializeToString,
+            ),
+            'DeleteQuarantined': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteQuarantined,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteQuarantinedRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteQuarantinedResponse.SerializeToString,
+            ),
+            'ListSlis': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSlis,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListSlisRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListSlisResponse.SerializeToString,
             ),
             'ListUsage': grpc.unary_unary_rpc_method_handler(
                     servicer.ListUsage,
@@ -2038,6 +2089,87 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/DeleteObjective',
             fairway_dot_v1_dot_controlplane__pb2.DeleteObjectiveRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.DeleteObjectiveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuarantined(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/ListQuarantined',
+            fairway_dot_v1_dot_controlplane__pb2.ListQuarantinedRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.ListQuarantinedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteQuarantined(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/DeleteQuarantined',
+            fairway_dot_v1_dot_controlplane__pb2.DeleteQuarantinedRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.DeleteQuarantinedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSlis(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/ListSlis',
+            fairway_dot_v1_dot_controlplane__pb2.ListSlisRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.ListSlisResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -86,6 +86,12 @@ class ControlPlaneServiceStub:
     ListObjectives: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListObjectivesRequest, _controlplane_pb2.ListObjectivesResponse]
     UpdateObjective: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateObjectiveRequest, _controlplane_pb2.UpdateObjectiveResponse]
     DeleteObjective: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteObjectiveRequest, _controlplane_pb2.DeleteObjectiveResponse]
+    ListQuarantined: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListQuarantinedRequest, _controlplane_pb2.ListQuarantinedResponse]
+    """The inputs that gateways refuse because they end the engines that compute them."""
+    DeleteQuarantined: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteQuarantinedRequest, _controlplane_pb2.DeleteQuarantinedResponse]
+    """Admit an input again before its time is over. NOT_FOUND where it is not refused."""
+    ListSlis: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListSlisRequest, _controlplane_pb2.ListSlisResponse]
+    """What gateways measured of the requests of the last hour. NO_LEADER while no control plane leads."""
     ListUsage: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListUsageRequest, _controlplane_pb2.ListUsageResponse]
     """What was used and what it cost. NO_LEADER while no control plane leads."""
     ListAuditEvents: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListAuditEventsRequest, _controlplane_pb2.ListAuditEventsResponse]
@@ -150,6 +156,12 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     ListObjectives: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListObjectivesRequest, _controlplane_pb2.ListObjectivesResponse]  # type: ignore[assignment]
     UpdateObjective: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateObjectiveRequest, _controlplane_pb2.UpdateObjectiveResponse]  # type: ignore[assignment]
     DeleteObjective: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteObjectiveRequest, _controlplane_pb2.DeleteObjectiveResponse]  # type: ignore[assignment]
+    ListQuarantined: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListQuarantinedRequest, _controlplane_pb2.ListQuarantinedResponse]  # type: ignore[assignment]
+    """The inputs that gateways refuse because they end the engines that compute them."""
+    DeleteQuarantined: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteQuarantinedRequest, _controlplane_pb2.DeleteQuarantinedResponse]  # type: ignore[assignment]
+    """Admit an input again before its time is over. NOT_FOUND where it is not refused."""
+    ListSlis: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListSlisRequest, _controlplane_pb2.ListSlisResponse]  # type: ignore[assignment]
+    """What gateways measured of the requests of the last hour. NO_LEADER while no control plane leads."""
     ListUsage: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListUsageRequest, _controlplane_pb2.ListUsageResponse]  # type: ignore[assignment]
     """What was used and what it cost. NO_LEADER while no control plane leads."""
     ListAuditEvents: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListAuditEventsRequest, _controlplane_pb2.ListAuditEventsResponse]  # type: ignore[assignment]
@@ -481,6 +493,30 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controlplane_pb2.DeleteObjectiveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.DeleteObjectiveResponse, _abc.Awaitable[_controlplane_pb2.DeleteObjectiveResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListQuarantined(
+        self,
+        request: _controlplane_pb2.ListQuarantinedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.ListQuarantinedResponse, _abc.Awaitable[_controlplane_pb2.ListQuarantinedResponse]]:
+        """The inputs that gateways refuse because they end the engines that compute them."""
+
+    @_abc_1.abstractmethod
+    def DeleteQuarantined(
+        self,
+        request: _controlplane_pb2.DeleteQuarantinedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.DeleteQuarantinedResponse, _abc.Awaitable[_controlplane_pb2.DeleteQuarantinedResponse]]:
+        """Admit an input again before its time is over. NOT_FOUND where it is not refused."""
+
+    @_abc_1.abstractmethod
+    def ListSlis(
+        self,
+        request: _controlplane_pb2.ListSlisRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.ListSlisResponse, _abc.Awaitable[_controlplane_pb2.ListSlisResponse]]:
+        """What gateways measured of the requests of the last hour. NO_LEADER while no control plane leads."""
 
     @_abc_1.abstractmethod
     def ListUsage(

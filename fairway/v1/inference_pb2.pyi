@@ -744,28 +744,69 @@ Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
 
 @_typing.final
 class EmbedRequest(_message.Message):
+    """One of inputs and token_ids."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     DIMENSIONS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_TOKENS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     dimensions: _builtins.int
-    """0: the model's own."""
+    """Absent or 0: the model's own. Fewer: where the model declares that its vectors may be cut."""
+    truncate_tokens: _builtins.int
+    """Cut each input to its first so many tokens, special tokens among them; 0: to the most that the model takes.
+    Absent: a longer input is refused.
+    """
+    priority: _common_pb2.Priority.ValueType
+    idempotency_key: _builtins.str
+    """Refused: a forward pass has no effect, so a repeated request is safe without a key."""
+    session_key: _builtins.str
+    """What makes a version split sticky."""
+    user: _builtins.str
+    """The caller's name of its end user, whose limits and budgets apply."""
+    version: _builtins.str
+    """Digest or arm of the version that is to answer. Empty: the split decides."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Complete rows: no special token is added."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """At most this long from receipt to the answer. The earlier of this and the RPC's deadline."""
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         inputs: _abc.Iterable[_builtins.str] | None = ...,
         dimensions: _builtins.int = ...,
+        token_ids: _abc.Iterable[Global___TokenIds] | None = ...,
+        truncate_tokens: _builtins.int | None = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        idempotency_key: _builtins.str = ...,
+        session_key: _builtins.str = ...,
+        user: _builtins.str = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens", "timeout", b"timeout", "truncate_tokens", b"truncate_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "inputs", b"inputs", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens", "dimensions", b"dimensions", "idempotency_key", b"idempotency_key", "inputs", b"inputs", "model", b"model", "priority", b"priority", "session_key", b"session_key", "timeout", b"timeout", "token_ids", b"token_ids", "truncate_tokens", b"truncate_tokens", "user", b"user", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__truncate_tokens: _TypeAlias = _typing.Literal["truncate_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_tokens: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_tokens) -> _WhichOneofReturnType__truncate_tokens | None: ...
 
 Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
 
@@ -799,24 +840,250 @@ class EmbedResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     VERSION_DIGEST_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version_digest: _builtins.str
+    request_id: _builtins.str
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]: ...
+    @_builtins.property
+    def usage(self) -> _common_pb2.Usage: ...
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         version_digest: _builtins.str = ...,
         embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+        request_id: _builtins.str = ...,
+        usage: _common_pb2.Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "request_id", b"request_id", "usage", b"usage", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class RerankRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    QUERY_FIELD_NUMBER: _builtins.int
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    TOP_N_FIELD_NUMBER: _builtins.int
+    TRUNCATE_TOKENS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    query: _builtins.str
+    top_n: _builtins.int
+    """Return so many of the best. 0: all."""
+    truncate_tokens: _builtins.int
+    """Cut each input to its first so many tokens, special tokens among them; 0: to the most that the model takes.
+    Absent: a longer input is refused.
+    """
+    priority: _common_pb2.Priority.ValueType
+    idempotency_key: _builtins.str
+    """Refused: a forward pass has no effect, so a repeated request is safe without a key."""
+    session_key: _builtins.str
+    """What makes a version split sticky."""
+    user: _builtins.str
+    """The caller's name of its end user, whose limits and budgets apply."""
+    version: _builtins.str
+    """Digest or arm of the version that is to answer. Empty: the split decides."""
+    @_builtins.property
+    def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """At most this long from receipt to the answer. The earlier of this and the RPC's deadline."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        query: _builtins.str = ...,
+        documents: _abc.Iterable[_builtins.str] | None = ...,
+        top_n: _builtins.int = ...,
+        truncate_tokens: _builtins.int | None = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        idempotency_key: _builtins.str = ...,
+        session_key: _builtins.str = ...,
+        user: _builtins.str = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens", "timeout", b"timeout", "truncate_tokens", b"truncate_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens", "documents", b"documents", "idempotency_key", b"idempotency_key", "model", b"model", "priority", b"priority", "query", b"query", "session_key", b"session_key", "timeout", b"timeout", "top_n", b"top_n", "truncate_tokens", b"truncate_tokens", "user", b"user", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__truncate_tokens: _TypeAlias = _typing.Literal["truncate_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_tokens: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_tokens) -> _WhichOneofReturnType__truncate_tokens | None: ...
+
+Global___RerankRequest: _TypeAlias = RerankRequest  # noqa: Y015
+
+@_typing.final
+class RankedDocument(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Its place among the documents of the request."""
+    score: _builtins.float
+    """0..1: the sigmoid of the model's logit."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        score: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "score", b"score"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankedDocument: _TypeAlias = RankedDocument  # noqa: Y015
+
+@_typing.final
+class RerankResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    version_digest: _builtins.str
+    request_id: _builtins.str
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedDocument]:
+        """The best first."""
+
+    @_builtins.property
+    def usage(self) -> _common_pb2.Usage: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        results: _abc.Iterable[Global___RankedDocument] | None = ...,
+        request_id: _builtins.str = ...,
+        usage: _common_pb2.Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id", "results", b"results", "usage", b"usage", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RerankResponse: _TypeAlias = RerankResponse  # noqa: Y015
+
+@_typing.final
+class ScoreRequest(_message.Message):
+    """Pairs of texts: first i with second i, or the only first with every second."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    FIRSTS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_TOKENS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    truncate_tokens: _builtins.int
+    """Cut each input to its first so many tokens, special tokens among them; 0: to the most that the model takes.
+    Absent: a longer input is refused.
+    """
+    priority: _common_pb2.Priority.ValueType
+    idempotency_key: _builtins.str
+    """Refused: a forward pass has no effect, so a repeated request is safe without a key."""
+    session_key: _builtins.str
+    """What makes a version split sticky."""
+    user: _builtins.str
+    """The caller's name of its end user, whose limits and budgets apply."""
+    version: _builtins.str
+    """Digest or arm of the version that is to answer. Empty: the split decides."""
+    @_builtins.property
+    def firsts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """At most this long from receipt to the answer. The earlier of this and the RPC's deadline."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        firsts: _abc.Iterable[_builtins.str] | None = ...,
+        seconds: _abc.Iterable[_builtins.str] | None = ...,
+        truncate_tokens: _builtins.int | None = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        idempotency_key: _builtins.str = ...,
+        session_key: _builtins.str = ...,
+        user: _builtins.str = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens", "timeout", b"timeout", "truncate_tokens", b"truncate_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens", "firsts", b"firsts", "idempotency_key", b"idempotency_key", "model", b"model", "priority", b"priority", "seconds", b"seconds", "session_key", b"session_key", "timeout", b"timeout", "truncate_tokens", b"truncate_tokens", "user", b"user", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__truncate_tokens: _TypeAlias = _typing.Literal["truncate_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_tokens: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_tokens) -> _WhichOneofReturnType__truncate_tokens | None: ...
+
+Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
+
+@_typing.final
+class ScoreResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    version_digest: _builtins.str
+    request_id: _builtins.str
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of each pair, 0..1: the sigmoid of the model's logit."""
+
+    @_builtins.property
+    def usage(self) -> _common_pb2.Usage: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        scores: _abc.Iterable[_builtins.float] | None = ...,
+        request_id: _builtins.str = ...,
+        usage: _common_pb2.Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id", "scores", b"scores", "usage", b"usage", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
 
 @_typing.final
 class InferRequest(_message.Message):
@@ -825,21 +1092,50 @@ class InferRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    priority: _common_pb2.Priority.ValueType
+    idempotency_key: _builtins.str
+    """Refused: a forward pass has no effect, so a repeated request is safe without a key."""
+    session_key: _builtins.str
+    """What makes a version split sticky."""
+    user: _builtins.str
+    """The caller's name of its end user, whose limits and budgets apply."""
+    version: _builtins.str
+    """Digest or arm of the version that is to answer. Empty: the split decides."""
     @_builtins.property
-    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]: ...
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]:
+        """The first extent of every tensor is the batch: the rows are its slices."""
+
     @_builtins.property
-    def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the tensors to return. Empty: all."""
+
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """At most this long from receipt to the answer. The earlier of this and the RPC's deadline."""
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         inputs: _abc.Iterable[_common_pb2.Tensor] | None = ...,
         outputs: _abc.Iterable[_builtins.str] | None = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+        idempotency_key: _builtins.str = ...,
+        session_key: _builtins.str = ...,
+        user: _builtins.str = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "model", b"model", "outputs", b"outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "inputs", b"inputs", "model", b"model", "outputs", b"outputs", "priority", b"priority", "session_key", b"session_key", "timeout", b"timeout", "user", b"user", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -852,20 +1148,27 @@ class InferResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     VERSION_DIGEST_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version_digest: _builtins.str
+    request_id: _builtins.str
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]: ...
+    @_builtins.property
+    def usage(self) -> _common_pb2.Usage: ...
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         version_digest: _builtins.str = ...,
         outputs: _abc.Iterable[_common_pb2.Tensor] | None = ...,
+        request_id: _builtins.str = ...,
+        usage: _common_pb2.Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "outputs", b"outputs", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "outputs", b"outputs", "request_id", b"request_id", "usage", b"usage", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,16 @@ class InferenceServiceStub:
                 request_serializer=fairway_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.Rerank = channel.unary_unary(
+                '/fairway.v1.InferenceService/Rerank',
+                request_serializer=fairway_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/fairway.v1.InferenceService/Score',
+                request_serializer=fairway_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Infer = channel.unary_unary(
                 '/fairway.v1.InferenceService/Infer',
                 request_serializer=fairway_dot_v1_dot_inference__pb2.InferRequest.SerializeToString,
@@ -96,7 +106,22 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Return the vector of each input of an embedding model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rerank(self, request, context):
+        """Order documents by how well they match a query, by a cross-encoder.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Return how well the two texts of each pair match, by a cross-encoder.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -144,6 +169,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=fairway_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Rerank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rerank,
+                    request_deserializer=fairway_dot_v1_dot_inference__pb2.RerankRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_inference__pb2.RerankResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=fairway_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
             ),
             'Infer': grpc.unary_unary_rpc_method_handler(
                     servicer.Infer,
@@ -269,6 +304,60 @@ class InferenceService:
             '/fairway.v1.InferenceService/Embed',
             fairway_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
             fairway_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rerank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.InferenceService/Rerank',
+            fairway_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
+            fairway_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.InferenceService/Score',
+            fairway_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            fairway_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,11 @@ class InferenceServiceStub:
     Session: _grpc.StreamStreamMultiCallable[_inference_pb2.SessionRequest, _inference_pb2.SessionResponse]
     """Run many generations on one stream; tokens of one step for all of them share a message."""
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Return the vector of each input of an embedding model."""
+    Rerank: _grpc.UnaryUnaryMultiCallable[_inference_pb2.RerankRequest, _inference_pb2.RerankResponse]
+    """Order documents by how well they match a query, by a cross-encoder."""
+    Score: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]
+    """Return how well the two texts of each pair match, by a cross-encoder."""
     Infer: _grpc.UnaryUnaryMultiCallable[_inference_pb2.InferRequest, _inference_pb2.InferResponse]
     """Run a fixed-cost model on tensors."""
     CountTokens: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]
@@ -55,6 +60,11 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Session: _aio.StreamStreamMultiCallable[_inference_pb2.SessionRequest, _inference_pb2.SessionResponse]  # type: ignore[assignment]
     """Run many generations on one stream; tokens of one step for all of them share a message."""
     Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Return the vector of each input of an embedding model."""
+    Rerank: _aio.UnaryUnaryMultiCallable[_inference_pb2.RerankRequest, _inference_pb2.RerankResponse]  # type: ignore[assignment]
+    """Order documents by how well they match a query, by a cross-encoder."""
+    Score: _aio.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Return how well the two texts of each pair match, by a cross-encoder."""
     Infer: _aio.UnaryUnaryMultiCallable[_inference_pb2.InferRequest, _inference_pb2.InferResponse]  # type: ignore[assignment]
     """Run a fixed-cost model on tensors."""
     CountTokens: _aio.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]  # type: ignore[assignment]
@@ -92,7 +102,24 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _inference_pb2.EmbedRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]: ...
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """Return the vector of each input of an embedding model."""
+
+    @_abc_1.abstractmethod
+    def Rerank(
+        self,
+        request: _inference_pb2.RerankRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.RerankResponse, _abc.Awaitable[_inference_pb2.RerankResponse]]:
+        """Order documents by how well they match a query, by a cross-encoder."""
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _inference_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ScoreResponse, _abc.Awaitable[_inference_pb2.ScoreResponse]]:
+        """Return how well the two texts of each pair match, by a cross-encoder."""
 
     @_abc_1.abstractmethod
     def Infer(

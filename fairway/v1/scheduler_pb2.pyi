@@ -264,6 +264,38 @@ class GatewayHello(_message.Message):
 Global___GatewayHello: _TypeAlias = GatewayHello  # noqa: Y015
 
 @_typing.final
+class SlotReturn(_message.Message):
+    """The gateway applied the lease of this number and has no more rows in flight under it than its slots: what the lease
+    before it allowed beyond them is free.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    version_digest: _builtins.str
+    tenant_id: _builtins.str
+    number: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        tenant_id: _builtins.str = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "tenant_id", b"tenant_id", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotReturn: _TypeAlias = SlotReturn  # noqa: Y015
+
+@_typing.final
 class ConnectRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -271,6 +303,7 @@ class ConnectRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     HELLO_FIELD_NUMBER: _builtins.int
     SLOT_DEMANDS_FIELD_NUMBER: _builtins.int
+    SLOT_RETURNS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlaceRequest]: ...
     @_builtins.property
@@ -285,6 +318,10 @@ class ConnectRequest(_message.Message):
         every 20 ms.
         """
 
+    @_builtins.property
+    def slot_returns(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotReturn]:
+        """One for each lease with a new number, as soon as it is true."""
+
     def __init__(
         self,
         *,
@@ -292,10 +329,11 @@ class ConnectRequest(_message.Message):
         cancel: Global___CancelPlacement | None = ...,
         hello: Global___GatewayHello | None = ...,
         slot_demands: _abc.Iterable[Global___SlotDemand] | None = ...,
+        slot_returns: _abc.Iterable[Global___SlotReturn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "places", b"places", "slot_demands", b"slot_demands"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "places", b"places", "slot_demands", b"slot_demands", "slot_returns", b"slot_returns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -348,6 +386,7 @@ class SlotLease(_message.Message):
     TENANT_ID_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     incarnation: _builtins.int
@@ -357,6 +396,8 @@ class SlotLease(_message.Message):
     slots: _builtins.int
     ttl_ms: _builtins.int
     """From receipt."""
+    number: _builtins.int
+    """Another for every change of its slots; a renewal has the same."""
     def __init__(
         self,
         *,
@@ -368,10 +409,11 @@ class SlotLease(_message.Message):
         tenant_id: _builtins.str = ...,
         slots: _builtins.int = ...,
         ttl_ms: _builtins.int = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "incarnation", b"incarnation", "slots", b"slots", "tenant_id", b"tenant_id", "ttl_ms", b"ttl_ms", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "incarnation", b"incarnation", "number", b"number", "slots", b"slots", "tenant_id", b"tenant_id", "ttl_ms", b"ttl_ms", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

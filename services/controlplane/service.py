@@ -9,6 +9,7 @@ from services.controlplane.resources.budgets import Budgets
 from services.controlplane.resources.deployments import Deployments
 from services.controlplane.resources.nodes import Nodes
 from services.controlplane.resources.objectives import Objectives
+from services.controlplane.resources.quarantine import QuarantinedInputs
 from services.controlplane.resources.sealing import Sealer
 from services.controlplane.rollouts.resource import Rollouts
 from services.ports.clock import Clock
@@ -35,3 +36,4 @@ class ControlPlaneService:
         self.nodes = Nodes(store)
         self.rollouts = Rollouts(store, clock)
         self.objectives = Objectives(store, clock)
+        self.quarantine = QuarantinedInputs(store, clock)

@@ -13,6 +13,7 @@ import grpc
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import scheduler_pb2
 from services.controlplane.event_log import Filter, page_of_events, watch_events
+from services.controlplane.reliability import ReliabilityMethods, SliPages
 from services.controlplane.resources.budgets import BudgetView
 from services.controlplane.resources.objectives import ObjectiveView
 from services.controlplane.resources.resources import Stored
@@ -76,13 +77,14 @@ class UsagePages(Protocol):
     async def page(self, request: pb.ListUsageRequest, *, forwarded: bool) -> pb.ListUsageResponse: ...
 
 
-class ControlPlaneServicer(RolloutMethods):
+class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
     def __init__(
         self,
         service: ControlPlaneService,
         store: Store,
         scheduler: LeadingScheduler,
         usage: UsagePages,
+        slis: SliPages,
         *,
         require_current: Callable[[Principal], None],
     ) -> None:
@@ -90,7 +92,8 @@ class ControlPlaneServicer(RolloutMethods):
 
         ``require_current`` raises once the caller's key is no longer valid; the watch then ends.
         """
-        super().__init__(service.rollouts)
+        RolloutMethods.__init__(self, service.rollouts)
+        ReliabilityMethods.__init__(self, service.quarantine, slis)
         self._service = service
         self._store = store
         self._scheduler = scheduler

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from services.core.errors import FairwayError
+from services.core.fixed_cost.slots import SlotLease
 from services.core.generation import Grant
 from services.core.records import Priority
 
@@ -61,21 +62,34 @@ class PoolSnapshot:
     # Lowest class whose tenants, without a sequence here, take the slot of another tenant while none is free;
     # 0: none.
     yields_to_rank: int = 0
+    # Of a fixed-cost version: rows that may be in flight here, in batches and before them; 0: a version of
+    # sequences. ``running`` and ``waiting`` count rows then, and no field of KV or tokens is set.
+    row_slots: int = 0
+    # Device time of a row, a recent mean; 0: none was measured.
+    row_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TenantTokens:
-    """Tokens of one tenant and class on one version since the previous snapshot.
-
-    ``prefill`` counts its prompt tokens, ``cached`` those of them that were read from the prefix cache.
-    """
+    """Tokens, or rows, of one tenant and class on one version since the previous snapshot."""
 
     tenant: str
     digest: str
-    prefill: int
+    prefill: int  # prompt tokens
     output: int
     priority: Priority = Priority.STANDARD
-    cached: int = 0
+    cached: int = 0  # of the prompt tokens: read from the prefix cache
+    rows: int = 0  # of a fixed-cost version: rows that ended
+    device_us: int = 0  # of its batches
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSlots:
+    """What one tenant was leased of a fixed-cost version on one worker, over all gateways."""
+
+    digest: str
+    tenant: str
+    slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,16 +200,19 @@ class PoolMember:
     block_size: int
     slots: int
     max_model_len: int
+    row_slots: int = 0  # of a fixed-cost version: rows that may be in flight there
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementFrame:
     """One message from a scheduler to a gateway. ``epoch`` is the scheduler's leadership.
 
-    ``pressures`` is a full list; ``members`` replaces the previous list; None: unchanged.
+    ``pressures`` is a full list; ``members`` replaces the previous list; None: unchanged. Each of ``leases``
+    replaces the lease of its worker, version and tenant.
     """
 
     epoch: int
     outcomes: tuple[Outcome, ...] = field(default=())
     pressures: tuple[PoolPressure, ...] | None = None
     members: tuple[PoolMember, ...] | None = None
+    leases: tuple[SlotLease, ...] = ()

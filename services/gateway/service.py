@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import structlog
 
 from fairway.v1 import inference_pb2
 from services.core.errors import Draining, FairwayError, QueueFull, RequestRateExceeded, StoreUnavailable
-from services.core.generation import Principal
+from services.core.generation import Principal, Usage
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Event, Handle, Received, RequestSink
 from services.gateway.requests.admission import RequestAdmission
@@ -20,9 +21,10 @@ from services.gateway.requests.request import Request
 from services.gateway.requests.streaming import BufferedStream, Completion, complete
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.requests.validate import Validator
-from services.gateway.service_types import GatewayLimits, Ports, RequestCapacity, subtract
+from services.gateway.service_types import AnyRequest, GatewayLimits, Ports, RequestCapacity, subtract
 from services.gateway.shadow import ShadowCopies
 from services.ports.clock import Clock
+from services.ports.limiter import Reservation
 from services.runtime.identity import KeyDirectory
 
 log = structlog.get_logger()
@@ -37,6 +39,21 @@ class ServedModel:
     max_context_tokens: int
     ready_replicas: int
     created_unix_s: int
+
+
+class RunningRequest(Protocol):
+    """What a gateway counts, renews and cancels, whatever its kind."""
+
+    @property
+    def reservation(self) -> Reservation | None: ...
+
+    @property
+    def usage(self) -> Usage: ...
+
+    @property
+    def buffered_tokens(self) -> int: ...
+
+    def cancel(self, error: FairwayError | None = None) -> None: ...
 
 
 class GatewayService:
@@ -58,7 +75,7 @@ class GatewayService:
         self._catalog = catalog
         self._ports = ports
         self.limits = limits
-        self._requests: dict[Request, None] = {}  # in order of arrival
+        self._requests: dict[RunningRequest, None] = {}  # in order of arrival
         self._counting: Counter[str] = Counter()
         self._draining = False
 
@@ -173,7 +190,7 @@ class GatewayService:
             )
         return found
 
-    def max_timeout_s(self, principal: Principal, generation: inference_pb2.Generation) -> float:
+    def max_timeout_s(self, principal: Principal, generation: AnyRequest) -> float:
         """Return the longest time that the caller's limits allow. Raises Unauthenticated."""
         return self._admission.max_timeout_s(principal, generation.user)
 
@@ -232,15 +249,20 @@ class GatewayService:
         admit = partial(self._admit, principal, generation, request, terms)
         task = ports.supervisor.spawn(f"request {request.request_id}", request.run(admit))
         request.bind(task)
+        leave = self.enter(tenant_id, request)
+        task.add_done_callback(lambda _: leave())
+        return request, task
+
+    def enter(self, tenant_id: str, request: RunningRequest) -> Callable[[], None]:
+        """Count a request as running until the returned function is called, once."""
         self._requests[request] = None
         self.capacity.enter(tenant_id)
 
-        def ended(_: asyncio.Task[None]) -> None:
+        def leave() -> None:
             self._requests.pop(request, None)
             self.capacity.leave(tenant_id)
 
-        task.add_done_callback(ended)
-        return request, task
+        return leave
 
     async def _admit(
         self, principal: Principal, generation: inference_pb2.Generation, request: Request, terms: RunTerms

@@ -21,10 +21,20 @@ from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
 from services.ports.limiter import Limiter
 from services.ports.placement import PlacementClient
+from services.ports.rows import RowRunner
 from services.ports.worker import WorkerClient
 from services.rpc.convert.times import seconds_of
 from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
+
+# A request of a fixed-cost model, and one of any kind: all have the same fields beside their inputs.
+RowsMessage = (
+    inference_pb2.EmbedRequest
+    | inference_pb2.RerankRequest
+    | inference_pb2.ScoreRequest
+    | inference_pb2.InferRequest
+)
+AnyRequest = inference_pb2.Generation | RowsMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,7 @@ class GatewayLimits:
         """The bound for one tenant's requests, and for its clients with idempotency keys: half of all."""
         return share_of(self.max_requests)
 
-    def timeout_of(self, generation: inference_pb2.Generation, rpc_timeout_s: float | None) -> float:
+    def timeout_of(self, generation: AnyRequest, rpc_timeout_s: float | None) -> float:
         """The minimum of the server's bound, the RPC's deadline and the request's own timeout, in seconds."""
         found = self.max_timeout_s if rpc_timeout_s is None else min(rpc_timeout_s, self.max_timeout_s)
         if generation.HasField("timeout"):
@@ -103,6 +113,8 @@ class Ports:
     kills: OutsideKills = field(default_factory=OutsideKills)
     # Refuses inputs that ended an engine; None: nothing is refused.
     poisons: PoisonGate | None = None
+    # Runs the rows of fixed-cost models; None: these models are not served.
+    rows: RowRunner | None = None
 
 
 class RequestCapacity:

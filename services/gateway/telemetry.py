@@ -94,6 +94,11 @@ class GatewayTelemetry:
             "Requests changed under pressure, by kind of change",
             ("kind",),
         )
+        self._rows = metrics.counter(
+            "fairway_gateway_rows_total",
+            "Rows of fixed-cost models in requests that were answered",
+            ("model",),
+        )
         self._fallback_placements = metrics.counter(
             "fairway_gateway_fallback_placements_total",
             "Sequences that this gateway placed itself while no leader answered",
@@ -168,6 +173,10 @@ class GatewayTelemetry:
     def placed_by_fallback(self) -> None:
         self._fallback_placements.add()
 
+    def rows_ended(self, model: str, count: int) -> None:
+        """Count the rows of an answer."""
+        self._rows.add(self.metrics.models.of(model), amount=count)
+
     def ended(self, request: RequestTelemetry, outcome: str, reason: str, clock: StageClock) -> None:
         """Count a request that ended, and write its line."""
         self._requests.add(request.received.face, outcome, reason, fault_of(reason))
@@ -227,10 +236,14 @@ class RequestTelemetry:
 
     def accepted(self, tenant: str, spec: GenerationSpec) -> None:
         """The request was admitted, or is served by another version from now on."""
-        metrics = self._owner.metrics
-        self.tenant, self.tenant_label = tenant, metrics.tenants.of(tenant)
-        self.model, self.model_label = spec.model, metrics.models.of(spec.model)
-        self._subject = subject_of(tenant, spec, self._owner.slis.zone)
+        self.accepted_as(subject_of(tenant, spec, self._owner.slis.zone))
+
+    def accepted_as(self, subject: SliSubject) -> None:
+        """As ``accepted``, for a request of any kind."""
+        metrics, key = self._owner.metrics, subject.key
+        self.tenant, self.tenant_label = key.tenant, metrics.tenants.of(key.tenant)
+        self.model, self.model_label = key.arm.model, metrics.models.of(key.arm.model)
+        self._subject = subject
 
     def pace(self) -> TokenPace:
         """Return the token timing of one choice."""

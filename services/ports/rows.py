@@ -12,6 +12,7 @@ class RowRunner(Protocol):
         """Run every row once and return their ends in order, whichever of them failed.
 
         A row whose worker was lost is run once more elsewhere. Cancelling the call withdraws the rows that no
-        batch contains. Raises NoWorkerAvailable when no worker serves the version, QueueFull when this
-        gateway has too many rows waiting, DeadlineUnmeetable, and StaleRoute.
+        batch contains. Raises NoWorkerAvailable when no worker serves the version, QueueFull or
+        ShareExceeded when this gateway has too many rows waiting, QueueTimeout, DeadlineUnmeetable, and
+        StaleRoute.
         """

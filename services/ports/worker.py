@@ -1,4 +1,4 @@
-"""Port of a worker: a gateway runs sequences on it.
+"""Port of a worker: a gateway runs sequences, and rows of fixed-cost models, on it.
 
 The control path uses calls. The token path uses a callback, because a task switch per token would cost more
 than the token. A sink's methods are called in the event loop and must not block or raise.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from services.core.fixed_cost.rows import RowEnd, RowSpec
 from services.core.generation import NotAdmittedReason, SequenceEnd, StartSpec, TokenLogprobs
 
 
@@ -42,3 +43,24 @@ class RunningSequence(Protocol):
 class WorkerClient(Protocol):
     def start(self, spec: StartSpec, sink: SequenceSink) -> RunningSequence:
         """Send a start to the worker of the grant. A connection error is reported to ``on_lost``."""
+
+
+class RowSink(Protocol):
+    """Receives one call."""
+
+    def on_not_admitted(self, reason: NotAdmittedReason) -> None: ...
+
+    def on_row_ended(self, end: RowEnd) -> None: ...
+
+    def on_lost(self, message: str) -> None:
+        """The connection to the worker broke. The row may run again: it has no effect but its outputs."""
+
+
+class RunningRow(Protocol):
+    def cancel(self) -> None:
+        """Drop the row, unless a batch contains it. The sink receives no further calls."""
+
+
+class RowClient(Protocol):
+    def start_row(self, address: str, spec: RowSpec, sink: RowSink) -> RunningRow:
+        """Send a row to the worker at this address. A connection error is reported to ``on_lost``."""

@@ -44,19 +44,22 @@ def check(message: Message, path: str = "") -> None:
         field_check(message, path)
 
 
-def check_but(message: Message, entries: str) -> None:
-    """Check every field, but not the elements of the repeated field ``entries``: of these only the number."""
-    max_items, checks = _checks_but(message.DESCRIPTOR, entries)
-    _check_count(getattr(message, entries), max_items, entries)
+def check_but(message: Message, *entries: str) -> None:
+    """Check every field, but of the repeated fields ``entries`` only the number of elements."""
+    most, checks = _checks_but(message.DESCRIPTOR, entries)
+    for name, max_items in most:
+        _check_count(getattr(message, name), max_items, name)
     for field_check in checks:
         field_check(message, "")
 
 
 @lru_cache(maxsize=64)
-def _checks_but(descriptor: Descriptor, entries: str) -> tuple[int, tuple[FieldCheck, ...]]:
-    """Return the most elements of the field, and the checks of the other fields."""
-    max_items = _bounds(descriptor.fields_by_name[entries]).max_items
-    return max_items, tuple(check for name, check in _named_checks(descriptor) if name != entries)
+def _checks_but(
+    descriptor: Descriptor, entries: tuple[str, ...]
+) -> tuple[tuple[tuple[str, int], ...], tuple[FieldCheck, ...]]:
+    """Return the most elements of each of the fields, and the checks of the other fields."""
+    most = tuple((name, _bounds(descriptor.fields_by_name[name]).max_items) for name in entries)
+    return most, tuple(check for name, check in _named_checks(descriptor) if name not in entries)
 
 
 def _check_count(values: Sized, max_items: int, path: str) -> None:

@@ -87,7 +87,8 @@ def members_of(fleet: FleetView) -> Fleet:
             if not candidate.serving:
                 continue
             members = found.setdefault(digest, Members([], []))
-            has_room = candidate.kv_tokens_room > 0 and candidate.slots > 0
+            row_slots = fleet.pool_of(candidate.worker_id, digest).row_slots
+            has_room = row_slots > 0 or (candidate.kv_tokens_room > 0 and candidate.slots > 0)
             address, incarnation = fleet.life_of(candidate.worker_id)
             (members.roomy if has_room else members.full).append(
                 PoolMember(
@@ -100,6 +101,7 @@ def members_of(fleet: FleetView) -> Fleet:
                     block_size=candidate.block_size,
                     slots=max(0, candidate.slots),
                     max_model_len=candidate.max_model_len,
+                    row_slots=row_slots,
                 )
             )
     return found

@@ -15,6 +15,7 @@ import structlog
 
 from services.core.decisions import FleetWorker, PlacementDecision, WorkerPool
 from services.core.errors import FairwayError, NoLeader, PermissionDenied
+from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import PlacementFrame, PlacementRefused, PoolSnapshot, ReportSnapshot
 from services.core.generation import PlaceSpec
 from services.core.paging import page_of
@@ -32,6 +33,7 @@ from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Term, TermSettings
 from services.scheduler.term_streams import (
     CancelPlacements,
+    DemandSlots,
     GatewaySession,
     Report,
     SubmitPlacements,
@@ -212,6 +214,9 @@ class GatewayPlacementStream:
         if placement_ids:
             self._send(CancelPlacements(self._session, tuple(placement_ids)))
 
+    def demand(self, demands: Sequence[SlotDemand], returned: Sequence[SlotReturn]) -> None:
+        self._send(DemandSlots(self._session, tuple(demands), tuple(returned)))
+
     def take(self) -> PlacementFrame | None:
         if self._session.error is not None:
             raise self._session.error
@@ -219,14 +224,15 @@ class GatewayPlacementStream:
         outcomes, session.outbox = session.outbox, []
         pressures, session.pressures = session.pressures, None
         members, session.members = session.members, None
-        if not outcomes and pressures is None and members is None:
+        leases = session.take_leases()
+        if not outcomes and pressures is None and members is None and not leases:
             return None
-        return PlacementFrame(self._term.epoch, tuple(outcomes), pressures=pressures, members=members)
+        return PlacementFrame(self._term.epoch, tuple(outcomes), pressures, members, leases)
 
     def close(self) -> None:
         self._term.streams.close_session(self._session)
 
-    def _send(self, command: SubmitPlacements | CancelPlacements) -> None:
+    def _send(self, command: SubmitPlacements | CancelPlacements | DemandSlots) -> None:
         if self._session.error is not None:
             raise self._session.error
         self._term.streams.send(command)
@@ -257,10 +263,13 @@ class WorkerReportStream:
     def take(self) -> ReportAnswer | None:
         if self._reporter.error is not None:
             raise self._reporter.error
-        if self._reporter.applied == self._answered:
+        reporter = self._reporter
+        if reporter.applied == self._answered and not reporter.tenant_slots:
             return None
-        self._answered = self._reporter.applied
-        return ReportAnswer(self._term.epoch, self._answered, self._reporter.take_counters())
+        self._answered = reporter.applied
+        return ReportAnswer(
+            self._term.epoch, self._answered, reporter.take_counters(), reporter.take_tenant_slots()
+        )
 
     def close(self) -> None:
         """Stop placements on the worker until it reports again. Idempotent."""

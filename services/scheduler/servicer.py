@@ -27,6 +27,8 @@ from services.rpc.convert.scheduler import (
     leadership,
     place_from_proto,
     report_from_proto,
+    slots_from_proto,
+    tenant_slots_to_proto,
 )
 from services.rpc.server_stream import GrpcServerStream
 from services.scheduler.service import SchedulerService
@@ -163,6 +165,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             leadership=leadership(answer.epoch, self._leader_id),
             report=answer.report,
             counters=counters_to_proto(answer.counters),
+            tenant_slots=tenant_slots_to_proto(answer.tenant_slots),
         )
 
 
@@ -187,7 +190,7 @@ async def _hello(stream: GatewayMessages) -> scheduler_pb2.GatewayHello:
         first = await stream.read(_HELLO_S)
     except StreamLost:
         raise InvalidInput("a gateway must send hello first", field="hello") from None
-    if not first.HasField("hello") or first.places or first.HasField("cancel"):
+    if {field.name for field, _ in first.ListFields()} != {"hello"}:
         raise InvalidInput("a gateway's first message must contain only hello", field="hello")
     return first.hello
 
@@ -206,6 +209,8 @@ class _Places:
             self._placements.submit([place_from_proto(place) for place in self._valid(message.places)])
         if message.HasField("cancel"):
             self._placements.cancel(message.cancel.placement_ids)
+        if message.slot_demands or message.slot_returns:
+            self._placements.demand(*slots_from_proto(message))
 
     def _valid(self, places: Iterable[scheduler_pb2.PlaceRequest]) -> Iterator[scheduler_pb2.PlaceRequest]:
         """Yield the valid placements; each invalid one is refused alone."""

@@ -18,6 +18,7 @@ from services.scheduler.overload.pool_load import Overload
 from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.report import counter_gaps
 from services.scheduler.queue.waiting import GRANTED, WITHDRAWN
+from services.scheduler.slots.lessor import SlotLessor
 from services.scheduler.term_streams import TermStreams
 
 log = structlog.get_logger()
@@ -31,6 +32,7 @@ class LedTerm(Protocol):
     health: FleetHealth
     overload: Overload
     streams: TermStreams
+    slots: SlotLessor
 
 
 class SchedulerTelemetry:
@@ -107,6 +109,12 @@ class SchedulerTelemetry:
             "Spread of the fairness counters of waiting tenants",
             self._counter_gaps,
             ("model", "priority"),
+        )
+        metrics.gauge(
+            "fairway_scheduler_slots",
+            "Slots of fixed-cost versions: leased, held (leased or not returned yet), and rows that want one",
+            self._by_kind(lambda term: term.slots.by_kind()),
+            ("kind",),
         )
         metrics.level(
             "fairway_scheduler_grants_outstanding",

@@ -7,7 +7,7 @@ makes one pass over the changed versions, so the grants of one pass reach a gate
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final
@@ -33,10 +33,13 @@ from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from services.scheduler.queue.waiting import CompositeObserver
+from services.scheduler.slots.leases import LeaseTerms
+from services.scheduler.slots.lessor import SlotLessor
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term_streams import (
     CancelPlacements,
     Command,
+    DemandSlots,
     GatewayDisconnected,
     Report,
     StreamLimits,
@@ -60,6 +63,7 @@ class TermSettings:
     profile: PlacementProfile = field(default_factory=PlacementProfile)
     health: HealthPolicy = field(default_factory=HealthPolicy)
     shedding: SheddingPolicy = field(default_factory=SheddingPolicy)
+    leases: LeaseTerms = field(default_factory=LeaseTerms)
     max_gateways: int = 1024
     beat_s: float = 1.0
     max_inbox: int = 65536
@@ -103,6 +107,7 @@ class Term:
             gate=self.overload,
             decisions=decisions,
         )
+        self.slots = SlotLessor(self.fleet, self.queue.ledger.shares, settings.leases)
         self._health_review = HealthReview(
             self.fleet, self.queue, self.health, self.overload, serving, telemetry=telemetry
         )
@@ -130,24 +135,27 @@ class Term:
         now_s = self._clock.monotonic_s()
         for command in self.streams.take(_COMMANDS_PER_PASS):
             self._apply(command, now_s)
-        self.queue.touch(self.fleet.expire(now_s))
+        self._touch(self.fleet.expire(now_s))
         if now_s >= self.health.due_s():
             self._health_review.run(now_s)
         self.queue.run_pass(now_s)
         self.queue.expire(now_s)
         self.queue.run_pass(now_s)  # expired placements may have blocked others
         self._deliver(now_s)
+        self.slots.run(now_s)
+        self._deliver_slots(now_s)
         if now_s >= self._heartbeat.due_s:
             self._heartbeat.send(self.streams.sessions.values(), now_s)
 
     def check_integrity(self) -> None:
         self.fleet.check_integrity()
         self.queue.check_integrity()
+        self.slots.check_integrity()
 
     async def _wait(self) -> None:
         """Return when there is a command or a deadline has passed."""
         waiting_s = self.queue.waiting.next_deadline_s()
-        due_s = min(self.fleet.next_deadline_s(), waiting_s, self.health.due_s())
+        due_s = min(self.fleet.next_deadline_s(), waiting_s, self.health.due_s(), self.slots.due_s())
         if self.streams.sessions:
             due_s = min(due_s, self._heartbeat.due_s)
         await self.streams.wait_command(due_s)
@@ -167,7 +175,11 @@ class Term:
             case CancelPlacements(session, placement_ids):
                 for placement_id in placement_ids:
                     self.queue.cancel(session.number, placement_id, now_s)
+            case DemandSlots(session, demands, returned):
+                if session.number in self.streams.sessions:
+                    self.slots.demand(session.gateway_id, session.zone, demands, returned, now_s)
             case GatewayDisconnected(session, unsent):
+                self.slots.disconnect(session.gateway_id)
                 for placement_id in unsent:
                     self.queue.cancel(session.number, placement_id, now_s)
                 self.queue.withdraw_all(session.number, now_s)
@@ -175,7 +187,7 @@ class Term:
                 self._report(reporter, number, snapshot, now_s)
             case WorkerDisconnected(reporter):
                 changed = self.fleet.close_stream(reporter.number)
-                self.queue.touch(changed)
+                self._touch(changed)
                 if changed:
                     self.health.disconnected(reporter.worker_id, now_s)
                 if reporter.worker_id:
@@ -191,6 +203,7 @@ class Term:
             reporter.end(error)
             return
         self.applied.note(snapshot, first=not reporter.worker_id)
+        self.slots.reported(snapshot, now_s, first=not reporter.worker_id)
         if not reporter.worker_id:
             reporter.worker_id = snapshot.worker_id
             self.decisions.found_running(snapshot.worker_id, snapshot.live)
@@ -206,7 +219,7 @@ class Term:
         self.overload.worked(snapshot.tenants, now_s)
         for counter in self.queue.reported(snapshot):
             reporter.counters[counter.tenant, counter.digest, counter.priority] = counter
-        self.queue.touch(changed)
+        self._touch(changed)
         reporter.applied = number
         reporter.wake()
 
@@ -221,3 +234,21 @@ class Term:
             if not session.outbox:
                 session.wake()
             session.outbox.append(outcome)
+
+    def _deliver_slots(self, now_s: float) -> None:
+        for gateway_id in self.slots.take_gateways():
+            if (session := self.streams.session_of(gateway_id)) is None:
+                continue
+            for lease in self.slots.take_leases(gateway_id, now_s):
+                session.leases[lease.worker_id, lease.digest, lease.tenant] = lease
+            session.wake()
+        for worker_id, changes in self.slots.take_tenant_slots().items():
+            reporter = self.streams.reporter(self.fleet.stream_of(worker_id))
+            if reporter is not None:
+                reporter.tenant_slots.update({(found.digest, found.tenant): found for found in changes})
+                reporter.wake()
+
+    def _touch(self, digests: Collection[str]) -> None:
+        """Look again at the placements and leases of these versions: their workers changed."""
+        self.queue.touch(digests)
+        self.slots.changed(digests)

@@ -17,7 +17,16 @@ from typing import Final, Protocol
 import structlog
 
 from services.core.errors import Conflict, FairwayError, OverQuota
-from services.core.fleet import Granted, Outcome, PoolMember, PoolPressure, ReportSnapshot, TenantCounter
+from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
+from services.core.fleet import (
+    Granted,
+    Outcome,
+    PoolMember,
+    PoolPressure,
+    ReportSnapshot,
+    TenantCounter,
+    TenantSlots,
+)
 from services.core.generation import PlaceSpec
 from services.core.records import Priority
 from services.ports.clock import Clock
@@ -46,15 +55,27 @@ class _Stream:
 
 @dataclass(slots=True, eq=False)
 class GatewaySession(_Stream):
-    """The term's state of a gateway's stream. The term fills ``outbox``, ``pressures`` and ``members``, and
-    the stream empties them; of the last two only the newest value is sent."""
+    """The term's state of a gateway's stream. The term fills the fields to be sent, and the stream empties
+    them; of all but ``outbox`` only the newest values are sent."""
 
     gateway_id: str
+    # Where it is; empty: unknown.
     zone: str = ""
+    # Ends of its placements.
     outbox: list[Outcome] = field(default_factory=list)
+    # Of all pools; None: sent.
     pressures: tuple[PoolPressure, ...] | None = None
+    # The worker list for fallback placement; None: sent.
     members: tuple[PoolMember, ...] | None = None
-    listed_s: float = -math.inf  # when ``members`` was last set
+    # When ``members`` was last set.
+    listed_s: float = -math.inf
+    # By worker, version and tenant.
+    leases: dict[tuple[str, str, str], SlotLease] = field(default_factory=dict)
+
+    def take_leases(self) -> tuple[SlotLease, ...]:
+        """Return and remove the leases for the next frame."""
+        named = list(self.leases)[:MAX_COUNTERS]
+        return tuple(self.leases.pop(key) for key in named)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,11 +86,17 @@ class WorkerSession(_Stream):
     worker_id: str = ""
     applied: int = 0
     counters: dict[tuple[str, str, Priority], TenantCounter] = field(default_factory=dict)
+    tenant_slots: dict[tuple[str, str], TenantSlots] = field(default_factory=dict)  # changes, to be sent
 
     def take_counters(self) -> tuple[TenantCounter, ...]:
         """Return and remove the counters for the next answer, at most as many as a message may contain."""
         named = list(self.counters)[:MAX_COUNTERS]
         return tuple(self.counters.pop(key) for key in named)
+
+    def take_tenant_slots(self) -> tuple[TenantSlots, ...]:
+        """Return and remove the changes of tenants' slots for the next answer."""
+        named = list(self.tenant_slots)[:MAX_COUNTERS]
+        return tuple(self.tenant_slots.pop(key) for key in named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +111,15 @@ class SubmitPlacements:
 class CancelPlacements:
     session: GatewaySession
     placement_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DemandSlots:
+    """What a gateway wants of slots from now on, and what it returns."""
+
+    session: GatewaySession
+    demands: Sequence[SlotDemand]
+    returned: Sequence[SlotReturn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +144,9 @@ class WorkerDisconnected:
     reporter: WorkerSession
 
 
-Command = SubmitPlacements | CancelPlacements | GatewayDisconnected | Report | WorkerDisconnected
+Command = (
+    SubmitPlacements | CancelPlacements | DemandSlots | GatewayDisconnected | Report | WorkerDisconnected
+)
 
 
 class Greeting(Protocol):
@@ -180,6 +218,14 @@ class TermStreams:
         self._reporters[reporter.number] = reporter
         return reporter
 
+    def session_of(self, gateway_id: str) -> GatewaySession | None:
+        """Return a gateway's open stream."""
+        return next((found for found in self.sessions.values() if found.gateway_id == gateway_id), None)
+
+    def reporter(self, number: int) -> WorkerSession | None:
+        """Return an open worker's stream."""
+        return self._reporters.get(number)
+
     def close_reporter(self, reporter: WorkerSession) -> None:
         """Stop placements on its worker. Idempotent."""
         if not reporter.closed:
@@ -187,7 +233,7 @@ class TermStreams:
             self._reporters.pop(reporter.number, None)
             self._put(WorkerDisconnected(reporter))
 
-    def send(self, command: SubmitPlacements | CancelPlacements | Report) -> None:
+    def send(self, command: SubmitPlacements | CancelPlacements | DemandSlots | Report) -> None:
         """Queue a command. Raises OverQuota when the inbox is full."""
         if len(self._inbox) >= self._limits.commands:
             raise OverQuota("the scheduler is behind with its work", retry_after_s=1.0)

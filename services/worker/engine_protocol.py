@@ -1,4 +1,4 @@
-"""The messages between a worker agent and one of its engine processes.
+"""The messages between a worker agent and one of its device processes: engines, and batchers of rows.
 
 Transport: a Unix stream socket; each message is a 4-byte big-endian length and that many bytes of
 msgpack. The agent listens, the engine connects. The engine applies commands between two steps and sends
@@ -16,6 +16,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from services.core.fixed_cost.rows import RawTensor
+from services.core.fixed_cost.tensors import Operation, TensorSpec
 from services.core.generation import OutputLimits, Prompt, Sampling
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -34,7 +36,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     socket_path: str  # of the agent's Unix socket
     model_dir: str  # the version's files
     # "null" needs no weights: it emits tokens at ``null_step_s`` seconds per step (0: without a pause).
-    executor: Literal["torch", "null"] = "torch"
+    # "rows" runs batches of a fixed-cost model, and ``kv_memory_bytes`` bounds the working memory of one.
+    executor: Literal["torch", "null", "rows"] = "torch"
     device: str = "cpu"  # "cpu" or a CUDA device
     dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and KV
     threads: int = 0  # of the CPU operators; 0: torch's default
@@ -131,11 +134,19 @@ class Resize(EngineMessage, frozen=True):
     kv_blocks: int
 
 
+class RunBatch(EngineMessage, frozen=True):
+    """Run these rows of a fixed-cost model as one batch. ``BatchRan`` or ``BatchRaised`` answers."""
+
+    number: int  # of the batch
+    rows: list[tuple[RawTensor, ...]]
+    width: int = 0  # tokens to which rows are padded; 0: rows of the model have no length
+
+
 class Shutdown(EngineMessage, frozen=True):
     """End the process after the current step."""
 
 
-Command = Submit | Credit | Park | Cancel | Resize | Shutdown
+Command = Submit | Credit | Park | Cancel | Resize | RunBatch | Shutdown
 
 # --- engine to agent -----------------------------------------------------------------------------
 
@@ -145,6 +156,28 @@ class Progress(EngineMessage, frozen=True):
 
     phase: str
     done_ratio: float
+
+
+class RowCosts(msgspec.Struct, frozen=True):
+    """What the warm-up measured. Seconds and bytes of working memory, of a batch with one row, of a row more,
+    of a token more."""
+
+    batch_s: float
+    row_s: float
+    token_s: float
+    row_bytes: int
+    token_bytes: int
+
+
+class RowModel(msgspec.Struct, frozen=True):
+    """A loaded fixed-cost model: its part of the batch key, its limits and its costs."""
+
+    operation: Operation
+    dtype: str  # of the computation
+    inputs: tuple[TensorSpec, ...]
+    max_tokens: int  # of a row; 0: rows have no length
+    packs: bool  # it computes no padding
+    costs: RowCosts
 
 
 class Ready(EngineMessage, frozen=True):
@@ -160,6 +193,8 @@ class Ready(EngineMessage, frozen=True):
     full_step_s: float = 0.0
     # Memory that loading and the largest step took beside weights and KV.
     working_bytes: int = 0
+    # Of a fixed-cost model. The working memory of a batch then counts as KV: as one block.
+    rows: RowModel | None = None
 
 
 class LoadFailed(EngineMessage, frozen=True):
@@ -249,7 +284,24 @@ class Resized(EngineMessage, frozen=True):
     kv_blocks_total: int
 
 
-Event = Progress | Ready | LoadFailed | Stepped | EngineHeartbeat | Resized
+class BatchRan(EngineMessage, frozen=True):
+    """The outputs of a batch, in the order of its rows."""
+
+    number: int
+    run_s: float  # of the device
+    outputs: list[tuple[RawTensor, ...]]  # empty for a row with a problem
+    problems: dict[int, str] = {}  # by place: rows that cannot be computed, and did not run
+
+
+class BatchRaised(EngineMessage, frozen=True):
+    """The model raised an exception; the process goes on."""
+
+    number: int
+    run_s: float
+    message: str
+
+
+Event = Progress | Ready | LoadFailed | Stepped | EngineHeartbeat | Resized | BatchRan | BatchRaised
 
 
 def _as_list(value: object) -> list[int]:

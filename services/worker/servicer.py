@@ -17,6 +17,7 @@ from services.ports.streams.message_stream import MessageStream, StreamLost
 from services.ports.streams.worker_stream import WorkerStream, WorkerStreams
 from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
+from services.rpc.convert.rows import row_from_proto
 from services.rpc.convert.times import seconds_of
 from services.rpc.convert.worker import frame_to_proto, start_from_proto, version_to_proto
 from services.rpc.server_stream import GrpcServerStream
@@ -81,22 +82,30 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 def apply(request: worker_pb2.ExecuteRequest, stream: WorkerStream) -> None:
     """Apply one message: cancels first, since they free blocks for its starts.
 
-    A start out of bounds is rejected alone; the stream continues. Raises InvalidInput if another part of the
-    message is out of bounds.
+    A start or a row out of bounds is rejected alone; the stream continues. Raises InvalidInput if another
+    part of the message is out of bounds.
     """
-    bounds.check_but(request, "starts")
+    bounds.check_but(request, "starts", "rows")
     if request.cancels:
         stream.cancel(request.cancels)
     for start in request.starts:
-        try:
-            bounds.check(start, "start.")
-        except InvalidInput as error:
-            log.error("start.out_of_bounds", field=error.metadata["field"], request_id=start.request_id[:64])
-            stream.refuse(start.handle, NotAdmittedReason.INVALID)
-            continue
-        stream.start(start.handle, start_from_proto(start))
+        if _within_bounds(start, stream):
+            stream.start(start.handle, start_from_proto(start))
+    for row in request.rows:
+        if _within_bounds(row, stream):
+            stream.start_row(row.handle, row_from_proto(row))
     if request.credit.handles:
         stream.credit(request.credit.handles, request.credit.tokens)
+
+
+def _within_bounds(start: worker_pb2.StartSequence | worker_pb2.StartRow, stream: WorkerStream) -> bool:
+    try:
+        bounds.check(start, "start.")
+    except InvalidInput as error:
+        log.error("start.out_of_bounds", field=error.metadata["field"], request_id=start.request_id[:64])
+        stream.refuse(start.handle, NotAdmittedReason.INVALID)
+        return False
+    return True
 
 
 class _Writer:

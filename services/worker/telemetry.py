@@ -17,6 +17,7 @@ from services.ports.clock import Clock
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.metrics import COUNTS, GAP_S, LATENCY_S, Labels, Metrics, Reading
 from services.runtime.telemetry.tracing import Tracing
+from services.worker.batcher.telemetry import BatchInstruments
 from services.worker.engine_protocol import Stepped
 from services.worker.streams.live_sequence import WorkerSequence
 
@@ -48,6 +49,10 @@ class EngineLevels:
     rss_bytes: int
     # Granted device memory.
     device_bytes: int
+    # Rows of a fixed-cost version in batches that run.
+    rows_running: int = 0
+    # Rows that wait for a batch.
+    rows_waiting: int = 0
 
 
 _BY_MODEL: Final[Labels] = ("model",)
@@ -82,6 +87,7 @@ class WorkerTelemetry:
             "fairway_worker_tokens_total", "Computed tokens: prefill and output", ("model", "kind")
         )
         self.steps = _StepCounters(metrics)
+        self.batches = BatchInstruments(metrics)
         self.preemptions = metrics.counter(
             "fairway_worker_preemptions_total", "Sequences whose KV was released for others", _BY_MODEL
         )
@@ -324,6 +330,11 @@ _BY_STATE: Final[tuple[tuple[str, str, Callable[[EngineLevels], Mapping[Labels, 
             ("waiting",): engine.waiting,
             ("parked",): engine.parked,
         },
+    ),
+    (
+        "fairway_worker_rows",
+        "Rows of fixed-cost versions: running in batches, waiting for one",
+        lambda engine: {("running",): engine.rows_running, ("waiting",): engine.rows_waiting},
     ),
     (
         "fairway_worker_version_state",

@@ -176,7 +176,7 @@ class SimEngine:
 
     def send(self, command: wire.Command) -> bool:
         """Take a command; False once the process is gone."""
-        if self._dead or len(self._inbox) >= MAX_INBOX:
+        if self._dead or len(self._inbox) >= MAX_INBOX or isinstance(command, wire.RunBatch):
             return False
         if isinstance(command, wire.Shutdown):
             self.crash()

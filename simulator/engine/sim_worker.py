@@ -119,6 +119,9 @@ class SimFiles:
     def unpin(self) -> None:
         self.folder = None
 
+    async def kind(self) -> str:
+        return "causal-lm"
+
     async def vocabulary(self, folder: Path) -> Vocabulary:
         return self._vocabulary
 
@@ -160,6 +163,9 @@ class SimEngineRun:
 
     async def stop(self) -> None:
         self._end(Stopped())
+
+    def kill(self, reason: str) -> None:
+        self.crash(reason)
 
     def crash(self, message: str, code: int = _SIGKILL) -> None:
         """The engine's process ends, by default killed. Without effect once it has ended."""

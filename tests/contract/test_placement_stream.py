@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from services.core.errors import Conflict, NoLeader, NoWorkerAvailable, PermissionDenied
+from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
+from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantSlots
 from services.core.generation import PlaceSpec
 from services.ports.streams.placement_stream import PlacementStream, PlacementStreams
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
-from tests.integration.scheduler_fleet import SchedulerNode, place_spec
+from tests.integration.scheduler_fleet import DIGEST, SchedulerNode, place_spec
 from tests.support.waiting import until
 
 
@@ -138,3 +141,57 @@ async def test_a_closed_stream_is_woken_no_more(rig: Rig) -> None:
     other.submit([(1, forged())])
     await until(lambda: rig.woken)
     assert set(rig.woken) == {"g2"}
+
+
+async def test_leases_follow_the_demand_until_it_ends(rig: Rig) -> None:
+    await leading(rig)
+    worker = rig.node.service.open_report(lambda: None)
+    report = ReportSnapshot("w1", 3, "h:1", pools=(row_pool(8),), epoch=7)
+    worker.report(1, report)
+    stream = rig.open()
+    stream.demand([SlotDemand(DIGEST, "acme", 3)], [])
+    leases: list[SlotLease] = []
+
+    def took() -> bool:
+        frame = stream.take()
+        leases.extend(frame.leases if frame is not None else ())
+        return bool(leases)
+
+    await until(took)
+    (lease,) = leases
+    assert (lease.worker_id, lease.incarnation, lease.epoch, lease.tenant) == ("w1", 3, 7, "acme")
+    assert lease.slots == 6, "twice the demand, while nobody else wants any"
+    answer = worker.take()
+    assert answer is not None
+    assert answer.tenant_slots == (TenantSlots(DIGEST, "acme", 6),)
+
+    leases.clear()
+    stream.demand([SlotDemand(DIGEST, "acme", 0)], [])
+    await until(took)
+    assert (leases[0].slots, leases[0].number) == (0, lease.number + 1)
+    term = rig.node.service.term
+    assert term is not None
+    assert term.slots.due_s() < math.inf, "its slots are held"
+    stream.demand([], [SlotReturn("w1", DIGEST, "acme", leases[0].number)])
+    await until(lambda: term.slots.due_s() == math.inf)
+
+
+async def test_a_lease_is_renewed_before_it_lapses(rig: Rig) -> None:
+    await leading(rig)
+    worker = rig.node.service.open_report(lambda: None)
+    worker.report(1, ReportSnapshot("w1", 3, "h:1", pools=(row_pool(8),), epoch=7))
+    stream = rig.open()
+    stream.demand([SlotDemand(DIGEST, "acme", 1)], [])
+    found: list[SlotLease] = []
+
+    def took() -> bool:
+        frame = stream.take()
+        found.extend(frame.leases if frame is not None else ())
+        return len(found) >= 2
+
+    await until(took, 1.9)  # less than a life of the lease
+    assert found[0] == found[1]
+
+
+def row_pool(row_slots: int) -> PoolSnapshot:
+    return PoolSnapshot(DIGEST, 0, 0, 1, 0, 0, 0, 0, row_slots=row_slots)

@@ -118,6 +118,7 @@ class Behind:
     """The view of a gateway that its watch has not reached yet."""
 
     view: Mapping[str, Versioned[Quarantined]] = MappingProxyType({})
+    revision: int = 0
 
 
 async def test_entries_that_the_view_lacks_count_and_make_room() -> None:
@@ -155,6 +156,33 @@ async def test_what_an_operator_removes_from_the_store_may_run_again() -> None:
         assert quarantine.holds("sha256:1")
         await store.commit([Delete(quarantine_key("sha256:1", "f1"))])
         await until(lambda: not quarantine.holds("sha256:1"))
+
+
+class Hooked(MemoryStore):
+    """A store in which a test acts before each write."""
+
+    before: Callable[[], None] = staticmethod(lambda: None)
+
+    async def grant_lease(self, ttl_s: int) -> int:
+        self.before()
+        return await super().grant_lease(ttl_s)
+
+
+async def test_an_input_that_was_lifted_is_refused_while_it_is_added_again() -> None:
+    store, behind = Hooked(SystemClock()), Behind()
+    quarantine = StoreQuarantine(store, behind, SystemClock(), LIMITS)
+    await quarantine.add("sha256:1", "f1", model="chat", deaths=2)
+    found: list[Quarantined | None] = []
+
+    def lifted() -> None:
+        """The view passes the first addition and its removal."""
+        behind.view, behind.revision = MappingProxyType({}), 1_000_000
+        found.append(quarantine.find("sha256:1", "f1"))
+
+    store.before = lifted
+    await quarantine.add("sha256:1", "f1", model="chat", deaths=3)
+    assert [one.deaths for one in found if one is not None] == [3]
+    assert quarantine.find("sha256:1", "f1") is None, "the view has passed both"
 
 
 class Away(MemoryStore):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
 import signal
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,12 @@ import pytest
 import yaml
 
 from fairway.cli.fleet.options import bundled_checkpoint
+from fairway.cli.state import StateDir
+from services.adapters.etcd.store import EtcdStore
+from services.core.records import dump, quarantine_key
+from services.ports.poison.quarantine import Quarantined
+from services.ports.store import Put
+from services.runtime.clock import SystemClock
 from tests.support.command_line import CommandLine
 from tests.support.stack import Stack
 
@@ -383,6 +391,52 @@ def test_events_are_listed_and_followed(cli: CommandLine) -> None:
 def _reasons(cli: CommandLine, expected: list[str]) -> None:
     found = cli("events", "--since", "10m", "--resource", "eventful", "-o", "json").json["events"]
     assert [event["reason"] for event in found][-2:] == expected
+
+
+def test_an_input_in_quarantine_is_listed_and_lifted(cli: CommandLine, stack: Stack) -> None:
+    (served,) = cli("deployments", "list", "-o", "json").json["deployments"]
+    digest, fingerprint = served["version_digest"], "0f" * 16
+
+    async def put() -> None:
+        clock = SystemClock()
+        store = EtcdStore((StateDir.at(stack.state).etcd_address,), clock)
+        entry = Quarantined(digest, fingerprint, stack.model, 2, clock.unix_s() + 600)
+        await store.commit([Put(quarantine_key(digest, fingerprint), dump(entry))])
+        await store.close()
+
+    asyncio.run(put())
+    (row,) = cli("quarantine", "list", "--version", digest).rows
+    assert row[:4] == [fingerprint, stack.model, digest, "2"]
+    assert cli("quarantine", "lift", fingerprint[:8], "--yes").rows == [[fingerprint]]
+    assert cli("quarantine", "list", "-o", "yaml").yaml == {"inputs": []}
+    assert "is in quarantine" in cli("quarantine", "lift", fingerprint, "--yes", code=4).err
+    eventually(lambda: _inputs_of_events(cli, stack.model, ["INPUT_QUARANTINED", "INPUT_RELEASED"]))
+
+
+def _inputs_of_events(cli: CommandLine, model: str, expected: list[str]) -> None:
+    found = cli("events", "--resource", model, "--since", "10m", "-o", "json").json["events"]
+    assert [event["reason"] for event in found if event["reason"].startswith("INPUT_")] == expected
+
+
+def test_what_gateways_measured_is_listed(cli: CommandLine, stack: Stack) -> None:
+    def measured() -> list[dict[str, Any]]:
+        return list(cli("slis", "--model", stack.model, "--tenant", "default", "-o", "json").json["slis"])
+
+    def requests() -> int:
+        return sum(int(one["requests"]) for one in measured())
+
+    before, until_s = requests(), time.monotonic() + PATIENCE_S
+    _completed(stack)
+    while requests() <= before:
+        assert time.monotonic() < until_s, measured()
+        time.sleep(0.1)
+    found = measured()
+    series = max(found, key=lambda one: int(one["requests"]))
+    assert 0 < series["ttft_p50_s"] <= series["ttft_p99_s"] < PATIENCE_S
+    assert int(series["output_tokens"]) > 0
+    assert series["device_s"] > 0
+    assert "0 to 3600 s" in cli("slis", "--window", "61m", code=4).err
+    assert cli("slis", "--tenant", "nobody").rows == []
 
 
 def test_status_names_every_part(cli: CommandLine) -> None:

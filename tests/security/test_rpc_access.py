@@ -8,6 +8,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from fairway.inference import v2_pb2, v2_pb2_grpc
 from fairway.v1 import (
     controlplane_pb2,
     controlplane_pb2_grpc,
@@ -34,6 +35,7 @@ KEYS = {
 }
 MODULES = (
     (inference_pb2, inference_pb2_grpc),
+    (v2_pb2, v2_pb2_grpc),
     (scheduler_pb2, scheduler_pb2_grpc),
     (worker_pb2, worker_pb2_grpc),
     (registry_pb2, registry_pb2_grpc),

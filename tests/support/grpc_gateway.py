@@ -36,6 +36,7 @@ from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.policy.claims import RequestBounds
 from services.gateway.requests.validate import Checked
+from services.gateway.rows.service import RowsService
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.worker import SequenceSink
@@ -214,23 +215,20 @@ async def running_gateway() -> AsyncIterator[Gateway]:
     workers, limiter, identity = Workers(supervisor), MemoryLimiter(CLOCK), Identity()
     placement = Placement()
     numbers = iter(range(10**6))
-    service = GatewayService(
-        validator=Validator(),  # type: ignore[arg-type]
-        identity=identity,  # type: ignore[arg-type]
-        catalog=Prices(),  # type: ignore[arg-type]
-        ports=Ports(
-            limiter=limiter,
-            placement=placement,
-            workers=workers,
-            clock=CLOCK,
-            supervisor=supervisor,
-            rng=Random(0),
-            sign_ticket=lambda ticket: b"t",
-            new_incident=lambda: "inc_1",
-            error_of=by_reason,
-        ),
-        limits=GatewayLimits(heartbeat_s=0.15, window_tokens=16),
+    ports = Ports(
+        limiter=limiter,
+        placement=placement,
+        workers=workers,
+        clock=CLOCK,
+        supervisor=supervisor,
+        rng=Random(0),
+        sign_ticket=lambda ticket: b"t",
+        new_incident=lambda: "inc_1",
+        error_of=by_reason,
     )
+    parts: Any = {"validator": Validator(), "identity": identity, "catalog": Prices(), "ports": ports}
+    service = GatewayService(**parts, limits=GatewayLimits(heartbeat_s=0.15, window_tokens=16))
+    rows = RowsService(service, **parts, runner=None)
 
     def received() -> Received:
         return Received(CLOCK.monotonic_s(), 1, f"req_{next(numbers)}")
@@ -240,7 +238,7 @@ async def running_gateway() -> AsyncIterator[Gateway]:
             Service(
                 pb.DESCRIPTOR.services_by_name["InferenceService"],
                 inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-                InferenceServicer(service, received, heartbeat_s=0.15, write_timeout_s=1.5),
+                InferenceServicer(service, rows, received, heartbeat_s=0.15, write_timeout_s=1.5),
             )
         ],
         listen="127.0.0.1:0",

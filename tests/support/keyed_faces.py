@@ -26,6 +26,7 @@ from services.rpc.server import RpcServer, Service
 from services.runtime.clock import SystemClock
 from services.runtime.ids import Ids
 from tests.support.keyed_gateways import Fleet, Gateway, gateways
+from tests.support.no_rows import NoRows
 
 CLOCK = SystemClock()
 AUTH = (("authorization", "Bearer key"),)
@@ -88,6 +89,7 @@ async def _grpc(gateway: Gateway) -> AsyncIterator[inference_pb2_grpc.InferenceS
                 inference_pb2_grpc.add_InferenceServiceServicer_to_server,
                 InferenceServicer(
                     gateway.service,
+                    NoRows(),
                     lambda: Received(CLOCK.monotonic_s(), 1, f"req_{gateway.name}_{next(numbers)}"),
                     heartbeat_s=5.0,
                 ),
@@ -110,6 +112,7 @@ async def _grpc(gateway: Gateway) -> AsyncIterator[inference_pb2_grpc.InferenceS
 async def _http(gateway: Gateway) -> AsyncIterator[str]:
     app = build_app(
         gateway.service,
+        NoRows(),
         Caller(gateway.fleet.tenant),
         CLOCK,
         Ids(),

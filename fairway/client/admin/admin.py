@@ -20,6 +20,7 @@ import grpc
 
 from fairway.client.admin.calls import Service
 from fairway.client.admin.models import Models
+from fairway.client.admin.reliability import Quarantine, Slis
 from fairway.client.admin.resources import Budgets, Deployments, Keys, Nodes, Objectives, Rollouts, Tenants
 from fairway.client.admin.usage import UsageRecords
 from fairway.client.admin.watch import Missed, OnLost, watch_events
@@ -227,6 +228,14 @@ class AdminClient:
     @property
     def placements(self) -> Placements:
         return Placements(self._control())
+
+    @property
+    def quarantine(self) -> Quarantine:
+        return Quarantine(self._control())
+
+    @property
+    def slis(self) -> Slis:
+        return Slis(self._control())
 
     @property
     def usage(self) -> UsageRecords:

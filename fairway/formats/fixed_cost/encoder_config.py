@@ -8,7 +8,7 @@ Defaults are those of the transformers configuration of each family.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from fairway.formats.config_fields import UnsupportedModel, number, positive_int, require_inert
@@ -20,6 +20,7 @@ Pooling = Literal["mean", "cls"]
 ACTIVATIONS: Final = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 MAX_LABELS: Final = 1 << 16
 DEFAULT_LABELS: Final = 2
+MAX_CUTS: Final = 64
 
 # Fields that change the computation of these families. Any other value is rejected.
 INERT_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -94,6 +95,9 @@ class EncoderConfig:
     pooling: Pooling = "mean"
     normalize: bool = False
     max_tokens: int = 0  # of a row; special tokens count
+    # Whether an embedding may be cut to its first dimensions, and to which numbers; empty: any.
+    is_matryoshka: bool = False
+    matryoshka_dimensions: tuple[int, ...] = ()
 
     @property
     def max_positions(self) -> int:
@@ -132,7 +136,18 @@ def parse_encoder(fields: Mapping[str, Any]) -> EncoderConfig:
     )
     if config.max_positions < 1:
         raise UnsupportedModel("max_position_embeddings", config.position_rows)
-    return config
+    return _with_cuts(config, fields)
+
+
+def _with_cuts(config: EncoderConfig, fields: Mapping[str, Any]) -> EncoderConfig:
+    """Return the encoder with the sizes that its embeddings may be cut to, by the fields that vLLM reads."""
+    sizes = fields.get("matryoshka_dimensions")
+    if sizes is None:
+        return replace(config, is_matryoshka=fields.get("is_matryoshka") is True)
+    known = isinstance(sizes, list) and 0 < len(sizes) <= MAX_CUTS
+    if not known or not all(type(size) is int and 0 < size <= config.hidden_size for size in sizes):
+        raise UnsupportedModel("matryoshka_dimensions", sizes)
+    return replace(config, is_matryoshka=True, matryoshka_dimensions=tuple(sorted(set(sizes))))
 
 
 def labels_of(fields: Mapping[str, Any]) -> int:

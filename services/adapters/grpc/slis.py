@@ -1,11 +1,13 @@
-"""Calls to the leading control plane's store of service level indicators. Implements the gateway's port."""
+"""Calls to the leading control plane's store of service level indicators. Implements the gateway's port and
+``controlplane.objectives.listing.LeadingSlis``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from fairway.v1 import slis_pb2, slis_pb2_grpc
+from fairway.v1 import controlplane_pb2 as cp
+from fairway.v1 import controlplane_pb2_grpc, slis_pb2, slis_pb2_grpc
 from services.adapters.grpc.leader_calls import LeaderCalls
 from services.adapters.links.scheduler_directory import LeaderDirectory
 from services.core.arms import SliReceipt, SliReport
@@ -13,10 +15,11 @@ from services.ports.clock import Clock
 from services.rpc.convert.slis import report_to_proto
 
 REPORT_S: Final = 10.0
+LIST_S: Final = 4.0  # a leader is replaced within 3 s, and a client tries another server after 5 s
 
 
 class GrpcSlis(LeaderCalls):
-    """Reports to the current leader."""
+    """Reports to and queries the current leader."""
 
     def __init__(self, directory: LeaderDirectory, internal_token: str, clock: Clock) -> None:
         super().__init__(directory, internal_token, clock, role="control plane")
@@ -29,3 +32,9 @@ class GrpcSlis(LeaderCalls):
             lambda channel: slis_pb2_grpc.SliServiceStub(channel).ReportSlis, request, REPORT_S
         )
         return SliReceipt(answer.last, answer.durable)
+
+    async def page(self, request: cp.ListSlisRequest) -> cp.ListSlisResponse:
+        answer: cp.ListSlisResponse = await self.call(
+            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListSlis, request, LIST_S
+        )
+        return answer

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from services.core.generation import TokenLogprobs
 from services.ports.streams.worker_stream import StepFrame
-from services.ports.worker import SequenceSink
+from services.ports.worker import RowSink, SequenceSink
 
 NONE: tuple[TokenLogprobs, ...] = ()
 
@@ -16,11 +16,12 @@ class SinkTable:
 
     def __init__(self) -> None:
         self._sinks: dict[int, SequenceSink] = {}
+        self._rows: dict[int, RowSink] = {}
         self._sent_s: dict[int, float] = {}  # starts without a response, in the order sent
         self._last = 0
 
     def __len__(self) -> int:
-        return len(self._sinks)
+        return len(self._sinks) + len(self._rows)
 
     def __contains__(self, handle: int) -> bool:
         return handle in self._sinks
@@ -31,10 +32,16 @@ class SinkTable:
         self._sinks[self._last] = sink
         return self._last
 
+    def add_row(self, sink: RowSink) -> int:
+        """The same for a row, which no response precedes its end."""
+        self._last += 1
+        self._rows[self._last] = sink
+        return self._last
+
     def drop(self, handle: int) -> bool:
         """Remove the sink; it is not called again. Return whether it was there."""
         self._sent_s.pop(handle, None)
-        return self._sinks.pop(handle, None) is not None
+        return self._sinks.pop(handle, None) is not None or self._rows.pop(handle, None) is not None
 
     def sent(self, handles: Iterable[int], now_s: float) -> None:
         """Record that these starts were sent. A worker responds to each at once, whatever its load."""
@@ -59,19 +66,24 @@ class SinkTable:
                 sink.on_accepted()
         for handle, reason in frame.not_admitted:
             self._sent_s.pop(handle, None)
-            if (sink := sinks.pop(handle, None)) is not None:
-                sink.on_not_admitted(reason)
+            if (refused := sinks.pop(handle, None) or self._rows.pop(handle, None)) is not None:
+                refused.on_not_admitted(reason)
         if frame.handles:
             self._dispatch_tokens(frame)
         for handle, end in frame.finished:
             if (sink := sinks.pop(handle, None)) is not None:
                 sink.on_finished(end)
+        for handle, row_end in frame.rows:
+            if (row := self._rows.pop(handle, None)) is not None:
+                row.on_row_ended(row_end)
 
     def lose_all(self, message: str) -> None:
         """Notify every sink, once, that its worker was lost."""
         sinks, self._sinks = self._sinks, {}
+        rows, self._rows = self._rows, {}
         self._sent_s.clear()
-        for sink in sinks.values():
+        lost: list[SequenceSink | RowSink] = [*sinks.values(), *rows.values()]
+        for sink in lost:
             sink.on_lost(message)
 
     def _dispatch_tokens(self, frame: StepFrame) -> None:

@@ -12,6 +12,7 @@ from services.adapters.links.muxed_placement import PlacementLink
 from services.adapters.links.reporter import ReportLink
 from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDirectory
 from services.core.errors import NoLeader
+from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import PlacementFrame, ReportSnapshot
 from services.core.generation import PlaceSpec
 from services.ports.streams.message_stream import ClientStream, StreamClient, StreamLost, StreamMethod
@@ -21,6 +22,8 @@ from services.rpc.convert.scheduler import (
     counters_from_proto,
     frame_from_proto,
     report_to_proto,
+    slots_to_proto,
+    tenant_slots_from_proto,
 )
 from services.rpc.methods import CONNECT, REPORT
 
@@ -132,6 +135,9 @@ class _PlacementStreamLink(_LeaderStream[scheduler_pb2.ConnectRequest, scheduler
     async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:
         await self._write(connect_request(places, cancelled))
 
+    async def send_slots(self, demands: Sequence[SlotDemand], returned: Sequence[SlotReturn]) -> None:
+        await self._write(slots_to_proto(demands, returned))
+
     async def receive(self) -> PlacementFrame:
         return frame_from_proto(await self._read(), self.epoch)
 
@@ -150,5 +156,8 @@ class _ReportStreamLink(_LeaderStream[scheduler_pb2.ReportRequest, scheduler_pb2
     async def receive(self) -> ReportAnswer:
         response = await self._read()
         return ReportAnswer(
-            response.leadership.epoch, response.report, counters_from_proto(response.counters)
+            response.leadership.epoch,
+            response.report,
+            counters_from_proto(response.counters),
+            tenant_slots_from_proto(response.tenant_slots),
         )

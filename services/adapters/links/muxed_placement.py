@@ -27,13 +27,16 @@ from typing import Final, Protocol, TypeAlias
 import structlog
 
 from services.adapters.links.leader_links import LeaderLink, LeaderLinks, keep_linked
+from services.adapters.links.outgoing_slots import OutgoingSlots
 from services.core.backoff import Backoff
 from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout, ShareExceeded
+from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import Granted, PlacementFrame
 from services.core.generation import AnyGrant, FallbackGrant, NotAdmittedReason, PlaceSpec
 from services.core.shares import share_of
 from services.ports.clock import Clock
 from services.ports.placement import FallbackPlacer
+from services.ports.slots import SlotListener
 from services.runtime.supervisor import Supervisor
 
 log = structlog.get_logger()
@@ -51,6 +54,9 @@ class PlacementLink(LeaderLink[PlacementFrame], Protocol):
 
     async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:
         """Send (placement id, spec, queue time left) and withdrawn ids. Raises FairwayError when broken."""
+
+    async def send_slots(self, demands: Sequence[SlotDemand], returned: Sequence[SlotReturn]) -> None:
+        """Send slot demands and returns. Raises FairwayError when broken."""
 
 
 PlacementLinks: TypeAlias = LeaderLinks[PlacementLink]
@@ -74,7 +80,8 @@ class _Pending:
 
 
 class MuxedPlacement:
-    """Implements ``ports.placement.PlacementClient``. The first placement starts it."""
+    """Implements ``ports.placement.PlacementClient`` and ``ports.slots.SlotClient``. The first placement or
+    demand starts it. ``listener`` receives the slots that were leased."""
 
     def __init__(
         self,
@@ -85,8 +92,11 @@ class MuxedPlacement:
         settings: PlacementSettings | None = None,
         *,
         fallback: FallbackPlacer | None = None,
+        listener: SlotListener | None = None,
     ) -> None:
         self._links = links
+        self._listener = listener
+        self._slots = OutgoingSlots()
         self._fallback = fallback
         self._fallback_task: asyncio.Task[None] | None = None
         self._placed_alone = 0
@@ -194,6 +204,17 @@ class MuxedPlacement:
             if self._unsent.pop(number, _SENT) is _SENT and not pending.future.done():
                 self._withdraw(number)
 
+    def demand(self, wanted: SlotDemand) -> None:
+        """See ``ports.slots.SlotClient.demand``."""
+        self.start()
+        self._slots.demand(wanted)
+        self._woken.set()
+
+    def slots_returned(self, found: SlotReturn) -> None:
+        """See ``ports.slots.SlotClient.slots_returned``."""
+        self._slots.returned(found)
+        self._woken.set()
+
     def give_back(self, grant: AnyGrant) -> None:
         """Return an unused grant to its leader. Has no effect on a grant of another leader, nor on a fallback
         grant, which ``over`` ends."""
@@ -244,6 +265,12 @@ class MuxedPlacement:
 
     def _on_leader_message(self, frame: PlacementFrame | None = None) -> None:
         """Record that the leader responded."""
+        if self._listener is not None:
+            self._listener.on_leader()
+            if frame is not None and frame.members is not None:
+                self._listener.on_members(frame.members)
+            if frame is not None and frame.leases:
+                self._listener.on_leases(frame.leases)
         if self._fallback is None:
             return
         now_s = self._clock.monotonic_s()
@@ -337,6 +364,7 @@ class MuxedPlacement:
         for pending in self._pending.values():
             pending.sent_s = None
         self._unsent = dict.fromkeys(number for number, p in self._pending.items() if not p.future.done())
+        self._slots.restart()
         self._link = link
         self._woken.set()
 
@@ -349,6 +377,8 @@ class MuxedPlacement:
                 while self._unsent or self._cancelled:
                     places, cancelled = self._take_outgoing()
                     await link.send(places, cancelled)
+                while self._slots:
+                    await link.send_slots(*self._slots.take())
         except FairwayError as error:
             log.info("placement.write_failed", reason=error.reason)
             await link.close()

@@ -9,18 +9,20 @@ from typing import Final
 
 from services.adapters.links.frame_dispatch import NotStarted
 from services.adapters.links.worker_link import WorkerLink
+from services.core.fixed_cost.rows import RowSpec
 from services.core.generation import AnyGrant, StartSpec
 from services.ports.clock import Clock
 from services.ports.streams.message_stream import StreamClient
-from services.ports.worker import RunningSequence, SequenceSink
+from services.ports.worker import RowSink, RunningRow, RunningSequence, SequenceSink
 from services.runtime.supervisor import Supervisor
 
 MAX_LINKS: Final = 4096
+_TOO_MANY: Final = f"{MAX_LINKS} worker streams are open"
 
 
 class MuxedWorkers:
-    """Implements ``ports.worker.WorkerClient``. Sinks are called from the event loop, never from within
-    ``start``.
+    """Implements ``ports.worker.WorkerClient`` and ``RowClient``. Sinks are called from the event loop, never
+    from within ``start`` and ``start_row``.
 
     ``after_frame`` is called once after all sinks of a message were called, so that their output can be
     written once per engine step. ``unsent`` receives the grant of each start that was dropped before it was
@@ -53,14 +55,23 @@ class MuxedWorkers:
         self._context = contextvars.copy_context()
 
     def start(self, spec: StartSpec, sink: SequenceSink) -> RunningSequence:
-        address = spec.grant.address
+        if (link := self._link_to(spec.grant.address)) is not None:
+            return link.start(spec, sink)
+        asyncio.get_running_loop().call_soon(sink.on_lost, _TOO_MANY)
+        return NotStarted()
+
+    def start_row(self, address: str, spec: RowSpec, sink: RowSink) -> RunningRow:
+        if (link := self._link_to(address)) is not None:
+            return link.start_row(spec, sink)
+        asyncio.get_running_loop().call_soon(sink.on_lost, _TOO_MANY)
+        return NotStarted()
+
+    def _link_to(self, address: str) -> WorkerLink | None:
+        """Return the stream to this worker, opened on demand; None when too many are open."""
         link = self._links.get(address)
-        if link is None or link.closed:
-            if len(self._links) >= MAX_LINKS:
-                asyncio.get_running_loop().call_soon(sink.on_lost, f"{MAX_LINKS} worker streams are open")
-                return NotStarted()
-            link = self._open(address)
-        return link.start(spec, sink)
+        if link is not None and not link.closed:
+            return link
+        return self._open(address) if len(self._links) < MAX_LINKS else None
 
     @property
     def links(self) -> int:

@@ -31,31 +31,41 @@ MAX_USAGE_KEPT: Final = 65536
 MAX_TENANTS_KEPT: Final = 65536  # entries: a tenant has one for each version and class
 
 TenantKey = tuple[str, str, Priority]
+Counts = tuple[int, int, int, int, int]
+_NONE: Final[Counts] = (0, 0, 0, 0, 0)
 
 
 @dataclass(slots=True)
 class Deltas:
-    """Grants seen of one epoch; tokens (prefill, output, cached) by tenant, version and class; the final
-    usage record of each sequence by request id and choice, the oldest first. ``number`` identifies both."""
+    """Grants seen of one epoch; counts (prefill, output, cached, rows, device time) by tenant, version and
+    class; the final usage record of each sequence by request id and choice, the oldest first. ``number``
+    identifies both."""
 
     epoch: int = 0
     number: int = 0
     seen: dict[int, None] = field(default_factory=dict)
-    tokens: dict[TenantKey, tuple[int, int, int]] = field(default_factory=dict)
+    tokens: dict[TenantKey, Counts] = field(default_factory=dict)
     usage: dict[tuple[str, int], SequenceUsage] = field(default_factory=dict)
 
     @staticmethod
     def of(snapshot: ReportSnapshot) -> Deltas:
         found = Deltas(snapshot.epoch, seen=dict.fromkeys(snapshot.grants_seen))
         for use in snapshot.tenants:
-            found.add_tokens((use.tenant, use.digest, use.priority), use.prefill, use.output, use.cached)
+            counts = use.prefill, use.output, use.cached, use.rows, use.device_us
+            found.add_tokens((use.tenant, use.digest, use.priority), counts)
         for word in snapshot.usage:
             found.add_usage(word)
         return found
 
-    def add_tokens(self, key: TenantKey, prefill: int, output: int, cached: int) -> None:
-        had = self.tokens.get(key, (0, 0, 0))
-        self.tokens[key] = had[0] + prefill, had[1] + output, had[2] + cached
+    def add_tokens(self, key: TenantKey, counts: Counts) -> None:
+        had = self.tokens.get(key, _NONE)
+        self.tokens[key] = (
+            had[0] + counts[0],
+            had[1] + counts[1],
+            had[2] + counts[2],
+            had[3] + counts[3],
+            had[4] + counts[4],
+        )
 
     def add_usage(self, word: SequenceUsage) -> None:
         key = word.request_id, word.choice
@@ -66,7 +76,7 @@ class Deltas:
         """Add the newer deltas of ``other``. Drops grants of an older epoch, whose leader no longer leads."""
         self.add_seen(other)
         for key, tokens in other.tokens.items():
-            self.add_tokens(key, *tokens)
+            self.add_tokens(key, tokens)
         for word in other.usage.values():
             self.add_usage(word)
 
@@ -173,7 +183,7 @@ class DeltaKeeper:
             snapshot,
             pools=self._prefixes.next_pools(snapshot.pools),
             grants_seen=tuple(deltas.seen),
-            tenants=tuple(_tokens(key, *tokens) for key, tokens in deltas.tokens.items()),
+            tenants=tuple(_tokens(key, tokens) for key, tokens in deltas.tokens.items()),
             usage=tuple(deltas.usage.values()),
             deltas_number=deltas.number,
         )
@@ -195,10 +205,11 @@ class DeltaKeeper:
             del usage[next(iter(usage))]
             self.usage_dropped += 1
         while len(tokens) > self._max_tenants_kept:
-            prefill, output, _ = tokens.pop(next(iter(tokens)))
+            prefill, output, *_ = tokens.pop(next(iter(tokens)))
             self.tokens_dropped += prefill + output
 
 
-def _tokens(key: TenantKey, prefill: int, output: int, cached: int) -> TenantTokens:
+def _tokens(key: TenantKey, counts: Counts) -> TenantTokens:
     tenant, digest, priority = key
-    return TenantTokens(tenant, digest, prefill, output, priority, cached)
+    prefill, output, cached, rows, device_us = counts
+    return TenantTokens(tenant, digest, prefill, output, priority, cached, rows, device_us)

@@ -1,4 +1,4 @@
-"""One Execute stream from a gateway to one worker, for all of its sequences there, over any transport."""
+"""One Execute stream from a gateway to one worker, for all of its sequences and rows there."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from fairway.v1 import scheduler_pb2, worker_pb2
 from services.adapters.links.frame_dispatch import NotStarted, SinkTable
 from services.adapters.links.link_health import CHECK_S, LinkHealth
 from services.core.errors import FairwayError
+from services.core.fixed_cost.rows import RowSpec
 from services.core.generation import AnyGrant, StartSpec
 from services.ports.clock import Clock
 from services.ports.streams.message_stream import ClientStream, StreamClient, StreamLost
-from services.ports.worker import RunningSequence, SequenceSink
+from services.ports.worker import RowSink, RunningRow, RunningSequence, SequenceSink
+from services.rpc.convert.rows import row_to_proto
 from services.rpc.convert.worker import frame_from_proto, start_to_proto
 from services.rpc.methods import EXECUTE
 
@@ -24,19 +26,23 @@ log = structlog.get_logger()
 
 MAX_WAITING_STARTS: Final = 4096
 MAX_MESSAGE_TOKENS: Final = 1_000_000  # of all starts in one message, unless it has only one start
+MAX_WAITING_ROWS: Final = 65536
+MAX_MESSAGE_ROWS: Final = 1024
+MAX_MESSAGE_ROW_BYTES: Final = 4 * 1024 * 1024  # of the inputs of all rows in one message
 _Stream: TypeAlias = ClientStream[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 
 class Outgoing:
-    """Commands not sent yet: starts in order, credits added up, cancels."""
+    """Commands not sent yet: starts and rows in order, credits added up, cancels."""
 
     def __init__(self) -> None:
         self.starts: dict[int, StartSpec] = {}
+        self.rows: dict[int, RowSpec] = {}
         self.credits: dict[int, int] = {}
         self.cancels: list[int] = []
 
     def __bool__(self) -> bool:
-        return bool(self.starts or self.credits or self.cancels)
+        return bool(self.starts or self.rows or self.credits or self.cancels)
 
     def forget(self, handle: int) -> StartSpec | None:
         """Remove and return the start of a sequence that was not sent yet."""
@@ -62,7 +68,18 @@ class Outgoing:
             else:
                 request.credit.handles.append(handle)
                 request.credit.tokens.append(tokens)
+        self._take_rows(request)
         return request
+
+    def _take_rows(self, request: worker_pb2.ExecuteRequest) -> None:
+        size = 0
+        for handle in list(self.rows):
+            spec = self.rows[handle]
+            size += sum(len(tensor.data) for tensor in spec.inputs)
+            if request.rows and (size > MAX_MESSAGE_ROW_BYTES or len(request.rows) >= MAX_MESSAGE_ROWS):
+                return
+            del self.rows[handle]
+            request.rows.append(row_to_proto(handle, spec))
 
 
 class WorkerLink:
@@ -103,6 +120,15 @@ class WorkerLink:
         self._woken.set()
         return _Sequence(self, handle)
 
+    def start_row(self, spec: RowSpec, sink: RowSink) -> RunningRow:
+        if len(self._outgoing.rows) >= MAX_WAITING_ROWS:
+            asyncio.get_running_loop().call_soon(sink.on_lost, "the worker does not read its rows")
+            return NotStarted()
+        handle = self._sinks.add_row(sink)
+        self._outgoing.rows[handle] = spec
+        self._woken.set()
+        return _Sequence(self, handle)
+
     def credit(self, handle: int, tokens: int) -> None:
         if handle in self._sinks:
             credits_ = self._outgoing.credits
@@ -111,6 +137,8 @@ class WorkerLink:
 
     def cancel(self, handle: int) -> None:
         if not self._sinks.drop(handle):
+            return
+        if self._outgoing.rows.pop(handle, None) is not None:
             return
         if (spec := self._outgoing.forget(handle)) is not None:
             self._give_back(spec)
@@ -144,6 +172,7 @@ class WorkerLink:
         for handle in list(self._outgoing.starts):
             if (spec := self._outgoing.forget(handle)) is not None:
                 self._give_back(spec)
+        self._outgoing.rows.clear()
         self._sinks.lose_all(message)
 
     async def _carry(self, stream: _Stream) -> str:

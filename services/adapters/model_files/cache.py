@@ -137,12 +137,18 @@ class ModelFiles:
 
     async def max_context_tokens(self, model: str, digest: str) -> int:
         """Return the context length that the manifest allows, 0 for any. Raises as ``fetch`` does."""
+        return (await self._manifest_of(model, digest)).max_context_tokens
+
+    async def kind(self, model: str, digest: str) -> str:
+        """Return the kind that the manifest states. Raises as ``fetch`` does."""
+        return (await self._manifest_of(model, digest)).kind
+
+    async def _manifest_of(self, model: str, digest: str) -> Manifest:
         try:
             await self._open()
-            manifest = await self._in_turn("manifest " + digest, partial(self._manifest, model, digest))
+            return await self._in_turn("manifest " + digest, partial(self._manifest, model, digest))
         except OSError as exc:
             raise self._disk_error(exc) from exc
-        return manifest.max_context_tokens
 
     def pin(self, folder: Path) -> None:
         """Protect the folder from eviction until as many ``unpin`` calls. Raises NotFound if evicted."""

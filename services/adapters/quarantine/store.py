@@ -7,17 +7,25 @@ gateways that add at the same time may exceed the limits by one entry each.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Protocol
 
 from services.adapters.memory.quarantine import MemoryQuarantine
 from services.adapters.quarantine.entries import QuarantineLimits, displaced, in_force
 from services.core.records import dump, quarantine_key
 from services.ports.clock import Clock
 from services.ports.poison.quarantine import Quarantined
-from services.ports.store import Delete, Put, Store
+from services.ports.store import Committed, Delete, Put, Store
 from services.runtime.fleet_state.informer import RecordView, Versioned
 
 _MAX_REMOVED: Final = 64  # by one addition: a commit is bounded
+
+
+class EntryView(RecordView[Quarantined], Protocol):
+    """An ``Informer`` of the entries."""
+
+    @property
+    def revision(self) -> int:
+        """The store revision of the view."""
 
 
 class StoreQuarantine:
@@ -26,7 +34,7 @@ class StoreQuarantine:
     def __init__(
         self,
         store: Store,
-        records: RecordView[Quarantined],
+        records: EntryView,
         clock: Clock,
         limits: QuarantineLimits | None = None,
     ) -> None:
@@ -34,7 +42,8 @@ class StoreQuarantine:
         self._records = records
         self._clock = clock
         self._limits = limits if limits is not None else QuarantineLimits()
-        self._own = MemoryQuarantine(clock, self._limits)  # added here, until the view has it
+        self._own = MemoryQuarantine(clock, self._limits)  # added here, until the view includes the write
+        self._written: dict[tuple[str, str], int] = {}  # revisions of what is in ``_own``
         self._indexed: Mapping[str, Versioned[Quarantined]] | None = None
         self._by_version: dict[str, dict[str, Quarantined]] = {}
 
@@ -60,6 +69,7 @@ class StoreQuarantine:
             *(versioned.record for versioned in self._records.view.values()),
             *self._own.entries(version_digest),
         ]
+        self._written.pop((version_digest, fingerprint), None)
         added = self._own.put(version_digest, fingerprint, model=model, deaths=deaths)
         removed = [
             Delete(quarantine_key(entry.version_digest, entry.fingerprint))
@@ -67,7 +77,11 @@ class StoreQuarantine:
         ]
         lease_id = await self._store.grant_lease(self._limits.ttl_s)
         put = Put(quarantine_key(version_digest, fingerprint), dump(added), lease_id)
-        await self._store.commit([put, *removed])
+        done = await self._store.commit([put, *removed])
+        if isinstance(done, Committed):
+            self._written = {key: one for key, one in self._written.items() if self._own.find(*key)}
+            self._written[version_digest, fingerprint] = done.revision
+            self._indexed = None  # the view may include the write already, and also its removal
 
     def _of(self, version_digest: str) -> dict[str, Quarantined]:
         """Return the entries of a version in the view, by fingerprint."""
@@ -78,4 +92,8 @@ class StoreQuarantine:
                 entry = versioned.record
                 self._by_version.setdefault(entry.version_digest, {})[entry.fingerprint] = entry
                 self._own.drop(entry.version_digest, entry.fingerprint)
+            seen = [key for key, revision in self._written.items() if revision <= self._records.revision]
+            for key in seen:
+                del self._written[key]
+                self._own.drop(*key)
         return self._by_version.get(version_digest, {})

@@ -47,19 +47,19 @@ def controlplane(environment: Environment) -> Role:
     recorder = EventRecorder(store, clock)
     key = leader_key("controlplane")
     reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder)
-    identity = environment.identity()
+    keys = environment.identity()
     limiter = open_redis(environment)
     service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()), limiter)
     alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder)
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
     environment.closing.push_async_callback(queues.close)
-    ledger, listing = open_ledger(environment, election)
+    ledger, usage = open_ledger(environment, election)
 
     def price_of(model: str) -> Price:
         held = fleet.view.get(DEPLOYMENTS + model)
         return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
 
-    slis, burning = open_objectives(environment, election, service.objectives, recorder)
+    slis, sums, burning = open_objectives(environment, election, service.objectives, recorder)
     rollouts = RolloutController(store, fleet, election, key, clock, slis=slis)
     settler = UsageSettler(ledger, limiter, clock, price_of=price_of)
 
@@ -82,7 +82,7 @@ def controlplane(environment: Environment) -> Role:
         Service(
             controlplane_pb2.DESCRIPTOR.services_by_name["ControlPlaneService"],
             controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
-            ControlPlaneServicer(service, store, queues, listing, require_current=identity.require_current),
+            ControlPlaneServicer(service, store, queues, usage, sums, require_current=keys.require_current),
         ),
         Service(
             usage_pb2.DESCRIPTOR.services_by_name["UsageService"],
@@ -94,6 +94,6 @@ def controlplane(environment: Environment) -> Role:
             slis_pb2_grpc.add_SliServiceServicer_to_server,
             SliServicer(slis),
         ),
-        identity=identity,
+        identity=keys,
     )
     return Role(server, start=start, checks=(Check("rounds", rounds.problem),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Final
 
 import structlog
 
+from fairway.inference import v2_pb2, v2_pb2_grpc
 from fairway.v1 import (
     inference_pb2,
     inference_pb2_grpc,
@@ -63,6 +65,7 @@ from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.faces.openai.routes import ObserveExchange, build_app
 from services.gateway.faces.openai.server import HttpServer
+from services.gateway.faces.predict.servicer import PredictServicer
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
@@ -71,6 +74,9 @@ from services.gateway.poison import PoisonGate
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
+from services.gateway.rows.leases import AloneSettings, GatewayLeases
+from services.gateway.rows.runner import LeasedRows, RowLimits
+from services.gateway.rows.service import RowsService
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
@@ -114,7 +120,10 @@ def gateway(environment: Environment) -> Role:
     outbox = open_usage_outbox(environment)
     quotas = _Quotas(environment)
     gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
-    service = _gateway_service(environment, identity, files, quotas, gateway_id, outbox)
+    service, rows = _gateway_services(environment, identity, files, quotas, gateway_id, outbox)
+
+    def not_ready() -> str:
+        return "; ".join(environment.health.problems())
 
     def received() -> Received:
         arrived, now_s = arrival(), clock.monotonic_s()
@@ -125,15 +134,10 @@ def gateway(environment: Environment) -> Role:
         return Received(at_s, unix_us, request_id, face, arrived.traceparent, attempt=arrived.attempt)
 
     server = environment.server(
-        Service(
-            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
-            inference_pb2_grpc.add_InferenceServiceServicer_to_server,
-            InferenceServicer(service, received, heartbeat_s=settings.heartbeat_s),
-        ),
-        identity=identity,
+        *_rpc_services(service, rows, received, not_ready, settings.heartbeat_s), identity=identity
     )
 
-    http = _http_server(environment, service, identity)
+    http = _http_server(environment, service, rows, identity, not_ready)
     export_levels(
         environment.metrics,
         running=lambda: service.running,
@@ -161,16 +165,44 @@ def gateway(environment: Environment) -> Role:
     return Role(server, start=start, open=start_serving, drain=drain, checks=(draining, usage))
 
 
-def _http_server(environment: Environment, service: GatewayService, identity: KeyDirectory) -> HttpServer:
+def _rpc_services(
+    service: GatewayService,
+    rows: RowsService,
+    received: Callable[[], Received],
+    not_ready: Callable[[], str],
+    heartbeat_s: float,
+) -> list[Service]:
+    return [
+        Service(
+            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+            InferenceServicer(service, rows, received, heartbeat_s=heartbeat_s),
+        ),
+        Service(
+            v2_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
+            v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
+            PredictServicer(rows, received, not_ready),
+        ),
+    ]
+
+
+def _http_server(
+    environment: Environment,
+    service: GatewayService,
+    rows: RowsService,
+    identity: KeyDirectory,
+    not_ready: Callable[[], str],
+) -> HttpServer:
     settings = environment.settings
     app = build_app(
         service,
+        rows,
         identity,
         environment.clock,
         environment.ids,
         event_secret=event_ids_secret(_ticket_key(settings)),
         max_body_bytes=settings.max_body_bytes,
-        not_ready=lambda: "; ".join(environment.health.problems()),
+        not_ready=not_ready,
         observe=_http_observer(environment.metrics),
     )
     host, _, port = settings.http_listen.rpartition(":")
@@ -257,14 +289,15 @@ class _Quotas:
             log.warning("gateway.not_registered", error=error.message)
 
 
-def _gateway_service(
+def _gateway_services(
     environment: Environment,
     identity: KeyDirectory,
     files: ModelFiles,
     quotas: _Quotas,
     gateway_id: str,
     outbox: DiskOutbox,
-) -> IdempotentService:
+) -> tuple[IdempotentService, RowsService]:
+    """Return the service of generations and that of fixed-cost models."""
     settings, clock = environment.settings, environment.clock
     threads = ThreadPoolExecutor(_NAMING_THREADS, "prefixes")
     environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
@@ -280,24 +313,30 @@ def _gateway_service(
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     limits = _limits(settings)
-    return IdempotentService(
+    validator = Validator(
+        catalog,
+        identity,
+        environment.rng,
+        prefixes=PrefixNames(prefix_secret(_ticket_key(settings)), threads),
+    )
+    ports = replace(
+        _gateway_ports(environment, quotas, gateway_id),
+        report_usage=outbox.add,
+        serves=catalog.serves,
+        unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
+    )
+    service = IdempotentService(
         replace(_keyed_ports(environment, quotas, gateway_id, limits), report_usage=outbox.add),
-        validator=Validator(
-            catalog,
-            identity,
-            environment.rng,
-            prefixes=PrefixNames(prefix_secret(_ticket_key(settings)), threads),
-        ),
+        validator=validator,
         identity=identity,
         catalog=catalog,
-        ports=replace(
-            _gateway_ports(environment, quotas, gateway_id),
-            report_usage=outbox.add,
-            serves=catalog.serves,
-            unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
-        ),
+        ports=ports,
         limits=limits,
     )
+    rows = RowsService(
+        service, validator=validator, identity=identity, catalog=catalog, ports=ports, runner=ports.rows
+    )
+    return service, rows
 
 
 def _keyed_ports(
@@ -377,7 +416,9 @@ def _response_cache(environment: Environment, quotas: _Quotas, gateway_id: str) 
     return ResponseCache(quotas.responses, secret, gateway_id, lookups)
 
 
-def _open_placement(environment: Environment, streams: StreamClient, gateway_id: str) -> MuxedPlacement:
+def _open_placement(
+    environment: Environment, streams: StreamClient, gateway_id: str, leases: GatewayLeases
+) -> MuxedPlacement:
     """Return the client of the leading scheduler; its search for the leader has started."""
     settings = environment.settings
     placement = MuxedPlacement(
@@ -393,6 +434,7 @@ def _open_placement(environment: Environment, streams: StreamClient, gateway_id:
                 predicted_output_tokens=settings.predicted_output_tokens,
             ),
         ),
+        listener=leases,
     )
     environment.closing.push_async_callback(placement.close)
     placement.start()  # receives the fleet before the first request
@@ -402,9 +444,16 @@ def _open_placement(environment: Environment, streams: StreamClient, gateway_id:
 def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -> Ports:
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     streams = GrpcStreams(environment.internal_token)
-    placement = _open_placement(environment, streams, gateway_id)
+    leases = GatewayLeases(
+        clock, AloneSettings(after_s=settings.fallback_after_s, max_age_s=settings.fallback_max_age_s)
+    )
+    placement = _open_placement(environment, streams, gateway_id, leases)
     workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=placement.give_back)
     environment.closing.push_async_callback(workers.close)
+    rows = LeasedRows(
+        workers, placement, leases, clock, supervisor, RowLimits(queue_ttl_s=settings.queue_ttl_s)
+    )
+    environment.closing.push_async_callback(rows.close)
     export_upstream(
         environment.metrics,
         worker_streams=lambda: workers.links,
@@ -436,6 +485,7 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         ),
         responses=_response_cache(environment, quotas, gateway_id),
         telemetry=telemetry,
+        rows=rows,
         poisons=PoisonGate(
             StoreQuarantine(environment.store, environment.informer(QUARANTINE, Quarantined), clock),
             secret=quarantine_secret(_ticket_key(settings)),

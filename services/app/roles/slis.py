@@ -8,6 +8,7 @@ from services.app.roles.ledger import open_ledger_store
 from services.app.roles.shared import open_directory
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.objectives.alerts import ObjectiveAlerts
+from services.controlplane.objectives.listing import SliListing
 from services.controlplane.objectives.store import SliStore
 from services.controlplane.resources.objectives import Objectives
 from services.core.records import OBJECTIVES, Objective, leader_key
@@ -19,26 +20,34 @@ from services.runtime.fleet_state.objectives import ObjectiveIndex
 
 def open_objectives(
     environment: Environment, election: Election, objectives: Objectives, recorder: EventRecorder
-) -> tuple[SliStore, ObjectiveAlerts]:
-    """Return the store of what gateways measure, and the alerts of the objectives."""
+) -> tuple[SliStore, SliListing, ObjectiveAlerts]:
+    """Return the store of what gateways measure, the queries of it, and the alerts of the objectives."""
     clock, index = environment.clock, ObjectiveIndex(environment.informer(OBJECTIVES, Objective))
     slis = SliStore(open_ledger_store(environment), clock, election, lambda: index.by_class)
     alerts = ObjectiveAlerts(
         environment.store, objectives, slis, election, leader_key("controlplane"), clock, events=recorder
     )
-    return slis, alerts
+    return slis, SliListing(slis, _leader(environment)), alerts
 
 
 def open_sli_recorder(environment: Environment) -> SliRecorder:
     """Return the recorder of a gateway; what it counts is reported from now on."""
     recorder = SliRecorder(environment.metrics, zone=environment.settings.zone)
-    calls = GrpcSlis(
-        open_directory(environment, "controlplane"), environment.internal_token, environment.clock
-    )
-    environment.closing.push_async_callback(calls.close)
     reporter = SliReporter(
-        recorder, calls, environment.clock, environment.ids.source_id(), metrics=environment.metrics
+        recorder,
+        _leader(environment),
+        environment.clock,
+        environment.ids.source_id(),
+        metrics=environment.metrics,
     )
     environment.closing.push_async_callback(reporter.close)
     environment.supervisor.spawn("service level indicators", reporter.run())
     return recorder
+
+
+def _leader(environment: Environment) -> GrpcSlis:
+    """Return the calls to the leading control plane's store of indicators."""
+    directory = open_directory(environment, "controlplane")
+    calls = GrpcSlis(directory, environment.internal_token, environment.clock)
+    environment.closing.push_async_callback(calls.close)
+    return calls

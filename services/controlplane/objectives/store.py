@@ -80,9 +80,13 @@ class SliStore:
         """Return what was measured in a step of a rollout, by version digest. Raises NoLeader."""
         return self._leading().book.arms_of(window)
 
-    def series(self) -> dict[SliKey, SliSums]:
-        """Return the sums of the last hour. Raises NoLeader."""
-        return self._leading().book.series()
+    def series(self, window_s: float) -> set[SliKey]:
+        """Return the series with requests in the window that ends now. Raises NoLeader."""
+        return self._leading().book.series(window_s, self._clock.unix_s())
+
+    def sums_of(self, series: SliKey, window_s: float) -> SliSums:
+        """Return the sums of one series in the window that ends now. Raises NoLeader."""
+        return self._leading().book.sums_of(series, window_s, self._clock.unix_s())
 
     def events_of(self, model: str, priority: Priority, sli: Sli, window_s: float) -> EventCounts:
         """Return the events of a model and class in the window that ends now. Raises NoLeader."""

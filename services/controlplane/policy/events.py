@@ -21,6 +21,7 @@ from services.core.records import (
     MODELS,
     NODES,
     OBJECTIVES,
+    QUARANTINE,
     ROLLOUTS,
     TENANTS,
     WORKERS,
@@ -40,6 +41,7 @@ from services.core.records import (
     VersionState,
     Worker,
 )
+from services.ports.poison.quarantine import Quarantined
 
 Observed = (
     Tenant
@@ -54,6 +56,7 @@ Observed = (
     | Tag
     | VersionRecord
     | Rollout
+    | Quarantined
 )
 State = Mapping[str, Observed]
 T = TypeVar("T")
@@ -69,6 +72,7 @@ _KINDS: Final[Mapping[str, type[Observed]]] = {
     ASSIGNMENTS: Assignment,
     LEADERS: Leader,
     ROLLOUTS: Rollout,
+    QUARANTINE: Quarantined,
 }
 _CALM: Final = (VersionState.READY, VersionState.RETIRING, VersionState.DRAINING)
 
@@ -132,6 +136,8 @@ def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterat
             yield from _tag(_as(before, Tag), _as(after, Tag))
         case Rollout():
             yield from _rollout(_as(before, Rollout), _as(after, Rollout))
+        case Quarantined():
+            yield from _quarantined(_as(before, Quarantined), _as(after, Quarantined))
         case VersionRecord() if before is None:
             message = f"version {record.digest} of {record.size_bytes} bytes"
             yield FleetEvent(EventKind.MODEL, record.model, "VERSION_REGISTERED", message)
@@ -217,6 +223,18 @@ def _objective(before: Objective | None, after: Objective | None) -> Iterator[Fl
         yield FleetEvent(kind, name, "OBJECTIVE_CREATED", message)
     elif replace(before, meta=after.meta) != after:
         yield FleetEvent(kind, name, "OBJECTIVE_UPDATED", f"promises changed; {message}")
+
+
+def _quarantined(before: Quarantined | None, after: Quarantined | None) -> Iterator[FleetEvent]:
+    entry = after or before
+    assert entry is not None
+    where = f"input {entry.fingerprint} of {_short(entry.version_digest)}"
+    if before is None:
+        message = f"{where} ended {entry.deaths} engines alone"
+        yield FleetEvent(EventKind.DEPLOYMENT, entry.model, "INPUT_QUARANTINED", message, warning=True)
+    elif after is None:
+        message = f"{where} is admitted again: lifted, displaced, or its time is over"
+        yield FleetEvent(EventKind.DEPLOYMENT, entry.model, "INPUT_RELEASED", message)
 
 
 def _deployment(before: Deployment | None, after: Deployment | None) -> Iterator[FleetEvent]:

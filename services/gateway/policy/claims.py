@@ -87,6 +87,13 @@ def usage_claims(
     """Return the claims on token rates and budgets. ``predicted_tokens``: of a choice, without its limit."""
     prompt_tokens = len(spec.prompt.ids)
     predicted = spec.choices * min(spec.limits.max_tokens, predicted_tokens)
+    return claims_of(payer, price, prompt_tokens, predicted, spec.choices * spec.limits.max_tokens)
+
+
+def claims_of(
+    payer: Payer, price: Price, prompt_tokens: int, predicted: int = 0, most: int = 0
+) -> tuple[Claim, ...]:
+    """Return the claims of a request with so many input tokens, predicted and most output tokens."""
     found: list[Claim] = []
     for scope, name, limits in payer.scopes():
         for kind, rate, prompt, output in (
@@ -98,7 +105,7 @@ def usage_claims(
                 # A prediction above what a minute admits beside the prompt must not reject the request.
                 amount = max(prompt, min(prompt + output, rate))
                 found.append(Claim(Limit(kind, rate, scope, name), amount))
-    worst_micros = most_micros(price, prompt_tokens, spec.choices * spec.limits.max_tokens)
+    worst_micros = most_micros(price, prompt_tokens, most)
     if worst_micros:
         found += [Claim(limit, worst_micros) for limit in budget_limits(payer)]
     return tuple(found)

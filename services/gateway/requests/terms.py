@@ -91,18 +91,9 @@ class Admitted:
 
     def usage_report(self, usage: Usage) -> RequestUsage:
         """Return the event of the usage ledger for the settled request."""
-        return RequestUsage(
-            request_id=self.spec.request_id,
-            tenant=self.payer.tenant.meta.name,
-            key_id=self.payer.key.meta.name,
-            user=self.payer.user,
-            model=self.spec.model,
-            version_digest=self.spec.version_digest,
-            ended_unix_s=self.ports.clock.unix_s(),
-            usage=usage,
-            list_micros=self.price.cost_micros(usage),
-            labels=self.payer.key.meta.labels,
-            budgeted=bool(self.payer.budgets),
+        spec, ended_unix_s = self.spec, self.ports.clock.unix_s()
+        return usage_of(
+            self.payer, spec.request_id, spec.model, spec.version_digest, self.price, usage, ended_unix_s
         )
 
     @property
@@ -123,3 +114,28 @@ class Admitted:
         """Return what an earlier run produced for a choice."""
         produced = self.terms.resume.produced if self.terms.resume is not None else ()
         return produced[choice] if choice < len(produced) else _NOTHING
+
+
+def usage_of(
+    payer: Payer,
+    request_id: str,
+    model: str,
+    version_digest: str,
+    price: Price,
+    usage: Usage,
+    ended_unix_s: float,
+) -> RequestUsage:
+    """Return the event of the usage ledger for a settled request of any kind."""
+    return RequestUsage(
+        request_id=request_id,
+        tenant=payer.tenant.meta.name,
+        key_id=payer.key.meta.name,
+        user=payer.user,
+        model=model,
+        version_digest=version_digest,
+        ended_unix_s=ended_unix_s,
+        usage=usage,
+        list_micros=price.cost_micros(usage),
+        labels=payer.key.meta.labels,
+        budgeted=bool(payer.budgets),
+    )

@@ -13,12 +13,13 @@ from random import Random
 from typing import Final
 
 from fairway.v1 import common_pb2, inference_pb2
-from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong
+from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong, UnsupportedFeature
 from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
 from services.core.records import Priority
 from services.core.rollouts.routes import SplitCaller
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.policy.claims import RequestBound, RequestBounds
+from services.gateway.service_types import AnyRequest, RowsMessage
 from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
 from services.gateway.text.tokenise import PrefixNames, Tokeniser
 from services.rpc import bounds
@@ -123,7 +124,7 @@ class Validator:
             limits=limits,
             choices=_choices(generation),
             priority=checked.priority,
-            session_key=_session_key(principal, generation),
+            session_key=session_key_of(principal, generation),
             step=route.step,
         )
 
@@ -153,8 +154,24 @@ class Validator:
                 raise
             return int(counted)  # a count beyond the context is valid too
 
+    def check_rows(self, principal: Principal, request: RowsMessage) -> Checked:
+        """Return the route and class of a request of a fixed-cost model, before its inputs are processed.
+
+        Raises as ``check`` does, and UnsupportedFeature for an idempotency key.
+        """
+        bounds.check(request)
+        if request.idempotency_key:
+            raise UnsupportedFeature(
+                "idempotency_key is not offered for fixed-cost models: a forward pass has no effect, so the "
+                "request may simply be repeated",
+                field="idempotency_key",
+            )
+        route = self._route(principal, request)
+        self._catalog.require_servable(route)
+        return Checked(route, self._priority(principal, request.priority))
+
     def _route(
-        self, principal: Principal, generation: inference_pb2.Generation, pinned: PinnedVersion | None = None
+        self, principal: Principal, generation: AnyRequest, pinned: PinnedVersion | None = None
     ) -> Route:
         """The model of an earlier run is not authorised again: a smaller model may answer for the permitted
         one. The caller's permission to continue was checked before the record was read.
@@ -164,7 +181,10 @@ class Validator:
         self._identity.authorise_model(principal, generation.model)
         tenant = self._identity.tenant(principal.tenant_id)
         caller = SplitCaller(
-            principal.tenant_id, _session_key(principal, generation), tenant.max_priority, generation.version
+            principal.tenant_id,
+            session_key_of(principal, generation),
+            tenant.max_priority,
+            generation.version,
         )
         return self._catalog.resolve(generation.model, caller)
 
@@ -190,6 +210,13 @@ class Validator:
     async def _prompt_ids(
         self, principal: Principal, generation: inference_pb2.Generation, model: TextModel
     ) -> Sequence[int]:
+        if model.signature is not None:
+            raise UnsupportedFeature(
+                f"{generation.model} is a fixed-cost model of the operation {model.signature.operation}: it "
+                "generates no text",
+                field="model",
+                operation=model.signature.operation,
+            )
         kind = generation.WhichOneof("input")
         if kind == "token_ids":
             return tuple(generation.token_ids.ids)
@@ -308,7 +335,7 @@ def _check_input(generation: inference_pb2.Generation) -> None:
         raise InvalidInput(f"{field} is empty", field=field)
 
 
-def _session_key(principal: Principal, generation: inference_pb2.Generation) -> str:
+def session_key_of(principal: Principal, generation: AnyRequest) -> str:
     """Return what makes a version split sticky: the client's session, its end user, or the API key."""
     return generation.session_key or generation.user or principal.key_id
 

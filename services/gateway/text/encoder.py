@@ -138,10 +138,10 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
 
     Raises FailedPrecondition that names the unusable file.
     """
-    config = _read_json(folder / "config.json", required=True)
-    generation = _read_json(folder / "generation_config.json")
-    settings = _read_json(folder / "tokenizer_config.json")
-    tokenizer, unknown = _read_tokenizer(folder / "tokenizer.json")
+    config = read_json(folder / "config.json", required=True)
+    generation = read_json(folder / "generation_config.json")
+    settings = read_json(folder / "tokenizer_config.json")
+    tokenizer, unknown = read_tokenizer(folder / "tokenizer.json")
     added = tokenizer.get_added_tokens_decoder().values()
     control = ControlTokens(token.content for token in added if token.special)
     texts = {name: _token_text(settings.get(name)) for name in _TEMPLATE_TOKENS}
@@ -167,7 +167,8 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
     return TextEncoder(model, tokenizer, template, control, unknown)
 
 
-def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """Return the object in a file, empty without the file. Raises FailedPrecondition."""
     try:
         data = path.read_bytes() if path.stat().st_size <= _MAX_JSON_BYTES else b""
         return msgspec.json.decode(data, type=dict[str, Any])
@@ -190,8 +191,8 @@ class _TokenizerFile(msgspec.Struct):
     model: _TokenizerModel
 
 
-def _read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
-    """Return the tokenizer and its token for unknown text, empty without one."""
+def read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
+    """Return the tokenizer and its token for unknown text, empty without one. Raises FailedPrecondition."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise FailedPrecondition(f"tokenizer.json of the version is larger than {_MAX_JSON_BYTES} bytes")

@@ -21,7 +21,7 @@ from services.core.errors import (
     PromptTooLong,
     UnsupportedFeature,
 )
-from services.gateway.text.text_model import ChatMessage, TextModel
+from services.gateway.text.text_model import ChatMessage, EncodedRows, RowTexts, TextModel
 
 LENGTH: Final = Layout("<I")
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -52,6 +52,11 @@ class EncodeChat(msgspec.Struct, frozen=True, tag=True):
     cpu_s: float
 
 
+class EncodeRows(msgspec.Struct, frozen=True, tag=True):
+    rows: RowTexts
+    cpu_s: float
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     model: TextModel
 
@@ -63,6 +68,10 @@ class Encoded(msgspec.Struct, frozen=True, tag=True):
     ids: bytes
 
 
+class RowsEncoded(msgspec.Struct, frozen=True, tag=True):
+    rows: EncodedRows
+
+
 class TextRefused(msgspec.Struct, frozen=True, tag="TextRefused"):
     """A domain error by its stable reason."""
 
@@ -71,8 +80,8 @@ class TextRefused(msgspec.Struct, frozen=True, tag="TextRefused"):
     metadata: dict[str, str]
 
 
-Order = LoadText | EncodePrompt | EncodeChat
-Answer = Loaded | Encoded | TextRefused
+Order = LoadText | EncodePrompt | EncodeChat | EncodeRows
+Answer = Loaded | Encoded | RowsEncoded | TextRefused
 
 encode_message: Final = msgspec.msgpack.Encoder().encode
 # Both raise msgspec.DecodeError.

@@ -35,14 +35,23 @@ from services.gateway.text.messages import (
     EncodeChat,
     Encoded,
     EncodePrompt,
+    EncodeRows,
     Loaded,
     LoadText,
     Order,
+    RowsEncoded,
     TextRefused,
     error_of,
     ids_of,
 )
-from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolder, TextModel
+from services.gateway.text.text_model import (
+    ChatMessage,
+    EncodedRows,
+    EncodedText,
+    OpenFolder,
+    RowTexts,
+    TextModel,
+)
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
@@ -66,9 +75,9 @@ _UNLOADED: Final = "the version's tokenizer was unloaded; send the request again
 @dataclass(eq=False, slots=True)
 class _Job:
     tenant_id: str
-    text: str | Sequence[ChatMessage]
+    text: str | Sequence[ChatMessage] | RowTexts
     size_bytes: int
-    future: asyncio.Future[EncodedText]
+    future: asyncio.Future[EncodedText | EncodedRows]
     retried: bool = False
 
     @property
@@ -205,6 +214,25 @@ class TextProcesses:
         self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
     ) -> EncodedText:
         """See ``Texts``."""
+        found = await self._read(model, tenant_id, text, size_bytes)
+        assert isinstance(found, EncodedText), "rows for a text"
+        return found
+
+    async def read_rows(
+        self, model: TextModel, tenant_id: str, rows: RowTexts, *, size_bytes: int
+    ) -> EncodedRows:
+        """See ``Texts``."""
+        found = await self._read(model, tenant_id, rows, size_bytes)
+        assert isinstance(found, EncodedRows), "a text for rows"
+        return found
+
+    async def _read(
+        self,
+        model: TextModel,
+        tenant_id: str,
+        text: str | Sequence[ChatMessage] | RowTexts,
+        size_bytes: int,
+    ) -> EncodedText | EncodedRows:
         version = self._versions.get(model.version_digest)
         if version is None:
             raise Unavailable(_UNLOADED, retry_after_s=0.5)
@@ -279,10 +307,7 @@ class TextProcesses:
     def _send(self, version: _Version, process: TextProcess, job: _Job) -> None:
         (self._long if job.is_long else version.reading).add(job.tenant_id)
         cpu_s = self._limits.cpu_s(job.size_bytes)
-        order: Order = (
-            EncodePrompt(job.text, cpu_s) if isinstance(job.text, str) else EncodeChat(job.text, cpu_s)
-        )
-        answer = process.send_order(order, patience_s=self._limits.wait_s(cpu_s))
+        answer = process.send_order(_order(job, cpu_s), patience_s=self._limits.wait_s(cpu_s))
         answer.add_done_callback(partial(self._answered, version, job))
 
     def _answered(self, version: _Version, job: _Job, answer: asyncio.Future[Answer]) -> None:
@@ -294,6 +319,8 @@ class TextProcesses:
             match answer.result():
                 case Encoded(count=count) as found:
                     job.future.set_result(EncodedText(count, ids_of(found)))
+                case RowsEncoded(rows=rows):
+                    job.future.set_result(rows)
                 case TextRefused() as found:
                     job.future.set_exception(error_of(found))
         self._dispatch(version)
@@ -424,6 +451,16 @@ class TextProcesses:
         self._failed[digest] = _Failure(error, count, until_s)
         while len(self._failed) > MAX_FAILED:
             self._failed.popitem(last=False)
+
+
+def _order(job: _Job, cpu_s: float) -> Order:
+    match job.text:
+        case str(text):
+            return EncodePrompt(text, cpu_s)
+        case RowTexts() as rows:
+            return EncodeRows(rows, cpu_s)
+        case messages:
+            return EncodeChat(messages, cpu_s)
 
 
 def _fail(job: _Job, error: FairwayError) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from services.core.errors import FairwayError
-from services.gateway.text.encoder import TextEncoder, load_encoder
+from services.gateway.text.encoder import TextEncoder
 from services.gateway.text.messages import (
     EXIT_MEMORY,
     EXIT_PANIC,
@@ -28,14 +28,17 @@ from services.gateway.text.messages import (
     MAX_MESSAGE_BYTES,
     Answer,
     EncodePrompt,
+    EncodeRows,
     Loaded,
     LoadText,
     Order,
+    RowsEncoded,
     decode_order,
     encoded,
     framed,
     refused,
 )
+from services.gateway.text.row_encoder import RowEncoder, load_version
 from services.runtime.clock import SystemClock
 from services.runtime.process.child_process import die_with_parent
 
@@ -66,7 +69,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def _serve(channel: socket.socket) -> NoReturn:
-    encoder: TextEncoder | None = None
+    encoder: TextEncoder | RowEncoder | None = None
     while True:
         order = decode_order(_receive(channel))
         signal.setitimer(signal.ITIMER_PROF, order.cpu_s)
@@ -83,17 +86,21 @@ def _serve(channel: socket.socket) -> NoReturn:
         channel.sendall(framed(answer))
 
 
-def _load(order: LoadText) -> TextEncoder:
+def _load(order: LoadText) -> TextEncoder | RowEncoder:
     _limit_memory(order.memory_bytes)
-    encoder = load_encoder(Path(order.folder), order.version_digest, SystemClock())
+    encoder = load_version(Path(order.folder), order.version_digest, SystemClock())
     gc.freeze()
     # A text's memory is added to the version's own.
     _limit_memory(order.memory_bytes + _data_bytes())
     return encoder
 
 
-def _encode(encoder: TextEncoder, order: Order) -> Answer:
+def _encode(encoder: TextEncoder | RowEncoder, order: Order) -> Answer:
     assert not isinstance(order, LoadText)
+    if isinstance(order, EncodeRows):
+        assert isinstance(encoder, RowEncoder), "rows of a version that generates text"
+        return RowsEncoded(encoder.encode_rows(order.rows))
+    assert isinstance(encoder, TextEncoder), "a prompt of a fixed-cost model"
     if isinstance(order, EncodePrompt):
         ids = encoder.encode_prompt(order.text)
     else:

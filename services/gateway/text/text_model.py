@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from fairway.formats.version_files import GATEWAY_FILES
+from services.core.fixed_cost.signature import Signature
 
 # At most about 4 s of a text process, which delays no other client: see ``text/child.py``.
 MIN_PROMPT_BYTES: Final = 1024 * 1024
@@ -55,6 +56,8 @@ class TextModel:
     depends_on_time: bool
     # Why the chat template renders no conversation, so that the version takes prompts only.
     template_fault: str = ""
+    # Of a fixed-cost model; None: the version generates text.
+    signature: Signature | None = None
 
     @property
     def max_prompt_bytes(self) -> int:
@@ -79,6 +82,28 @@ class EncodedText:
     ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RowTexts:
+    """Texts of the rows of a fixed-cost model. ``seconds``: of pairs, one for each text; empty: no pairs."""
+
+    texts: Sequence[str]
+    seconds: Sequence[str] = ()
+    # Each row is cut to so many tokens, special tokens among them; 0: none is cut.
+    most_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """The tokens of rows, one row after the other: 64-bit little-endian.
+
+    ``ids`` and ``types`` are empty where a length is more than the model takes; ``types`` also without pairs.
+    """
+
+    lengths: Sequence[int]
+    ids: bytes
+    types: bytes
+
+
 class Texts(Protocol):
     async def load(self, version_digest: str, folder: OpenFolder) -> TextModel:
         """Return the text facts of a version; its texts can be read from then on.
@@ -97,3 +122,8 @@ class Texts(Protocol):
         Raises InvalidInput (PromptTooLong, UnsupportedFeature) for text that the version does not accept,
         FailedPrecondition where its files fail on it, Unavailable where a retry may help.
         """
+
+    async def read_rows(
+        self, model: TextModel, tenant_id: str, rows: RowTexts, *, size_bytes: int
+    ) -> EncodedRows:
+        """Return the tokens of rows with ``size_bytes`` of text. Raises as ``read`` does."""

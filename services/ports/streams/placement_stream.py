@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from services.core.errors import FairwayError
+from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import PlacementFrame
 from services.core.generation import PlaceSpec
 
@@ -29,6 +30,12 @@ class PlacementStream(Protocol):
         """Withdraw placements: queued ones are dropped, grants are returned, unknown ids are ignored.
 
         An outcome that crosses the call may still arrive.
+        """
+
+    def demand(self, demands: Sequence[SlotDemand], returned: Sequence[SlotReturn]) -> None:
+        """Replace the demands of these versions and tenants, and free what these leases no longer allow.
+
+        Later frames have the leases: they follow the demands until these are 0 or the stream ends.
         """
 
     def refuse(self, placement_id: int, error: FairwayError) -> None:

@@ -11,19 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.core.fleet import ReportSnapshot, TenantCounter
+from services.core.fleet import ReportSnapshot, TenantCounter, TenantSlots
 
 
 @dataclass(frozen=True, slots=True)
 class ReportAnswer:
     """Answer of the leader of ``epoch``: it applied all reports up to ``report``, 0 for none yet.
 
-    ``counters`` are of tenants whose service changed since the previous answer.
+    ``counters`` are of tenants whose service changed since the previous answer, ``tenant_slots`` of those
+    whose leased slots on the worker changed, all of them after a change of leader.
     """
 
     epoch: int
     report: int = 0
     counters: tuple[TenantCounter, ...] = ()
+    tenant_slots: tuple[TenantSlots, ...] = ()
 
 
 class ReportStream(Protocol):

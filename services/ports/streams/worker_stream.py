@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.core.fixed_cost.rows import RowEnd, RowSpec
 from services.core.generation import NotAdmittedReason, SequenceEnd, StartSpec, TokenLogprobs
 
 
@@ -31,13 +32,24 @@ class StepFrame:
     # By entry: one value per token.
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     finished: list[tuple[int, SequenceEnd]] = field(default_factory=list)
+    # Rows of fixed-cost models that ended. A row that was not admitted is in ``not_admitted``.
+    rows: list[tuple[int, RowEnd]] = field(default_factory=list)
+
+    @property
+    def changes(self) -> bool:
+        """Whether it contains anything."""
+        return bool(self.handles or self.finished or self.accepted or self.not_admitted or self.rows)
 
 
 class WorkerStream(Protocol):
-    """Owned by one caller in the worker's event loop. A handle is the caller's number of a sequence."""
+    """Owned by one caller in the worker's event loop. A handle is its number of a sequence or a row."""
 
     def start(self, handle: int, spec: StartSpec) -> None:
         """Request admission; a later frame has the result. Raises InvalidInput for a handle in use."""
+
+    def start_row(self, handle: int, spec: RowSpec) -> None:
+        """Run a row; a later frame has its end, or that it was not admitted. Raises InvalidInput for a handle
+        in use."""
 
     def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
         """Reject a start that is out of bounds; a later frame has the reason."""
@@ -46,13 +58,14 @@ class WorkerStream(Protocol):
         """Grant ``tokens[i]`` more output tokens to ``handles[i]``. Unknown handles are ignored."""
 
     def cancel(self, handles: Sequence[int]) -> None:
-        """Cancel sequences and free their KV within one engine step. Later frames do not contain them."""
+        """Cancel sequences and free their KV within one engine step, and drop rows that no batch contains.
+        Later frames contain none of them."""
 
     def take(self) -> StepFrame | None:
         """Return and clear the pending changes; None when there are none. Call again until None."""
 
     def close(self) -> None:
-        """Cancel every sequence of the stream. Idempotent."""
+        """Cancel every sequence and row of the stream. Idempotent."""
 
 
 class WorkerStreams(Protocol):

@@ -8,6 +8,7 @@ from typing import Final
 
 from fairway.v1 import scheduler_pb2 as pb
 from services.core.errors import FairwayError, InvalidInput
+from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.fleet import (
     Granted,
     PlacementFrame,
@@ -19,6 +20,7 @@ from services.core.fleet import (
     ReportSnapshot,
     SequenceUsage,
     TenantCounter,
+    TenantSlots,
     TenantTokens,
 )
 from services.core.generation import Grant, PlaceSpec
@@ -75,6 +77,7 @@ _MEMBER: Final = Mirror(
 )
 _OF_TENANT: Final = {"tenant": TENANT, "digest": DIGEST, "priority": PRIORITY}
 _COUNTER: Final = Mirror(TenantCounter, pb.TenantCounter, _OF_TENANT)
+_SLOTS: Final = Mirror(TenantSlots, pb.TenantSlots, {"tenant": TENANT, "digest": DIGEST})
 _TOKENS: Final = Mirror(
     TenantTokens,
     pb.TenantTokens,
@@ -85,6 +88,14 @@ _TOKENS: Final = Mirror(
         "cached": Pair("cached_tokens"),
     },
 )
+_SLOTS_OF: Final = {"tenant": TENANT, "digest": DIGEST}
+_DEMAND: Final = Mirror(
+    SlotDemand,
+    pb.SlotDemand,
+    {**_OF_TENANT, "tenant_weight": Pair("tenant_weight", read=lambda weight: weight or 1.0)},
+)
+_LEASE: Final = Mirror(SlotLease, pb.SlotLease, {**_SLOTS_OF, "ttl_s": Pair("ttl_ms", _ms, _seconds)})
+_RETURN: Final = Mirror(SlotReturn, pb.SlotReturn, _SLOTS_OF)
 _REPORT: Final = Mirror(
     ReportSnapshot,
     pb.ReportRequest,
@@ -119,6 +130,18 @@ def connect_request(
     return request
 
 
+def slots_to_proto(demands: Iterable[SlotDemand], returned: Iterable[SlotReturn]) -> pb.ConnectRequest:
+    return pb.ConnectRequest(
+        slot_demands=map(_DEMAND.to_proto, demands), slot_returns=map(_RETURN.to_proto, returned)
+    )
+
+
+def slots_from_proto(message: pb.ConnectRequest) -> tuple[list[SlotDemand], list[SlotReturn]]:
+    return list(map(_DEMAND.from_proto, message.slot_demands)), list(
+        map(_RETURN.from_proto, message.slot_returns)
+    )
+
+
 def grant_to_proto(grant: Grant, placement_id: int = 0) -> pb.Grant:
     """Return the grant. A gateway that forwards it to a worker sets no placement id."""
     return _GRANT.to_proto(grant, placement_id=placement_id)
@@ -142,7 +165,10 @@ def frame_to_proto(frame: PlacementFrame) -> pb.ConnectResponse:
         else:
             refusals.append(_refusal_to_proto(outcome.placement_id, outcome.error))
     message = pb.ConnectResponse(
-        grants=grants, refusals=refusals, pressures=map(_PRESSURE.to_proto, frame.pressures or ())
+        grants=grants,
+        refusals=refusals,
+        pressures=map(_PRESSURE.to_proto, frame.pressures or ()),
+        slot_leases=map(_LEASE.to_proto, frame.leases),
     )
     if frame.members is not None:
         message.fleet.members.extend(map(_MEMBER.to_proto, frame.members))
@@ -159,6 +185,7 @@ def frame_from_proto(message: pb.ConnectResponse, epoch: int) -> PlacementFrame:
         (*granted, *refused),
         pressures=tuple(map(_PRESSURE.from_proto, message.pressures)) if beat else None,
         members=tuple(map(_MEMBER.from_proto, message.fleet.members)) if message.HasField("fleet") else None,
+        leases=tuple(map(_LEASE.from_proto, message.slot_leases)),
     )
 
 
@@ -197,3 +224,11 @@ def counters_to_proto(counters: Iterable[TenantCounter]) -> list[pb.TenantCounte
 
 def counters_from_proto(messages: Iterable[pb.TenantCounter]) -> tuple[TenantCounter, ...]:
     return tuple(map(_COUNTER.from_proto, messages))
+
+
+def tenant_slots_to_proto(slots: Iterable[TenantSlots]) -> list[pb.TenantSlots]:
+    return list(map(_SLOTS.to_proto, slots))
+
+
+def tenant_slots_from_proto(messages: Iterable[pb.TenantSlots]) -> tuple[TenantSlots, ...]:
+    return tuple(map(_SLOTS.from_proto, messages))

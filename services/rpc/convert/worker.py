@@ -36,6 +36,7 @@ from services.rpc.convert.inference import (
     token_logprobs,
 )
 from services.rpc.convert.mirror import Mirror, Pair
+from services.rpc.convert.rows import row_end_from_proto, row_end_to_proto
 from services.rpc.convert.scheduler import grant_from_proto, grant_to_proto
 
 NOT_ADMITTED_REASONS: Final = {
@@ -220,6 +221,7 @@ def frame_to_proto(frame: StepFrame) -> worker_pb2.ExecuteResponse:
             for handle, reason in frame.not_admitted
         ],
         finished=[end_to_proto(handle, end) for handle, end in frame.finished],
+        rows=[row_end_to_proto(handle, end) for handle, end in frame.rows],
     )
     if frame.handles:
         tokens = message.tokens
@@ -241,6 +243,7 @@ def frame_from_proto(message: worker_pb2.ExecuteResponse) -> StepFrame:
             (entry.handle, _value_of(_NOT_ADMITTED_OF, entry.reason)) for entry in message.not_admitted
         ],
         finished=[(entry.handle, end_from_proto(entry)) for entry in message.finished],
+        rows=[(entry.handle, row_end_from_proto(entry)) for entry in message.rows],
     )
     if message.HasField("tokens"):
         _take_tokens(frame, message.tokens)

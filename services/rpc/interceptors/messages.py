@@ -21,6 +21,7 @@ CHECKED_BY_SERVICER: Final = frozenset(
         "/fairway.v1.InferenceService/Session",
         "/fairway.v1.SchedulerService/Connect",
         "/fairway.v1.WorkerService/Execute",
+        "/inference.GRPCInferenceService/ModelStreamInfer",
     }
 )
 MESSAGE_WITHIN_S: Final = 10.0

@@ -39,7 +39,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from services.core.fleet import ReportSnapshot
+from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.core.generation import Grant
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.scheduler.fleet.levels import Candidates, PoolLevels, PrefixTokens, levels_of
@@ -134,6 +134,15 @@ class FleetView:
         """Return the address and the incarnation of a worker that reported."""
         worker = self._workers[worker_id]
         return worker.address, worker.incarnation
+
+    def stream_of(self, worker_id: str) -> int:
+        """Return the number of the stream on which a worker last reported; 0 if it never did."""
+        worker = self._workers.get(worker_id)
+        return 0 if worker is None else worker.stream
+
+    def pool_of(self, worker_id: str, digest: str) -> PoolSnapshot:
+        """Return what a worker last reported of a version that it has."""
+        return self._workers[worker_id].pools[digest]
 
     def levels_by_version(self) -> dict[str, PoolLevels]:
         """Return the levels of each version's workers, with the grants that are not reported yet."""

@@ -276,6 +276,7 @@ class ServiceLedger:
 
     def _charge(self, use: TenantTokens, worker_id: str) -> None:
         cost = self.policy.weights.cost(use.prefill, use.output, cached_tokens=use.cached)
+        cost += use.device_us / 1e3  # of a fixed-cost version, whose counters are in device milliseconds
         if cost > 0.0:
             self.shares(use.digest)[use.priority].charge(use.tenant, cost, worker_id)
 

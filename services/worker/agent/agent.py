@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 
 from fairway.task_group import TaskGroup
-from services.core.fleet import ReportSnapshot, TenantCounter
+from services.core.fleet import ReportSnapshot, TenantCounter, TenantSlots
 from services.core.records import (
     ASSIGNMENTS,
     WORKERS,
@@ -239,6 +239,10 @@ class WorkerAgent:
         """Store the leader's tenant counters, for the report to the next leader."""
         self._host.counters.hear(counters)
 
+    def on_tenant_slots(self, leased: Sequence[TenantSlots]) -> None:
+        """Order the rows of tenants within what the leader leased to them here."""
+        self._host.on_tenant_slots(leased)
+
     def check_integrity(self) -> None:
         """Raise AssertionError when the memory ledger or the KV reservations are inconsistent."""
         self._ledger.check_integrity()
@@ -387,7 +391,7 @@ class WorkerAgent:
         return tuple(records)
 
     def _levels_of(self, slot: VersionSlot) -> EngineLevels:
-        table, grant = slot.table, self._ledger.held_by(slot.digest)
+        table, rows, grant = slot.table, slot.rows, self._ledger.held_by(slot.digest)
         stats = PoolStats() if table is None else table.stats
         return EngineLevels(
             model=slot.version.deployment,
@@ -402,11 +406,21 @@ class WorkerAgent:
             silent_s=slot.engine.silent_s,
             rss_bytes=resident_bytes(slot.engine.pid),
             device_bytes=0 if grant is None else grant.bytes,
+            rows_running=0 if rows is None else rows.running,
+            rows_waiting=0 if rows is None else len(rows) - rows.running,
         )
 
     def _status_of(self, record: LoadedVersion) -> VersionStatus:
         slot = self._slots[record.version_digest]
-        table = slot.table
+        table, rows = slot.table, slot.rows
+        if rows is not None:
+            return VersionStatus(
+                record,
+                running=rows.running,
+                waiting=len(rows) - rows.running,
+                steps=rows.batches,
+                engine_pid=slot.engine.pid,
+            )
         if table is None:
             return VersionStatus(record, engine_pid=slot.engine.pid)
         return VersionStatus(

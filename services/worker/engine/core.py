@@ -22,6 +22,7 @@ from services.worker.engine.step_meter import NOBODY, StepMeter
 from services.worker.engine.validation import MAX_WAITING, Intake, ModelLimits
 from services.worker.engine_protocol import (
     Cancel,
+    Command,
     Credit,
     EngineHeartbeat,
     Park,
@@ -97,8 +98,8 @@ class Engine:
     def max_model_len(self) -> int:
         return self._model.max_model_len
 
-    def apply(self, command: Submit | Credit | Park | Cancel | Resize) -> None:
-        """Carry out a command between two steps. Raises DuplicateHandle."""
+    def apply(self, command: Command) -> None:
+        """Carry out a command of sequences between two steps. Raises DuplicateHandle."""
         match command:
             case Submit():
                 self._submit(command)

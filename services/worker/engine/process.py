@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Final, NoReturn
+from typing import Final, NoReturn, Protocol
 
 import msgspec
 import structlog
@@ -23,15 +23,18 @@ from fairway.log_stream import LogStream
 from services.runtime.process.child_process import die_with_parent
 from services.runtime.telemetry.logging import LineBudget
 from services.worker.engine.connection import Connection, MalformedCommand, connect
-from services.worker.engine.core import DuplicateHandle, Engine
+from services.worker.engine.core import DuplicateHandle
 from services.worker.engine.load.loading import Report, load
 from services.worker.engine.unsupported import REFUSALS, TooLittleMemory
 from services.worker.engine_protocol import (
+    Command,
     EngineConfig,
+    EngineHeartbeat,
     EngineMessage,
     LoadFailed,
     Progress,
     Ready,
+    Resized,
     Shutdown,
     Submit,
 )
@@ -56,7 +59,27 @@ class AgentGone(Exception):
     """The other end of the socket is closed."""
 
 
-def main(arguments: list[str], load: Callable[[EngineConfig, Report], tuple[Engine, Ready]] = load) -> int:
+class Steps(Protocol):
+    """What the process runs between commands: an engine, or batches of rows."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def apply(self, command: Command) -> None: ...
+
+    def step(self) -> EngineMessage: ...
+
+    def heartbeat(self) -> EngineHeartbeat: ...
+
+    def resized(self) -> Resized | None: ...
+
+    def check_integrity(self) -> None: ...
+
+
+Loader = Callable[[EngineConfig, Report], tuple[Steps, Ready]]
+
+
+def main(arguments: list[str], load: Loader = load) -> int:
     """Run until the end; return the exit code. ``load`` returns the engine that is served."""
     sys.stdout = sys.stderr = LogStream.on(sys.stderr)  # an agent that reads no log holds up no step
     _configure_logging()
@@ -84,7 +107,7 @@ def main(arguments: list[str], load: Callable[[EngineConfig, Report], tuple[Engi
 def _run(
     config: EngineConfig,
     connection: Connection,
-    load: Callable[[EngineConfig, Report], tuple[Engine, Ready]],
+    load: Loader,
 ) -> ExitCode:
     try:
         engine, ready = load(config, lambda phase, ratio: _send(connection, Progress(phase, ratio)))
@@ -110,7 +133,7 @@ def _run(
     return step_until_stopped(engine, connection, lines_per_s=config.request_log_per_s)
 
 
-def step_until_stopped(engine: Engine, connection: Connection, *, lines_per_s: float = 0.0) -> ExitCode:
+def step_until_stopped(engine: Steps, connection: Connection, *, lines_per_s: float = 0.0) -> ExitCode:
     """Serve, and return how that ended. Raises AgentGone."""
     try:
         serve(engine, connection, clock=time.monotonic, lines=LineBudget(time.monotonic, lines_per_s))
@@ -127,7 +150,7 @@ def step_until_stopped(engine: Engine, connection: Connection, *, lines_per_s: f
 
 
 def serve(
-    engine: Engine, connection: Connection, *, clock: Callable[[], float], lines: LineBudget | None = None
+    engine: Steps, connection: Connection, *, clock: Callable[[], float], lines: LineBudget | None = None
 ) -> None:
     """Apply commands between steps until Shutdown. Raises AgentGone, DuplicateHandle and a step's errors."""
     spoken_s = clock()

@@ -29,6 +29,8 @@ from services.ports.clock import Clock
 from services.runtime.process.child_end import is_stopped, wait_end
 from services.runtime.supervisor import Supervisor
 from services.worker.engine_protocol import (
+    BatchRaised,
+    BatchRan,
     Command,
     EngineConfig,
     EngineHeartbeat,
@@ -54,6 +56,7 @@ CHECK_S: Final = 1.0  # while messages arrive; an idle engine sends one a second
 _OVERDUE_CHECK_S: Final = 0.25
 EXIT_GRACE_S: Final = 2.0
 ENGINE_MODULE: Final = ("-m", "services.worker.engine.process")
+BATCHER_MODULE: Final = ("-m", "services.worker.batcher.process")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,21 @@ class EngineEvents:
     on_heartbeat: Callable[[EngineHeartbeat], None]
     on_resized: Callable[[Resized], None]
     on_exit: Callable[[EngineExit], None]
+    on_batch: Callable[[BatchRan | BatchRaised], None] = lambda _: None  # of a fixed-cost model
+
+
+def batch_events(
+    *,
+    on_progress: Callable[[Progress], None],
+    on_ready: Callable[[Ready], None],
+    on_batch: Callable[[BatchRan | BatchRaised], None],
+    on_exit: Callable[[EngineExit], None],
+) -> EngineEvents:
+    """Return the callbacks for the process of a fixed-cost model, which makes no steps."""
+
+    def unused(_: object) -> None: ...
+
+    return EngineEvents(on_progress, on_ready, unused, unused, unused, on_exit, on_batch)
 
 
 class RunningEngine(Protocol):
@@ -134,6 +152,9 @@ class RunningEngine(Protocol):
 
     def send(self, command: Command) -> bool:
         """Queue a command; False when the engine takes none."""
+
+    def kill(self, reason: str) -> None:
+        """End it at once, as one that hangs."""
 
     async def stop(self) -> None:
         """Return once it has ended. Idempotent."""
@@ -166,17 +187,18 @@ class EngineProcess:
         supervisor: Supervisor,
         timeouts: EngineTimeouts | None = None,
         env: Mapping[str, str] | None = None,
-        command: tuple[str, ...] = ENGINE_MODULE,
+        command: tuple[str, ...] = (),
     ) -> None:
-        """``start`` sets ``config.socket_path``. ``env`` None: the agent's own environment."""
+        """``start`` sets ``config.socket_path``. ``env`` None: the agent's own environment. Without
+        ``command``: the module of the executor."""
         self._config = config
         self._events = events
         self._clock = clock
         self._supervisor = supervisor
         self._timeouts = timeouts if timeouts is not None else EngineTimeouts()
         self._env = env
-        self._command = command
-        self._link = EngineLink(self._on_event, self._kill)
+        self._command = command or (BATCHER_MODULE if config.executor == "rows" else ENGINE_MODULE)
+        self._link = EngineLink(self._on_event, self.kill)
         self._process: subprocess.Popen[bytes] | None = None
         self._page: StepPage | None = None
         self._ready = False
@@ -227,7 +249,7 @@ class EngineProcess:
         if transport is None or transport.is_closing() or self._fault:
             return False
         if transport.get_write_buffer_size() > MAX_SEND_BUFFER_BYTES:
-            self._kill("the engine does not read its commands")
+            self.kill("the engine does not read its commands")
             return False
         transport.write(encode(command))
         return True
@@ -339,13 +361,13 @@ class EngineProcess:
                 server.close()  # accept no other connection
             if self._link.closed.is_set():
                 await self._clock.sleep(EXIT_GRACE_S)
-                self._kill("the engine closed its connection")
+                self.kill("the engine closed its connection")
             elif not self._ready and now_s - self._started_s > self._timeouts.load_s:
-                self._kill(f"loading took longer than {self._timeouts.load_s:g} s")
+                self.kill(f"loading took longer than {self._timeouts.load_s:g} s")
             elif now_s - self._last_message_s > (
                 self._patience_s() if self._ready else self._timeouts.load_silence_s
             ):
-                self._kill(f"nothing heard for {now_s - self._last_message_s:.1f} s")
+                self.kill(f"nothing heard for {now_s - self._last_message_s:.1f} s")
 
     def _patience_s(self) -> float:
         """Return the silence after which it is killed; its sequences are handed back earlier."""
@@ -360,6 +382,8 @@ class EngineProcess:
                 self._events.on_heartbeat(event)
             case Resized():
                 self._events.on_resized(event)
+            case BatchRan() | BatchRaised():
+                self._events.on_batch(event)
             case Progress():
                 self._events.on_progress(event)
             case Ready():
@@ -380,7 +404,7 @@ class EngineProcess:
         ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return Crashed(code, self._fault or f"the engine {ended}", cause_of(code), members)
 
-    def _kill(self, fault: str) -> None:
+    def kill(self, fault: str) -> None:
         if not self._fault:
             self._fault = fault
             log.warning("engine.killed", pid=self.pid, reason=fault)

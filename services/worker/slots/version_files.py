@@ -42,6 +42,8 @@ class ModelSource(Protocol):
 
     async def max_context_tokens(self, model: str, digest: str) -> int: ...
 
+    async def kind(self, model: str, digest: str) -> str: ...
+
     def pin(self, folder: Path) -> None: ...
 
     def unpin(self, folder: Path) -> None: ...
@@ -64,6 +66,9 @@ class LocalFiles(Protocol):
 
     def unpin(self) -> None:
         """Release the files to the cache. Idempotent."""
+
+    async def kind(self) -> str:
+        """Return the kind that the manifest states."""
 
     async def vocabulary(self, folder: Path) -> Vocabulary:
         """Return the vocabulary, after the check that a gateway can load the version.
@@ -124,6 +129,9 @@ class VersionFiles:
         folder, self.folder = self.folder, None
         if folder is not None:
             self._source.unpin(folder)
+
+    async def kind(self) -> str:
+        return await self._source.kind(self._version.model, self._version.version_digest)
 
     async def vocabulary(self, folder: Path) -> Vocabulary:
         if self._vocabulary is None:

@@ -42,6 +42,11 @@ class VersionMemory:
         return self._weight_bytes + self._working_bytes + self._least_kv_bytes
 
     @property
+    def weight_bytes(self) -> int:
+        """0 while unknown."""
+        return self._weight_bytes
+
+    @property
     def spare_bytes(self) -> int:
         """The part of its granted KV that its running engine does not need."""
         grant, engine = self.granted, self._engine
@@ -92,6 +97,10 @@ class VersionMemory:
             kv_bytes=engine.kv_blocks_total * engine.kv_bytes_per_block,
         )
         self._engine = engine
+
+    def stay(self) -> None:
+        """Keep the present size until the engine ends: it cannot be resized."""
+        self._stays = True
 
     def release(self) -> None:
         """Release the grant after the engine ended, or if none was started. Idempotent."""

@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Final
 
 import structlog
+from msgspec import structs
 
-from services.core.errors import DoesNotFit, FairwayError, Unavailable
+from services.core.errors import DoesNotFit, FailedPrecondition, FairwayError, Unavailable
 from services.core.records import AssignedVersion
 from services.ports.clock import Clock
+from services.worker.batcher.driver import Batcher
 from services.worker.engine_protocol import EngineConfig, Progress
 from services.worker.policy.lifecycle import FINAL_REASONS, Slot, VersionPhase, backoff_s
 from services.worker.slots.engine_process import Crashed, EngineExit, LoadRefused
 from services.worker.slots.engine_settings import EngineSettings, Executor
+from services.worker.slots.version_batcher import VersionBatcher
 from services.worker.slots.version_engine import (
     RESIZABLE,
     WITH_ENGINE,
@@ -89,7 +92,7 @@ class VersionSlot:
             ledger=context.ledger,
             wished_kv_bytes=context.settings.kv_memory_bytes,
         )
-        self.engine = VersionEngine(self, context, self.memory)
+        self.engine: VersionEngine | VersionBatcher = VersionEngine(self, context, self.memory)
         self._kv_target: int | None = None  # bytes, from the last division of the device's memory
         self.memory_comes = False
         self.failures = Failures(context.settings, context.clock)
@@ -106,10 +109,15 @@ class VersionSlot:
     @property
     def table(self) -> SequenceTable | None:
         """The sequences of the version, None while no engine is ready."""
-        return self.engine.table
+        return self.engine.table if isinstance(self.engine, VersionEngine) else None
+
+    @property
+    def rows(self) -> Batcher | None:
+        """The rows of a fixed-cost version, None until it was ready."""
+        return self.engine.rows if isinstance(self.engine, VersionBatcher) else None
 
     def observed(self) -> Slot:
-        running = 0 if self.table is None else len(self.table)
+        running = len(self.table or ()) + len(self.rows or ())
         if running:
             self._idle_since_s = self._context.clock.monotonic_s()
         return Slot(
@@ -145,7 +153,9 @@ class VersionSlot:
         """
         self._kv_target = kv_bytes
         self.memory_comes = comes
-        if self.phase not in RESIZABLE or kv_bytes is None or self.table is None:
+        if self.phase not in RESIZABLE or kv_bytes is None or not isinstance(self.engine, VersionEngine):
+            return
+        if self.table is None:
             return
         blocks = self.memory.aim(kv_bytes)
         if blocks is not None:
@@ -201,11 +211,27 @@ class VersionSlot:
                 return
             folder = self.files.folder
             assert folder is not None, "checked files have no folder"
+            if await self.files.kind() == "fixed-cost":
+                await self._start_batcher(folder)
+                return
             vocabulary = await self.files.vocabulary(folder)
+            assert isinstance(self.engine, VersionEngine), "a version has one kind"
             await self.engine.start(await self._config(folder), vocabulary)
         except FairwayError as error:
             self.memory.release()
             self._break(error.reason, error.message, failed=not isinstance(error, Unavailable))
+
+    async def _start_batcher(self, folder: Path) -> None:
+        if self.version.executor == "null":
+            raise FailedPrecondition("a fixed-cost version needs its weights: it has no null executor")
+        if isinstance(self.engine, VersionEngine):
+            self.engine = VersionBatcher(self, self._context, self.memory)
+        settings = self._context.settings
+        weights = await asyncio.to_thread(weight_bytes, folder, 4 if settings.dtype == "float32" else 2)
+        grant = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target)
+        self._context.woke()  # other loads may wait for this grant
+        config = settings.config(folder, "rows", memory_bytes=grant.bytes, draft=None)
+        await self.engine.start(structs.replace(config, kv_memory_bytes=grant.kv_bytes))
 
     def _lost_files(self) -> bool:
         """Return whether the files were deleted from the cache; they are then fetched again after a pause."""

@@ -55,22 +55,29 @@ class DeviceTime:
         self, sequence: WorkerSequence, model: str, version_digest: str, ended_s: float
     ) -> None:
         """Report a sequence that ended at ``ended_s``, monotonic, and is charged no more."""
-        spec, kind = sequence.spec, self._kind
-        age_s = self._clock.monotonic_s() - ended_s
-        self._outbox.add(
-            SequenceDeviceUse(
-                request_id=spec.generation.request_id,
-                choice=spec.choice,
-                tenant=spec.tenant_id,
-                model=model,
-                version_digest=version_digest,
-                worker_id=kind.worker_id,
-                device_type=kind.device_type,
-                cost_per_hour=kind.cost_per_hour,
-                ended_unix_s=self._clock.unix_s() - age_s,
-                usage=usage_here(sequence),
-                device_s=sequence.device_us / 1e6,
-            )
+        spec = sequence.spec
+        self._report_use(
+            request_id=spec.generation.request_id,
+            choice=spec.choice,
+            tenant=spec.tenant_id,
+            model=model,
+            version_digest=version_digest,
+            usage=usage_here(sequence),
+            age_s=self._clock.monotonic_s() - ended_s,
+        )
+
+    def rows_ended(
+        self, *, request_id: str, tenant: str, model: str, version_digest: str, usage: Usage
+    ) -> None:
+        """Report the rows of one request that ran on this worker, once the last has ended."""
+        self._report_use(
+            request_id=request_id,
+            choice=0,
+            tenant=tenant,
+            model=model,
+            version_digest=version_digest,
+            usage=usage,
+            age_s=0.0,
         )
 
     def sweep(self, now_s: float) -> None:
@@ -82,6 +89,34 @@ class DeviceTime:
     def close(self) -> None:
         """Report the interval under way."""
         self._report(self._clock.monotonic_s())
+
+    def _report_use(
+        self,
+        *,
+        request_id: str,
+        choice: int,
+        tenant: str,
+        model: str,
+        version_digest: str,
+        usage: Usage,
+        age_s: float,
+    ) -> None:
+        kind = self._kind
+        self._outbox.add(
+            SequenceDeviceUse(
+                request_id=request_id,
+                choice=choice,
+                tenant=tenant,
+                model=model,
+                version_digest=version_digest,
+                worker_id=kind.worker_id,
+                device_type=kind.device_type,
+                cost_per_hour=kind.cost_per_hour,
+                ended_unix_s=self._clock.unix_s() - age_s,
+                usage=usage,
+                device_s=usage.device_s,
+            )
+        )
 
     def _report(self, now_s: float) -> None:
         began_unix_s, ended_unix_s = self._interval_unix_s, self._clock.unix_s()

@@ -1,4 +1,4 @@
-"""The sequences of one worker: admission, and the table of the engine that runs each sequence."""
+"""The sequences and rows of one worker: admission, and the table that runs each of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from services.core.errors import InvalidInput
-from services.core.fleet import TenantCounter
+from services.core.fixed_cost.rows import RowSpec
+from services.core.fleet import TenantCounter, TenantSlots
 from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
@@ -15,6 +16,7 @@ from services.worker.kv.prefix_set import PrefixSet
 from services.worker.streams.device_time import DeviceTime
 from services.worker.streams.fallback import FallbackAdmission
 from services.worker.streams.grants import GrantFence
+from services.worker.streams.live_row import LiveRow, RowTable
 from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.sequences import SequenceTable
@@ -50,6 +52,8 @@ class SequenceHost:
         self.least_route_revisions: Mapping[str, int] = {}
         self.changed = changed
         self._tables: dict[str, SequenceTable] = {}
+        self._row_tables: dict[str, RowTable] = {}
+        self._leased: dict[str, dict[str, int]] = {}  # slots by version and tenant, as the leader leased them
         self._closed_to: set[str] = set()  # versions that finish their sequences and admit no new ones
         # Cached and shared prefixes of ended engines, by version.
         self._left_prefixes: dict[str, tuple[PrefixSet, PrefixSet]] = {}
@@ -60,6 +64,9 @@ class SequenceHost:
 
     def on_leader(self, epoch: int) -> None:
         """Record a contact with a leader: reject grants of lower epochs, and fallback placements."""
+        if epoch > self.grants.epoch:  # the new leader leases anew
+            leased = [(digest, tenant) for digest, slots in self._leased.items() for tenant in slots]
+            self.on_tenant_slots(TenantSlots(digest, tenant, 0) for digest, tenant in leased)
         self.grants.on_leader(epoch)
         if self._fallback is not None:
             self._fallback.heard()
@@ -102,8 +109,8 @@ class SequenceHost:
 
     def takes(self, version_digest: str) -> bool:
         """Whether new sequences of the version are admitted, apart from free capacity."""
-        table = self._tables.get(version_digest)
-        if table is None or table.stalled:
+        table, rows = self._tables.get(version_digest), self._row_tables.get(version_digest)
+        if (table is None or table.stalled) and (rows is None or not rows.ready):
             return False
         return not self.draining and version_digest not in self._closed_to
 
@@ -118,7 +125,7 @@ class SequenceHost:
 
     @property
     def running(self) -> int:
-        return sum(len(table) for table in self._tables.values())
+        return sum(map(len, self._tables.values())) + sum(map(len, self._row_tables.values()))
 
     def start(self, outbox: Outbox, handle: int, spec: StartSpec) -> NotAdmittedReason | None:
         """Start the sequence, or return why it is rejected. The grant counts as seen in both cases."""
@@ -140,9 +147,19 @@ class SequenceHost:
             self.changed()  # the scheduler's estimate of the free capacity was wrong
         return refusal
 
+    def start_row(self, outbox: Outbox, handle: int, spec: RowSpec) -> NotAdmittedReason | None:
+        """Start the row, or return why it is rejected."""
+        refusal = self._row_refusal(spec)
+        if refusal is None:
+            self._row_tables[spec.version_digest].start(outbox, handle, spec)
+        else:
+            self._not_admitted(refusal)
+        self.changed()
+        return refusal
+
     def sweep(self, now_s: float) -> None:
-        """End the sequences past a time limit in every table, and report the device's time when it is due."""
-        for table in self._tables.values():
+        """Apply the time limits of every table, and report the device's time when it is due."""
+        for table in self._all_tables():
             table.sweep(now_s)
         if self.device is not None:
             self.device.sweep(now_s)
@@ -154,13 +171,71 @@ class SequenceHost:
 
     def reset_silence(self) -> None:
         """Reset the stall detection after a pause of this process, in which it read no messages."""
-        for table in self._tables.values():
+        for table in self._all_tables():
             table.reset_silence()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a table is inconsistent."""
-        for table in self._tables.values():
+        for table in self._all_tables():
             table.check_integrity()
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def add_rows(self, table: RowTable) -> None:
+        """Admit rows for the table's version while it is ready."""
+        assert table.version_digest not in self._row_tables, "the version has a batcher already"
+        self._row_tables[table.version_digest] = table
+        self._closed_to.discard(table.version_digest)
+        for tenant, slots in self._leased.get(table.version_digest, {}).items():
+            table.lease(TenantSlots(table.version_digest, tenant, slots))
+        self.changed()
+
+    def remove_rows(self, table: RowTable) -> None:
+        """Remove a table, which has ended its rows."""
+        if self._row_tables.get(table.version_digest) is table:
+            del self._row_tables[table.version_digest]
+            self._closed_to.discard(table.version_digest)
+            self.changed()
+
+    def row_table(self, version_digest: str) -> RowTable | None:
+        return self._row_tables.get(version_digest)
+
+    def row_tables(self) -> Iterable[RowTable]:
+        return self._row_tables.values()
+
+    def on_tenant_slots(self, leased: Iterable[TenantSlots]) -> None:
+        """Replace what tenants were leased here. Bounded: a leader leases this worker's slots only."""
+        for slots in leased:
+            tenants = self._leased.setdefault(slots.digest, {})
+            if slots.slots:
+                tenants[slots.tenant] = slots.slots
+            else:
+                tenants.pop(slots.tenant, None)
+            if not tenants:
+                del self._leased[slots.digest]
+            if (table := self._row_tables.get(slots.digest)) is not None:
+                table.lease(slots)
+
+    def _row_refusal(self, spec: RowSpec) -> NotAdmittedReason | None:
+        if spec.incarnation != self.grants.incarnation or not spec.incarnation:
+            return NotAdmittedReason.STALE_INCARNATION
+        if 0 < spec.epoch < self.grants.epoch:
+            return NotAdmittedReason.STALE_EPOCH
+        if self.draining:
+            return NotAdmittedReason.DRAINING
+        table = self._row_tables.get(spec.version_digest)
+        if table is None or not table.ready:
+            return NotAdmittedReason.NOT_READY
+        if spec.route_revision < self.least_route_revisions.get(spec.version_digest, 0):
+            return NotAdmittedReason.STALE_ROUTE
+        if spec.version_digest in self._closed_to:
+            return NotAdmittedReason.DRAINING
+        return None if table.has_room else NotAdmittedReason.NO_ROOM
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _all_tables(self) -> tuple[SequenceTable | RowTable, ...]:
+        return (*self._tables.values(), *self._row_tables.values())
 
     def _refusal(self, spec: StartSpec) -> NotAdmittedReason | None:
         if self.draining:
@@ -205,11 +280,20 @@ class GatewaySequences:
         self._closed = False
 
     def start(self, handle: int, spec: StartSpec) -> None:
-        if handle in self._outbox.live:
-            raise InvalidInput("the handle is in use on this stream", field="handle", handle=handle)
+        self._check_unused(handle)
         refusal = self._host.start(self._outbox, handle, spec)
         if refusal is not None:
             self._outbox.refuse(handle, refusal)
+
+    def start_row(self, handle: int, spec: RowSpec) -> None:
+        self._check_unused(handle)
+        refusal = self._host.start_row(self._outbox, handle, spec)
+        if refusal is not None:
+            self._outbox.refuse(handle, refusal)
+
+    def _check_unused(self, handle: int) -> None:
+        if handle in self._outbox.live or handle in self._outbox.rows:
+            raise InvalidInput("the handle is in use on this stream", field="handle", handle=handle)
 
     def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
         self._outbox.refuse(handle, reason)
@@ -226,12 +310,18 @@ class GatewaySequences:
 
     def cancel(self, handles: Sequence[int]) -> None:
         cancelled: dict[str, list[WorkerSequence]] = {}
+        rows: dict[str, list[LiveRow]] = {}
         for handle in handles:
+            if (row := self._outbox.drop_row(handle)) is not None:
+                rows.setdefault(row.spec.version_digest, []).append(row)
             if (sequence := self._outbox.drop(handle)) is not None:
                 cancelled.setdefault(sequence.spec.grant.version_digest, []).append(sequence)
         for digest, sequences in cancelled.items():
             if (table := self._host.table(digest)) is not None:
                 table.cancel(sequences)
+        for digest, dropped in rows.items():
+            if (row_table := self._host.row_table(digest)) is not None:
+                row_table.cancel(dropped)
 
     def take(self) -> StepFrame | None:
         return self._outbox.take()
@@ -239,7 +329,7 @@ class GatewaySequences:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self.cancel(list(self._outbox.live))
+            self.cancel([*self._outbox.live, *self._outbox.rows])
 
 
 MAX_COUNTERS: Final = 4096

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from services.core.fixed_cost.rows import RowEnd
 from services.core.generation import NotAdmittedReason, SequenceEnd
 from services.ports.streams.worker_stream import StepFrame
+from services.worker.streams.live_row import LiveRow
 from services.worker.streams.live_sequence import WorkerSequence
 
 MAX_FRAME_TOKENS = 8192  # per frame; the rest waits for the next
+MAX_FRAME_ROW_BYTES = 4 * 1024 * 1024  # of the outputs of all rows, unless a frame has only one
 LOGPROBS_WEIGHT = 32  # a token with log-probabilities counts as this many
 
 
@@ -21,10 +24,12 @@ class Outbox:
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
         self.live: dict[int, WorkerSequence] = {}  # by the gateway's handle
+        self.rows: dict[int, LiveRow] = {}  # by the gateway's handle
         self.dirty: list[WorkerSequence] = []  # sequences with pending output, each once
         self._accepted: list[int] = []
         self._not_admitted: list[tuple[int, NotAdmittedReason]] = []
         self._ended: list[tuple[WorkerSequence, SequenceEnd]] = []
+        self._ended_rows: dict[int, RowEnd] = {}
 
     def accept(self, sequence: WorkerSequence) -> None:
         self.live[sequence.handle] = sequence
@@ -48,6 +53,17 @@ class Outbox:
         self._ended.append((sequence, end))
         self.wake()
 
+    def end_row(self, handle: int, end: RowEnd) -> None:
+        """Queue a row's end."""
+        self.rows.pop(handle, None)
+        self._ended_rows[handle] = end
+        self.wake()
+
+    def drop_row(self, handle: int) -> LiveRow | None:
+        """Drop the pending end of a row; return the row if it had not ended."""
+        self._ended_rows.pop(handle, None)
+        return self.rows.pop(handle, None)
+
     def drop(self, handle: int) -> WorkerSequence | None:
         """Drop all pending output of a handle; return its sequence if it was still running."""
         sequence = self.live.pop(handle, None)
@@ -60,11 +76,12 @@ class Outbox:
 
     def take(self) -> StepFrame | None:
         """Return everything pending, up to the size of a frame; None if there is nothing."""
-        if not (self.dirty or self._ended or self._accepted or self._not_admitted):
+        if not (self.dirty or self._ended or self._accepted or self._not_admitted or self._ended_rows):
             return None
         frame = StepFrame(accepted=self._accepted, not_admitted=self._not_admitted)
         self._accepted, self._not_admitted = [], []
         self._take_tokens(frame)
+        self._take_rows(frame)
         if self._ended:
             waiting = [pair for pair in self._ended if pair[0].queued and not pair[0].dropped]
             frame.finished = [
@@ -73,7 +90,17 @@ class Outbox:
                 if not sequence.queued and not sequence.dropped
             ]
             self._ended = waiting
-        return frame if frame.handles or frame.finished or frame.accepted or frame.not_admitted else None
+        return frame if frame.changes else None
+
+    def _take_rows(self, frame: StepFrame) -> None:
+        size = 0
+        for handle in list(self._ended_rows):
+            end = self._ended_rows[handle]
+            size += sum(len(tensor.data) for tensor in end.outputs)
+            if frame.rows and size > MAX_FRAME_ROW_BYTES:
+                return
+            del self._ended_rows[handle]
+            frame.rows.append((handle, end))
 
     def _take_tokens(self, frame: StepFrame) -> None:
         dirty, self.dirty = self.dirty, []

@@ -7,8 +7,16 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 
 from services.core.errors import Unavailable
-from services.gateway.text.encoder import TextEncoder, load_encoder
-from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolder, TextModel
+from services.gateway.text.encoder import TextEncoder
+from services.gateway.text.row_encoder import RowEncoder, load_version
+from services.gateway.text.text_model import (
+    ChatMessage,
+    EncodedRows,
+    EncodedText,
+    OpenFolder,
+    RowTexts,
+    TextModel,
+)
 from services.ports.clock import Clock
 
 
@@ -18,13 +26,13 @@ class LocalTexts:
     def __init__(self, executor: Executor, clock: Clock) -> None:
         self._executor = executor
         self._clock = clock
-        self._encoders: dict[str, TextEncoder] = {}
+        self._encoders: dict[str, TextEncoder | RowEncoder] = {}
 
     async def load(self, version_digest: str, folder: OpenFolder) -> TextModel:
         loop = asyncio.get_running_loop()
         async with folder() as path:
             encoder = await loop.run_in_executor(
-                self._executor, load_encoder, path, version_digest, self._clock
+                self._executor, load_version, path, version_digest, self._clock
             )
         self._encoders[version_digest] = encoder
         return encoder.model
@@ -35,12 +43,24 @@ class LocalTexts:
     async def read(
         self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
     ) -> EncodedText:
-        encoder = self._encoders.get(model.version_digest)
-        if encoder is None:
-            raise Unavailable("the version was given up", retry_after_s=0.0)
+        encoder = self._encoder(model)
+        assert isinstance(encoder, TextEncoder), "a prompt of a fixed-cost model"
         loop = asyncio.get_running_loop()
         if isinstance(text, str):
             ids = await loop.run_in_executor(self._executor, encoder.encode_prompt, text)
         else:
             ids = await loop.run_in_executor(self._executor, encoder.encode_chat, text)
         return EncodedText(len(ids), ids if len(ids) <= model.max_context_tokens else ())
+
+    async def read_rows(
+        self, model: TextModel, tenant_id: str, rows: RowTexts, *, size_bytes: int
+    ) -> EncodedRows:
+        encoder = self._encoder(model)
+        assert isinstance(encoder, RowEncoder), "rows of a version that generates text"
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encoder.encode_rows, rows)
+
+    def _encoder(self, model: TextModel) -> TextEncoder | RowEncoder:
+        encoder = self._encoders.get(model.version_digest)
+        if encoder is None:
+            raise Unavailable("the version was given up", retry_after_s=0.0)
+        return encoder

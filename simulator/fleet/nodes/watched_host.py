@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from services.core.fixed_cost.rows import RowSpec
 from services.core.fleet import SequenceUsage
 from services.core.generation import NotAdmittedReason, StartSpec
 from services.ports.streams.worker_stream import StepFrame, WorkerStream
@@ -36,6 +37,9 @@ class _WatchedStream:
         self._stream.start(handle, spec)
         if self._host.running > before:
             self._started(spec)
+
+    def start_row(self, handle: int, spec: RowSpec) -> None:
+        self._stream.start_row(handle, spec)
 
     def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
         self._stream.refuse(handle, reason)

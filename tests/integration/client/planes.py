@@ -19,6 +19,7 @@ from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.event_log import EventRecorder
+from services.controlplane.objectives.listing import SliListing
 from services.controlplane.resources.sealing import Sealer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
@@ -30,6 +31,7 @@ from services.rpc.server import RpcServer, Service
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from tests.support.registry import TOKEN, served
+from tests.support.slis import Measurements, NoSlis
 from tests.support.usage_ledgers import NoUsage
 
 CLOCK = SystemClock()
@@ -39,10 +41,11 @@ QUICK = RetryPolicy(first_delay_s=0.01, max_delay_s=0.05)
 class Servicer(ControlPlaneServicer):
     """The real one. ``lost``: how many answers to these methods do not arrive; ``frozen``: none does."""
 
-    def __init__(self, store: MemoryStore) -> None:
+    def __init__(self, store: MemoryStore, measured: Measurements) -> None:
         queues = GrpcQueues(SchedulerDirectory(store, CLOCK), TOKEN, CLOCK, timeout_s=0.2)
         service = ControlPlaneService(store, CLOCK, Sealer(b"k" * 32), MemoryLimiter(CLOCK))
-        super().__init__(service, store, queues, NoUsage(), require_current=lambda _: None)
+        slis = SliListing(measured.store, NoSlis())
+        super().__init__(service, store, queues, NoUsage(), slis, require_current=lambda _: None)
         self.lost: dict[str, int] = {}
         self.frozen = False
         self.held = 0
@@ -81,8 +84,8 @@ class Servicer(ControlPlaneServicer):
 class Plane:
     """One control plane, which may be stopped and started again at its port."""
 
-    def __init__(self, store: MemoryStore) -> None:
-        self.servicer = Servicer(store)
+    def __init__(self, store: MemoryStore, measured: Measurements) -> None:
+        self.servicer = Servicer(store, measured)
         self.port = 0
         self._server: RpcServer | None = None
 
@@ -118,6 +121,7 @@ class Fleet:
     store: MemoryStore
     planes: tuple[Plane, Plane]
     registry: str
+    measured: Measurements
 
     def client(self, *, timeout_s: float = 20.0, **options: Any) -> AdminClient:
         found = ClientOptions(timeout_s=timeout_s, **{"retry": QUICK, **options})
@@ -131,14 +135,15 @@ class Fleet:
 @asynccontextmanager
 async def fleet(blobs: Any) -> AsyncIterator[Fleet]:
     store = MemoryStore(CLOCK, bookmark_s=0.2)
-    planes = Plane(store), Plane(store)
-    supervisor = Supervisor(CLOCK)
+    supervisor, measured = Supervisor(CLOCK), Measurements(CLOCK)
+    planes = Plane(store, measured), Plane(store, measured)
+    await measured.start(supervisor)
     async with served(store, FolderBlobs(blobs), CLOCK) as registry:
         for plane in planes:
             await plane.start()
         supervisor.spawn("recorder", EventRecorder(store, CLOCK).run())
         try:
-            yield Fleet(store, planes, registry.address)
+            yield Fleet(store, planes, registry.address, measured)
         finally:
             for plane in planes:
                 await plane.stop()

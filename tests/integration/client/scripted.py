@@ -152,6 +152,12 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServiceServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         raise NotImplementedError
 
+    async def Rerank(self, request: pb.RerankRequest, context: Context) -> pb.RerankResponse:
+        raise NotImplementedError
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        raise NotImplementedError
+
     async def Infer(self, request: pb.InferRequest, context: Context) -> pb.InferResponse:
         raise NotImplementedError
 

@@ -20,6 +20,7 @@ from services.rpc.channel import open_channel
 from services.rpc.server import RpcServer, Service
 from tests.integration.controlplane.plane import DIGEST, OTHER, SEALER, Plane, TurnedClock
 from tests.support.registry import TOKEN, authenticate
+from tests.support.slis import NoSlis
 from tests.support.usage_ledgers import NoUsage
 
 
@@ -49,6 +50,7 @@ async def plane() -> AsyncIterator[Plane]:
                     store,
                     queues,
                     NoUsage(),
+                    NoSlis(),
                     require_current=require_current,
                 ),
             )

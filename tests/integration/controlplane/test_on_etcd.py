@@ -17,6 +17,7 @@ from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.queues import GrpcQueues
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.quarantine.store import StoreQuarantine
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.resources.budgets import Budgets
 from services.controlplane.resources.sealing import Sealer
@@ -30,6 +31,7 @@ from services.core.manifest import sha256_of
 from services.core.records import (
     ASSIGNMENTS,
     EVENTS,
+    QUARANTINE,
     TENANTS,
     WORKERS,
     AssignedVersion,
@@ -47,14 +49,17 @@ from services.core.records import (
     Worker,
     dump,
     leader_key,
+    load,
     tag_key,
     version_key,
 )
-from services.ports.store import Delete, Put
+from services.ports.poison.quarantine import Quarantined
+from services.ports.store import Delete, Entry, Put
 from services.rpc.channel import auth_metadata, open_channel
 from services.rpc.server import RpcServer, Service
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
+from services.runtime.fleet_state.informer import Informer
 from services.runtime.supervisor import Supervisor
 from services.scheduler.service import GatewayPlacementStream
 from tests.integration.scheduler_fleet import (
@@ -64,6 +69,7 @@ from tests.integration.scheduler_fleet import (
     StaticDirectory,
     place_spec,
 )
+from tests.support.slis import NoSlis
 from tests.support.usage_ledgers import NoUsage
 
 ADMIN = auth_metadata("admin")
@@ -125,7 +131,9 @@ async def plane(own_etcd: Any) -> AsyncIterator[Plane]:
             Service(
                 pb.DESCRIPTOR.services_by_name["ControlPlaneService"],
                 controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
-                ControlPlaneServicer(service, store, queues, NoUsage(), require_current=lambda _: None),
+                ControlPlaneServicer(
+                    service, store, queues, NoUsage(), NoSlis(), require_current=lambda _: None
+                ),
             )
         ],
         listen="127.0.0.1:0",
@@ -280,6 +288,39 @@ async def test_a_placement_is_explained_and_its_worker_listed(plane: Plane, sche
     stream.close()
     for reporter in reporters:
         await reporter.close()
+
+
+# --- quarantine ------------------------------------------------------------------------------------
+
+
+async def test_every_gateway_admits_an_input_that_is_lifted(plane: Plane) -> None:
+    views = [Informer(plane.store, QUARANTINE, _quarantined, CLOCK) for _ in range(2)]
+    for number, view in enumerate(views):
+        plane.supervisor.spawn(f"entries {number}", view.run())
+        await view.wait_synced(HANG_S)
+    here, there = (StoreQuarantine(plane.store, view, CLOCK) for view in views)
+    fingerprint = "1" * 32
+    await here.add(OLD, fingerprint, model="chat", deaths=2)
+
+    async def refused() -> bool:
+        return there.find(OLD, fingerprint) is not None
+
+    await eventually(refused)
+    (one,) = (await plane.call("ListQuarantined", pb.ListQuarantinedRequest(version_digest=OLD))).inputs
+    assert (one.fingerprint, one.model, one.deaths) == (fingerprint, "chat", 2)
+    request = pb.DeleteQuarantinedRequest(version_digest=OLD, fingerprint=fingerprint, request_id="r")
+    for _ in range(2):
+        await plane.call("DeleteQuarantined", request)
+
+    async def admitted() -> bool:
+        return not here.holds(OLD) and not there.holds(OLD)
+
+    await eventually(admitted)
+    assert (await plane.call("ListQuarantined", pb.ListQuarantinedRequest())).inputs == []
+
+
+def _quarantined(entry: Entry) -> Quarantined:
+    return load(entry.value, Quarantined)
 
 
 # --- nodes -----------------------------------------------------------------------------------------

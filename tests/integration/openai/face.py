@@ -27,6 +27,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
 from services.runtime.ids import Ids
+from tests.support.no_rows import NoRows
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -304,6 +305,7 @@ async def serving(limits: HttpLimits | None = None, **changes: Any) -> AsyncIter
     service, reasons = ScriptedService(), []  # type: ignore[var-annotated]
     app = build_app(
         service,
+        NoRows(),
         directory(),
         SystemClock(),
         Ids(),

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.routing import Route
 
-from services.gateway.faces.openai.routes import Access
+from services.gateway.faces.openai.endpoint import Access
 from tests.integration.openai.face import ADMIN_KEY, CHAT, KEY, Face
 
 
@@ -22,7 +22,8 @@ def routes(face: Face) -> list[tuple[str, str]]:
 async def test_every_route_has_a_rule_and_keeps_it(face: Face) -> None:
     rules = {(e.method, e.path): e.access for e in face.app.state.endpoints}
     assert {pair for pair in routes(face) if pair[0] != "HEAD"} == set(rules)
-    assert {path for (_, path), access in rules.items() if access is Access.PUBLIC} == {"/healthz", "/readyz"}
+    public = {path for (_, path), access in rules.items() if access is Access.PUBLIC}
+    assert public == {"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"}
     for (method, path), access in rules.items():
         target = path.replace("{model:path}", "m")
         for key, status in ((None, 401), (KEY[:-1] + "x", 401), (ADMIN_KEY, 403)):
@@ -75,7 +76,7 @@ async def test_the_wrong_method_or_path_has_the_error_shape(face: Face) -> None:
     answer = await face.ask("GET", "/v1/chat/completions")
     assert (answer.status, answer.error["code"]) == (405, None)
     assert answer.headers["x-request-id"].startswith("req_")
-    assert (await face.ask("GET", "/v2")).status == 404
+    assert (await face.ask("GET", "/v3")).status == 404
 
 
 async def test_an_unauthenticated_body_is_not_read(face: Face) -> None:

@@ -52,6 +52,7 @@ from services.worker.slots.version_files import ModelSource, VersionFiles
 from services.worker.streams.device_time import DeviceKind, DeviceTime
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
+from services.worker.telemetry import WorkerTelemetry
 from services.worker.text.detokenizer import byte_of_char
 from tests.support import local_servers
 from tests.support.kept_usage import KeptUsage
@@ -85,6 +86,7 @@ class FolderSource:
         self.pins = self.fetches = 0
         self.error: FairwayError | None = None  # raised by every fetch while it is set
         self.context = 0
+        self.version_kind = "causal-lm"
 
     async def fetch(
         self,
@@ -104,6 +106,9 @@ class FolderSource:
 
     async def max_context_tokens(self, model: str, digest: str) -> int:
         return self.context
+
+    async def kind(self, model: str, digest: str) -> str:
+        return self.version_kind
 
     def pin(self, folder: Path) -> None:
         self.pins += 1
@@ -295,6 +300,7 @@ async def start_harness(
     memory_bytes: int = 2 * 1024**3,
     source: ModelSource | None = None,
     checks_texts: bool = False,
+    telemetry: WorkerTelemetry | None = None,
 ) -> Harness:
     """Start a worker with the null executor, or with none until it is assigned a version."""
     clock = SystemClock()
@@ -318,6 +324,7 @@ async def start_harness(
         launch=process_launcher(clock, supervisor, engines.timeouts),
         clock=clock,
         supervisor=supervisor,
+        telemetry=telemetry,
     )
     service = Service(
         worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],

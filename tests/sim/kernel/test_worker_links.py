@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.adapters.links.muxed_workers import MuxedWorkers
+from services.core.fixed_cost.rows import RawTensor, RowEnd, RowSpec
 from services.core.generation import (
     AnyGrant,
     FinishReason,
@@ -19,6 +20,7 @@ from services.core.generation import (
     StartSpec,
     TokenLogprobs,
 )
+from services.core.records import Priority
 from services.ports.streams.worker_stream import StepFrame
 from simulator.kernel.links.streams import SimStreams
 from simulator.kernel.loop import VirtualTimeLoop
@@ -56,6 +58,10 @@ class CountingStream:
         self._wake()
         self._worker.process.call_later(1.0, self._step, handle)
 
+    def start_row(self, handle: int, spec: RowSpec) -> None:
+        self.live[handle] = 0
+        self._worker.process.call_later(1.0, self._end_row, handle, spec)
+
     def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
         self._pending().not_admitted.append((handle, reason))
         self._wake()
@@ -80,6 +86,11 @@ class CountingStream:
         if self._frame is None:
             self._frame = StepFrame()
         return self._frame
+
+    def _end_row(self, handle: int, spec: RowSpec) -> None:
+        if self.live.pop(handle, None) is not None:
+            self._pending().rows.append((handle, RowEnd(outputs=spec.inputs, batch_rows=1)))
+            self._wake()
 
     def _step(self, handle: int) -> None:
         if handle not in self.live:
@@ -119,6 +130,9 @@ class Sink:
     def on_finished(self, end: SequenceEnd) -> None:
         self.heard.append(end.reason)
 
+    def on_row_ended(self, end: RowEnd) -> None:
+        self.heard.append(end)
+
     def on_lost(self, message: str) -> None:
         self.heard.append(message)
 
@@ -156,6 +170,13 @@ class Scene:
         grant = Grant("w1", address, 1, 1, number, 4, 2.0, DIGEST)
         sink = Sink()
         return sink, self.gateway.run(self.client.start, start_spec(grant, number), sink)
+
+    def start_row(self, number: int, address: str = "worker:1") -> tuple[Sink, Any]:
+        sink = Sink()
+        spec = RowSpec(
+            f"r{number}", 0, "t1", DIGEST, (RawTensor("x", "FP32", (1,), b"1234"),), Priority.BATCH
+        )
+        return sink, self.gateway.run(self.client.start_row, address, spec, sink)
 
 
 @pytest.fixture
@@ -315,5 +336,40 @@ def test_a_gateway_that_dies_ends_its_sequences(scene: Scene) -> None:
         scene.gateway.crash()
         await asyncio.sleep(1)
         assert scene.host.streams[0].closed
+
+    scene.run(main())
+
+
+def test_rows_share_the_stream_with_sequences_and_end_once(scene: Scene) -> None:
+    async def main() -> None:
+        sequence, _ = scene.start(1)
+        kept, _ = scene.start_row(2)
+        unsent, row = scene.start_row(3)
+        scene.gateway.run(row.cancel)
+        await asyncio.sleep(0.5)
+        dropped, row = scene.start_row(4)
+        await asyncio.sleep(0.5)
+        scene.gateway.run(row.cancel)
+        await asyncio.sleep(8)
+        (end,) = kept.heard
+        assert (end.outputs[0].data, end.batch_rows, end.error, end.lost) == (b"1234", 1, None, False)
+        assert unsent.heard == dropped.heard == []
+        assert sequence.heard == WHOLE
+        assert scene.client.links == 1
+
+    scene.run(main())
+
+
+def test_a_row_is_lost_with_its_worker(scene: Scene) -> None:
+    async def main() -> None:
+        sink, _ = scene.start_row(1)
+        await asyncio.sleep(0.3)
+        scene.worker.crash()
+        await asyncio.sleep(10)
+        (message,) = sink.heard
+        assert isinstance(message, str)
+        unreached, _ = scene.start_row(2, "nobody:1")
+        await asyncio.sleep(10)
+        assert len(unreached.heard) == 1
 
     scene.run(main())

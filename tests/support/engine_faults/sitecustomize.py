@@ -1,12 +1,16 @@
-"""Imported by each Python process with this folder on its PYTHONPATH: an engine becomes a poisoned one."""
+"""Imported by each Python process with this folder on its PYTHONPATH: an engine, or a batcher, becomes a
+poisoned one."""
 
 import os
 import sys
+from importlib import import_module
 
-ENGINE = "services.worker.engine.process"
+POISONED = {
+    "services.worker.engine.process": "tests.support.poisoned_engine",
+    "services.worker.batcher.process": "tests.support.poisoned_batcher",
+}
 
-if ENGINE in sys.orig_argv:
-    from tests.support.poisoned_engine import main
-
-    code = main(sys.orig_argv[sys.orig_argv.index(ENGINE) + 1 :])
-    os._exit(code)
+for module, poisoned in POISONED.items():
+    if module in sys.orig_argv:
+        code = import_module(poisoned).main(sys.orig_argv[sys.orig_argv.index(module) + 1 :])
+        os._exit(code)

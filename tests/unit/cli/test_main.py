@@ -29,9 +29,10 @@ GROUPS = {
     "tenants": {"list", "show", "create", "update", "disable", "enable", "delete"},
     "keys": {"list", "show", "create", "rotate", "update", "revoke"},
     "budgets": {"list", "show", "create", "update", "delete"},
+    "quarantine": {"list", "lift"},
     "nodes": {"list", "show", "cordon", "uncordon", "drain", "delete"},
 }
-SINGLE = {"up", "down", "status", "complete", "chat", "queue", "events", "version"}
+SINGLE = {"up", "down", "status", "complete", "chat", "queue", "slis", "events", "version"}
 
 
 def _commands() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
+from fairway.inference import v2_pb2
 from fairway.v1 import controlplane_pb2, inference_pb2, registry_pb2, scheduler_pb2, worker_pb2
 from services.controlplane.servicer import ControlPlaneServicer
 from services.core.errors import Unimplemented
@@ -30,7 +31,7 @@ def _rows() -> list[tuple[str, str, tuple[str, ...]]]:
 
 
 def _rpcs() -> set[str]:
-    files = (controlplane_pb2, inference_pb2, registry_pb2, scheduler_pb2, worker_pb2)
+    files = (v2_pb2, controlplane_pb2, inference_pb2, registry_pb2, scheduler_pb2, worker_pb2)
     services: list[ServiceDescriptor] = [
         one for each in files for one in each.DESCRIPTOR.services_by_name.values()
     ]

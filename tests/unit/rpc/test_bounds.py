@@ -5,13 +5,14 @@ import time
 
 import pytest
 
+from fairway.inference import v2_pb2
 from fairway.v1 import controlplane_pb2, inference_pb2, registry_pb2, scheduler_pb2, worker_pb2
 from services.core.errors import InvalidInput
 from services.rpc import bounds
 
 SERVICES = [
     service
-    for module in (inference_pb2, scheduler_pb2, worker_pb2, registry_pb2, controlplane_pb2)
+    for module in (inference_pb2, v2_pb2, scheduler_pb2, worker_pb2, registry_pb2, controlplane_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
 ]
 

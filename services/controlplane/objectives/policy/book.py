@@ -15,7 +15,8 @@ from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReport,
 from services.core.records import Objective, Priority
 
 INTERVAL_S: Final = 600.0
-INTERVALS: Final = 6  # of series: the last hour
+INTERVALS: Final = 7  # of series: the last hour, which begins within an interval
+SERIES_S: Final = (INTERVALS - 1) * INTERVAL_S
 MAX_SERIES: Final = 5_000  # of an interval; further tenants share one
 MAX_BURNS: Final = 2_000
 MAX_STEPS: Final = 4  # of a model
@@ -102,12 +103,16 @@ class SliBook:
         found = self.steps.get(window)
         return {} if found is None else {digest: ArmWindow(one) for digest, one in found.arms.items()}
 
-    def series(self) -> dict[SliKey, SliSums]:
-        """Return the sums of the last hour."""
-        found: dict[SliKey, SliSums] = {}
-        for interval in self.intervals.values():
-            for key, sums in interval.items():
-                found.setdefault(key, SliSums()).merge(sums)
+    def series(self, window_s: float, now_s: float) -> set[SliKey]:
+        """Return the series with requests in the window that ends now; ``SERIES_S`` at most are kept."""
+        return {key for interval in self._within(window_s, now_s) for key in interval}
+
+    def sums_of(self, series: SliKey, window_s: float, now_s: float) -> SliSums:
+        """Return the sums of one series since the start of the interval in which the window begins."""
+        found = SliSums()
+        for interval in self._within(window_s, now_s):
+            if series in interval:
+                found.merge(interval[series])
         return found
 
     def burns_of(self, model: str, priority: Priority) -> list[BurnRings]:
@@ -119,6 +124,10 @@ class SliBook:
     def burns_of_arm(self, arm: ArmKey) -> dict[Priority, BurnRings]:
         """Return the events of one arm by class."""
         return {key.priority: rings for key, rings in self.burns.items() if key.arm == arm}
+
+    def _within(self, window_s: float, now_s: float) -> list[dict[SliKey, SliSums]]:
+        first = int((now_s - window_s) // INTERVAL_S)
+        return [interval for number, interval in self.intervals.items() if number >= first]
 
     def _add(self, report: SliReport, objectives: ObjectivesByClass, now_s: float) -> None:
         at_s = min(now_s, max(report.cut_unix_s, now_s - _LATE_S))

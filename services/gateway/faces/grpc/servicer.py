@@ -10,10 +10,17 @@ import grpc
 
 from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2, inference_pb2_grpc
-from services.core.errors import Unimplemented, first_failure
+from services.core.errors import first_failure
 from services.gateway.events import Received
 from services.gateway.faces.grpc.messages import complete_response, generate_response
+from services.gateway.faces.grpc.row_messages import (
+    embed_response,
+    infer_response,
+    rerank_response,
+    score_response,
+)
 from services.gateway.faces.grpc.session import MuxedSession
+from services.gateway.rows.calls import RowsCalls
 from services.gateway.service import GatewayService
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.interceptors.access import principal
@@ -28,6 +35,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
         self,
         service: GatewayService,
+        rows: RowsCalls,
         received: Callable[[], Received],
         *,
         heartbeat_s: float,
@@ -35,6 +43,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """A client that reads nothing for ``write_timeout_s``, up to twice that, is disconnected."""
         self._service = service
+        self._rows = rows
         self._received = received
         self._heartbeat_s = heartbeat_s
         self._write_timeout_s = write_timeout_s
@@ -110,12 +119,34 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Embed(
         self, request: inference_pb2.EmbedRequest, context: Context
     ) -> inference_pb2.EmbedResponse:
-        raise Unimplemented("this server has no embedding models yet; Generate and Complete work")
+        found = await self._rows.embed(
+            principal(), request, received=self._received(), timeout_s=context.time_remaining()
+        )
+        return embed_response(found)
+
+    async def Rerank(
+        self, request: inference_pb2.RerankRequest, context: Context
+    ) -> inference_pb2.RerankResponse:
+        found = await self._rows.rerank(
+            principal(), request, received=self._received(), timeout_s=context.time_remaining()
+        )
+        return rerank_response(found, request.top_n)
+
+    async def Score(
+        self, request: inference_pb2.ScoreRequest, context: Context
+    ) -> inference_pb2.ScoreResponse:
+        found = await self._rows.score(
+            principal(), request, received=self._received(), timeout_s=context.time_remaining()
+        )
+        return score_response(found)
 
     async def Infer(
         self, request: inference_pb2.InferRequest, context: Context
     ) -> inference_pb2.InferResponse:
-        raise Unimplemented("this server has no tensor models yet; Generate and Complete work")
+        found = await self._rows.infer(
+            principal(), request, received=self._received(), timeout_s=context.time_remaining()
+        )
+        return infer_response(found)
 
     async def _read(
         self, session: MuxedSession, requests: AsyncIterator[inference_pb2.SessionRequest], context: Context

@@ -105,17 +105,22 @@ def error_headers(error: FairwayError) -> list[Header]:
     return headers
 
 
+def public_message(error: FairwayError) -> str:
+    """Return the text for the client: of a bug only its incident id."""
+    if not isinstance(error, InternalError) and status_of(error) != 500:
+        return error.message
+    incident = error.metadata.get("incident")
+    return "internal error" + (f"; quote incident {incident} to the operator" if incident else "")
+
+
 def error_body(error: FairwayError) -> bytes:
     """Return the JSON of an error. It omits a bug's own text and contains only its incident id."""
     status = status_of(error)
     field = error.metadata.get("field")
     param = _param(field) if field else None
-    message = error.message
+    message = public_message(error)
     if field and param and param != field:
         message = message.replace(field, param)
-    if isinstance(error, InternalError) or status == 500:
-        incident = error.metadata.get("incident")
-        message = "internal error" + (f"; quote incident {incident} to the operator" if incident else "")
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     if isinstance(error, BudgetExceeded):
         kind = "insufficient_quota"

@@ -224,15 +224,21 @@ class BodyReader:
 
 
 async def read_body(
-    headers: Headers, receive: Receive, limits: HttpLimits, hold: Callable[[int], None]
+    headers: Headers,
+    receive: Receive,
+    limits: HttpLimits,
+    hold: Callable[[int], None],
+    *,
+    is_binary: bool = False,
 ) -> bytes:
     """Return the body. Raises HttpProblem before it exceeds the limit, or after the timeout.
 
-    ``hold`` is called with the size so far; an error that it raises ends the reading. Raises
-    ClientDisconnected when the client disconnects in the middle.
+    ``is_binary``: bytes may follow its JSON. ``hold`` is called with the size so far; an error
+    that it raises ends the reading. Raises ClientDisconnected when the client disconnects in the middle.
     """
     content_type = headers.one(b"content-type")
-    if content_type is not None and not _JSON_TYPE.fullmatch(content_type.strip()):
+    as_bytes = is_binary and content_type == b"application/octet-stream"
+    if content_type is not None and not as_bytes and not _JSON_TYPE.fullmatch(content_type.strip()):
         raise HttpProblem(415, "the content type must be application/json", close=True)
     if headers.one(b"content-encoding") not in (None, b"identity"):
         raise HttpProblem(415, "a compressed body is not taken", close=True)
@@ -280,8 +286,15 @@ class Reply:
     """The answer of one exchange. Writes wait for the client: unread output is not produced."""
 
     def __init__(
-        self, scope: Scope, send: Send, headers: list[Header], *, write_timeout_s: float = WRITE_TIMEOUT_S
+        self,
+        scope: Scope,
+        send: Send,
+        headers: list[Header],
+        *,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+        error_body: Callable[[FairwayError], bytes] = error_body,
     ) -> None:
+        self._error_body = error_body
         self.started = False
         self.complete = False
         self.status = 0  # until the answer begins
@@ -296,12 +309,19 @@ class Reply:
         """Add a header to the answer, which has not begun."""
         self._headers = [*self._headers, (name, value)]
 
-    async def json(self, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
+    async def json(
+        self,
+        status: int,
+        body: bytes,
+        headers: Iterable[Header] = (),
+        *,
+        content_type: bytes = b"application/json",
+    ) -> None:
         """Send a whole answer."""
         await self._start(
             status,
             [
-                (b"content-type", b"application/json"),
+                (b"content-type", content_type),
                 (b"content-length", str(len(body)).encode()),
                 (b"cache-control", b"no-store"),
                 *headers,
@@ -317,10 +337,10 @@ class Reply:
         if self.complete:
             return
         if self.started:
-            await self.write(b"data: " + error_body(error) + b"\n\n", last=True)
+            await self.write(b"data: " + self._error_body(error) + b"\n\n", last=True)
         else:
             rates = rate_headers(error) if isinstance(error, OverQuota) else ()
-            await self.json(status_of(error), error_body(error), [*error_headers(error), *rates])
+            await self.json(status_of(error), self._error_body(error), [*error_headers(error), *rates])
 
     async def start_events(self) -> None:
         """Begin a stream of server-sent events."""

@@ -8,9 +8,10 @@ from services.core.errors import OverQuota
 from services.core.limits import RateState
 from services.gateway.events import Accepted
 from services.gateway.faces.openai.errors import Header
+from services.gateway.rows.run import RowsAnswer
 
 
-def rate_headers(outcome: Accepted | OverQuota) -> list[Header]:
+def rate_headers(outcome: Accepted | OverQuota | RowsAnswer) -> list[Header]:
     """Return limit, remaining and reset of each rate that was checked for the request."""
     return [*_headers(b"requests", outcome.request_rate), *_headers(b"tokens", outcome.token_rate)]
 

@@ -25,7 +25,7 @@ _MAX_STOPS: Final = 16
 _MAX_BIASES: Final = 1024  # as in the proto
 _TOKEN_ID: Final = re.compile(r"\d{1,10}")
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_PRIORITIES: Final = {
+PRIORITIES: Final = {
     "batch": common_pb2.PRIORITY_BATCH,
     "standard": common_pb2.PRIORITY_STANDARD,
     "interactive": common_pb2.PRIORITY_INTERACTIVE,
@@ -126,7 +126,7 @@ def _generation(body: Options, max_tokens: int | None) -> inference_pb2.Generati
         cache=bool(body.cache),
     )
     if body.priority is not None:
-        generation.priority = _PRIORITIES[body.priority]
+        generation.priority = PRIORITIES[body.priority]
     return generation
 
 

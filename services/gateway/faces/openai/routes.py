@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -28,6 +27,7 @@ from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.events import Event, Received
 from services.gateway.faces.openai.answers import whole_answer
+from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
 from services.gateway.faces.openai.event_ids import HEADER, AnswerPosition
 from services.gateway.faces.openai.event_stream import (
@@ -53,35 +53,16 @@ from services.gateway.faces.openai.exchange import (
 )
 from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.requests import ApiRequest, chat_request, completion_request
+from services.gateway.faces.openai.rows import RowsFace
+from services.gateway.faces.predict.routes import PredictFace
 from services.gateway.requests.streaming import Completion
+from services.gateway.rows.calls import RowsCalls
 from services.gateway.service import ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
 
 log = structlog.get_logger()
 _encode: Final = msgspec.json.Encoder().encode
-
-
-class Access(StrEnum):
-    PUBLIC = "public"
-    TENANT = "tenant"
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """One request inside a handler. ``principal`` is None on public routes."""
-
-    scope: Scope
-    receive: Receive
-    reply: Reply
-    headers: Headers
-    received: Received
-    principal: Principal | None
-
-    @property
-    def caller(self) -> Principal:
-        assert self.principal is not None, "a public route has no caller"
-        return self.principal
 
 
 class Generations(Protocol):
@@ -125,24 +106,13 @@ class IdSource(Protocol):
     def incident_id(self) -> str: ...
 
 
-Handler = Callable[[Exchange], Awaitable[None]]
 # Route, status of the answer (0 without an answer) and seconds.
 ObserveExchange = Callable[[str, int, float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A route, its access rule, and a description of its input, for docs/reference/http.md."""
-
-    method: str
-    path: str
-    access: Access
-    handler: Handler
-    accepts: str
-
-
 def build_app(
     service: Generations,
+    rows: RowsCalls,
     identity: Authenticator,
     clock: Clock,
     ids: IdSource,
@@ -161,10 +131,9 @@ def build_app(
     """
     if limits is None:
         limits = HttpLimits(max_body_bytes)
-    face = OpenAiFace(service, clock, limits, not_ready, event_secret)
-    endpoints = face.endpoints()
+    endpoints = endpoints_of(service, rows, clock, limits, not_ready, event_secret)
     problems = _Problems(ids)
-    guards = [_Guard(endpoint, identity, clock, ids, face.limits, observe) for endpoint in endpoints]
+    guards = [_Guard(endpoint, identity, clock, ids, limits, observe) for endpoint in endpoints]
     app = Starlette(
         routes=[
             Route(endpoint.path, guard, methods=[endpoint.method])
@@ -178,6 +147,23 @@ def build_app(
     return app
 
 
+def endpoints_of(
+    service: Generations,
+    rows: RowsCalls,
+    clock: Clock,
+    limits: HttpLimits,
+    not_ready: Callable[[], str],
+    event_secret: bytes,
+) -> tuple[Endpoint, ...]:
+    """Return every route of the server, of all its APIs. They share the bounds of bodies."""
+    bodies = BodyReader(limits.max_body_bytes)
+    return (
+        *OpenAiFace(service, clock, limits, bodies, not_ready, event_secret).endpoints(),
+        *RowsFace(rows, clock, limits, bodies).endpoints(),
+        *PredictFace(rows, limits, bodies, not_ready).endpoints(),
+    )
+
+
 class OpenAiFace:
     """The handlers of the routes."""
 
@@ -186,15 +172,16 @@ class OpenAiFace:
         service: Generations,
         clock: Clock,
         limits: HttpLimits,
+        bodies: BodyReader,
         not_ready: Callable[[], str],
         event_secret: bytes,
     ) -> None:
         self._event_secret = event_secret
-        self.limits = limits
+        self._limits = limits
         self._service = service
         self._clock = clock
         self._not_ready = not_ready
-        self._bodies = BodyReader(limits.max_body_bytes)
+        self._bodies = bodies
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         return (
@@ -249,7 +236,7 @@ class OpenAiFace:
         key, version = exchange.headers.idempotency_key(), exchange.headers.model_version()
         stage_clock = exchange.headers.wants_stage_clock()
         with self._bodies.account(exchange.caller.tenant_id) as hold:
-            body = await read_body(exchange.headers, exchange.receive, self.limits, hold)
+            body = await read_body(exchange.headers, exchange.receive, self._limits, hold)
             request = replace(await self._bodies.parse(parse, body), stage_clock=stage_clock)
             del body
         for generation in request.generations:
@@ -393,7 +380,13 @@ class _Guard:
         own: list[Header] = [(b"x-request-id", received.request_id.encode())]
         if client_id is not None:
             own.append((b"x-client-request-id", client_id))
-        reply = Reply(scope, send, own, write_timeout_s=self._limits.write_timeout_s)
+        reply = Reply(
+            scope,
+            send,
+            own,
+            write_timeout_s=self._limits.write_timeout_s,
+            error_body=self._endpoint.error_body,
+        )
         with bound_contextvars(
             method=f"{self._endpoint.method} {self._endpoint.path}",
             request_id=received.request_id,

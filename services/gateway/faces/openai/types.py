@@ -115,6 +115,7 @@ class CompletionBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=T
 
 # The neutral values, besides absence and null.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "add_special_tokens": (True,),
     "annotations": ([],),
     "best_of": (1,),
     "echo": (False,),
@@ -148,7 +149,7 @@ _SMALL_BYTES: Final = 8 * 1024
 _CHEAP_BYTES: Final = 64 * 1024
 _CHEAP_MARKS: Final = 4096
 
-Body = TypeVar("Body", ChatBody, CompletionBody)
+Body = TypeVar("Body", bound=Struct)
 
 
 def is_cheap(data: bytes) -> bool:

@@ -51,7 +51,7 @@ def load_model(model_dir: Path, *, device: str = "cpu", dtype: str = "float32") 
 
         model = _model_of(config, tensor, where)
     model.facts = replace(model.facts, dtype=dtype, weight_bytes=loaded_bytes)
-    outputs = model.run(Padded([_row(model.facts.inputs)], WARM_UP_EXTENT))
+    outputs = model.run(Padded([row_of_zeros(model.facts.inputs)], WARM_UP_EXTENT))
     if not all(np.isfinite(values).all() for values in outputs[0].values()):
         raise BadCheckpoint("the outputs are not finite in the warm-up: the weights are at fault")
     return model
@@ -82,11 +82,11 @@ def _model_of(config: FixedCostConfig, tensor: TensorSource, device: torch.devic
             return MlpModel(config, tensor, device=device)
 
 
-def _row(specs: Sequence[TensorSpec]) -> Row:
-    """Return a row of zeros; a length of 1, so that it fits any model."""
+def row_of_zeros(specs: Sequence[TensorSpec], length: int = 1) -> Row:
+    """Return a row of zeros; a length of 1 fits any model."""
     row = {}
     for spec in specs:
-        free = 1 if spec.has_length else WARM_UP_EXTENT
+        free = length if spec.has_length else WARM_UP_EXTENT
         shape = [free if extent == ANY else extent for extent in spec.shape]
         row[spec.name] = np.zeros(shape, DTYPES[spec.datatype])
     return row

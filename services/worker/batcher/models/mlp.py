@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fairway.formats.fixed_cost.mlp_config import MlpConfig
-from services.core.fixed_cost.tensors import Operation, TensorSpec
+from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear
 from services.worker.batcher.models.model import ModelFacts, Outputs
 from services.worker.batcher.models.rows import Batch, Row, row_problem
@@ -33,12 +33,8 @@ class MlpModel:
             (linear(tensor, f"layers.{index}"), ACTIVATIONS[layer.activation])
             for index, layer in enumerate(config.layers)
         )
-        self.facts = ModelFacts(
-            Operation.INFER,
-            (TensorSpec("input", "FP32", (config.input_size,)),),
-            (TensorSpec("output", "FP32", (config.layers[-1].size,)),),
-            "float32",
-        )
+        signature = signature_of(config)
+        self.facts = ModelFacts(signature.operation, signature.inputs, signature.outputs, "float32")
 
     def problem(self, row: Row) -> str:
         """See ``FixedCostModel``."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fairway.formats.fixed_cost.image_config import ResNetConfig
-from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
+from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import TensorSource, linear
 from services.worker.batcher.models.model import ModelFacts, Outputs
 from services.worker.batcher.models.rows import Batch, Row, row_problem
@@ -95,12 +95,8 @@ class ResNetModel:
         self._stem = _Convolution(stem_of(config), tensor)
         self._blocks = tuple(_Block(block, tensor) for block in blocks_of(config))
         self._classify = linear(tensor, "classifier.1")
-        self.facts = ModelFacts(
-            Operation.CLASSIFY,
-            (TensorSpec("pixel_values", "FP32", (config.channels, ANY, ANY)),),
-            (TensorSpec("logits", "FP32", (config.labels,)),),
-            "float32",
-        )
+        signature = signature_of(config)
+        self.facts = ModelFacts(signature.operation, signature.inputs, signature.outputs, "float32")
 
     def problem(self, row: Row) -> str:
         """See ``FixedCostModel``."""

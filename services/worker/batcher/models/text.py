@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
-from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
+from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear
 from services.worker.batcher.models.encoder import Encoder
 from services.worker.batcher.models.encoder_tensors import sequence_head
@@ -65,19 +65,15 @@ class TokenModel:
 
 def facts_of(config: EncoderConfig) -> ModelFacts:
     """Return the facts without the dtype and the bytes of a loaded model."""
-    inputs = [TensorSpec("input_ids", "INT64", (ANY,), has_length=True)]
-    if config.type_rows:
-        inputs.append(TensorSpec("token_type_ids", "INT64", (ANY,), has_length=True, optional=True))
-    match config.head:
-        case "embedding":
-            operation, output = Operation.EMBED, TensorSpec("embedding", "FP32", (config.hidden_size,))
-        case "tokens":
-            operation = Operation.TOKENS
-            output = TensorSpec("logits", "FP32", (ANY, config.labels), has_length=True)
-        case _:
-            operation = Operation.SCORE if config.labels == 1 else Operation.CLASSIFY
-            output = TensorSpec("logits", "FP32", (config.labels,))
-    return ModelFacts(operation, tuple(inputs), (output,), "float32", config.max_tokens, accepts_packed=True)
+    signature = signature_of(config)
+    return ModelFacts(
+        signature.operation,
+        signature.inputs,
+        signature.outputs,
+        "float32",
+        signature.max_tokens,
+        accepts_packed=True,
+    )
 
 
 def head_of(config: EncoderConfig, tensor: TensorSource) -> TextHead:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fairway.formats.fixed_cost.image_config import VitConfig
-from services.core.fixed_cost.tensors import Operation, TensorSpec
+from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear, norm, whole_attention
 from services.worker.batcher.models.model import ModelFacts, Outputs
 from services.worker.batcher.models.rows import Batch, Row, row_problem
@@ -58,12 +58,8 @@ class VitModel:
         self._layers = tuple(_VitLayer(config, tensor, index) for index in range(config.layers))
         self._norm = norm(tensor, "vit.layernorm", config.norm_eps)
         self._classify = linear(tensor, "classifier")
-        self.facts = ModelFacts(
-            Operation.CLASSIFY,
-            (TensorSpec("pixel_values", "FP32", (config.channels, *config.image_size)),),
-            (TensorSpec("logits", "FP32", (config.labels,)),),
-            "float32",
-        )
+        signature = signature_of(config)
+        self.facts = ModelFacts(signature.operation, signature.inputs, signature.outputs, "float32")
 
     def problem(self, row: Row) -> str:
         """See ``FixedCostModel``."""

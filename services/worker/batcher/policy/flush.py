@@ -17,6 +17,7 @@ from services.worker.batcher.policy.linger import (
 )
 
 MOST_ROWS: Final = 100
+MOST_PADDED_TOKENS: Final = 16_384
 
 
 class FlushCause(StrEnum):

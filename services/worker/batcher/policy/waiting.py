@@ -68,6 +68,12 @@ class WaitingRows:
     def __len__(self) -> int:
         return len(self._places)
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._places
+
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(self._places)
+
     def add(
         self,
         row: WaitingRow,

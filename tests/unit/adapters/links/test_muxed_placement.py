@@ -12,6 +12,7 @@ import structlog
 
 from services.adapters.links.muxed_placement import MuxedPlacement, PlacementLink, PlacementSettings
 from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout, ShareExceeded
+from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import Granted, PlacementFrame, PlacementRefused, PoolMember
 from services.core.generation import FallbackGrant, Grant, NotAdmittedReason, PlaceSpec
 from services.runtime.clock import SystemClock
@@ -40,6 +41,9 @@ class ScriptedLink:
         self.send_error: FairwayError | None = None
         self.closed = False
         self._frames: asyncio.Queue[PlacementFrame | FairwayError] = asyncio.Queue()
+
+    async def send_slots(self, demands: Sequence[SlotDemand], returned: Sequence[SlotReturn]) -> None:
+        raise AssertionError("no demand")
 
     async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:
         if self.send_error is not None:

@@ -56,6 +56,14 @@ def test_a_new_leader_hears_no_grants_of_the_old_one_but_all_tokens() -> None:
     assert report.tenants == (TenantTokens("a", "d", 1, 2),)
 
 
+def test_rows_and_their_device_time_add_up_like_tokens() -> None:
+    keeper = DeltaKeeper()
+    use = TenantTokens("a", "d", 0, 0, Priority.BATCH, 0, 3, 1500)
+    keeper.keep(replace(snapshot(), tenants=(use,)))
+    _, report = keeper.next_report(replace(snapshot(), tenants=(replace(use, rows=2, device_us=500),)))
+    assert report.tenants == (replace(use, rows=5, device_us=2000),)
+
+
 def test_a_snapshot_that_is_not_sent_is_kept() -> None:
     keeper = DeltaKeeper()
     keeper.keep(snapshot(1, (1,), ("a", 1, 1)))

@@ -15,7 +15,7 @@ from services.adapters.links.prefix_backlog import PrefixBacklog
 from services.adapters.links.report_deltas import DeltaKeeper
 from services.adapters.links.reporter import Reporter, ReporterSettings
 from services.core.errors import FairwayError, NoLeader
-from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter
+from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter, TenantSlots
 from services.core.records import Priority
 from services.ports.streams.report_stream import ReportAnswer
 from services.runtime.clock import SystemClock
@@ -79,6 +79,7 @@ class Worker:
     def __init__(self) -> None:
         self.happened: list[str] = []
         self.counters: list[TenantCounter] = []
+        self.slots: list[TenantSlots] = []
         self.seen: list[int] = []
         self.prefixes: list[int] = []
         self.incarnation = 100
@@ -107,6 +108,7 @@ async def reporting(
         worker.snapshot,
         on_leader=worker.on_leader,
         on_counters=worker.counters.extend,
+        on_tenant_slots=worker.slots.extend,
         settings=ReporterSettings(
             gap_s=0.001, tight_gap_s=0.001, beat_s=0.02, max_unanswered=4, answer_s=answer_s
         ),
@@ -141,9 +143,10 @@ async def test_a_leader_is_heard_before_the_first_snapshot_which_is_whole(leader
         await until(lambda: leader.streams and len(leader.streams[0].reports) > 1)
         assert worker.happened[:3] == ["epoch 3", "whole", "changes"]
         assert reporter.last_epoch == 3
-        leader.streams[0].answer(ReportAnswer(3, 1, (COUNTER,)))
+        slots = TenantSlots("d", "t1", 7)
+        leader.streams[0].answer(ReportAnswer(3, 1, (COUNTER,), (slots,)))
         await until(lambda: worker.counters)
-        assert worker.counters == [COUNTER]
+        assert (worker.counters, worker.slots) == ([COUNTER], [slots])
     assert leader.streams[0].closed
 
 

@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from services.controlplane.objectives.codec import book_from_bytes, book_to_message
-from services.controlplane.objectives.policy.book import SliBook
+from services.controlplane.objectives.policy.book import SERIES_S, SliBook
 from services.controlplane.objectives.store import SliStore, SnapshotTaken
-from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport, SliSums
+from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport
 from services.core.errors import NoLeader, StoreUnavailable
 from services.core.generation import Usage
 from services.core.records import BurnAlert, LatencyTarget, Meta, Objective, Priority, Sli
@@ -79,7 +79,7 @@ def finish(recorder: SliRecorder, ttft_s: float = 0.2, reason: str = "FINISHED")
 
 def counted(plane: Plane) -> tuple[int, int, float, int]:
     """Return the requests of the series, of the step and of the budget, and the device time."""
-    sums = plane.store.series().get(KEY, SliSums())
+    sums = plane.store.sums_of(KEY, SERIES_S)
     arm = plane.store.arms_of(WINDOW).get("sha256:1", ArmWindow())
     events = plane.store.events_of("chat", Priority.STANDARD, Sli.AVAILABILITY, 3600.0)
     return sums.requests, arm.requests, round(sums.device_s, 3), events.events
@@ -216,4 +216,4 @@ def test_a_snapshot_keeps_everything() -> None:
     assert loaded.number == 4
     assert book_to_message(loaded, 4).SerializeToString(deterministic=True) == data
     assert loaded.apply("g", 1, 1, [report], objectives, now_s=UNIX_S) == 1
-    assert loaded.series()[KEY].requests == 1, "the same report does not count again"
+    assert loaded.sums_of(KEY, SERIES_S, UNIX_S).requests == 1, "the same report does not count again"

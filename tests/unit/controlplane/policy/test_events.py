@@ -22,6 +22,7 @@ from services.core.records import (
     DEPLOYMENTS,
     KEYS,
     NODES,
+    QUARANTINE,
     TENANTS,
     WORKERS,
     ApiKey,
@@ -42,11 +43,13 @@ from services.core.records import (
     tag_key,
     version_key,
 )
+from services.ports.poison.quarantine import Quarantined
 
 OLD, NEW = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 TENANT = Tenant(Meta("acme"))
 KEY = ApiKey(Meta("k"), KeyRole.TENANT, "h1", tenant="acme")
 DEPLOYMENT = Deployment(Meta("d"), "m", "prod", OLD, 2)
+POISON = Quarantined(OLD, "f", "d", 2, 0.0)
 LOADING = LoadedVersion("d", "m", OLD, VersionState.LOADING)
 FAILED = replace(
     LOADING, state=VersionState.FAILED, reason="DOES_NOT_FIT", message="too big", failed_attempts=1
@@ -71,6 +74,9 @@ def reasons(key: str, before: Observed | None, after: Observed | None) -> list[s
         (TENANTS + "acme", TENANT, replace(TENANT, disabled=True), ["TENANT_DISABLED"]),
         (TENANTS + "acme", TENANT, replace(TENANT, max_concurrency=3), ["TENANT_UPDATED"]),
         (TENANTS + "acme", TENANT, None, ["TENANT_DELETED"]),
+        (QUARANTINE + "v/f", None, POISON, ["INPUT_QUARANTINED"]),
+        (QUARANTINE + "v/f", POISON, replace(POISON, deaths=3), []),
+        (QUARANTINE + "v/f", POISON, None, ["INPUT_RELEASED"]),
         (KEYS + "k", None, KEY, ["KEY_CREATED"]),
         (KEYS + "k", KEY, replace(KEY, secret_hash="h2"), ["KEY_ROTATED"]),
         (KEYS + "k", KEY, replace(KEY, models=("m",)), ["KEY_UPDATED"]),

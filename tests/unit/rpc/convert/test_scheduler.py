@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fairway.v1 import scheduler_pb2
 from services.core.errors import InvalidInput, QueueFull, QueueTimeout
+from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.fleet import (
     Granted,
     PlacementFrame,
@@ -173,7 +174,7 @@ def test_a_version_listed_twice_is_no_report() -> None:
 
 def test_what_a_gateway_is_told_of_pools_survives() -> None:
     pressures = (PoolPressure("sha256:a", 0.25, 1.5),)
-    members = (PoolMember("w1", "h:1", 7, "sha256:a", 640, 1280, 16, 3, 2048),)
+    members = (PoolMember("w1", "h:1", 7, "sha256:a", 640, 1280, 16, 3, 2048, row_slots=9),)
     message = convert.frame_to_proto(PlacementFrame(5, pressures=pressures, members=members))
     message.leadership.epoch = 5
     assert convert.frame_from_proto(message, 5) == PlacementFrame(5, pressures=pressures, members=members)
@@ -182,3 +183,25 @@ def test_what_a_gateway_is_told_of_pools_survives() -> None:
 def test_a_message_that_is_no_heartbeat_says_nothing_of_pressure_and_workers() -> None:
     frame = convert.frame_from_proto(convert.frame_to_proto(PlacementFrame(5)), 5)
     assert (frame.pressures, frame.members) == (None, None)
+
+
+demands = st.builds(SlotDemand, NAME, NAME, U32, st.floats(0.001, 1e6), PRIORITY)
+returns = st.builds(SlotReturn, NAME, NAME, NAME, U64)
+leases = st.builds(SlotLease, NAME, NAME, U64, U64, NAME, NAME, U32, TTL, U64)
+
+
+@given(st.lists(demands, max_size=3), st.lists(returns, max_size=3))
+def test_demands_and_returns_survive_and_are_within_bounds(
+    wanted: list[SlotDemand], returned: list[SlotReturn]
+) -> None:
+    message = convert.slots_to_proto(wanted, returned)
+    check(message)
+    wire = scheduler_pb2.ConnectRequest.FromString(message.SerializeToString())
+    assert convert.slots_from_proto(wire) == (wanted, returned)
+
+
+@given(st.lists(leases, max_size=3).map(tuple))
+def test_leases_survive(found: tuple[SlotLease, ...]) -> None:
+    message = convert.frame_to_proto(PlacementFrame(5, leases=found))
+    wire = scheduler_pb2.ConnectResponse.FromString(message.SerializeToString())
+    assert convert.frame_from_proto(wire, 5) == PlacementFrame(5, leases=found)

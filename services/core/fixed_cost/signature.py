@@ -1,0 +1,75 @@
+"""The signature of a fixed-cost model: what it computes, and the tensors of a row, as its files declare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fairway.formats.fixed_cost.config import FixedCostConfig
+from fairway.formats.fixed_cost.encoder_config import EncoderConfig
+from fairway.formats.fixed_cost.image_config import VitConfig
+from fairway.formats.fixed_cost.mlp_config import MlpConfig
+from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Whoever sends a row may rely on it; a worker checks each row against it."""
+
+    operation: Operation
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_tokens: int = 0  # of a row; 0: rows have no tokens
+    vocab_size: int = 0
+    # Of an embedding: whether it has length 1, and the sizes that it may be cut to.
+    normalized: bool = False
+    may_be_cut: bool = False
+    dimensions: tuple[int, ...] = ()  # the only sizes of a cut; empty: any
+
+    @property
+    def has_types(self) -> bool:
+        """Whether a row may tell the tokens of its two texts apart."""
+        return any(spec.name == "token_type_ids" for spec in self.inputs)
+
+
+def signature_of(config: FixedCostConfig) -> Signature:
+    """Return the signature of the model that a configuration describes."""
+    match config:
+        case EncoderConfig():
+            return _of_encoder(config)
+        case MlpConfig():
+            return Signature(
+                Operation.INFER,
+                (TensorSpec("input", "FP32", (config.input_size,)),),
+                (TensorSpec("output", "FP32", (config.layers[-1].size,)),),
+            )
+    size = config.image_size if isinstance(config, VitConfig) else (ANY, ANY)
+    return Signature(
+        Operation.CLASSIFY,
+        (TensorSpec("pixel_values", "FP32", (config.channels, *size)),),
+        (TensorSpec("logits", "FP32", (config.labels,)),),
+    )
+
+
+def _of_encoder(config: EncoderConfig) -> Signature:
+    inputs = [TensorSpec("input_ids", "INT64", (ANY,), has_length=True)]
+    if config.type_rows:
+        inputs.append(TensorSpec("token_type_ids", "INT64", (ANY,), has_length=True, optional=True))
+    match config.head:
+        case "embedding":
+            operation, output = Operation.EMBED, TensorSpec("embedding", "FP32", (config.hidden_size,))
+        case "tokens":
+            operation = Operation.TOKENS
+            output = TensorSpec("logits", "FP32", (ANY, config.labels), has_length=True)
+        case _:
+            operation = Operation.SCORE if config.labels == 1 else Operation.CLASSIFY
+            output = TensorSpec("logits", "FP32", (config.labels,))
+    return Signature(
+        operation,
+        tuple(inputs),
+        (output,),
+        max_tokens=config.max_tokens,
+        vocab_size=config.vocab_size,
+        normalized=config.normalize,
+        may_be_cut=config.is_matryoshka,
+        dimensions=config.matryoshka_dimensions,
+    )

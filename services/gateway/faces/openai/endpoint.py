@@ -1,0 +1,51 @@
+"""One HTTP route, its access rule, and a request on it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.core.errors import FairwayError
+from services.core.generation import Principal
+from services.gateway.events import Received
+from services.gateway.faces.openai.errors import error_body
+from services.gateway.faces.openai.exchange import Headers, Receive, Reply, Scope
+
+
+class Access(StrEnum):
+    PUBLIC = "public"
+    TENANT = "tenant"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request inside a handler. ``principal`` is None on public routes."""
+
+    scope: Scope
+    receive: Receive
+    reply: Reply
+    headers: Headers
+    received: Received
+    principal: Principal | None
+
+    @property
+    def caller(self) -> Principal:
+        assert self.principal is not None, "a public route has no caller"
+        return self.principal
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A route, its access rule, and a description of its input, for docs/reference/http.md."""
+
+    method: str
+    path: str
+    access: Access
+    handler: Handler
+    accepts: str
+    # The shape of its errors.
+    error_body: Callable[[FairwayError], bytes] = error_body

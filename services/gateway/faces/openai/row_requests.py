@@ -1,0 +1,164 @@
+"""Converts the embedding, rerank and score dialects to requests of fairway.v1, which one validator checks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Raw, Struct
+
+from fairway.v1 import inference_pb2
+from services.core.errors import InvalidInput
+from services.gateway.faces.openai.requests import PRIORITIES
+from services.gateway.faces.openai.types import Short, UInt32, parse_body
+from services.gateway.rows.inputs import MAX_ROWS
+from services.gateway.service_types import RowsMessage
+
+_MAX_CUT = 1_048_576
+Cut = Annotated[int, Meta(ge=-1, le=_MAX_CUT)]
+Texts = str | list[str]
+
+
+class RowOptions(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The fields of every dialect. ``truncate_prompt_tokens`` has vLLM's name: -1 is the model's most."""
+
+    model: str
+    user: Short | None = None
+    priority: Literal["batch", "standard", "interactive"] | None = None
+    truncate_prompt_tokens: Cut | None = None
+
+    add_special_tokens: Raw = Raw()
+
+
+class EmbeddingsBody(RowOptions, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    input: str | list[str | int | list[UInt32]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: UInt32 | None = None
+
+
+class RerankText(Struct, forbid_unknown_fields=True, frozen=True):
+    text: str
+
+
+class RerankBody(RowOptions, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    query: str
+    documents: list[str | RerankText]
+    top_n: UInt32 | None = None
+    return_documents: bool | None = None
+
+    rank_fields: Raw = Raw()
+    max_chunks_per_doc: Raw = Raw()
+    max_tokens_per_doc: Raw = Raw()
+
+
+class ScoreBody(RowOptions, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The two texts of each pair, by any of the names that vLLM's releases take."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+
+
+class EmbeddingsCall(Struct, frozen=True):
+    """One /v1/embeddings request. ``base64``: how the client reads a vector."""
+
+    message: inference_pb2.EmbedRequest
+    base64: bool
+
+
+class RerankCall(Struct, frozen=True):
+    """One rerank request. ``with_documents``: whether the answer repeats them."""
+
+    message: inference_pb2.RerankRequest
+    with_documents: bool
+
+
+def embeddings_request(data: bytes) -> EmbeddingsCall:
+    """Return the request of a /v1/embeddings body. Raises InvalidInput, UnsupportedFeature."""
+    body = parse_body(data, EmbeddingsBody)
+    message = inference_pb2.EmbedRequest(dimensions=_dimensions(body.dimensions))
+    _set_options(message, body)
+    _set_cut(message, body)
+    inputs = [body.input] if isinstance(body.input, str) else body.input
+    if not inputs:
+        raise InvalidInput("input is empty", field="input")
+    kind = type(inputs[0])
+    if any(type(entry) is not kind for entry in inputs):
+        raise InvalidInput("input mixes texts and token ids", field="input")
+    if kind is int:
+        rows = [[entry for entry in inputs if isinstance(entry, int)]]
+    else:
+        _check_count(len(inputs), "input")
+        rows = [entry for entry in inputs if isinstance(entry, list)]
+        message.inputs.extend(entry for entry in inputs if isinstance(entry, str))
+    for row in rows:
+        if row and (min(row) < 0 or max(row) > 0xFFFF_FFFF):
+            raise InvalidInput("input holds a number that is no token id", field="input")
+        message.token_ids.add(ids=row)
+    return EmbeddingsCall(message, body.encoding_format == "base64")
+
+
+def rerank_request(data: bytes) -> RerankCall:
+    """Return the request of a rerank body. Raises InvalidInput, UnsupportedFeature."""
+    body = parse_body(data, RerankBody)
+    _check_count(len(body.documents), "documents")
+    message = inference_pb2.RerankRequest(query=body.query, top_n=body.top_n or 0)
+    message.documents.extend(entry if isinstance(entry, str) else entry.text for entry in body.documents)
+    _set_options(message, body)
+    _set_cut(message, body)
+    return RerankCall(message, body.return_documents is not False)
+
+
+def score_request(data: bytes) -> inference_pb2.ScoreRequest:
+    """Return the request of a score body. Raises InvalidInput, UnsupportedFeature."""
+    body = parse_body(data, ScoreBody)
+    named = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"))
+    present = [names for names in named if any(getattr(body, name) is not None for name in names)]
+    if len(present) != 1:
+        raise InvalidInput("send text_1 and text_2, or queries and documents", field="text_1")
+    message = inference_pb2.ScoreRequest()
+    for name, field in zip(present[0], (message.firsts, message.seconds), strict=True):
+        texts: Texts | None = getattr(body, name)
+        if texts is None:
+            raise InvalidInput(f"{name} is required", field=name)
+        _check_count(1 if isinstance(texts, str) else len(texts), name)
+        field.extend([texts] if isinstance(texts, str) else texts)
+    _set_options(message, body)
+    _set_cut(message, body)
+    return message
+
+
+def _set_options(message: RowsMessage, body: RowOptions) -> None:
+    message.model = body.model
+    message.session_key = message.user = body.user or ""
+    if body.priority is not None:
+        message.priority = PRIORITIES[body.priority]
+
+
+def _set_cut(
+    message: inference_pb2.EmbedRequest | inference_pb2.RerankRequest | inference_pb2.ScoreRequest,
+    body: RowOptions,
+) -> None:
+    cut = body.truncate_prompt_tokens
+    if cut == 0:
+        raise InvalidInput(
+            "truncate_prompt_tokens must be at least 1, or -1 for the most that the model takes",
+            field="truncate_prompt_tokens",
+        )
+    if cut is not None:
+        message.truncate_tokens = max(0, cut)
+
+
+def _dimensions(asked: int | None) -> int:
+    if asked == 0:
+        raise InvalidInput("dimensions must be at least 1", field="dimensions")
+    return asked or 0
+
+
+def _check_count(count: int, field: str) -> None:
+    """Checked before a message of that size is made."""
+    if not 1 <= count <= MAX_ROWS:
+        problem = f"has {count} elements; at most {MAX_ROWS} are taken" if count else "is empty"
+        raise InvalidInput(f"{field} {problem}", field=field)

@@ -1,0 +1,131 @@
+"""The HTTP routes of embedding and reranking models: OpenAI's, and those of vLLM, Jina and Cohere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+from services.core.errors import FairwayError
+from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
+from services.gateway.faces.openai.rate_headers import rate_headers
+from services.gateway.faces.openai.row_answers import embeddings_answer, rerank_answer, score_answer
+from services.gateway.faces.openai.row_requests import (
+    EmbeddingsCall,
+    RerankCall,
+    embeddings_request,
+    rerank_request,
+    score_request,
+)
+from services.gateway.rows.calls import RowsCalls
+from services.gateway.rows.service import Embeddings, Scores
+from services.gateway.service_types import RowsMessage
+from services.ports.clock import Clock
+
+T = TypeVar("T")
+# Fields of fairway.v1 with another name in these dialects.
+_NAMES: Final = (
+    ("inputs", "input"),
+    ("token_ids", "input"),
+    ("truncate_tokens", "truncate_prompt_tokens"),
+    ("firsts", "text_1"),
+    ("seconds", "text_2"),
+)
+
+
+class RowsFace:
+    """The handlers of the routes."""
+
+    def __init__(self, service: RowsCalls, clock: Clock, limits: HttpLimits, bodies: BodyReader) -> None:
+        self._service = service
+        self._clock = clock
+        self._limits = limits
+        self._bodies = bodies
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        embeddings = Endpoint(
+            "POST", "/v1/embeddings", Access.TENANT, self.embeddings, "texts or token ids to embed"
+        )
+        rerank = [
+            Endpoint("POST", path, Access.TENANT, self.rerank, "a query and documents to order")
+            for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+        ]
+        score = [
+            Endpoint("POST", path, Access.TENANT, self.score, "pairs of texts to score")
+            for path in ("/v1/score", "/score")
+        ]
+        return (embeddings, *rerank, *score)
+
+    async def embeddings(self, exchange: Exchange) -> None:
+        request: EmbeddingsCall = await self._read(exchange, embeddings_request)
+        call = self._service.embed(
+            exchange.caller,
+            _with_headers(request.message, exchange),
+            received=exchange.received,
+            timeout_s=exchange.headers.timeout_s(),
+        )
+        found = await self._answered(exchange, call)
+        await self._reply(exchange, found, embeddings_answer(request, found))
+
+    async def rerank(self, exchange: Exchange) -> None:
+        request: RerankCall = await self._read(exchange, rerank_request)
+        call = self._service.rerank(
+            exchange.caller,
+            _with_headers(request.message, exchange),
+            received=exchange.received,
+            timeout_s=exchange.headers.timeout_s(),
+        )
+        found = await self._answered(exchange, call)
+        await self._reply(exchange, found, rerank_answer(request, found))
+
+    async def score(self, exchange: Exchange) -> None:
+        request = await self._read(exchange, score_request)
+        call = self._service.score(
+            exchange.caller,
+            _with_headers(request, exchange),
+            received=exchange.received,
+            timeout_s=exchange.headers.timeout_s(),
+        )
+        found = await self._answered(exchange, call)
+        await self._reply(exchange, found, score_answer(found, int(self._clock.unix_s())))
+
+    async def _read(self, exchange: Exchange, parse: Callable[[bytes], T]) -> T:
+        with self._bodies.account(exchange.caller.tenant_id) as hold:
+            body = await read_body(exchange.headers, exchange.receive, self._limits, hold)
+            return await self._bodies.parse(parse, body)
+
+    async def _answered(self, exchange: Exchange, call: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await unless_disconnected(exchange.receive, exchange.reply, call)
+        except FairwayError as error:
+            raise _renamed(error) from None
+
+    async def _reply(self, exchange: Exchange, found: Embeddings | Scores, body: bytes) -> None:
+        for header in rate_headers(found.answer):
+            exchange.reply.add_header(*header)
+        await exchange.reply.json(200, body)
+
+
+M = TypeVar("M", bound=RowsMessage)
+
+
+def _with_headers(message: M, exchange: Exchange) -> M:
+    """Return the request with what its headers state. Raises InvalidInput."""
+    headers = exchange.headers
+    message.idempotency_key, message.version = headers.idempotency_key(), headers.model_version()
+    if (session_key := headers.session_key()) is not None:
+        message.session_key = session_key
+    return message
+
+
+def _renamed(error: FairwayError) -> FairwayError:
+    """Return the error with the field's name in these dialects."""
+    field = error.metadata.get("field", "")
+    for ours, theirs in _NAMES:
+        if field.startswith(ours):
+            named = theirs + field[len(ours) :]
+            error.metadata["field"] = named
+            error.message = error.message.replace(field, named)
+            error.args = (error.message,)
+            break
+    return error

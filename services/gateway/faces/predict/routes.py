@@ -1,0 +1,116 @@
+"""The HTTP routes of the public inference protocol v2."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from fairway.v1 import inference_pb2
+from services.core.errors import FairwayError, InvalidInput
+from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange, Handler
+from services.gateway.faces.openai.errors import public_message
+from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
+from services.gateway.faces.openai.rate_headers import rate_headers
+from services.gateway.faces.predict.http_codec import InferCall, infer_answer, infer_call
+from services.gateway.faces.predict.metadata import EXTENSIONS, NAME, VERSION, metadata_of, require_ready
+from services.gateway.rows.calls import RowsCalls
+
+_encode: Final = msgspec.json.Encoder().encode
+_HEAD_LENGTH: Final = b"inference-header-content-length"
+_NUMBER: Final = re.compile(rb"\d{1,9}")
+_MODEL: Final = "/v2/models/{model:path}"
+
+
+def predict_error(error: FairwayError) -> bytes:
+    """Return the JSON of an error as the protocol has it."""
+    return _encode({"error": public_message(error)})
+
+
+class PredictFace:
+    """The handlers of the routes."""
+
+    def __init__(
+        self, service: RowsCalls, limits: HttpLimits, bodies: BodyReader, not_ready: Callable[[], str]
+    ) -> None:
+        self._service = service
+        self._limits = limits
+        self._bodies = bodies
+        self._not_ready = not_ready
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """The longer paths come first: a model's name may contain a slash."""
+        tenant, public = Access.TENANT, Access.PUBLIC
+        routes: list[tuple[str, str, Access, Handler, str]] = [
+            ("GET", "/v2/health/live", public, self.live, "no body; 200 while the process runs"),
+            ("GET", "/v2/health/ready", public, self.ready, "no body; 200, or 503 with the reason"),
+        ]
+        for path in (_MODEL + "/versions/{version}", _MODEL):
+            routes += [
+                ("POST", path + "/infer", tenant, self.infer, "an inference request of the protocol v2"),
+                ("GET", path + "/ready", tenant, self.model_ready, "no body; 200 while a replica serves it"),
+                ("GET", path, tenant, self.model, "no body; the tensors of a fixed-cost model"),
+            ]
+        routes.append(("GET", "/v2", tenant, self.server, "no body; what the server supports"))
+        return tuple(Endpoint(*route, error_body=predict_error) for route in routes)
+
+    async def live(self, exchange: Exchange) -> None:
+        await exchange.reply.json(200, b'{"live":true}')
+
+    async def ready(self, exchange: Exchange) -> None:
+        reason = self._not_ready()
+        await exchange.reply.json(503 if reason else 200, _encode({"ready": not reason}))
+
+    async def server(self, exchange: Exchange) -> None:
+        await exchange.reply.json(200, _encode({"name": NAME, "version": VERSION, "extensions": EXTENSIONS}))
+
+    async def model(self, exchange: Exchange) -> None:
+        route, signature = await self._service.describe(exchange.caller, _named(exchange))
+        found = metadata_of(route, signature)
+        await exchange.reply.json(200, _encode(found))
+
+    async def model_ready(self, exchange: Exchange) -> None:
+        route, _ = await self._service.describe(exchange.caller, _named(exchange))
+        require_ready(route)
+        await exchange.reply.json(200, b'{"ready":true}')
+
+    async def infer(self, exchange: Exchange) -> None:
+        call = await self._read(exchange)
+        message, named = call.message, _named(exchange)
+        message.model, message.version = named.model, named.version
+        message.idempotency_key = exchange.headers.idempotency_key()
+        message.session_key = exchange.headers.session_key() or ""
+        work = self._service.infer(
+            exchange.caller, message, received=exchange.received, timeout_s=exchange.headers.timeout_s()
+        )
+        found = await unless_disconnected(exchange.receive, exchange.reply, work)
+        body, head_bytes = infer_answer(call, found)
+        for header in rate_headers(found.answer):
+            exchange.reply.add_header(*header)
+        if head_bytes is None:
+            await exchange.reply.json(200, body)
+            return
+        exchange.reply.add_header(_HEAD_LENGTH, str(head_bytes).encode())
+        await exchange.reply.json(200, body, content_type=b"application/octet-stream")
+
+    async def _read(self, exchange: Exchange) -> InferCall:
+        length = exchange.headers.one(_HEAD_LENGTH)
+        if length is not None and not _NUMBER.fullmatch(length):
+            raise InvalidInput("inference-header-content-length must be a number of bytes")
+        head_bytes = None if length is None else int(length)
+        with self._bodies.account(exchange.caller.tenant_id) as hold:
+            body = await read_body(exchange.headers, exchange.receive, self._limits, hold, is_binary=True)
+
+            def parse(data: bytes) -> InferCall:
+                return infer_call(data, head_bytes)
+
+            return await self._bodies.parse(parse, body)
+
+
+def _named(exchange: Exchange) -> inference_pb2.InferRequest:
+    """Return a request for the model and version of the path, or the version of the header."""
+    names: dict[str, Any] = exchange.scope["path_params"]
+    version = names.get("version") or exchange.headers.model_version()
+    return inference_pb2.InferRequest(model=names["model"], version=version)

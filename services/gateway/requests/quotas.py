@@ -1,0 +1,128 @@
+"""The quotas of a request while it is admitted: what it takes of the limiter, and gives back if it fails.
+
+A slot that the store granted is always released, also when the caller is cancelled before the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Final
+
+import structlog
+
+from services.core.errors import FairwayError, InvalidInput, OverQuota, UsageUnrecorded
+from services.core.generation import Principal, Usage
+from services.core.limits import Claim, Limit, Price
+from services.gateway.policy.claims import Payer, RequestBound
+from services.gateway.service_types import Ports
+from services.ports.limiter import Reservation
+from services.runtime.identity import KeyDirectory
+
+log = structlog.get_logger()
+_FULL_RETRY_S: Final = 5.0
+
+
+class RequestQuotas:
+    """Acquires the slots of all requests of a gateway."""
+
+    def __init__(self, identity: KeyDirectory, ports: Ports) -> None:
+        self._identity = identity
+        self._ports = ports
+
+    def payer(self, principal: Principal, user: str) -> Payer:
+        """Return whose limits and budgets apply. Raises Unauthenticated for a key that is not valid now."""
+        tenant, key = self._identity.tenant_and_key(principal)
+        return Payer(tenant, key, user, self._ports.budgets_of(tenant.meta.name))
+
+    def require_recorded(self, payer: Payer) -> None:
+        """Raises UsageUnrecorded while the use of a tenant with budgets cannot be recorded."""
+        problem = self._ports.unrecorded() if payer.budgets else ""
+        if problem:
+            error = UsageUnrecorded(
+                f"this tenant's use cannot be recorded: {problem}", retry_after_s=_FULL_RETRY_S
+            )
+            self._ports.telemetry.admission(error.reason)
+            raise error
+
+    async def reserve(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> HeldQuota:
+        """Return the slot. A call cancelled before the store's answer releases the slot afterwards."""
+        ports = self._ports
+        admission = ports.supervisor.spawn(
+            f"admit {request_id}", _as_value(ports.limiter.admit(tenant_id, request_id, limits))
+        )
+        try:
+            reservation = granted(await asyncio.shield(admission), ports)
+        except asyncio.CancelledError:
+            ports.supervisor.spawn(f"undo {request_id}", self._undo(admission))
+            raise
+        ports.telemetry.admission("ADMITTED_LOCALLY" if reservation.local else "ADMITTED")
+        return HeldQuota(reservation, ports)
+
+    async def _undo(self, admission: asyncio.Task[Reservation | FairwayError]) -> None:
+        outcome = await admission
+        if not isinstance(outcome, FairwayError):
+            await HeldQuota(outcome, self._ports).release()
+
+
+class HeldQuota:
+    """What one request holds from its admission until it runs."""
+
+    def __init__(self, reservation: Reservation, ports: Ports) -> None:
+        self.reservation = reservation
+        self._ports = ports
+        self._claiming: asyncio.Task[Reservation | FairwayError] | None = None
+
+    async def claim(self, claims: Sequence[Claim], price: Price) -> None:
+        """Reserve tokens and budgets too, at most once. Raises TokenRateExceeded, BudgetExceeded."""
+        self._claiming = self._ports.supervisor.spawn(
+            f"reserve {self.reservation.request_id}",
+            _as_value(self._ports.limiter.reserve(self.reservation, claims, price)),
+        )
+        self.reservation = granted(await asyncio.shield(self._claiming), self._ports)
+
+    async def undo(self, error: BaseException) -> None:
+        """Release everything because of an error, which is returned to the client afterwards.
+
+        So the client's next request finds the slot free.
+        """
+        if isinstance(error, OverQuota):  # the request stays counted against this rate
+            error.request_rate = self.reservation.request_rate
+        undoing = self._ports.supervisor.spawn(f"undo {self.reservation.request_id}", self.release())
+        await asyncio.shield(undoing)
+
+    async def release(self) -> None:
+        """Release what the request holds, including the tokens that ``claim`` may have reserved."""
+        if self._claiming is not None and isinstance(outcome := await self._claiming, Reservation):
+            self.reservation = outcome
+        try:
+            await self._ports.limiter.settle(self.reservation, Usage(prompt_tokens=0, output_tokens=0))
+        except FairwayError as error:
+            log.info("reservation.undo_failed", reason=error.reason)
+
+
+def granted(outcome: Reservation | FairwayError, ports: Ports) -> Reservation:
+    """Return the reservation. Raises the refusal, and counts it."""
+    if isinstance(outcome, FairwayError):
+        ports.telemetry.admission(outcome.reason)
+        raise outcome
+    return outcome
+
+
+def check_timeout(asked_s: float, longest: RequestBound) -> None:
+    """Raises InvalidInput for a requested time above the limit. Without a request the limit applies."""
+    if longest.exceeded(asked_s):
+        raise InvalidInput(
+            f"timeout {asked_s:g} s is above {longest.name}, {longest.value:g} s",
+            field="timeout",
+            timeout_s=asked_s,
+            limit_s=longest.value,
+        )
+
+
+async def _as_value(call: Awaitable[Reservation]) -> Reservation | FairwayError:
+    """Return a refusal as a value: an exception that leaves a task of the supervisor is a crash."""
+    try:
+        return await call
+    except FairwayError as error:
+        return error

@@ -1,0 +1,178 @@
+"""A gateway's slots: its leases, the rows in flight under them, and what it may use while no leader answers.
+
+Single event loop; time is the injected clock's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from services.core.fixed_cost.slots import SlotLease, SlotReturn
+from services.core.fleet import PoolMember
+from services.core.generation import NotAdmittedReason
+from services.ports.clock import Clock
+
+CLOSED_S: Final = 0.5  # how long a worker is left out that refuses for another reason than room
+FULL_S: Final = 0.02  # and one that has no room
+_ALONE_SHARE: Final = 4  # one of so many slots of a worker, at most, while no leader answers
+
+
+@dataclass(frozen=True, slots=True)
+class AloneSettings:
+    """``after_s``: the time without a leader; workers have the same. ``max_age_s``: of the worker list."""
+
+    after_s: float = 1.5
+    max_age_s: float = 120.0
+
+
+@dataclass(slots=True, eq=False)
+class SlotsHere:
+    """Slots on one worker that this gateway may fill, of a lease or of its own choice (epoch 0)."""
+
+    lease: SlotLease
+    until_s: float
+    in_flight: int = 0
+    closed_until_s: float = -math.inf
+    returned: bool = False  # of this number of the lease
+
+    @property
+    def load(self) -> float:
+        return self.in_flight / max(1, self.lease.slots)
+
+    def is_open(self, now_s: float) -> bool:
+        return self.in_flight < self.lease.slots and self.closed_until_s <= now_s < self.until_s
+
+
+class GatewayLeases:
+    """Implements ``ports.slots.SlotListener``. ``changed`` is set when there is something new."""
+
+    def __init__(self, clock: Clock, alone: AloneSettings | None = None) -> None:
+        self._clock = clock
+        self._settings = alone if alone is not None else AloneSettings()
+        self._slots: dict[tuple[str, str], dict[str, SlotsHere]] = {}  # by version and tenant, by worker
+        self._members: dict[str, dict[str, PoolMember]] = {}  # by version, by worker
+        self._alone: dict[str, dict[str, SlotsHere]] = {}  # by version, by worker
+        self._leader_s = clock.monotonic_s()
+        self._members_s = -math.inf  # when the list of workers was received
+        self._unreturned: dict[tuple[str, str, str], SlotsHere] = {}
+        self.changed = asyncio.Event()
+
+    # --- from the leader --------------------------------------------------------------------------
+
+    def on_leader(self) -> None:
+        self._leader_s = self._clock.monotonic_s()
+
+    def on_leases(self, leases: Sequence[SlotLease]) -> None:
+        now_s = self._clock.monotonic_s()
+        for lease in leases:
+            workers = self._slots.setdefault((lease.digest, lease.tenant), {})
+            slots = workers.setdefault(lease.worker_id, SlotsHere(lease, now_s))
+            if lease.number != slots.lease.number or lease.epoch != slots.lease.epoch:
+                slots.closed_until_s, slots.returned = -math.inf, False
+            slots.lease, slots.until_s = lease, now_s + lease.ttl_s
+            self._note_return(slots)
+        self.changed.set()
+
+    def on_members(self, members: Sequence[PoolMember]) -> None:
+        self._members_s = self._clock.monotonic_s()
+        self._members = {}
+        for member in members:
+            if member.row_slots:
+                self._members.setdefault(member.digest, {})[member.worker_id] = member
+
+    def take_returns(self) -> list[SlotReturn]:
+        """Return and clear the returns to send."""
+        found, self._unreturned = self._unreturned, {}
+        for slots in found.values():
+            slots.returned = True
+            if not slots.lease.slots:
+                self._forget(slots.lease)
+        return [
+            SlotReturn(slots.lease.worker_id, slots.lease.digest, slots.lease.tenant, slots.lease.number)
+            for slots in found.values()
+        ]
+
+    def is_served(self, digest: str, excluded: Collection[str]) -> bool:
+        """Whether a worker of the list, other than those excluded, serves the version."""
+        return any(worker_id not in excluded for worker_id in self._members.get(digest, ()))
+
+    # --- slots ------------------------------------------------------------------------------------
+
+    def choose(self, digest: str, tenant: str, excluded: Collection[str]) -> SlotsHere | None:
+        """Return leased slots with room, where the smallest part of them is in use; None without any."""
+        return self._least_loaded(self._slots.get((digest, tenant), {}).values(), excluded)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no leader answers, and the last list of workers may be used instead."""
+        now_s = self._clock.monotonic_s()
+        is_old = now_s - self._members_s > self._settings.max_age_s
+        return not is_old and now_s - self._leader_s >= self._settings.after_s
+
+    def choose_alone(self, digest: str, excluded: Collection[str]) -> SlotsHere | None:
+        """Return slots on a worker of the last list, while no leader answers; None without any."""
+        if not self.is_alone:
+            return None
+        mine = self._alone.setdefault(digest, {})
+        for member in self._members.get(digest, {}).values():
+            slots = mine.get(member.worker_id)
+            if slots is None or slots.lease.incarnation != member.incarnation:
+                mine[member.worker_id] = SlotsHere(_own_lease(member), math.inf)
+        return self._least_loaded((mine[worker_id] for worker_id in self._members.get(digest, ())), excluded)
+
+    def started(self, slots: SlotsHere) -> None:
+        slots.in_flight += 1
+
+    def ended(self, slots: SlotsHere, refusal: NotAdmittedReason | None = None) -> None:
+        """Count a row that is no longer in flight; with ``refusal``, it never was."""
+        slots.in_flight -= 1
+        if refusal is not None:
+            wait_s = FULL_S if refusal is NotAdmittedReason.NO_ROOM else CLOSED_S
+            slots.closed_until_s = self._clock.monotonic_s() + wait_s
+        self._note_return(slots)
+
+    def sweep(self) -> None:
+        """Forget lapsed leases without rows in flight."""
+        now_s = self._clock.monotonic_s()
+        for slots in list(self.slots()):
+            if not slots.in_flight and slots.until_s <= now_s:
+                self._forget(slots.lease)
+        for digest, mine in list(self._alone.items()):
+            if digest not in self._members and not any(slots.in_flight for slots in mine.values()):
+                del self._alone[digest]
+
+    def slots(self) -> Iterator[SlotsHere]:
+        """Yield the leases that are held. For tests and telemetry."""
+        for workers in self._slots.values():
+            yield from workers.values()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _least_loaded(self, found: Iterable[SlotsHere], excluded: Collection[str]) -> SlotsHere | None:
+        now_s = self._clock.monotonic_s()
+        usable = (slots for slots in found if slots.lease.worker_id not in excluded and slots.is_open(now_s))
+        return min(usable, key=lambda slots: (slots.load, slots.lease.worker_id), default=None)
+
+    def _forget(self, lease: SlotLease) -> None:
+        workers = self._slots.get((lease.digest, lease.tenant), {})
+        workers.pop(lease.worker_id, None)
+        if not workers:
+            self._slots.pop((lease.digest, lease.tenant), None)
+
+    def _note_return(self, slots: SlotsHere) -> None:
+        lease = slots.lease
+        if lease.epoch and not slots.returned and slots.in_flight <= lease.slots:
+            self._unreturned[lease.worker_id, lease.digest, lease.tenant] = slots
+            self.changed.set()
+
+
+def _own_lease(member: PoolMember) -> SlotLease:
+    """Return this gateway's part of a worker's slots, in the form of a lease without a leader."""
+    slots = max(1, member.row_slots // _ALONE_SHARE)
+    return SlotLease(
+        member.worker_id, member.address, member.incarnation, 0, member.digest, "", slots, math.inf
+    )

@@ -1,0 +1,347 @@
+"""Runs rows of fixed-cost models on leased slots, without a call to the scheduler for each.
+
+A request's rows wait in a local queue. Each starts as soon as a leased slot of its version and tenant is
+free, on the worker whose slots are used least. What waits or runs is the demand (``demands``); the leader
+answers it with leases (``leases``).
+
+A lost row runs once more on another worker: a forward pass has no effect but its outputs. One that was not
+admitted never ran, and waits again. While no leader answers, rows start on a part of the slots of the workers
+in the last list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from services.core.errors import (
+    DeadlineUnmeetable,
+    FairwayError,
+    InternalError,
+    NoWorkerAvailable,
+    QueueFull,
+    QueueTimeout,
+    ShareExceeded,
+    StaleRoute,
+    StreamBroken,
+)
+from services.core.fixed_cost.rows import RowEnd, RowSpec, RowsRequest
+from services.core.generation import NotAdmittedReason
+from services.core.shares import share_of
+from services.gateway.rows.demands import SlotDemands
+from services.gateway.rows.leases import GatewayLeases, SlotsHere
+from services.gateway.rows.row_queue import QueuedRow, RowQueue
+from services.ports.clock import Clock
+from services.ports.slots import SlotClient
+from services.ports.worker import RowClient, RunningRow
+from services.runtime.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+_TURN_S: Final = 0.02
+_EXPIRE_S: Final = 0.1  # between two looks for rows that have waited for too long
+_UNSERVED_S: Final = 2.5  # how long a row waits for a worker of its version to appear
+
+
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """``max_rows``: waiting and in flight. ``queue_ttl_s``: the longest wait for a slot."""
+
+    max_rows: int = 16384
+    queue_ttl_s: float = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One call of ``run``."""
+
+    rows: list[QueuedRow]
+    ends: list[RowEnd | None]
+    left: int
+    done: asyncio.Future[None]
+    sinks: dict[int, _InFlight] = field(default_factory=dict)  # by row
+
+
+class LeasedRows:
+    """Implements ``ports.rows.RowRunner``. Rows are bounded; ``close`` ends what is left."""
+
+    def __init__(
+        self,
+        workers: RowClient,
+        slots: SlotClient,
+        leases: GatewayLeases,
+        clock: Clock,
+        supervisor: Supervisor,
+        limits: RowLimits | None = None,
+    ) -> None:
+        """``leases`` is the listener of ``slots``."""
+        self._workers = workers
+        self._slots = slots
+        self._leases = leases
+        self._clock = clock
+        self._supervisor = supervisor
+        self._limits = limits if limits is not None else RowLimits()
+        self._queues: dict[str, RowQueue] = {}
+        self._demands = SlotDemands(slots, clock)
+        self._runs: dict[QueuedRow, _Run] = {}
+        self._of_tenant: Counter[str] = Counter()
+        self._numbers = 0
+        self._expire_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows that wait or are in flight."""
+        return len(self._runs)
+
+    async def run(self, request: RowsRequest) -> tuple[RowEnd, ...]:
+        """See ``ports.rows.RowRunner.run``."""
+        if self._task is None:
+            self._task = self._supervisor.spawn("rows.turns", self._turns())
+        if not request.rows:
+            return ()
+        self._check_room(request)
+        run = self._enter(request)
+        self._start_rows(request.version_digest, request.tenant_id)
+        try:
+            await run.done
+        finally:
+            self._withdraw(run)
+            if run.done.done() and not run.done.cancelled():
+                run.done.exception()  # it was retrieved, whoever cancelled meanwhile
+        return tuple(end for end in run.ends if end is not None)
+
+    async def close(self) -> None:
+        """Stop; rows that are left end with StreamBroken."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait((task,), timeout=5.0)
+        for run in list(self._runs.values()):
+            _fail(run, StreamBroken("the gateway is stopping", retry_after_s=1.0))
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _check_room(self, request: RowsRequest) -> None:
+        rows, most = len(request.rows), self._limits.max_rows
+        if self._of_tenant[request.tenant_id] + rows > share_of(most):
+            raise ShareExceeded(
+                f"more than {share_of(most)} rows of this tenant would be pending at this gateway",
+                retry_after_s=1.0,
+                limit=share_of(most),
+            )
+        if len(self._runs) + rows > most:
+            raise QueueFull(f"{len(self._runs)} rows are pending here", retry_after_s=1.0)
+
+    def _enter(self, request: RowsRequest) -> _Run:
+        now_s = self._clock.monotonic_s()
+        rows = [QueuedRow(request, row, self._numbers + row, now_s) for row in range(len(request.rows))]
+        self._numbers += len(rows)
+        run = _Run(rows, [None] * len(rows), len(rows), asyncio.get_running_loop().create_future())
+        queue = self._queues.setdefault(request.version_digest, RowQueue())
+        if not len(self._demands):
+            self._leases.changed.set()  # the turns are at rest
+        self._demands.enter(request)
+        self._of_tenant[request.tenant_id] += len(rows)
+        for row in rows:
+            self._runs[row] = run
+            queue.push(row)
+        return run
+
+    def _withdraw(self, run: _Run) -> None:
+        """End the rows that have not ended: those that wait, and at their worker those in no batch."""
+        for row in run.rows:
+            if (sink := run.sinks.pop(row.row, None)) is not None:
+                sink.running.cancel()
+                self._leases.ended(sink.slots)
+            if not row.over:
+                self._leave(row)
+
+    def _leave(self, row: QueuedRow) -> None:
+        row.over = True
+        del self._runs[row]
+        self._demands.leave(row.request)
+        tenant = row.request.tenant_id
+        self._of_tenant[tenant] -= 1
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def _start_rows(self, digest: str, tenant: str) -> None:
+        """Start the tenant's rows in order while it has free slots."""
+        queue = self._queues.get(digest)
+        while queue is not None and (row := queue.first(tenant)) is not None:
+            slots = self._leases.choose(digest, tenant, row.excluded)
+            if slots is None:
+                return
+            queue.pop(tenant)
+            self._start(row, slots)
+
+    def _start_alone(self, digest: str, queue: RowQueue) -> None:
+        """Start rows without a leader, the tenants with the least service first."""
+        started = True
+        while started:
+            started = False
+            for tenant in queue.by_service():
+                row = queue.first(tenant)
+                slots = None if row is None else self._leases.choose_alone(digest, row.excluded)
+                if row is None or slots is None:
+                    continue
+                queue.pop(tenant)
+                queue.charge(tenant, 1 / row.request.tenant_weight)
+                self._start(row, slots)
+                started = True
+                break
+
+    def _start(self, row: QueuedRow, slots: SlotsHere) -> None:
+        request, lease = row.request, slots.lease
+        time_left_s = request.deadline_s - self._clock.monotonic_s()
+        spec = RowSpec(
+            request_id=request.request_id,
+            row=row.row,
+            tenant_id=request.tenant_id,
+            version_digest=request.version_digest,
+            inputs=request.rows[row.row],
+            priority=request.priority,
+            route_revision=request.route_revision,
+            incarnation=lease.incarnation,
+            epoch=lease.epoch,
+            time_left_s=0.0 if time_left_s == float("inf") else max(0.001, time_left_s),
+            traceparent=request.traceparent,
+        )
+        sink = _InFlight(self, row, slots)
+        self._leases.started(slots)
+        self._runs[row].sinks[row.row] = sink
+        sink.running = self._workers.start_row(lease.address, spec, sink)
+
+    def ended(self, sink: _InFlight, end: RowEnd) -> None:
+        """Store the end of a row; a lost one runs once more."""
+        row, worker_id = sink.row, sink.slots.lease.worker_id
+        self._landed(sink)
+        if not end.lost:
+            self._settle(row, end)
+        elif row.excluded:
+            text = f"the row was lost on {row.excluded[0]} and on {worker_id}"
+            error = StreamBroken(text, retry_after_s=1.0)
+            self._settle(row, RowEnd(error=error))
+        else:
+            row.excluded = (worker_id,)
+            self._queues.setdefault(row.request.version_digest, RowQueue()).push(row)
+        self._start_rows(row.request.version_digest, row.request.tenant_id)
+        queue = self._queues.get(row.request.version_digest)
+        if queue is not None and self._leases.is_alone:
+            self._start_alone(row.request.version_digest, queue)
+
+    def refused(self, sink: _InFlight, reason: NotAdmittedReason) -> None:
+        """Queue a row that its worker did not admit again, unless it can never start."""
+        row = sink.row
+        self._landed(sink, reason)
+        if reason is NotAdmittedReason.STALE_ROUTE:
+            text = f"{row.request.model} withdrew version {row.request.version_digest}; send it again"
+            _fail(self._runs[row], StaleRoute(text, retry_after_s=1.0, model=row.request.model))
+        elif reason is NotAdmittedReason.INVALID:
+            worker_id = sink.slots.lease.worker_id
+            _fail(self._runs[row], InternalError(f"{worker_id} took the row for out of bounds"))
+        else:
+            self._queues.setdefault(row.request.version_digest, RowQueue()).push(row)
+
+    def _landed(self, sink: _InFlight, refusal: NotAdmittedReason | None = None) -> None:
+        del self._runs[sink.row].sinks[sink.row.row]
+        self._leases.ended(sink.slots, refusal)
+
+    def _settle(self, row: QueuedRow, end: RowEnd) -> None:
+        run = self._runs[row]
+        self._leave(row)
+        run.ends[row.row] = end
+        run.left -= 1
+        if not run.left and not run.done.done():
+            run.done.set_result(None)
+
+    # --- turns ------------------------------------------------------------------------------------
+
+    async def _turns(self) -> None:
+        """Start what new leases allow, send demands and returns, and end what has waited for too long."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TURN_S if len(self._demands) else None):
+                    await self._leases.changed.wait()
+            self._leases.changed.clear()
+            self._turn(self._clock.monotonic_s())
+
+    def _turn(self, now_s: float) -> None:
+        expires = now_s >= self._expire_s
+        for digest, queue in list(self._queues.items()):
+            for tenant in queue.tenants:
+                self._start_rows(digest, tenant)
+            if self._leases.is_alone:
+                self._start_alone(digest, queue)
+            if expires:
+                self._expire(queue.rows(), now_s)
+            if not queue.tenants:
+                del self._queues[digest]
+        if expires:
+            self._expire_s = now_s + _EXPIRE_S
+            self._leases.sweep()
+        for found in self._leases.take_returns():
+            self._slots.slots_returned(found)
+        self._demands.send_due()
+
+    def _expire(self, rows: Iterable[QueuedRow], now_s: float) -> None:
+        for row in rows:
+            error = self._overdue(row, now_s)
+            if error is None or row.over:
+                continue
+            if row.excluded:
+                self._settle(row, RowEnd(error=error))
+            else:
+                _fail(self._runs[row], error)
+
+    def _overdue(self, row: QueuedRow, now_s: float) -> FairwayError | None:
+        """Return why a row that waits is given up, None while it is not."""
+        waited_s, request = now_s - row.queued_s, row.request
+        if now_s >= request.deadline_s:
+            return DeadlineUnmeetable("no slot was free before the deadline", retry_after_s=1.0)
+        served = self._leases.is_served(request.version_digest, row.excluded)
+        if waited_s > _UNSERVED_S and not served:
+            where = f" other than {row.excluded[0]}" if row.excluded else ""
+            text = f"no worker{where} serves {request.model}"
+            return NoWorkerAvailable(text, retry_after_s=1.0, model=request.model)
+        if waited_s > self._limits.queue_ttl_s:
+            text = f"no slot was free within {self._limits.queue_ttl_s:g} s"
+            return QueueTimeout(text, retry_after_s=1.0, model=request.model)
+        return None
+
+
+class _InFlight:
+    """Implements ``ports.worker.RowSink`` for one row on one worker."""
+
+    __slots__ = ("_runner", "row", "running", "slots")
+
+    running: RunningRow
+
+    def __init__(self, runner: LeasedRows, row: QueuedRow, slots: SlotsHere) -> None:
+        self._runner = runner
+        self.row = row
+        self.slots = slots
+
+    def on_not_admitted(self, reason: NotAdmittedReason) -> None:
+        self._runner.refused(self, reason)
+
+    def on_row_ended(self, end: RowEnd) -> None:
+        self._runner.ended(self, end)
+
+    def on_lost(self, message: str) -> None:
+        self._runner.ended(self, RowEnd(lost=True))
+
+
+def _fail(run: _Run, error: FairwayError) -> None:
+    """End a request with an error; ``run`` withdraws its rows."""
+    if not run.done.done():
+        run.done.set_exception(error)

@@ -1,0 +1,220 @@
+"""The entry point of every interface of fixed-cost models: no interface can skip the quotas or the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fairway.v1 import inference_pb2
+from services.core.errors import InvalidInput, Unimplemented, UnsupportedFeature
+from services.core.fixed_cost.rows import RawTensor
+from services.core.fixed_cost.signature import Signature
+from services.core.fixed_cost.tensors import Operation
+from services.core.generation import Principal
+from services.gateway.catalog import ModelCatalog, Route
+from services.gateway.events import Received
+from services.gateway.requests.quotas import RequestQuotas
+from services.gateway.requests.validate import Validator
+from services.gateway.rows.inputs import PreparedRows, id_rows
+from services.gateway.rows.results import Vector, check_dimensions, scores, vectors
+from services.gateway.rows.run import Prepare, RowsAnswer, RowsJob, RowsParts, RowsRun
+from services.gateway.rows.tensors import check_outputs, output_tensors, tensor_rows
+from services.gateway.rows.texts import text_rows
+from services.gateway.service import GatewayService
+from services.gateway.service_types import Ports, RowsMessage
+from services.gateway.text.text_model import TextModel
+from services.ports.rows import RowRunner
+from services.runtime.identity import KeyDirectory
+
+ALL: Final = tuple(Operation)
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    answer: RowsAnswer
+    vectors: list[Vector]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    answer: RowsAnswer
+    scores: list[float]
+
+    def best_first(self, top_n: int) -> list[int]:
+        """Return the places of the ``top_n`` best, 0: of all; equal ones in the order of the request."""
+        order = sorted(range(len(self.scores)), key=lambda index: -self.scores[index])
+        return order[: top_n or None]
+
+
+@dataclass(frozen=True, slots=True)
+class Inferred:
+    answer: RowsAnswer
+    outputs: tuple[RawTensor, ...]
+
+
+class RowsService:
+    """Runs requests of fixed-cost models. Without a runner every call raises Unimplemented."""
+
+    def __init__(
+        self,
+        service: GatewayService,
+        *,
+        validator: Validator,
+        identity: KeyDirectory,
+        catalog: ModelCatalog,
+        ports: Ports,
+        runner: RowRunner | None,
+    ) -> None:
+        """``service``: of the same gateway; requests of both kinds share its bounds and its drain."""
+        self._service = service
+        self._validator = validator
+        self._identity = identity
+        self._catalog = catalog
+        self._parts = (
+            RowsParts(validator, catalog, RequestQuotas(identity, ports), ports, runner)
+            if runner is not None
+            else None
+        )
+
+    async def embed(
+        self,
+        principal: Principal,
+        request: inference_pb2.EmbedRequest,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> Embeddings:
+        """Return the vector of each input. Cancelling the call cancels the request."""
+
+        async def prepare(model: TextModel, signature: Signature) -> PreparedRows:
+            check_dimensions(request.dimensions, signature)
+            if bool(request.inputs) == bool(request.token_ids):
+                problem = "has both inputs and token_ids" if request.inputs else "has no inputs"
+                raise InvalidInput(f"the request {problem}", field="inputs")
+            cut_to = _cut_to(request)
+            if request.inputs:
+                return await self._texts(principal, model, request.inputs, (), cut_to, "inputs")
+            most = signature.max_tokens
+            return id_rows(
+                [row.ids for row in request.token_ids],
+                vocab_size=signature.vocab_size,
+                max_tokens=most,
+                cut_to=None if cut_to is None else min(cut_to or most, most),
+                field="token_ids",
+            )
+
+        answer = await self._run(principal, request, [Operation.EMBED], prepare, received, timeout_s)
+        return Embeddings(answer, vectors(answer.ends, request.dimensions, answer.signature))
+
+    async def score(
+        self,
+        principal: Principal,
+        request: inference_pb2.ScoreRequest,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> Scores:
+        """Return how well each pair matches, 0..1. Cancelling the call cancels the request."""
+
+        async def prepare(model: TextModel, signature: Signature) -> PreparedRows:
+            firsts, seconds = request.firsts, request.seconds
+            if not firsts or not seconds or len(firsts) not in (1, len(seconds)):
+                raise InvalidInput(
+                    f"firsts has {len(firsts)} texts for {len(seconds)} second texts: send one, or as many",
+                    field="firsts",
+                )
+            pairs = firsts if len(firsts) > 1 else [*firsts] * len(seconds)
+            return await self._texts(principal, model, pairs, seconds, _cut_to(request), "seconds")
+
+        answer = await self._run(principal, request, [Operation.SCORE], prepare, received, timeout_s)
+        return Scores(answer, scores(answer.ends))
+
+    async def rerank(
+        self,
+        principal: Principal,
+        request: inference_pb2.RerankRequest,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> Scores:
+        """Return how well each document matches the query, in the order of the request."""
+
+        async def prepare(model: TextModel, signature: Signature) -> PreparedRows:
+            queries = [request.query] * len(request.documents)
+            cut_to = _cut_to(request)
+            return await self._texts(principal, model, queries, request.documents, cut_to, "documents")
+
+        answer = await self._run(principal, request, [Operation.SCORE], prepare, received, timeout_s)
+        return Scores(answer, scores(answer.ends))
+
+    async def infer(
+        self,
+        principal: Principal,
+        request: inference_pb2.InferRequest,
+        *,
+        received: Received,
+        timeout_s: float | None = None,
+    ) -> Inferred:
+        """Return the outputs of all rows. Cancelling the call cancels the request."""
+
+        async def prepare(model: TextModel, signature: Signature) -> PreparedRows:
+            check_outputs(request.outputs, signature)
+            return tensor_rows(request.inputs, signature)
+
+        answer = await self._run(principal, request, ALL, prepare, received, timeout_s)
+        return Inferred(answer, output_tensors(answer.ends, request.outputs, answer.signature))
+
+    async def describe(
+        self, principal: Principal, request: inference_pb2.InferRequest
+    ) -> tuple[Route, Signature]:
+        """Return the route and the signature of a fixed-cost model; the request has no inputs.
+
+        Raises ModelNotFound, NoWorkerAvailable, UnsupportedFeature for a model that generates text.
+        """
+        route = self._validator.check_rows(principal, request).route
+        model = await self._catalog.text_model(route.version_digest)
+        if model.signature is None:
+            raise UnsupportedFeature(f"{route.model} generates text and has no tensors", field="model")
+        return route, model.signature
+
+    async def _texts(
+        self,
+        principal: Principal,
+        model: TextModel,
+        firsts: Sequence[str],
+        seconds: Sequence[str],
+        cut_to: int | None,
+        field: str,
+    ) -> PreparedRows:
+        texts = self._catalog.texts
+        return await text_rows(texts, model, principal.tenant_id, firsts, seconds, cut_to=cut_to, field=field)
+
+    async def _run(
+        self,
+        principal: Principal,
+        request: RowsMessage,
+        operations: Sequence[Operation],
+        prepare: Prepare,
+        received: Received,
+        timeout_s: float | None,
+    ) -> RowsAnswer:
+        if self._parts is None:
+            raise Unimplemented("this server serves no fixed-cost models yet; Generate and Complete work")
+        service = self._service
+        service.check_open(principal.tenant_id, request.model, received)
+        longest_s = service.max_timeout_s(principal, request)
+        within_s = min(service.limits.timeout_of(request, timeout_s), longest_s)
+        run = RowsRun(RowsJob(principal, request, received, within_s, operations, prepare), self._parts)
+        leave = service.enter(principal.tenant_id, run)
+        try:
+            return await run.run()
+        finally:
+            leave()
+
+
+def _cut_to(
+    request: inference_pb2.EmbedRequest | inference_pb2.RerankRequest | inference_pb2.ScoreRequest,
+) -> int | None:
+    """Return to how many tokens rows are cut, 0: to the most that the model takes; None: no row is cut."""
+    return request.truncate_tokens if request.HasField("truncate_tokens") else None

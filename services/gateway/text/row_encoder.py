@@ -1,0 +1,93 @@
+"""Encodes texts and pairs of texts into the rows of a fixed-cost model, by a version's tokenizer."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer
+
+from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.fixed_cost.config import CONFIG, is_fixed_cost, parse_fixed_cost
+from services.core.errors import FailedPrecondition, InvalidInput, UnsupportedFeature
+from services.core.fixed_cost.signature import signature_of
+from services.gateway.text.encoder import TextEncoder, load_encoder, read_json, read_tokenizer
+from services.gateway.text.text_model import EncodedRows, RowTexts, SamplingDefaults, TextModel
+from services.ports.clock import Clock
+
+_MAX_SMALL_BYTES: Final = 4 * 1024 * 1024
+
+
+class RowEncoder:
+    """One version's tokenizer, if it has one. One caller at a time, in a process that may crash."""
+
+    def __init__(self, model: TextModel, tokenizer: Tokenizer | None) -> None:
+        self.model = model
+        self._tokenizer = tokenizer
+
+    def encode_rows(self, rows: RowTexts) -> EncodedRows:
+        """Return the tokens of each row, with the special tokens that the tokenizer adds.
+
+        Raises UnsupportedFeature without a tokenizer, InvalidInput for a token without an embedding.
+        """
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise UnsupportedFeature("this model takes tensors, not texts", field="inputs")
+        inputs = list(zip(rows.texts, rows.seconds, strict=True)) if rows.seconds else list(rows.texts)
+        if rows.most_tokens:
+            tokenizer.enable_truncation(rows.most_tokens)
+        try:
+            # Without offsets, which nothing reads.
+            found = tokenizer.encode_batch_fast(inputs, add_special_tokens=True)
+        finally:
+            tokenizer.no_truncation()
+        lengths = [len(encoding.ids) for encoding in found]
+        if rows.most_tokens and max(lengths, default=0) > rows.most_tokens:
+            raise InvalidInput(
+                f"truncate_tokens {rows.most_tokens} leaves no room beside the special tokens",
+                field="truncate_tokens",
+            )
+        ids, types = array("q"), array("q")
+        if max(lengths, default=0) <= self.model.max_context_tokens:
+            for encoding in found:
+                ids.extend(encoding.ids)
+                if rows.seconds:
+                    types.extend(encoding.type_ids)
+        if ids and max(ids) >= self.model.vocab_size:
+            raise InvalidInput("the text holds a token that the model has no embedding for", field="inputs")
+        return EncodedRows(lengths, ids.tobytes(), types.tobytes())
+
+
+def load_version(folder: Path, version_digest: str, clock: Clock) -> TextEncoder | RowEncoder:
+    """Return the encoder of a folder of verified files. Blocks on the disk.
+
+    Raises FailedPrecondition that names the unusable file.
+    """
+    config = read_json(folder / CONFIG, required=True)
+    if not is_fixed_cost(config):
+        return load_encoder(folder, version_digest, clock)
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    try:
+        signature = signature_of(parse_fixed_cost(names, lambda name: _small_file(folder / name)))
+    except UnsupportedModel as error:
+        raise FailedPrecondition(f"the version cannot be served: {error}") from error
+    has_text = signature.vocab_size > 0 and (folder / "tokenizer.json").is_file()
+    tokenizer = read_tokenizer(folder / "tokenizer.json")[0] if has_text else None
+    vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
+    model = TextModel(
+        version_digest,
+        vocab_size=signature.vocab_size,
+        max_context_tokens=signature.max_tokens,
+        longest_token_bytes=max((len(text.encode()) for text in vocabulary), default=1),
+        defaults=SamplingDefaults(),
+        depends_on_time=False,
+        signature=signature,
+    )
+    return RowEncoder(model, tokenizer)
+
+
+def _small_file(path: Path) -> bytes:
+    if path.stat().st_size > _MAX_SMALL_BYTES:
+        raise FailedPrecondition(f"{path.name} of the version is larger than {_MAX_SMALL_BYTES} bytes")
+    return path.read_bytes()

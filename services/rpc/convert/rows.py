@@ -1,0 +1,78 @@
+"""Rows of fixed-cost models between the wire and the core, both ways."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fairway.v1 import common_pb2, worker_pb2
+from services.core.fixed_cost.rows import RawTensor, RowEnd, RowSpec
+from services.rpc.convert.inference import PRIORITY
+from services.rpc.convert.mirror import Mirror, Pair
+from services.rpc.status import by_reason
+
+ENGINE_LOST: Final = "ENGINE_LOST"
+_TENSOR: Final = Mirror(RawTensor, common_pb2.Tensor)
+
+
+def _microseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e6))
+
+
+_ROW: Final = Mirror(
+    RowSpec,
+    worker_pb2.StartRow,
+    {
+        "inputs": _TENSOR.each("inputs"),
+        "priority": PRIORITY,
+        "time_left_s": Pair(
+            "time_left",
+            lambda seconds: None if seconds <= 0 else _duration(seconds),
+            lambda duration: duration.ToNanoseconds() / 1e9,
+        ),
+    },
+)
+
+
+def _duration(seconds: float) -> object:
+    message = worker_pb2.StartRow()
+    message.time_left.FromNanoseconds(max(1, round(seconds * 1e9)))
+    return message.time_left
+
+
+def row_to_proto(handle: int, spec: RowSpec) -> worker_pb2.StartRow:
+    return _ROW.to_proto(spec, handle=handle)
+
+
+def row_from_proto(message: worker_pb2.StartRow) -> RowSpec:
+    return _ROW.from_proto(message)
+
+
+def row_end_to_proto(handle: int, end: RowEnd) -> worker_pb2.RowFinished:
+    """A lost row has the reason ENGINE_LOST, which is no error of the tree."""
+    message = worker_pb2.RowFinished(
+        handle=handle,
+        outputs=map(_TENSOR.to_proto, end.outputs),
+        device_us=_microseconds(end.device_s),
+        wait_us=_microseconds(end.wait_s),
+        batch_rows=end.batch_rows,
+        batch_cause=end.batch_cause,
+    )
+    if end.lost:
+        message.error_reason = ENGINE_LOST
+    elif end.error is not None:
+        message.error_reason, message.error_message = end.error.reason, end.error.message
+    return message
+
+
+def row_end_from_proto(message: worker_pb2.RowFinished) -> RowEnd:
+    reason = message.error_reason
+    lost = reason == ENGINE_LOST
+    return RowEnd(
+        outputs=tuple(map(_TENSOR.from_proto, message.outputs)),
+        error=by_reason(reason, message.error_message) if reason and not lost else None,
+        lost=lost,
+        device_s=message.device_us / 1e6,
+        wait_s=message.wait_us / 1e6,
+        batch_rows=message.batch_rows,
+        batch_cause=message.batch_cause,
+    )

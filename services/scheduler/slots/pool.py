@@ -1,0 +1,247 @@
+"""The demands and leases of one fixed-cost version.
+
+``plan`` divides the slots of the serving workers over tenants (``policy.slots``), those of a tenant over its
+gateways in proportion to their rows, and those of a gateway over workers by load. Only free slots are leased:
+one that is taken back is leased again after its return.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from services.core.fixed_cost.slots import SlotDemand, SlotReturn
+from services.core.fleet import TenantTokens
+from services.core.records import Priority
+from services.scheduler.policy.queue.fairness import FairShares
+from services.scheduler.policy.slots import NEWCOMERS_RATIO, SlotClaim, divide, level
+from services.scheduler.slots.claimants import PartyDemand, TenantRows, claim_of
+from services.scheduler.slots.leases import HeldLease, LeaseBook, Party, RowWorker
+
+GROWTH: Final = 2  # slots for each row of demand, while nobody else wants them
+BALANCE_S: Final = 1.0  # between two moves of leases from loaded workers
+_UNEVEN: Final = 0.25  # how far the load of a worker may be from the mean, as a ratio
+MAX_DEMANDS: Final = 65536
+_KEPT_TENANTS: Final = 4096  # whose row times are kept without demand
+_MOST_CHOICES: Final = 64  # workers that are compared for one growth
+
+Shares = Mapping[Priority, FairShares]
+
+
+class SlotPool:
+    """Single writer: the task of the scheduler's service. Time is an argument, in monotonic seconds."""
+
+    def __init__(self, digest: str, book: LeaseBook, shares: Callable[[str], Shares], now_s: float) -> None:
+        """``shares`` returns the service counters of a version's classes."""
+        self.book = book
+        self._digest = digest
+        self._shares = shares
+        self._tenants: dict[str, TenantRows] = {}
+        self._demands = 0
+        self._balanced_s = now_s
+        self._rotation = 0
+        self.is_short = False  # somebody has fewer slots than its share, or than its rows
+
+    @property
+    def idle(self) -> bool:
+        """No demand and no lease."""
+        return not self._demands and not len(self.book)
+
+    @property
+    def rows(self) -> int:
+        """The rows of all demands."""
+        return sum(wanted.demand.rows for _, wanted in self._parties())
+
+    # --- demands ----------------------------------------------------------------------------------
+
+    def demand(self, gateway: str, zone: str, wanted: SlotDemand, now_s: float) -> None:
+        """Replace the demand of a gateway for a tenant; without rows it ends. One too many is dropped."""
+        tenant = self._tenants.get(wanted.tenant)
+        known = None if tenant is None else tenant.demands.get(gateway)
+        if known is not None:
+            known.demand, known.zone = wanted, zone
+        elif not wanted.rows or self._demands >= MAX_DEMANDS:
+            return
+        else:
+            tenant = self._tenants.setdefault(wanted.tenant, TenantRows())
+            tenant.demands[gateway] = PartyDemand(wanted, zone, now_s)
+            self._demands += 1
+        assert tenant is not None
+        if not wanted.rows:
+            del tenant.demands[gateway]
+            self._demands -= 1
+        self._count_waiting(wanted.tenant, tenant)
+
+    def disconnect(self, gateway: str) -> None:
+        """End the demands of a gateway; its leases lapse."""
+        for name, tenant in list(self._tenants.items()):
+            if tenant.demands.pop(gateway, None) is not None:
+                self._demands -= 1
+                self._count_waiting(name, tenant)
+        self.book.disconnect(gateway)
+
+    def returned(self, gateway: str, found: SlotReturn) -> bool:
+        return self.book.returned(gateway, found)
+
+    def measure(self, use: TenantTokens, now_s: float) -> None:
+        """Record rows of a tenant that ended."""
+        if (tenant := self._tenants.get(use.tenant)) is not None:
+            tenant.measure(use, now_s)
+
+    # --- plan -------------------------------------------------------------------------------------
+
+    def plan(self, workers: Sequence[RowWorker], row_s: float, now_s: float) -> None:
+        """Change leases towards the fair division of the workers' slots. ``row_s``: of a row of anybody."""
+        self.book.settle(now_s)
+        serving = {worker.worker_id: worker for worker in workers}
+        self.book.observe(workers, now_s)
+        self._leave_lost(serving)
+        targets = self._targets(sum(worker.row_slots for worker in workers), row_s, now_s)
+        self._balance(workers, now_s)
+        self._shrink(targets, workers)
+        self._grow(targets, workers)
+        self.is_short = False
+        for party, wanted in self._parties():
+            slots = self.book.slots_of(party)
+            self.is_short |= slots < max(targets[party], wanted.demand.rows)
+            wanted.record(has_slots=slots > 0, now_s=now_s)
+
+    def _targets(self, slots: int, row_s: float, now_s: float) -> dict[Party, int]:
+        by_tenant = {name: state.demands for name, state in self._tenants.items() if state.demands}
+        claims = [claim_of(name, self._tenants[name], row_s, now_s) for name in by_tenant]
+        given = divide(slots, claims, spare_ratio=NEWCOMERS_RATIO)
+        if all(given[claim.name] == claim.rows for claim in claims):
+            most = int(slots * (1 - NEWCOMERS_RATIO))
+            grown = [replace(claim, rows=GROWTH * claim.rows) for claim in claims]
+            given = level(max(most, sum(given.values())), grown, least=given)
+        targets: dict[Party, int] = {}
+        for tenant, found in by_tenant.items():
+            rows = sum(wanted.demand.rows for wanted in found.values())
+            grows = given[tenant] > rows
+            asked = [
+                SlotClaim(
+                    gateway,
+                    wanted.demand.rows * (GROWTH if grows else 1),
+                    weight=wanted.demand.rows,
+                    order=wanted.order(now_s),
+                )
+                for gateway, wanted in found.items()
+            ]
+            for gateway, slots_there in divide(given[tenant], asked).items():
+                targets[gateway, tenant] = slots_there
+        return targets
+
+    def _leave_lost(self, serving: Mapping[str, RowWorker]) -> None:
+        """Take back what is leased on workers that serve no more, and beyond the slots of those that do."""
+        for lease in list(self.book.all()):
+            worker = serving.get(lease.worker.worker_id)
+            if lease.slots and worker is None:
+                self.book.put(lease.party, lease.worker, 0)
+        for worker in serving.values():
+            self.book.drop_worker(worker.worker_id, worker.incarnation)
+            excess = self.book.slots_on(worker.worker_id) - worker.row_slots
+            self._take_back(list(self.book.on(worker.worker_id).values()), excess)
+
+    def _balance(self, workers: Sequence[RowWorker], now_s: float) -> None:
+        """Now and then, take from workers that are loaded well above the mean what others have room for."""
+        if now_s - self._balanced_s < BALANCE_S or len(workers) < 2:
+            return
+        self._balanced_s = now_s
+        loads = {worker.worker_id: self.book.slots_on(worker.worker_id) for worker in workers}
+        mean = sum(loads.values()) / max(1e-9, sum(worker.capacity for worker in workers))
+        room = sum(
+            max(0, min(self.book.free_on(worker), int(mean * worker.capacity) - loads[worker.worker_id]))
+            for worker in workers
+        )
+        for worker in workers:
+            fair = math.ceil(mean * worker.capacity)
+            excess = min(room, loads[worker.worker_id] - fair)
+            if excess > 0 and loads[worker.worker_id] > (1 + _UNEVEN) * fair:
+                self._take_back(list(self.book.on(worker.worker_id).values()), excess)
+                room -= excess
+
+    def _shrink(self, targets: Mapping[Party, int], workers: Sequence[RowWorker]) -> None:
+        """Take back what is above the targets, where others lack it or it is more than twice the target."""
+        lacking = sum(max(0, target - self.book.slots_of(party)) for party, target in targets.items())
+        scarce = lacking > sum(max(0, self.book.free_on(worker)) for worker in workers)
+        for party in dict.fromkeys(lease.party for lease in self.book.all()):
+            slots, target = self.book.slots_of(party), targets.get(party, 0)
+            if slots > target and (scarce or slots > 2 * target):
+                self._take_back(list(self.book.of(party).values()), slots - target)
+
+    def _take_back(self, leases: Sequence[HeldLease], slots: int) -> None:
+        """Take back so many slots of these leases, of the largest first and level."""
+        if slots <= 0:
+            return
+        kept = level(
+            max(0, sum(lease.slots for lease in leases) - slots),
+            [SlotClaim(str(index), lease.slots) for index, lease in enumerate(leases)],
+            least=dict.fromkeys(map(str, range(len(leases))), 0),
+        )
+        for index, lease in enumerate(leases):
+            if kept[str(index)] < lease.slots:
+                self.book.put(lease.party, lease.worker, kept[str(index)])
+
+    def _grow(self, targets: Mapping[Party, int], workers: Sequence[RowWorker]) -> None:
+        """Lease free slots up to the targets: first to those who have none, then by class."""
+        needs = {party: target - self.book.slots_of(party) for party, target in targets.items()}
+        growing = sorted(
+            ((party, wanted) for party, wanted in self._parties() if needs[party] > 0),
+            key=lambda found: (
+                self.book.slots_of(found[0]) > 0,
+                -found[1].demand.priority.rank,
+                found[1].since_s,
+                found[0],
+            ),
+        )
+        for party, wanted in growing:
+            self._spread(party, needs[party], wanted.zone, workers)
+
+    def _spread(self, party: Party, need: int, zone: str, workers: Sequence[RowWorker]) -> None:
+        """Lease up to ``need`` more slots, on the workers with the lowest load, in the party's zone first."""
+        rooms = [(worker, self.book.room_for(party, worker)) for worker in workers]
+        rooms = [(worker, room) for worker, room in rooms if room > 0]
+        if len(rooms) > _MOST_CHOICES:
+            self._rotation = (self._rotation + _MOST_CHOICES) % len(rooms)
+            rooms = (rooms + rooms)[self._rotation : self._rotation + _MOST_CHOICES]
+        rooms.sort(key=lambda found: self._load_key(found[0], zone))
+        while need > 0 and rooms:
+            chunk = max(1, need // len(rooms))
+            left: list[tuple[RowWorker, int]] = []
+            for worker, room in rooms:
+                more = min(need, chunk, room)
+                if more <= 0:
+                    break
+                lease = self.book.of(party).get(worker.worker_id)
+                self.book.put(party, worker, more + (lease.slots if lease else 0))
+                need -= more
+                if room > more:
+                    left.append((worker, room - more))
+            rooms = left
+
+    def _load_key(self, worker: RowWorker, zone: str) -> tuple[int, bool, float, str]:
+        load = self.book.slots_on(worker.worker_id) / worker.capacity
+        return int(8 * load), bool(zone and worker.zone and zone != worker.zone), load, worker.worker_id
+
+    # --- counters ---------------------------------------------------------------------------------
+
+    def _parties(self) -> Iterator[tuple[Party, PartyDemand]]:
+        for name, tenant in self._tenants.items():
+            for gateway, wanted in tenant.demands.items():
+                yield (gateway, name), wanted
+
+    def _count_waiting(self, name: str, tenant: TenantRows) -> None:
+        """Keep the tenant in the order of its class while it has demand; with its largest weight."""
+        found = [wanted.demand for wanted in tenant.demands.values()]
+        priority = max((wanted.priority for wanted in found), key=lambda one: one.rank, default=None)
+        if tenant.account is not None and priority is not tenant.priority:
+            self._shares(self._digest)[tenant.priority].leave(tenant.account)
+            tenant.account = None
+        if priority is not None and tenant.account is None:
+            weight = max(wanted.tenant_weight for wanted in found)
+            tenant.priority = priority
+            tenant.account = self._shares(self._digest)[priority].enter(name, weight)
+        if priority is None and len(self._tenants) > _KEPT_TENANTS:
+            del self._tenants[name]

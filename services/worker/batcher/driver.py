@@ -1,0 +1,480 @@
+"""The rows of one version on this worker: admission, batches, answers, isolation of failures.
+
+One batch at a time runs in the process that serves. It is announced by its number, so that the end of the
+process names the rows that ran. What the policy decides is in ``policy``; this module acts. All times are of
+one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import structlog
+
+from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, PoisonedInput, QueueFull
+from services.core.fixed_cost.rows import RowEnd, RowSpec
+from services.core.fixed_cost.tensors import TensorSpec
+from services.core.fleet import PoolSnapshot, TenantSlots
+from services.core.poison.suspicion import LossCause
+from services.ports.clock import Clock
+from services.worker.batcher.arriving_rows import ArrivingRows
+from services.worker.batcher.charges import RowCharges
+from services.worker.batcher.policy.batch_key import BatchKey
+from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
+from services.worker.batcher.policy.flush import (
+    MOST_PADDED_TOKENS,
+    BatchLimits,
+    Device,
+    Flush,
+    decide,
+)
+from services.worker.batcher.policy.isolation import RunFailure, RunPlace
+from services.worker.batcher.policy.linger import BatchObjective
+from services.worker.batcher.policy.waiting import TooLate, TooManyRows, WaitingRow, WaitingRows
+from services.worker.batcher.search import RowSearch
+from services.worker.batcher.telemetry import BatcherTelemetry
+from services.worker.engine_protocol import BatchRaised, BatchRan, RowModel, RunBatch
+from services.worker.slots.engine_process import Crashed, EngineExit, RunningEngine
+from services.worker.streams.live_row import LiveRow
+from services.worker.streams.outbox import Outbox
+
+log = structlog.get_logger()
+
+SLOTS_PER_BATCH: Final = 4  # rows in flight, in full batches: one runs, others gather and travel
+MOST_BATCH_BYTES: Final = 32 * 1024 * 1024  # of the inputs of one batch
+RESTART_S: Final = 30.0  # longest wait of rows for a process that starts again
+MOST_KEYS: Final = 256
+_FAILED: Final = {
+    RunFailure.RAISED: "raised an exception in the model",
+    RunFailure.DIED: "ended the process of the model",
+    RunFailure.KILLED: "ran while the process of the model was killed",
+    RunFailure.HUNG: "did not end within the time limit",
+}
+
+
+class Sacrifice(Protocol):
+    """The process in which suspects run. Answers by ``Batcher.attach``, or ``give_up_searches``."""
+
+    def start(self) -> None:
+        """Start it, unless it runs or starts."""
+
+    def stop(self) -> None:
+        """End it, if it runs or starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatcherContext:
+    """What a batcher uses."""
+
+    clock: Clock
+    call_later: Callable[[float, Callable[[], None]], Any]  # a timer of the event loop
+    changed: Callable[[], None]  # free slots, or rows, changed
+    draining: Callable[[], bool]  # no new rows come
+    charges: RowCharges
+    sacrifice: Sacrifice
+    telemetry: BatcherTelemetry | None = None
+
+
+@dataclass(slots=True, eq=False)
+class BatchRun:
+    """A batch that a process was sent."""
+
+    number: int
+    rows: tuple[LiveRow, ...]
+    width: int
+    cause: str
+    began_s: float
+    limit_s: float
+    search: RowSearch | None = None
+    hung: bool = False
+
+
+class Batcher:
+    """Single writer: the worker's event loop. Implements ``RowTable``; outlives the processes."""
+
+    def __init__(
+        self, version_digest: str, model: RowModel, *, memory_bytes: int, context: BatcherContext
+    ) -> None:
+        """``memory_bytes``: the working memory of a batch; 0: no bound."""
+        costs = model.costs
+        self._digest = version_digest
+        self._model = model
+        self._context = context
+        self._clock = context.clock
+        self.limits = BatchLimits(
+            padded_tokens=MOST_PADDED_TOKENS if model.max_tokens else 0,
+            memory_bytes=memory_bytes,
+            row_bytes=costs.row_bytes,
+            token_bytes=costs.token_bytes,
+        )
+        self.row_slots = SLOTS_PER_BATCH * self.limits.rows
+        self.curve = CostCurve(CostPrior(costs.batch_s, costs.row_s, costs.token_s))
+        self._objective = BatchObjective()
+        self._arrivals = ArrivingRows(model.max_tokens)
+        self._waiting = WaitingRows()
+        self._leases: dict[str, int] = {}
+        self._live: dict[int, LiveRow] = {}
+        self._keys: dict[tuple[TensorSpec, ...], BatchKey] = {}
+        self._searches: list[RowSearch] = []  # the oldest first
+        self._processes: dict[RunPlace, RunningEngine] = {}
+        self._runs: dict[RunPlace, BatchRun] = {}
+        self._last_number = self._last_batch = self._decision = 0
+        self._detached_s = 0.0
+        self._batches, self._batch_s, self._row_s = 0, 0.0, 0.0
+
+    # --- RowTable -------------------------------------------------------------------------------
+
+    @property
+    def version_digest(self) -> str:
+        return self._digest
+
+    @property
+    def ready(self) -> bool:
+        return RunPlace.SERVING in self._processes
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._live) < self.row_slots
+
+    @property
+    def running(self) -> int:
+        """Rows in batches that run."""
+        return sum(len(run.rows) for run in self._runs.values())
+
+    @property
+    def places(self) -> frozenset[RunPlace]:
+        """Which processes run."""
+        return frozenset(self._processes)
+
+    @property
+    def batches(self) -> int:
+        """Batches that were answered."""
+        return self._batches
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def start(self, outbox: Outbox, handle: int, spec: RowSpec) -> None:
+        now_s = self._clock.monotonic_s()
+        self._last_number += 1
+        deadline_s = now_s + spec.time_left_s if spec.time_left_s > 0 else math.inf
+        row = LiveRow(spec, outbox, handle, self._last_number, now_s, deadline_s)
+        outbox.rows[handle] = row
+        self._live[row.number] = row
+        self._context.charges.began(row)
+        if (error := self._admit(row, now_s)) is not None:
+            self._end(row, RowEnd(error=error), error.reason)
+        else:
+            self._decide()
+
+    def cancel(self, rows: Sequence[LiveRow]) -> None:
+        """Drop the rows. Those in a batch stay until it ended, for it is charged to them."""
+        for row in rows:
+            row.dropped = True
+        waiting = [row for row in rows if row.number in self._waiting]
+        self._waiting.remove(row.number for row in waiting)
+        for row in waiting:
+            self._end(row, RowEnd(), "CANCELLED")
+
+    def lease(self, slots: TenantSlots) -> None:
+        if slots.slots:
+            self._leases[slots.tenant] = slots.slots
+        else:
+            self._leases.pop(slots.tenant, None)
+
+    def sweep(self, now_s: float) -> None:
+        """End rows whose deadline passes, and batches that hang."""
+        for found in self._waiting.unmeetable(self.curve, now_s=now_s):
+            self._waiting.remove((found.number,))
+            late = DeadlineUnmeetable("the deadline passes before the row is computed")
+            self._end(self._live[found.number], RowEnd(error=late), late.reason)
+        for place, run in self._runs.items():
+            if now_s - run.began_s > run.limit_s and not run.hung:
+                run.hung = True
+                self._processes[place].kill(f"a batch of {len(run.rows)} rows took over {run.limit_s:.1f} s")
+        if not self.ready and len(self._waiting) and now_s - self._detached_s > RESTART_S:
+            self._lose([self._live[number] for number in self._waiting.numbers()])
+
+    def reset_silence(self) -> None:
+        """Start the time limits again after a pause of this process: messages are still unread."""
+        for run in self._runs.values():
+            run.began_s = self._clock.monotonic_s()
+
+    def report(self, *, ready: bool) -> PoolSnapshot:
+        return PoolSnapshot(
+            digest=self._digest,
+            kv_blocks_total=0,
+            kv_blocks_reserved=0,
+            block_size=1,
+            running=self.running,
+            waiting=len(self._live) - self.running,
+            max_sequences=0,
+            max_model_len=0,
+            ready=ready,
+            steps=self._batches,
+            step_seconds=self._batch_s,
+            row_slots=self.row_slots,
+            row_us=round(self._row_s * 1e6),
+        )
+
+    def check_integrity(self) -> None:
+        self._waiting.check_integrity()
+        in_runs = {row.number for run in self._runs.values() for row in run.rows}
+        searched = {row.number for search in self._searches for row in search.unanswered()}
+        placed = in_runs | searched | set(self._waiting.numbers())
+        assert placed == set(self._live), "rows are in no batch, no search and not waiting"
+        for row in self._live.values():
+            assert row.dropped or row.outbox.rows.get(row.handle) is row, "its stream has no such row"
+
+    # --- processes ------------------------------------------------------------------------------
+
+    def attach(self, place: RunPlace, process: RunningEngine) -> None:
+        """Run batches in this process from now on."""
+        self._processes[place] = process
+        self._proceed()
+
+    def detach(self, place: RunPlace, exit_: EngineExit) -> None:
+        """Search the rows of its batch after a process ended by itself; they are lost if it was stopped."""
+        self._processes.pop(place, None)
+        self._detached_s = self._clock.monotonic_s()
+        if (run := self._runs.pop(place, None)) is not None:
+            self._context.charges.wasted(self._detached_s - run.began_s)
+            if isinstance(exit_, Crashed):
+                if place is RunPlace.SACRIFICIAL and self._context.telemetry is not None:
+                    self._context.telemetry.sacrificed()
+                died = RunFailure.DIED if exit_.cause is LossCause.FAULT else RunFailure.KILLED
+                self._failed(run, RunFailure.HUNG if run.hung else died)
+            elif run.search is None:
+                self._lose(run.rows)
+        self._proceed()
+
+    def on_batch(self, place: RunPlace, event: BatchRan | BatchRaised) -> None:
+        """Answer the rows of a batch, or search the one that raised."""
+        run = self._runs.get(place)
+        if run is None or run.number != event.number:
+            return
+        del self._runs[place]
+        now_s = self._clock.monotonic_s()
+        if isinstance(event, BatchRaised):
+            self._context.charges.wasted(event.run_s)
+            self._failed(run, RunFailure.RAISED)
+        else:
+            self._answer(run, event, now_s)
+        self._proceed()
+
+    def give_up_searches(self, reason: str) -> None:
+        """End the rows of searches as lost: no process can be sacrificed."""
+        for search in [each for each in self._searches if each.place is RunPlace.SACRIFICIAL]:
+            log.warning("search.given_up", digest=self._digest, reason=reason)
+            self._searches.remove(search)
+            self._lose(search.unanswered())
+
+    def lose_all(self) -> None:
+        """End every row as lost: no process will run."""
+        self._runs.clear()
+        self._searches.clear()
+        self._lose(list(self._live.values()))
+
+    # --- admission ------------------------------------------------------------------------------
+
+    def _admit(self, row: LiveRow, now_s: float) -> FairwayError | None:
+        """Let the row wait, or return why it cannot."""
+        spec, most = row.spec, self._model.max_tokens
+        if most:
+            lengths = [tensor.shape[0] for tensor in spec.inputs if tensor.shape]
+            row.length = max(lengths, default=0)
+            if not 1 <= row.length <= most:
+                return InvalidInput(f"the row has {row.length} tokens; the model takes 1 to {most}")
+        width = self._arrivals.note(row.length, now_s)
+        due_s = min(now_s + self._objective.latency_s, row.deadline_s)
+        key = self._key_of(spec)
+        waiting = WaitingRow(row.number, spec.tenant_id, key, width, now_s, due_s, row.deadline_s)
+        run = self._runs.get(RunPlace.SERVING)
+        busy_until_s = 0.0 if run is None else run.began_s + self.curve.mean_s(run.width, len(run.rows))
+        match self._waiting.add(waiting, self.curve, self.limits, now_s=now_s, busy_until_s=busy_until_s):
+            case TooManyRows(most_rows):
+                return QueueFull(f"{most_rows} rows wait on this worker")
+            case TooLate(predicted_s, left_s):
+                return DeadlineUnmeetable(
+                    f"the row would be answered in {predicted_s:.3f} s; the deadline is in {left_s:.3f} s"
+                )
+        return None
+
+    def _key_of(self, spec: RowSpec) -> BatchKey:
+        has_length = self._model.max_tokens > 0
+        sent = tuple(
+            TensorSpec(
+                tensor.name,
+                tensor.datatype,
+                (1, *tensor.shape[1:]) if has_length else tensor.shape,
+                has_length,
+            )
+            for tensor in spec.inputs
+        )
+        key = self._keys.get(sent)
+        if key is None:
+            if len(self._keys) >= MOST_KEYS:
+                self._keys.clear()
+            key = BatchKey.of(self._digest, self._model.operation, self._model.dtype, sent, {})
+            self._keys[sent] = key
+        return key
+
+    # --- batches --------------------------------------------------------------------------------
+
+    def _proceed(self) -> None:
+        """Start what can start in either process."""
+        running = [run.search for run in self._runs.values()]
+        for abandoned in [each for each in self._searches if each.place is None and each not in running]:
+            self._settle(abandoned)
+        self._decide()
+        search = next((each for each in self._searches if each.place is RunPlace.SACRIFICIAL), None)
+        if search is None:
+            self._context.sacrifice.stop()
+        elif RunPlace.SACRIFICIAL not in self._processes:
+            self._context.sacrifice.start()
+        elif RunPlace.SACRIFICIAL not in self._runs:
+            self._search_on(search)
+        self._context.changed()
+
+    def _decide(self) -> None:
+        """Start a batch if the serving process is idle and waiting does not pay."""
+        self._decision += 1
+        if not self.ready or RunPlace.SERVING in self._runs:
+            return
+        search = next((each for each in self._searches if each.place is RunPlace.SERVING), None)
+        if search is not None:
+            self._search_on(search)
+            return
+        now_s = self._clock.monotonic_s()
+        device = Device(self.curve, self.limits, self._objective, draining=self._context.draining())
+        until_s = math.inf
+        for key, group in self._waiting.groups():
+            found = decide(group, device, self._arrivals.expected(group.width, now_s), now_s)
+            if isinstance(found, Flush):
+                self._flush(key, group.width, found)
+                return
+            until_s = min(until_s, found.until_s)
+        if until_s < math.inf:
+            self._context.call_later(until_s - now_s, self._timer(self._decision))
+
+    def _timer(self, decision: int) -> Callable[[], None]:
+        def due() -> None:
+            if decision == self._decision:  # a later decision makes it void
+                self._decide()
+
+        return due
+
+    def _flush(self, key: BatchKey, width: int, found: Flush) -> None:
+        in_batches = Counter(row.spec.tenant_id for run in self._runs.values() for row in run.rows)
+        chosen = self._waiting.select(key, width, found.rows, leases=self._leases, running=in_batches)
+        rows, size = [self._live[chosen[0].number]], 0
+        for each in chosen[1:]:
+            row = self._live[each.number]
+            size += sum(len(tensor.data) for tensor in row.spec.inputs)
+            if size > MOST_BATCH_BYTES:
+                break
+            rows.append(row)
+        self._waiting.remove(row.number for row in rows)
+        self._run(RunPlace.SERVING, rows, width, found.cause.value, None)
+
+    def _search_on(self, search: RowSearch) -> None:
+        assert search.place is not None, "the search is over"
+        if self._context.telemetry is not None:
+            self._context.telemetry.searched(search.place.value)
+        self._run(search.place, search.rows, search.width, search.cause, search)
+
+    def _run(
+        self, place: RunPlace, rows: Sequence[LiveRow], width: int, cause: str, search: RowSearch | None
+    ) -> None:
+        self._last_batch += 1
+        limit_s = self.curve.limit_s(width, len(rows))
+        now_s = self._clock.monotonic_s()
+        self._runs[place] = BatchRun(self._last_batch, tuple(rows), width, cause, now_s, limit_s, search)
+        command = RunBatch(self._last_batch, [row.spec.inputs for row in rows], width)
+        if not self._processes[place].send(command):
+            self._processes[place].kill("the process takes no batches")
+
+    def _answer(self, run: BatchRun, event: BatchRan, now_s: float) -> None:
+        ran = [row for place, row in enumerate(run.rows) if place not in event.problems]
+        elapsed_s = now_s - run.began_s
+        self._context.charges.ran(ran, event.run_s)
+        if ran:
+            self._measure(run, ran, event.run_s, elapsed_s, now_s)
+        for place, row in enumerate(run.rows):
+            wait_s = max(0.0, run.began_s - row.accepted_s)
+            if (problem := event.problems.get(place)) is not None:
+                self._end(row, RowEnd(error=InvalidInput(problem), wait_s=wait_s), InvalidInput.reason)
+                continue
+            if self._context.telemetry is not None:
+                self._context.telemetry.answered(wait_s=wait_s, run_s=elapsed_s)
+            outputs = tuple(event.outputs[place])
+            end = RowEnd(
+                outputs, None, False, row.device_s, wait_s, batch_rows=len(ran), batch_cause=run.cause
+            )
+            self._end(row, end, "ANSWERED")
+        if run.search is not None:
+            run.search.after(None)
+            self._settle(run.search)
+
+    def _measure(
+        self, run: BatchRun, ran: Sequence[LiveRow], run_s: float, elapsed_s: float, now_s: float
+    ) -> None:
+        """Count a batch of the serving process in the curve: what it takes, as this process sees it."""
+        rows = len(ran)
+        if run.search is None:
+            self.curve.note(run.width, rows, elapsed_s)
+            self._arrivals.ended(rows, now_s)
+        self._batches += 1
+        self._batch_s += run_s
+        each_s = run_s / rows
+        self._row_s = each_s if not self._row_s else self._row_s + 0.1 * (each_s - self._row_s)
+        if self._context.telemetry is not None:
+            self._context.telemetry.ran(
+                lengths=[row.length for row in ran],
+                width=0 if self._model.packs else run.width,
+                most_rows=self.limits.rows_at(run.width)[0],
+                cause=run.cause,
+            )
+
+    # --- failures -------------------------------------------------------------------------------
+
+    def _failed(self, run: BatchRun, failure: RunFailure) -> None:
+        """Search the rows of a batch without answers, or go on with the search."""
+        log.warning("batch.lost", digest=self._digest, rows=len(run.rows), failure=failure.value)
+        search = run.search
+        if search is None:
+            search = RowSearch(run.rows, run.width, run.cause, failure)
+            self._searches.append(search)
+        else:
+            search.after(failure)
+        self._settle(search)
+
+    def _settle(self, search: RowSearch) -> None:
+        """End the rows that a search condemned, and the search when it is over."""
+        for row in search.take_condemned():
+            error = PoisonedInput(
+                f"this input {_FAILED[search.failure]} of version {self._digest}, alone in its batch",
+                version_digest=self._digest,
+            )
+            log.error("row.condemned", request_id=row.spec.request_id, failure=search.failure.value)
+            self._end(row, RowEnd(error=error, device_s=row.device_s), error.reason)
+        if search.place is None:
+            self._searches.remove(search)
+            self._lose(search.unanswered())
+
+    def _lose(self, rows: Sequence[LiveRow]) -> None:
+        self._waiting.remove(row.number for row in rows)
+        for row in rows:
+            self._end(row, RowEnd(lost=True, device_s=row.device_s), "LOST")
+        self._context.changed()
+
+    def _end(self, row: LiveRow, end: RowEnd, reason: str) -> None:
+        del self._live[row.number]
+        row.end(end)
+        self._context.charges.ended(row)
+        if self._context.telemetry is not None:
+            self._context.telemetry.ended(reason.lower())

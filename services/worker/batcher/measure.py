@@ -1,0 +1,71 @@
+"""What a loaded fixed-cost model takes: time and memory, from a few warm-up batches.
+
+The costs are what is assumed until batches were measured. They are high rather than low: a batch that takes
+many times what is assumed counts as one that hangs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from services.worker.batcher.models.loading import row_of_zeros
+from services.worker.batcher.models.model import FixedCostModel
+from services.worker.batcher.models.rows import Padded
+from services.worker.batcher.policy.flush import MOST_PADDED_TOKENS, MOST_ROWS
+from services.worker.engine.load.memory_meter import meter_for
+from services.worker.engine_protocol import RowCosts
+
+ROWS: Final = 8  # of the larger batches
+LONGEST: Final = 512  # tokens of the row that is measured
+TRIES: Final = 3
+LEAST_ROW_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredModel:
+    """``largest_row_bytes``: working memory of the longest row alone."""
+
+    costs: RowCosts
+    largest_row_bytes: int
+    largest_batch_s: float
+
+
+def measure(model: FixedCostModel, device: str) -> MeasuredModel:
+    """Return the costs after some runs of ``model``."""
+    facts = model.facts
+    alone, several = _batch(model, 1, 1), _batch(model, ROWS, 1)
+    alone_s, several_s = _least_s(model, alone), _least_s(model, several)
+    row_s = max(0.0, several_s - alone_s) / (ROWS - 1)
+    if not facts.max_tokens:
+        row_bytes = max(LEAST_ROW_BYTES, _peak_bytes(model, several, device) // ROWS)
+        costs = RowCosts(max(0.0, alone_s - row_s), row_s, 0.0, row_bytes, 0)
+        return MeasuredModel(costs, row_bytes, alone_s + MOST_ROWS * row_s)
+    longest = min(facts.max_tokens, LONGEST)
+    long = _batch(model, 1, longest)
+    token_s = max(0.0, _least_s(model, long) - alone_s) / max(1, longest - 1)
+    token_bytes = max(1, _peak_bytes(model, long, device) // longest)
+    costs = RowCosts(max(0.0, alone_s - row_s), row_s, token_s, LEAST_ROW_BYTES, token_bytes)
+    batch_s = alone_s + MOST_ROWS * row_s + MOST_PADDED_TOKENS * token_s
+    return MeasuredModel(costs, LEAST_ROW_BYTES + facts.max_tokens * token_bytes, batch_s)
+
+
+def _batch(model: FixedCostModel, rows: int, length: int) -> Padded:
+    return Padded([row_of_zeros(model.facts.inputs, length)] * rows, length)
+
+
+def _least_s(model: FixedCostModel, batch: Padded) -> float:
+    found = float("inf")
+    for _ in range(TRIES):
+        began_s = time.perf_counter()
+        model.run(batch)
+        found = min(found, time.perf_counter() - began_s)
+    return found
+
+
+def _peak_bytes(model: FixedCostModel, batch: Padded, device: str) -> int:
+    with meter_for(device) as meter:
+        meter.begin()
+        meter.run(lambda: model.run(batch))
+        return meter.peak_bytes

@@ -1,0 +1,198 @@
+"""The process of a fixed-cost model: ``python -m services.worker.batcher.process --config JSON``.
+
+It loads the model, measures it, and runs one batch after the other, in the frame of the engine's process:
+the same socket, heartbeats and end. Rows are checked before a batch runs; a row with a problem does not run.
+An exception of a batch is returned and the process goes on: the agent finds the row that causes it.
+
+Memory: once the model is measured, the process may take ``kv_memory_bytes`` for a batch, and ``SLACK_BYTES``.
+On a CPU an allocation beyond fails, so that a batch without bounds raises, and ends neither this process nor
+others of the machine.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+
+from services.core.fixed_cost.rows import RawTensor
+from services.worker.batcher.measure import MeasuredModel, measure
+from services.worker.batcher.models.loading import load_model
+from services.worker.batcher.models.model import FixedCostModel, Outputs
+from services.worker.batcher.models.rows import DTYPES, Packed, Padded, Row
+from services.worker.engine import process
+from services.worker.engine.load.loading import Report
+from services.worker.engine.unsupported import TooLittleMemory
+from services.worker.engine_protocol import (
+    BatchRaised,
+    BatchRan,
+    Command,
+    EngineConfig,
+    EngineHeartbeat,
+    Ready,
+    Resized,
+    RowModel,
+    RunBatch,
+)
+
+SLACK_BYTES: Final = 256 * 1024 * 1024
+_STATUS: Final = Path("/proc/self/status")
+_DATATYPES: Final = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+
+log = structlog.get_logger()
+
+
+class BatchRunner:
+    """Implements ``process.Steps``: a step is a batch."""
+
+    def __init__(self, model: FixedCostModel, *, packs: bool) -> None:
+        self._model = model
+        self._packs = packs
+        self._batches: deque[RunBatch] = deque()
+        self._ran = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._batches)
+
+    def apply(self, command: Command) -> None:
+        assert isinstance(command, RunBatch), "it has no sequences"
+        self._batches.append(command)
+
+    def step(self) -> BatchRan | BatchRaised:
+        """Run the oldest batch."""
+        batch = self._batches.popleft()
+        self._ran += 1
+        rows, problems = self._checked(batch.rows)
+        began_s = time.perf_counter()
+        try:
+            outputs = self._run(rows, batch.width) if rows else []
+        except Exception as error:  # the agent isolates the row that causes it
+            log.exception("batch.failed", number=batch.number, rows=len(rows))
+            return BatchRaised(batch.number, time.perf_counter() - began_s, type(error).__name__)
+        run_s = time.perf_counter() - began_s
+        found = iter(outputs)
+        all_rows = [() if place in problems else _raw(next(found)) for place in range(len(batch.rows))]
+        return BatchRan(batch.number, run_s, all_rows, problems)
+
+    def heartbeat(self) -> EngineHeartbeat:
+        return EngineHeartbeat(self._ran, 0, 0, len(self._batches))
+
+    def resized(self) -> Resized | None:
+        return None
+
+    def check_integrity(self) -> None:
+        """It keeps nothing between batches."""
+
+    def _checked(self, raw: Sequence[Sequence[RawTensor]]) -> tuple[list[Row], dict[int, str]]:
+        rows: list[Row] = []
+        problems: dict[int, str] = {}
+        for place, tensors in enumerate(raw):
+            try:
+                row = row_of(tensors)
+            except ValueError as error:
+                problems[place] = str(error)
+                continue
+            if problem := self._model.problem(row):
+                problems[place] = problem
+            else:
+                rows.append(row)
+        return rows, problems
+
+    def _run(self, rows: Sequence[Row], width: int) -> list[Outputs]:
+        if self._packs and len({len(row["input_ids"]) for row in rows}) > 1:
+            return self._model.run(Packed(rows))
+        return self._model.run(Padded(rows, width))
+
+
+def row_of(tensors: Sequence[RawTensor]) -> Row:
+    """Return the arrays of a row, which refer to the received bytes. Raises ValueError with what is wrong."""
+    found: dict[str, NDArray[Any]] = {}
+    for tensor in tensors:
+        if tensor.name in found:
+            raise ValueError(f"the input {tensor.name[:80]} is there twice")
+        if (dtype := DTYPES.get(tensor.datatype)) is None:
+            raise ValueError(f"{tensor.name[:80]} has data type {tensor.datatype[:16]}")
+        size = np.dtype(dtype).itemsize * int(np.prod(tensor.shape, dtype=np.float64))
+        if size != len(tensor.data):
+            raise ValueError(f"{tensor.name[:80]} has {len(tensor.data)} bytes, its shape {size}")
+        found[tensor.name] = np.frombuffer(tensor.data, dtype).reshape(tensor.shape)
+    return found
+
+
+def _raw(outputs: Outputs) -> tuple[RawTensor, ...]:
+    return tuple(
+        RawTensor(name, _DATATYPES[values.dtype], values.shape, values.tobytes())
+        for name, values in outputs.items()
+    )
+
+
+def load(
+    config: EngineConfig,
+    report: Report,
+    *,
+    around: Callable[[FixedCostModel], FixedCostModel] | None = None,
+) -> tuple[BatchRunner, Ready]:
+    """Return a runner whose model has run. Raises LoadError where a retry would not help.
+
+    ``around`` returns the model that runs, around the loaded one.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    report("weights", 0.0)
+    model = load_model(Path(config.model_dir), device=config.device, dtype=config.dtype)
+    report("warm_up", 0.0)
+    measured = measure(model, config.device)
+    facts, is_cpu = model.facts, config.device == "cpu"
+    least_bytes = measured.largest_row_bytes
+    if config.memory_bytes and config.kv_memory_bytes < least_bytes:
+        raise TooLittleMemory(
+            f"a batch of one row takes {least_bytes} bytes",
+            weight_bytes=facts.weight_bytes,
+            working_bytes=0,
+            kv_bytes=least_bytes,
+        )
+    if is_cpu and config.memory_bytes:
+        bound_memory(config.kv_memory_bytes + SLACK_BYTES)
+    packs = facts.accepts_packed and is_cpu  # elsewhere each length would be a kernel
+    rows = RowModel(facts.operation, facts.dtype, facts.inputs, facts.max_tokens, packs, measured.costs)
+    runner = BatchRunner(model if around is None else around(model), packs=packs)
+    return runner, _ready(config, measured, rows, facts.weight_bytes)
+
+
+def _ready(config: EngineConfig, measured: MeasuredModel, rows: RowModel, weight_bytes: int) -> Ready:
+    return Ready(
+        kv_blocks_total=1,
+        block_size=1,
+        max_model_len=1,
+        vocab_size=0,
+        kv_bytes_per_block=config.kv_memory_bytes,
+        weight_bytes=weight_bytes,
+        full_step_s=measured.largest_batch_s,
+        rows=rows,
+    )
+
+
+def bound_memory(more_bytes: int) -> None:
+    """Let this process take so many bytes more; an allocation beyond fails. No bound without /proc."""
+    try:
+        found = re.search(r"^VmData:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    except OSError:
+        return
+    if found is not None:
+        most = int(found[1]) * 1024 + more_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+if __name__ == "__main__":
+    sys.exit(process.main(sys.argv[1:], load=load))

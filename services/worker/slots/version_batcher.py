@@ -1,0 +1,122 @@
+"""The batcher of one fixed-cost version on this worker: its processes, its rows, its memory."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.core.errors import DoesNotFit
+from services.worker.batcher.charges import RowCharges
+from services.worker.batcher.driver import Batcher, BatcherContext
+from services.worker.batcher.policy.isolation import RunPlace
+from services.worker.batcher.telemetry import BatcherTelemetry
+from services.worker.engine_protocol import BatchRaised, BatchRan, EngineConfig, Ready
+from services.worker.policy.lifecycle import VersionPhase
+from services.worker.slots.engine_process import Crashed, EngineExit, RunningEngine, batch_events
+from services.worker.slots.sacrificial_process import SacrificialProcess
+from services.worker.slots.version_engine import EngineOwner, SlotContext, TookTooMuch
+from services.worker.slots.version_memory import VersionMemory
+
+
+class VersionBatcher:
+    """At most one serving process at a time, and a sacrificial one while a failed batch is searched.
+
+    The rows stay while a serving process that ended by itself starts again.
+    """
+
+    def __init__(self, owner: EngineOwner, context: SlotContext, memory: VersionMemory) -> None:
+        self._owner = owner
+        self._context = context
+        self._memory = memory
+        self._process: RunningEngine | None = None
+        self._ready_s = 0.0
+        self._too_much = ""
+        self._sacrifice = SacrificialProcess(
+            owner.version.version_digest, context, memory, batcher=lambda: self.rows
+        )
+        self.rows: Batcher | None = None
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def silent_s(self) -> float:
+        """0: a batch is silent, and has a time limit of its own."""
+        return 0.0
+
+    async def start(self, config: EngineConfig) -> None:
+        """Start a process; the owner is notified of the outcome. Raises FailedPrecondition."""
+        self._sacrifice.use(config)
+        events = batch_events(
+            on_progress=self._owner.engine_progress,
+            on_ready=self._on_ready,
+            on_batch=self._on_batch,
+            on_exit=self._on_exit,
+        )
+        self._process = self._context.launch(config, events)
+        await self._process.start()
+
+    async def stop(self) -> None:
+        """Return once no process runs. The rows are lost."""
+        if self.rows is not None:
+            self.rows.lose_all()
+            self._context.host.remove_rows(self.rows)
+        await self._sacrifice.ended()
+        if self._process is not None:
+            await self._process.stop()
+
+    def _on_ready(self, event: Ready) -> None:
+        process = self._process
+        assert process is not None, "ready without a process"
+        assert event.rows is not None, "ready without a fixed-cost model"
+        if self._owner.phase is not VersionPhase.LOADING:  # it is being removed
+            return
+        try:
+            self._memory.settle(event)
+        except DoesNotFit as error:
+            self._too_much = error.message
+            self._context.supervisor.spawn(f"stop-{self._owner.version.version_digest[:19]}", process.stop())
+            return
+        self._memory.stay()
+        if self.rows is None:
+            self.rows = self._new_batcher(event)
+            self._context.host.add_rows(self.rows)
+        self._ready_s = self._context.clock.monotonic_s()
+        self._owner.engine_ready()
+        self.rows.attach(RunPlace.SERVING, process)
+
+    def _new_batcher(self, event: Ready) -> Batcher:
+        version, host, telemetry = self._owner.version, self._context.host, self._context.telemetry
+        assert event.rows is not None, "ready without a fixed-cost model"
+        context = BatcherContext(
+            clock=self._context.clock,
+            call_later=asyncio.get_running_loop().call_later,
+            changed=self._changed,
+            draining=lambda: not host.takes(version.version_digest),
+            charges=RowCharges(version.version_digest, version.deployment, host.tally, host.device),
+            sacrifice=self._sacrifice,
+            telemetry=BatcherTelemetry(telemetry.batches, version.deployment),
+        )
+        bound_bytes = event.kv_bytes_per_block
+        return Batcher(version.version_digest, event.rows, memory_bytes=bound_bytes, context=context)
+
+    def _changed(self) -> None:
+        self._context.host.note_change()
+        if self._owner.phase is VersionPhase.DRAINING and not self.rows:
+            self._context.woke()
+
+    def _on_batch(self, event: BatchRan | BatchRaised) -> None:
+        if self.rows is not None:
+            self.rows.on_batch(RunPlace.SERVING, event)
+
+    def _on_exit(self, exit_: EngineExit) -> None:
+        self._process = None
+        ran_s = 0.0
+        if self.rows is not None:
+            if self.rows.ready:
+                ran_s = self._context.clock.monotonic_s() - self._ready_s
+            self.rows.detach(RunPlace.SERVING, exit_)
+            if not isinstance(exit_, Crashed):  # none follows soon
+                self.rows.lose_all()
+        message, self._too_much = self._too_much, ""
+        self._owner.engine_ended(TookTooMuch(message) if message else exit_, ran_s)

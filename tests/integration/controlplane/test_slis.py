@@ -1,0 +1,121 @@
+"""Indicators over gRPC: any control plane answers from the sums of the one that leads."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from fairway.v1 import controlplane_pb2 as pb
+from fairway.v1 import controlplane_pb2_grpc
+from services.adapters.grpc.queues import GrpcQueues
+from services.adapters.grpc.slis import GrpcSlis
+from services.adapters.links.scheduler_directory import LeaderAddress
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.memory.store import MemoryStore
+from services.controlplane.objectives.listing import SliListing
+from services.controlplane.service import ControlPlaneService
+from services.controlplane.servicer import ControlPlaneServicer
+from services.core.errors import InvalidInput, NoLeader
+from services.rpc.channel import open_channel
+from services.rpc.server import RpcServer, Service
+from services.rpc.status import from_rpc_error
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
+from tests.integration.controlplane.plane import ADMIN, SEALER
+from tests.integration.scheduler_fleet import StaticDirectory
+from tests.support.registry import TOKEN, authenticate
+from tests.support.slis import Measurements, key_of, sums_of
+from tests.support.usage_ledgers import NoUsage
+
+CLOCK = SystemClock()
+
+
+class OnePlane:
+    """A control plane of two, with indicators of its own."""
+
+    def __init__(self, directory: StaticDirectory, *, leads: bool) -> None:
+        self.measured = Measurements(CLOCK, leads=leads)
+        self.leader = GrpcSlis(directory, TOKEN, CLOCK)
+        self.queues = GrpcQueues(directory, TOKEN, CLOCK)
+        self.address = ""
+
+    @asynccontextmanager
+    async def served(self, supervisor: Supervisor) -> AsyncIterator[None]:
+        store = MemoryStore(CLOCK)
+        service = ControlPlaneService(store, CLOCK, SEALER, MemoryLimiter(CLOCK))
+        listing = SliListing(self.measured.store, self.leader)
+        servicer = ControlPlaneServicer(
+            service, store, self.queues, NoUsage(), listing, require_current=lambda _: None
+        )
+        server = RpcServer(
+            [
+                Service(
+                    pb.DESCRIPTOR.services_by_name["ControlPlaneService"],
+                    controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
+                    servicer,
+                )
+            ],
+            listen="127.0.0.1:0",
+            internal_token=TOKEN,
+            new_incident=lambda: "inc",
+            authenticate=authenticate,
+        )
+        await server.start()
+        await self.measured.start(supervisor)
+        self.address = f"127.0.0.1:{server.port}"
+        yield
+        await self.leader.close()
+        await self.queues.close()
+        await server.stop(0)
+
+    async def list(self, **fields: object) -> pb.ListSlisResponse:
+        async with open_channel(self.address) as channel:
+            stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
+            try:
+                request = pb.ListSlisRequest(**fields)  # type: ignore[arg-type]
+                return await stub.ListSlis(request, metadata=ADMIN, timeout=10)
+            except grpc.aio.AioRpcError as exc:
+                raise from_rpc_error(exc) from exc
+
+
+Planes = tuple[OnePlane, OnePlane, StaticDirectory]
+
+
+@pytest_asyncio.fixture
+async def planes() -> AsyncIterator[Planes]:
+    """A leader and a standby, and where the standby looks for the leader."""
+    directory, supervisor = StaticDirectory(), Supervisor(CLOCK)
+    leader, standby = (OnePlane(directory, leads=leads) for leads in (True, False))
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(supervisor.close)
+        for plane in (leader, standby):
+            await stack.enter_async_context(plane.served(supervisor))
+        directory.turn(LeaderAddress("leader", leader.address, 1))
+        yield leader, standby, directory
+
+
+async def test_a_standby_answers_what_the_leader_measured(planes: Planes) -> None:
+    leader, standby, directory = planes
+    for number in range(3):
+        leader.measured.report(key_of(tenant=f"t{number}"), sums_of([0.5], requests=1, started=1))
+    first = await standby.list(page_size=2)
+    rest = await standby.list(page_size=2, page_token=first.next_page_token)
+    assert [one.tenant for one in (*first.slis, *rest.slis)] == ["t0", "t1", "t2"]
+    assert first.slis == (await leader.list(page_size=2)).slis
+    assert rest.next_page_token == ""
+    directory.turn(LeaderAddress("standby", standby.address, 2))  # it is said to lead, and does not
+    leader.measured.election.turn(None)
+    with pytest.raises(NoLeader):
+        await standby.list()
+
+
+async def test_a_window_is_at_most_what_is_kept(planes: Planes) -> None:
+    for seconds in (3601, -1):
+        with pytest.raises(InvalidInput):
+            await planes[0].list(window={"seconds": seconds})
+    with pytest.raises(InvalidInput):
+        await planes[0].list(page_size=251)

@@ -1,0 +1,175 @@
+"""Rows on leased slots over gRPC: gateways, a scheduler and workers with the production streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from services.core.errors import DeadlineUnmeetable, NoWorkerAvailable, QueueFull, ShareExceeded
+from services.core.fixed_cost.rows import RowEnd
+from services.gateway.rows.runner import RowLimits
+from services.runtime.clock import SystemClock
+from tests.integration.leased_rows import RowRig, row_rig, rows_request
+from tests.support.waiting import until
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[RowRig]:
+    async with row_rig() as found:
+        yield found
+
+
+def answers(ends: tuple[RowEnd, ...]) -> list[int]:
+    """Return the numbers in the rows, as they came back."""
+    for end in ends:
+        assert end.error is None
+    return [end.outputs[0].data[0] for end in ends]
+
+
+async def served(rig: RowRig, *, workers: int = 1) -> None:
+    """Return once the scheduler has so many workers."""
+    term = rig.scheduler.service.term
+    assert term is not None
+    await until(lambda: term.fleet.workers_by_state["placed_on"] >= workers)
+
+
+async def test_rows_run_on_leased_slots_and_return_in_order(rig: RowRig) -> None:
+    worker = await rig.add_worker(row_slots=16)
+    gateway = rig.add_gateway()
+    ends = await gateway.runner.run(rows_request(100))
+    assert answers(ends) == list(range(100))
+    assert worker.rows.most <= 16
+    await until(lambda: worker.rows.leased.get("acme"))
+
+
+async def test_a_tenant_waits_for_the_scheduler_once_and_slots_stay_a_while(rig: RowRig) -> None:
+    await rig.add_worker(batch_s=0.001)
+    gateway = rig.add_gateway()
+    await served(rig)
+    await gateway.runner.run(rows_request())
+    numbers = [slots.lease.number for slots in gateway.leases.slots() if slots.lease.slots]
+    for _ in range(20):
+        request = rows_request()
+        assert gateway.leases.choose(request.version_digest, request.tenant_id, ()) is not None
+        await gateway.runner.run(request)
+    assert [slots.lease.number for slots in gateway.leases.slots() if slots.lease.slots] == numbers
+
+
+async def test_idle_slots_are_taken_back_and_returned(rig: RowRig) -> None:
+    worker = await rig.add_worker()
+    gateway = rig.add_gateway()
+    await gateway.runner.run(rows_request(4))
+    term = rig.scheduler.service.term
+    assert term is not None
+    await until(lambda: term.slots.due_s() == float("inf"), 5.0)
+    await until(lambda: not worker.rows.leased["acme"])
+    await until(lambda: not list(gateway.leases.slots()))
+
+
+async def test_two_gateways_share_a_workers_slots(rig: RowRig) -> None:
+    worker = await rig.add_worker(row_slots=8, batch_s=0.002)
+    one, two = rig.add_gateway(), rig.add_gateway()
+    ends = await asyncio.gather(
+        one.runner.run(rows_request(150, "acme")), two.runner.run(rows_request(150, "beta"))
+    )
+    assert [len(found) for found in ends] == [150, 150]
+    assert worker.rows.most <= 8
+
+
+async def test_rows_of_a_lost_worker_run_once_more_elsewhere(rig: RowRig) -> None:
+    first, second = await rig.add_worker(), await rig.add_worker()
+    gateway = rig.add_gateway()
+    await served(rig, workers=2)
+    first.rows.paused = second.rows.paused = True
+    running = asyncio.create_task(gateway.runner.run(rows_request(8)))
+    await until(lambda: len(first.rows) and len(second.rows))
+    second.rows.paused = False
+    await first.stop()
+    assert answers(await running) == list(range(8))
+    rig.workers.remove(first)
+
+
+async def test_a_row_that_is_lost_twice_ends_alone(rig: RowRig) -> None:
+    nodes = [await rig.add_worker(), await rig.add_worker()]
+    gateway = rig.add_gateway()
+    await served(rig, workers=2)
+    for node in nodes:
+        node.rows.paused = True
+    running = asyncio.create_task(gateway.runner.run(rows_request(1)))
+    for _ in range(2):
+        await until(lambda: any(len(node.rows) for node in nodes))
+        for node in nodes:
+            node.rows.lose()
+            node.host.changed()
+    (end,) = await running
+    assert end.error is not None
+    assert end.error.reason == "STREAM_BROKEN"
+
+
+async def test_cancelling_withdraws_what_waits_and_what_no_batch_contains(rig: RowRig) -> None:
+    worker = await rig.add_worker(row_slots=4)
+    gateway = rig.add_gateway()
+    worker.rows.paused = True
+    running = asyncio.create_task(gateway.runner.run(rows_request(20)))
+    await until(lambda: len(worker.rows) >= 3)
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled()
+    await until(lambda: not len(worker.rows))
+    assert gateway.runner.rows == 0
+
+
+async def test_a_deadline_that_no_slot_can_meet_ends_the_request(rig: RowRig) -> None:
+    worker = await rig.add_worker(row_slots=2)
+    gateway = rig.add_gateway()
+    worker.rows.paused = True
+    with pytest.raises(DeadlineUnmeetable):
+        await gateway.runner.run(rows_request(10, deadline_s=SystemClock().monotonic_s() + 0.5))
+    await until(lambda: not len(worker.rows))
+
+
+async def test_a_version_that_no_worker_serves_is_refused(rig: RowRig) -> None:
+    await rig.add_worker()
+    gateway = rig.add_gateway()
+    with pytest.raises(NoWorkerAvailable):
+        await gateway.runner.run(rows_request(digest="sha256:" + "b" * 64))
+
+
+async def test_rows_are_bounded_for_a_tenant_and_in_all(rig: RowRig) -> None:
+    gateway = rig.add_gateway(RowLimits(max_rows=20))
+    with pytest.raises(ShareExceeded):
+        await gateway.runner.run(rows_request(11))
+    running = [asyncio.create_task(gateway.runner.run(rows_request(10, name))) for name in ("a", "b")]
+    await until(lambda: gateway.runner.rows == 20)
+    with pytest.raises(QueueFull):
+        await gateway.runner.run(rows_request(1, "c"))
+    for task in running:
+        task.cancel()
+    await asyncio.wait(running)
+
+
+async def test_another_leader_leases_anew_and_rows_go_on(rig: RowRig) -> None:
+    worker = await rig.add_worker(row_slots=8, batch_s=0.003)
+    gateway = rig.add_gateway()
+    running = asyncio.create_task(gateway.runner.run(rows_request(250)))
+    await until(lambda: worker.rows.started > 40)
+    rig.lead(2)
+    assert len(answers(await running)) == 250
+    assert {slots.lease.epoch for slots in gateway.leases.slots() if slots.lease.slots} == {2}
+    assert worker.rows.most <= 8
+
+
+async def test_rows_run_without_a_leader_on_a_part_of_the_slots(rig: RowRig) -> None:
+    worker = await rig.add_worker(row_slots=16)
+    gateway = rig.add_gateway()
+    await gateway.runner.run(rows_request())
+    await until(lambda: gateway.leases.is_served(rows_request().version_digest, ()))
+    rig.lead(None)
+    await until(lambda: gateway.leases.is_alone, 10.0)
+    await until(lambda: gateway.leases.choose(rows_request().version_digest, "acme", ()) is None)
+    worker.rows.most = 0
+    assert answers(await gateway.runner.run(rows_request(40))) == list(range(40))
+    assert worker.rows.most <= 4

@@ -1,0 +1,229 @@
+"""A gateway of fixed-cost models over real parts, with its gRPC and HTTP servers on real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc
+
+from fairway.inference import v2_pb2, v2_pb2_grpc
+from fairway.v1 import inference_pb2, inference_pb2_grpc
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.memory.quarantine import MemoryQuarantine
+from services.core.generation import Principal
+from services.core.limits import Price
+from services.core.records import (
+    DEPLOYMENTS,
+    KEYS,
+    TENANTS,
+    WORKERS,
+    ApiKey,
+    Deployment,
+    KeyRole,
+    LoadedVersion,
+    Meta,
+    Tenant,
+    VersionState,
+    Worker,
+)
+from services.core.usage import RequestUsage
+from services.gateway.catalog import ModelCatalog
+from services.gateway.events import Received
+from services.gateway.faces.grpc.servicer import InferenceServicer
+from services.gateway.faces.openai.routes import build_app
+from services.gateway.faces.openai.server import HttpServer
+from services.gateway.faces.predict.servicer import PredictServicer
+from services.gateway.poison import PoisonGate
+from services.gateway.requests.validate import Validator
+from services.gateway.rows.service import RowsService
+from services.gateway.service import GatewayService
+from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.splits import Splits
+from services.gateway.telemetry import GatewayTelemetry
+from services.ports.rows import RowRunner
+from services.rpc.server import RpcServer, Service
+from services.rpc.status import by_reason
+from services.runtime import secrets
+from services.runtime.clock import SystemClock
+from services.runtime.identity import KeyDirectory
+from services.runtime.ids import Ids
+from services.runtime.supervisor import Supervisor
+from services.runtime.telemetry.metrics import Metrics
+from simulator.fleet.nodes.local_texts import LocalTexts
+from tests.support.row_versions import LocalRows
+from tests.unit.gateway.conftest import View
+
+CLOCK = SystemClock()
+API_KEY, KEY_HASH = secrets.new_key("alpha", b"\x01" * 32)
+AUTH = (("authorization", f"Bearer {API_KEY}"),)
+SECRET = b"of the quarantine"
+PRICE = Price(input_micros=2_000_000)
+
+
+def digest_of(name: str) -> str:
+    return "sha256:" + name.encode().hex().ljust(64, "0")[:64]
+
+
+@dataclass
+class VersionFolders:
+    """Model files that are there already, by version."""
+
+    folders: dict[str, Path]
+
+    async def fetch(self, model: str, digest: str, *, only: Callable[[str], bool] | None = None) -> Path:
+        return self.folders[digest]
+
+    def pin(self, folder: Path) -> None: ...
+
+    def unpin(self, folder: Path) -> None: ...
+
+
+class RowsGateway:
+    """Tenant ``acme``; each folder is served as the deployment of its name."""
+
+    def __init__(self, folders: dict[str, Path], threads: ThreadPoolExecutor, *, with_runner: bool = True):
+        self.keys, self.tenants, self.deployments = View(), View(), View()
+        self.workers, self.routes = View(), View()
+        self.runner = LocalRows()
+        self.runner.gate.set()
+        self.limiter, self.quarantine = MemoryLimiter(CLOCK), MemoryQuarantine(CLOCK)
+        self.reported: list[RequestUsage] = []
+        self.supervisor, self.metrics = Supervisor(CLOCK), Metrics()
+        self.identity = KeyDirectory(self.keys, self.tenants, CLOCK)
+        by_digest = {digest_of(name): folder for name, folder in folders.items()}
+        self.catalog = ModelCatalog(
+            self.deployments,
+            self.workers,
+            VersionFolders(by_digest),
+            CLOCK,
+            texts=LocalTexts(threads, CLOCK),
+            splits=Splits(self.routes),
+        )
+        self.put_tenant(Tenant(Meta("acme")))
+        for name in folders:
+            self.deploy(name)
+        telemetry = GatewayTelemetry(self.metrics, clock=CLOCK)
+        nothing: Any = None
+        self.ports = Ports(
+            limiter=self.limiter,
+            placement=nothing,
+            workers=nothing,
+            clock=CLOCK,
+            supervisor=self.supervisor,
+            rng=Random(0),
+            sign_ticket=lambda ticket: b"t",
+            new_incident=lambda: "inc_1",
+            error_of=by_reason,
+            telemetry=telemetry,
+            report_usage=self.reported.append,
+            poisons=PoisonGate(
+                self.quarantine, secret=SECRET, clock=CLOCK, supervisor=self.supervisor, telemetry=telemetry
+            ),
+        )
+        validator = Validator(self.catalog, self.identity, Random(0))
+        parts: Any = {
+            "validator": validator,
+            "identity": self.identity,
+            "catalog": self.catalog,
+            "ports": self.ports,
+        }
+        self.service = GatewayService(**parts, limits=GatewayLimits())
+        runner: RowRunner | None = self.runner if with_runner else None
+        self.rows = RowsService(self.service, **parts, runner=runner)
+        self._numbers = count()
+
+    @property
+    def principal(self) -> Principal:
+        return self.identity.authenticate(f"Bearer {API_KEY}")
+
+    def put_tenant(self, tenant: Tenant) -> None:
+        self.tenants.put(TENANTS + "acme", tenant)
+        self.keys.put(KEYS + "alpha", ApiKey(Meta("alpha"), KeyRole.TENANT, KEY_HASH, tenant="acme"))
+
+    def deploy(self, name: str, version: str = "") -> None:
+        """Serve a version, by default the one of the same name, on a ready worker."""
+        digest = digest_of(version or name)
+        deployment = replace(Deployment(Meta(name), name, "v1", digest, 1), price=PRICE)
+        self.deployments.put(DEPLOYMENTS + name, deployment, 42)
+        loaded = LoadedVersion(name, name, digest, VersionState.READY)
+        self.workers.put(WORKERS + f"w-{digest}", Worker(f"w-{digest}", "w:1", versions=(loaded,)))
+
+    def received(self) -> Received:
+        return Received(CLOCK.monotonic_s(), 1, f"req_{next(self._numbers)}")
+
+    async def close(self) -> None:
+        assert self.supervisor.healthy, self.supervisor.failures
+        assert not self.service.running
+        await self.supervisor.close()
+
+
+@asynccontextmanager
+async def rows_gateway(folders: dict[str, Path], **options: Any) -> AsyncIterator[RowsGateway]:
+    """Yield a gateway with the models of these folders loaded. Nothing is held afterwards."""
+    with ThreadPoolExecutor(2) as threads:
+        gateway = RowsGateway(folders, threads, **options)
+        for name, folder in folders.items():
+            gateway.runner.load(digest_of(name), folder)
+        yield gateway
+        await gateway.close()
+
+
+@dataclass
+class Sockets:
+    grpc_port: int
+    http_port: int
+    stub: inference_pb2_grpc.InferenceServiceAsyncStub
+    predict: v2_pb2_grpc.GRPCInferenceServiceAsyncStub
+
+
+@asynccontextmanager
+async def served(gateway: RowsGateway) -> AsyncIterator[Sockets]:
+    """Yield the sockets of a gateway, with all its interfaces."""
+    server = RpcServer(
+        [
+            Service(
+                inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+                inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+                InferenceServicer(gateway.service, gateway.rows, gateway.received, heartbeat_s=5.0),
+            ),
+            Service(
+                v2_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
+                v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
+                PredictServicer(gateway.rows, gateway.received, lambda: ""),
+            ),
+        ],
+        listen="127.0.0.1:0",
+        internal_token="i" * 32,
+        new_incident=lambda: "inc_2",
+        authenticate=gateway.identity.authenticate,
+    )
+    app = build_app(
+        gateway.service,
+        gateway.rows,
+        gateway.identity,
+        CLOCK,
+        Ids(),
+        event_secret=b"e" * 32,
+        max_body_bytes=8 * 1024 * 1024,
+    )
+    http = HttpServer(app, "127.0.0.1", 0)
+    await server.start()
+    await http.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            yield Sockets(
+                server.port,
+                http.port,
+                inference_pb2_grpc.InferenceServiceStub(channel),
+                v2_pb2_grpc.GRPCInferenceServiceStub(channel),
+            )
+    finally:
+        await http.stop(0.5)
+        await server.stop(0)

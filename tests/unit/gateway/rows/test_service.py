@@ -1,0 +1,380 @@
+"""Requests of fixed-cost models: what is computed, refused, charged and released."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fairway.v1 import common_pb2
+from fairway.v1 import inference_pb2 as pb
+from services.core.errors import (
+    BudgetExceeded,
+    ConcurrencyExceeded,
+    DeadlineExceeded,
+    Draining,
+    FairwayError,
+    InvalidInput,
+    ModelNotFound,
+    NoWorkerAvailable,
+    PermissionDenied,
+    PoisonedInput,
+    PromptTooLong,
+    RequestCancelled,
+    RequestRateExceeded,
+    StaleRoute,
+    StreamBroken,
+    TokenRateExceeded,
+    Unimplemented,
+    UnsupportedFeature,
+    VersionGone,
+)
+from services.core.fixed_cost.rows import RowEnd
+from services.core.limits import LimitKind
+from services.core.poison.fingerprint import fingerprint_of_row
+from services.core.records import BUDGETS, Budget, Meta, Priority, Tenant
+from services.gateway.budgets import TenantBudgets
+from services.gateway.rows.service import Embeddings, Scores
+from services.worker.batcher.models.loading import load_model
+from services.worker.batcher.models.rows import Padded
+from tests.support.row_versions import tokenizer
+from tests.support.rows_gateway import CLOCK, SECRET, RowsGateway, digest_of, rows_gateway
+from tests.unit.gateway.conftest import View
+
+
+async def embed(
+    gateway: RowsGateway, *texts: str, timeout_s: float | None = None, **fields: Any
+) -> Embeddings:
+    request = pb.EmbedRequest(**{"model": "embed", "inputs": texts, **fields})
+    return await gateway.rows.embed(
+        gateway.principal, request, received=gateway.received(), timeout_s=timeout_s
+    )
+
+
+async def rerank(gateway: RowsGateway, query: str, *documents: str, **fields: Any) -> Scores:
+    request = pb.RerankRequest(**{"model": "rerank", "query": query, "documents": documents, **fields})
+    return await gateway.rows.rerank(gateway.principal, request, received=gateway.received())
+
+
+def own_vector(folder: Path, text: str) -> Any:
+    ids = np.array(tokenizer().encode(text).ids, np.int64)
+    return load_model(folder).run(Padded([{"input_ids": ids}], len(ids)))[0]["embedding"]
+
+
+async def at_rest(gateway: RowsGateway) -> None:
+    assert not gateway.service.running
+    assert await gateway.limiter.concurrency("acme") == 0
+
+
+async def test_vectors_are_those_of_the_model_in_the_order_of_the_request(
+    gateway: RowsGateway, folders: dict[str, Path]
+) -> None:
+    texts = ("the quick fox", "dog", "the lazy dog jumps over the fox")
+    found = await embed(gateway, *texts)
+    for text, vector in zip(texts, found.vectors, strict=True):
+        np.testing.assert_allclose(vector, own_vector(folders["embed"], text), atol=1e-6)
+    assert found.answer.tokens == (5, 3, 9)
+    assert found.answer.usage.prompt_tokens == 17
+    assert found.answer.version_digest == digest_of("embed")
+    (request,) = gateway.runner.requests
+    assert request.priority is Priority.STANDARD
+    assert request.route_revision == 42
+    await at_rest(gateway)
+
+
+async def test_token_ids_are_rows_as_they_are(gateway: RowsGateway) -> None:
+    by_text = await embed(gateway, "the fox")
+    by_ids = await embed(gateway, token_ids=[pb.TokenIds(ids=[2, 4, 7, 3])])
+    np.testing.assert_array_equal(by_text.vectors[0], by_ids.vectors[0])
+
+
+async def test_a_pair_is_scored_with_its_token_types(gateway: RowsGateway, folders: dict[str, Path]) -> None:
+    documents = ("the lazy dog", "quick fox", "over")
+    found = await rerank(gateway, "the fox", *documents)
+    model = load_model(folders["rerank"])
+    for score, document in zip(found.scores, documents, strict=True):
+        encoded = tokenizer().encode("the fox", document)
+        row = {"input_ids": np.array(encoded.ids), "token_type_ids": np.array(encoded.type_ids)}
+        logit = float(model.run(Padded([row], len(encoded.ids)))[0]["logits"][0])
+        assert score == pytest.approx(1 / (1 + np.exp(-logit)), abs=1e-6)
+    assert [found.scores[index] for index in found.best_first(0)] == sorted(found.scores, reverse=True)
+    assert len(found.best_first(2)) == 2
+
+
+async def test_pairs_are_one_first_with_every_second_or_one_each(gateway: RowsGateway) -> None:
+    async def score(firsts: list[str], seconds: list[str]) -> list[float]:
+        request = pb.ScoreRequest(model="rerank", firsts=firsts, seconds=seconds)
+        found = await gateway.rows.score(gateway.principal, request, received=gateway.received())
+        return found.scores
+
+    crossed = await score(["the fox"], ["dog", "over"])
+    assert crossed == await score(["the fox", "the fox"], ["dog", "over"])
+    for firsts, seconds in ((["a", "b"], ["c"]), ([], ["c"]), (["a"], [])):
+        with pytest.raises(InvalidInput, match="second texts: send one"):
+            await score(firsts, seconds)
+
+
+async def test_tensors_are_cut_into_rows_and_joined_again(gateway: RowsGateway) -> None:
+    batch = np.arange(12, dtype=np.float32).reshape(3, 4)
+    batch[1, 2] = np.nan  # is data
+    tensor = common_pb2.Tensor(name="input", datatype="FP32", shape=[3, 4], data=batch.tobytes())
+    request = pb.InferRequest(model="mlp", inputs=[tensor])
+    found = await gateway.rows.infer(gateway.principal, request, received=gateway.received())
+    (output,) = found.outputs
+    assert (output.name, output.datatype, output.shape) == ("output", "FP32", (3, 3))
+    values = np.frombuffer(output.data, np.float32).reshape(3, 3)
+    assert np.isnan(values[1]).all()
+    whole = gateway.runner.models[digest_of("mlp")].run(Padded([{"input": row} for row in batch]))
+    np.testing.assert_array_equal(values, [row["output"] for row in whole])
+    assert found.answer.usage.prompt_tokens == 3  # a row without tokens counts as one
+
+
+async def test_a_vector_is_cut_only_where_the_model_declares_it(gateway: RowsGateway) -> None:
+    whole = (await embed(gateway, "the fox", model="cut")).vectors[0]
+    cut = (await embed(gateway, "the fox", model="cut", dimensions=8)).vectors[0]
+    assert cut.shape == (8,)
+    assert np.linalg.norm(cut) == pytest.approx(1.0, abs=1e-6)
+    np.testing.assert_allclose(cut, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-6)
+    assert (await embed(gateway, "the fox", dimensions=24)).vectors[0].shape == (24,)
+    with pytest.raises(UnsupportedFeature, match="does not declare"):
+        await embed(gateway, "the fox", dimensions=8)
+    with pytest.raises(InvalidInput, match="above the model's 24"):
+        await embed(gateway, "the fox", dimensions=25)
+    with pytest.raises(InvalidInput, match="one of 8, 16"):
+        await embed(gateway, "the fox", model="cut", dimensions=9)
+
+
+LONG = "the fox " * 30
+
+
+async def test_a_long_input_is_refused_or_cut_when_asked(gateway: RowsGateway) -> None:
+    with pytest.raises(PromptTooLong) as refused:
+        await embed(gateway, "dog", LONG)
+    assert refused.value.metadata["field"] == "inputs[1]"
+    assert refused.value.metadata["prompt_tokens"] == "62"
+    cut = await embed(gateway, LONG, truncate_tokens=5)
+    assert cut.answer.tokens == (5,)
+    np.testing.assert_array_equal(cut.vectors[0], (await embed(gateway, "the fox the")).vectors[0])
+    assert (await embed(gateway, LONG, truncate_tokens=0)).answer.tokens == (40,)
+    ids = [pb.TokenIds(ids=range(4, 12))] * 2
+    assert (await embed(gateway, token_ids=ids, truncate_tokens=3)).answer.tokens == (3, 3)
+    with pytest.raises(InvalidInput, match="no room"):
+        await embed(gateway, "dog", truncate_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"model": "none"}, ModelNotFound, "none"),
+        ({"model": "rerank"}, UnsupportedFeature, "the operation of rerank is score"),
+        ({"model": "mlp"}, UnsupportedFeature, "the operation of mlp is infer"),
+        ({"inputs": []}, InvalidInput, "has no inputs"),
+        ({"token_ids": [pb.TokenIds(ids=[1])]}, InvalidInput, "both"),
+        ({"inputs": [], "token_ids": [pb.TokenIds()]}, InvalidInput, "has no tokens"),
+        ({"inputs": [], "token_ids": [pb.TokenIds(ids=[53])]}, InvalidInput, "vocabulary has 53"),
+        ({"inputs": [], "token_ids": [pb.TokenIds(ids=[4] * 41)]}, PromptTooLong, "at most 40"),
+        ({"inputs": ["dog"] * 2049}, InvalidInput, "2049"),
+        ({"idempotency_key": "k"}, UnsupportedFeature, "idempotency_key"),
+        ({"priority": common_pb2.PRIORITY_INTERACTIVE}, PermissionDenied, "above"),
+        ({"version": "sha256:" + "0" * 64}, VersionGone, "does not serve"),
+    ],
+)
+async def test_what_cannot_be_computed_is_refused_by_name(
+    gateway: RowsGateway, fields: dict[str, Any], kind: type[FairwayError], text: str
+) -> None:
+    gateway.put_tenant(Tenant(Meta("acme"), max_priority=Priority.STANDARD))
+    with pytest.raises(kind, match=text):
+        await embed(gateway, **{"inputs": ["dog"], **fields})
+    assert not gateway.runner.requests
+    await at_rest(gateway)
+
+
+async def test_limits_apply_and_release_what_they_refuse(gateway: RowsGateway) -> None:
+    gateway.put_tenant(Tenant(Meta("acme"), requests_per_minute=2))
+    await embed(gateway, "dog")
+    await embed(gateway, "dog")
+    with pytest.raises(RequestRateExceeded):
+        await embed(gateway, "dog")
+    await at_rest(gateway)
+
+
+async def test_token_rates_count_input_tokens(gateway: RowsGateway) -> None:
+    gateway.put_tenant(Tenant(Meta("acme"), input_tokens_per_minute=10))
+    found = await embed(gateway, "the fox", "dog")  # 4 + 3
+    assert found.answer.token_rate is not None
+    assert found.answer.token_rate.remaining == 3
+    with pytest.raises(TokenRateExceeded):
+        await embed(gateway, "the fox")
+    await embed(gateway, "dog")
+    assert len(gateway.runner.requests) == 2
+    await at_rest(gateway)
+
+
+async def test_concurrency_is_held_while_rows_run(gateway: RowsGateway) -> None:
+    gateway.put_tenant(Tenant(Meta("acme"), max_concurrency=1))
+    gateway.runner.gate.clear()
+    first = asyncio.create_task(embed(gateway, "dog"))
+    await until(lambda: gateway.runner.running == 1)
+    assert gateway.service.running == 1
+    with pytest.raises(ConcurrencyExceeded):
+        await embed(gateway, "dog")
+    gateway.runner.gate.set()
+    await first
+    await embed(gateway, "dog")
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_budget_is_charged_the_input_price(folders: dict[str, Path]) -> None:
+    async with rows_gateway(folders) as gateway:
+        budgets = View()
+        budgets.put(BUDGETS + "b", Budget(Meta("b"), "acme", limit_micros=8))
+        object.__setattr__(gateway.ports, "budgets_of", TenantBudgets(budgets).of)
+        await embed(gateway, "dog")  # 3 tokens at 2 micros
+        with pytest.raises(BudgetExceeded):
+            await embed(gateway, "dog")
+        spent = await gateway.limiter.spent(
+            "acme", [limit for limit in _limits(budgets) if limit.kind is LimitKind.MONTH_MICROS]
+        )
+        assert [entry.settled_micros for entry in spent] == [6]
+
+
+def _limits(budgets: View) -> list[Any]:
+    return [limit for held in budgets.view.values() for limit in held.record.limits("")]
+
+
+async def test_use_is_reported_once_with_its_device_time(gateway: RowsGateway) -> None:
+    await embed(gateway, "the fox", "dog", user="u")
+    (event,) = gateway.reported
+    assert event.usage.prompt_tokens == 7
+    assert event.usage.output_tokens == 0
+    assert event.usage.device_s == 0.5
+    assert event.list_micros == 14
+    assert (event.tenant, event.key_id, event.user, event.model) == ("acme", "alpha", "u", "embed")
+
+
+async def test_the_first_error_of_a_row_fails_the_request_and_only_computed_rows_are_charged(
+    gateway: RowsGateway,
+) -> None:
+    gateway.runner.ends = {
+        1: RowEnd(error=InvalidInput("bad row", field="x")),
+        2: RowEnd(error=Draining("no")),
+    }
+    with pytest.raises(InvalidInput, match="bad row") as failed:
+        await embed(gateway, "the fox", "dog", "dog")
+    assert failed.value.metadata["row"] == "1"
+    (event,) = gateway.reported
+    assert event.usage.prompt_tokens == 4
+    await at_rest(gateway)
+
+
+async def test_a_row_lost_twice_fails_the_request(gateway: RowsGateway) -> None:
+    gateway.runner.ends = {0: RowEnd(lost=True)}
+    with pytest.raises(StreamBroken):
+        await embed(gateway, "dog")
+    assert gateway.reported[0].usage.prompt_tokens == 0
+
+
+async def test_a_poisonous_row_is_quarantined_and_refused_from_then_on(gateway: RowsGateway) -> None:
+    gateway.runner.ends = {1: RowEnd(error=PoisonedInput("it ends the process", deaths=3))}
+    with pytest.raises(PoisonedInput):
+        await embed(gateway, "the fox", "dog")
+    row = gateway.runner.requests[0].rows[1]
+    entry = gateway.quarantine.find(digest_of("embed"), fingerprint_of_row(row, SECRET))
+    assert entry is not None
+    assert entry.deaths == 3
+    gateway.runner.ends = {}
+    await embed(gateway, "the fox")
+    with pytest.raises(PoisonedInput, match="refused on this"):
+        await embed(gateway, "quick", "dog")
+    assert len(gateway.runner.requests) == 2
+    await at_rest(gateway)
+
+
+async def test_a_withdrawn_version_is_resolved_again(gateway: RowsGateway) -> None:
+    gateway.runner.raises = [StaleRoute("withdrawn")]
+    gateway.runner.on_run = lambda _: gateway.deploy("embed", "cut")
+    found = await embed(gateway, "dog")
+    assert found.answer.version_digest == digest_of("cut")
+    assert [request.version_digest for request in gateway.runner.requests] == [
+        digest_of("embed"),
+        digest_of("cut"),
+    ]
+    (event,) = gateway.reported
+    assert event.version_digest == digest_of("cut")
+
+
+async def test_a_route_that_stays_stale_ends_the_request(gateway: RowsGateway) -> None:
+    gateway.runner.raises = [StaleRoute("withdrawn")] * 100
+    with pytest.raises(StaleRoute):
+        await embed(gateway, "dog")
+    assert len(gateway.runner.requests) == 8
+    await at_rest(gateway)
+
+
+async def test_the_deadline_ends_a_request_and_is_passed_on(gateway: RowsGateway) -> None:
+    gateway.runner.gate.clear()
+    began_s = CLOCK.monotonic_s()
+    with pytest.raises(DeadlineExceeded):
+        await embed(gateway, "dog", timeout_s=0.05)
+    assert not gateway.runner.running
+    assert gateway.runner.requests[0].deadline_s == pytest.approx(began_s + 0.05, abs=0.04)
+    await at_rest(gateway)
+
+
+async def test_a_cancelled_call_withdraws_its_rows(gateway: RowsGateway) -> None:
+    gateway.runner.gate.clear()
+    call = asyncio.create_task(embed(gateway, "dog"))
+    await until(lambda: gateway.runner.running == 1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not gateway.runner.running
+    await at_rest(gateway)
+
+
+async def test_a_drain_rejects_new_requests_and_cuts_the_rest(gateway: RowsGateway) -> None:
+    gateway.runner.gate.clear()
+    call = asyncio.create_task(embed(gateway, "dog"))
+    await until(lambda: gateway.runner.running == 1)
+    gateway.service.reject_new()
+    with pytest.raises(Draining):
+        await embed(gateway, "dog")
+    assert gateway.service.cancel_all(Draining("over", retry_after_s=1.0)) == 1
+    with pytest.raises(Draining, match="over"):
+        await call
+    await at_rest(gateway)
+
+
+async def test_without_a_runner_every_call_is_unimplemented(folders: dict[str, Path]) -> None:
+    async with rows_gateway(folders, with_runner=False) as gateway:
+        with pytest.raises(Unimplemented):
+            await embed(gateway, "dog")
+        with pytest.raises(Unimplemented):
+            await rerank(gateway, "the", "dog")
+
+
+async def test_no_replica_is_reported_before_anything_is_reserved(gateway: RowsGateway) -> None:
+    key = next(key for key in gateway.deployments.view if key.endswith("embed"))
+    deployment = gateway.deployments.view[key].record
+    gateway.deployments.put(key, replace(deployment, replicas=0))
+    with pytest.raises(NoWorkerAvailable, match="0 replicas"):
+        await embed(gateway, "dog")
+
+
+async def test_cancellation_has_its_own_error(gateway: RowsGateway) -> None:
+    gateway.runner.gate.clear()
+    call = asyncio.create_task(embed(gateway, "dog"))
+    await until(lambda: gateway.runner.running == 1)
+    next(iter(gateway.service._requests)).cancel()
+    with pytest.raises(RequestCancelled):
+        await call

@@ -1,0 +1,425 @@
+"""A batcher with scripted processes: batches, answers, charges, and the search for what ends a batch."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from services.core.fleet import TenantSlots
+from services.core.poison.suspicion import LossCause
+from services.core.records import Priority
+from services.worker.batcher.driver import RESTART_S
+from services.worker.engine_protocol import BatchRan, RowCosts, RowModel
+from tests.unit.worker.batcher.scripted import (
+    DIGEST,
+    SACRIFICIAL,
+    SERVING,
+    TEXTS,
+    VECTORS,
+    Scripted,
+    fill,
+    text,
+    vector,
+)
+
+SLOW_START = RowModel(VECTORS.operation, "float32", VECTORS.inputs, 0, False, RowCosts(5e-3, 1e-5, 0.0, 1, 0))
+
+
+@pytest.fixture
+def scripted() -> Scripted:
+    return Scripted()
+
+
+# --- batches -----------------------------------------------------------------------------------------
+
+
+def test_an_idle_device_starts_at_once_and_rows_gather_while_it_computes(scripted: Scripted) -> None:
+    scripted.start()
+    assert scripted.running() == [1]
+    for _ in range(5):
+        scripted.start()
+    assert len(scripted.serving.sent) == 1
+    scripted.answer()
+    assert scripted.running() == [2, 3, 4, 5, 6]
+    scripted.answer()
+    assert scripted.answered() == [1, 2, 3, 4, 5, 6]
+    end = scripted.ends[3]
+    assert (end.outputs, end.batch_rows, end.batch_cause) == (vector("0003"), 5, "idle")
+    assert end.wait_s == pytest.approx(0.001)
+    assert len(scripted.batcher) == 0
+
+
+def test_a_device_waits_for_the_next_row_where_that_pays() -> None:
+    scripted = Scripted(SLOW_START)
+    scripted.start()
+    assert not scripted.serving.sent
+    scripted.clock.now_s += 1e-5
+    scripted.start()
+    assert not scripted.serving.sent
+    scripted.fire()
+    while not scripted.serving.sent:
+        scripted.fire()
+    assert scripted.running() == [1, 2]
+    scripted.answer()
+
+
+def test_nothing_waits_in_a_drain() -> None:
+    scripted = Scripted(SLOW_START, draining=True)
+    scripted.start()
+    assert scripted.running() == [1]
+    scripted.answer()
+    assert scripted.ends[1].batch_cause == "drain"
+
+
+def test_a_batch_has_a_hundred_rows_at_most(scripted: Scripted) -> None:
+    scripted.start()
+    for _ in range(130):
+        scripted.start()
+    scripted.answer()
+    assert len(scripted.running()) == 100
+    scripted.answer()
+    assert scripted.ends[2].batch_cause == "full"
+    assert len(scripted.running()) == 30
+
+
+def test_rows_of_other_tensors_run_in_batches_of_their_own(scripted: Scripted) -> None:
+    scripted.start()
+    scripted.start(vector("0002"))
+    scripted.start(vector("0003", shape=(1, 1)))
+    scripted.start(vector("0004"))
+    scripted.answer()
+    assert scripted.running() == [2, 4]
+    scripted.answer()
+    assert scripted.running() == [3]
+
+
+def test_rows_within_their_tenants_lease_go_first() -> None:
+    scripted = Scripted()
+    scripted.batcher.lease(TenantSlots(DIGEST, "leased", 20))
+    scripted.start()
+    for _ in range(99):
+        scripted.start(tenant_id="greedy")
+    modest = [scripted.start(tenant_id="leased") for _ in range(5)]
+    scripted.answer()
+    assert scripted.running()[:5] == modest
+    scripted.batcher.lease(TenantSlots(DIGEST, "leased", 0))
+    scripted.start(tenant_id="leased")
+    scripted.answer()
+    assert scripted.running()[-1] == scripted.sent
+
+
+def test_a_full_batcher_has_no_room(scripted: Scripted) -> None:
+    for _ in range(scripted.batcher.row_slots):
+        assert scripted.batcher.has_room
+        scripted.start()
+    assert not scripted.batcher.has_room
+    scripted.answer()
+    assert scripted.batcher.has_room
+
+
+def test_lengths_are_checked_and_padded_to_the_widths() -> None:
+    scripted = Scripted(TEXTS)
+    scripted.start(text(3))
+    assert scripted.serving.sent[-1].width == 64
+    scripted.start(text(65))
+    scripted.start(())
+    assert set(scripted.errors().values()) == {"INVALID_INPUT"}
+    scripted.answer()
+
+
+def test_a_row_with_a_problem_is_refused_alone_and_is_not_charged(scripted: Scripted) -> None:
+    rows = fill(scripted, 3)
+    scripted.answer(problems={1: "x is wrong"}, run_s=0.004)
+    assert scripted.errors() == {rows[1]: "INVALID_INPUT"}
+    assert scripted.ends[rows[0]].batch_rows == 2
+    assert scripted.ends[rows[0]].device_s == pytest.approx(0.002)
+    assert scripted.ends[rows[1]].device_s == 0.0
+
+
+# --- deadlines and cancels ---------------------------------------------------------------------------
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once_or_as_soon_as_it_is_seen(
+    scripted: Scripted,
+) -> None:
+    scripted.start(time_left_s=1e-6)
+    assert scripted.errors() == {1: "DEADLINE_UNMEETABLE"}
+    assert not scripted.serving.sent
+    scripted.start()
+    late = scripted.start(time_left_s=0.5)
+    scripted.sweep(0.49)
+    assert late not in scripted.ends
+    scripted.sweep(0.0099)
+    assert scripted.errors()[late] == "DEADLINE_UNMEETABLE"
+
+
+def test_a_cancelled_row_is_in_no_batch_and_one_that_runs_is_charged(scripted: Scripted) -> None:
+    running, waiting, other = scripted.start(), scripted.start(), scripted.start()
+    scripted.cancel(running, waiting)
+    assert len(scripted.batcher) == 2
+    scripted.answer(run_s=0.002)
+    assert scripted.running() == [other]
+    scripted.answer(run_s=0.001)
+    assert scripted.answered() == [other]
+    (tokens,) = scripted.tally.take(10)
+    assert (tokens.rows, tokens.device_us) == (3, 3000)
+
+
+# --- charges -----------------------------------------------------------------------------------------
+
+
+def test_the_shares_of_a_batch_add_up_to_its_time() -> None:
+    scripted = Scripted(TEXTS)
+    lengths = {"a": 10, "b": 30}
+    scripted.start(text(1), tenant_id="a")
+    scripted.answer(run_s=0.0)
+    scripted.tally.take(10)
+    scripted.start(text(64), tenant_id="other")
+    for tenant, length in lengths.items():
+        scripted.start(text(length), tenant_id=tenant, priority=Priority.BATCH)
+    scripted.answer(run_s=0.0)
+    scripted.answer(run_s=0.004)
+    found = {tokens.tenant: (tokens.rows, tokens.device_us) for tokens in scripted.tally.take(10)}
+    assert found == {"a": (1, 1000), "b": (1, 3000), "other": (1, 0)}
+    assert scripted.device.busy_s == scripted.device.attributed_s == pytest.approx(0.004)
+
+
+def test_a_request_is_reported_once_its_last_row_here_has_ended(scripted: Scripted) -> None:
+    scripted.start()
+    for row in range(3):
+        scripted.start(request_id="several", row=row)
+    scripted.answer()
+    scripted.usage.sequences.clear()
+    scripted.answer(run_s=0.003)
+    (use,) = scripted.usage.sequences
+    assert (use.request_id, use.tenant, use.version_digest) == ("several", "t1", DIGEST)
+    assert use.device_s == pytest.approx(0.003)
+
+
+def test_the_report_counts_rows_and_what_one_takes(scripted: Scripted) -> None:
+    scripted.start()
+    scripted.start()
+    pool = scripted.batcher.report(ready=True)
+    assert (pool.running, pool.waiting, pool.row_slots, pool.row_us) == (1, 1, 400, 0)
+    scripted.answer(run_s=0.002)
+    pool = scripted.batcher.report(ready=False)
+    assert (pool.running, pool.waiting, pool.row_us, pool.ready, pool.block_size) == (1, 0, 2000, False, 1)
+    assert (pool.kv_blocks_total, pool.max_sequences, pool.steps) == (0, 0, 1)
+
+
+# --- failures ----------------------------------------------------------------------------------------
+
+
+def test_a_row_that_raises_is_found_in_the_process_that_serves(scripted: Scripted) -> None:
+    rows = fill(scripted, 8)
+    poison, runs = rows[5], 0
+    scripted.raises()
+    while poison not in scripted.ends:
+        runs += 1
+        scripted.raises() if poison in scripted.running() else scripted.answer()
+    while len(scripted.ends) < 9:
+        scripted.answer()
+        runs += 1
+    assert scripted.errors() == {poison: "POISONED_INPUT"}
+    assert scripted.answered() == [1, *(row for row in rows if row != poison)]
+    assert runs <= 5
+    assert not scripted.sacrifice.wanted
+    assert scripted.device.attributed_s < scripted.device.busy_s
+
+
+def test_a_row_that_ends_its_process_is_found_in_another_while_others_go_on(scripted: Scripted) -> None:
+    rows = fill(scripted, 4)
+    healthy = scripted.start()
+    scripted.dies()
+    assert scripted.sacrifice.wanted
+    assert not scripted.batcher.ready
+    scripted.attach(SERVING)
+    assert scripted.running() == [healthy]
+    scripted.answer()
+    assert scripted.answered() == [1, healthy]
+    deaths = 0
+    while rows[0] not in scripted.ends:
+        assert scripted.sacrifice.wanted
+        if SACRIFICIAL not in scripted.processes:
+            scripted.attach(SACRIFICIAL)
+        if rows[0] in scripted.running(SACRIFICIAL):
+            deaths += 1
+            scripted.dies(SACRIFICIAL)
+        else:
+            scripted.answer(SACRIFICIAL)
+    assert deaths == 3  # of 2, of 1 twice
+    assert scripted.errors() == {rows[0]: "POISONED_INPUT"}
+    scripted.attach(SACRIFICIAL)
+    scripted.answer(SACRIFICIAL)
+    assert len(scripted.ends) == 6
+    assert not scripted.sacrifice.wanted
+    assert scripted.serving.sent[-1].number != 0
+    assert not any(row in scripted.running() for row in rows), "a suspect ran in the serving process"
+
+
+def test_kills_from_outside_condemn_no_row(scripted: Scripted) -> None:
+    rows = fill(scripted, 4)
+    scripted.dies(cause=LossCause.OUTSIDE)
+    scripted.attach(SACRIFICIAL)
+    scripted.dies(SACRIFICIAL, cause=LossCause.OUTSIDE)
+    scripted.attach(SACRIFICIAL)
+    while len(scripted.ends) < 5:
+        scripted.answer(SACRIFICIAL)
+    assert scripted.answered() == [1, *rows]
+
+
+def test_a_batch_that_hangs_is_cut_once_at_its_limit(scripted: Scripted) -> None:
+    fill(scripted, 1)
+    scripted.sweep(1.9)
+    assert not scripted.serving.kills
+    scripted.sweep(0.2)
+    scripted.sweep(0.2)
+    assert len(scripted.serving.kills) == 1
+    for _ in range(3):
+        scripted.dies(SACRIFICIAL if SACRIFICIAL in scripted.processes else SERVING, LossCause.OUTSIDE)
+        if 2 in scripted.ends:
+            break
+        scripted.attach(SACRIFICIAL)
+        scripted.sweep(2.1)
+        assert scripted.processes[SACRIFICIAL].kills
+    assert scripted.errors() == {2: "POISONED_INPUT"}
+
+
+def test_the_limit_follows_what_batches_take(scripted: Scripted) -> None:
+    for _ in range(25):
+        scripted.start()
+        scripted.answer(run_s=1.0)
+    scripted.start()
+    scripted.sweep(7.5)
+    assert not scripted.serving.kills
+    scripted.sweep(1.5)
+    assert scripted.serving.kills
+
+
+def test_an_answer_of_another_batch_is_ignored(scripted: Scripted) -> None:
+    fill(scripted, 2)
+    earlier = scripted.serving.sent[0]
+    scripted.batcher.on_batch(SERVING, BatchRan(earlier.number, 0.001, list(earlier.rows)))
+    scripted.collect()
+    assert scripted.answered() == [1]
+    scripted.answer()
+    assert scripted.answered() == [1, 2, 3]
+
+
+def test_a_pause_of_the_agent_is_not_a_hang(scripted: Scripted) -> None:
+    scripted.start()
+    scripted.clock.now_s += 60.0
+    scripted.batcher.reset_silence()
+    scripted.sweep(0.0)
+    assert not scripted.serving.kills
+
+
+def test_without_a_process_to_sacrifice_the_rows_are_lost(scripted: Scripted) -> None:
+    rows = fill(scripted, 3)
+    scripted.dies()
+    scripted.batcher.give_up_searches("no memory")
+    scripted.collect()
+    assert scripted.lost() == rows
+    assert len(scripted.batcher) == 0
+
+
+def test_rows_of_a_stopped_process_are_lost_and_late_messages_ignored(scripted: Scripted) -> None:
+    rows = fill(scripted, 2)
+    scripted.stops()
+    assert scripted.lost() == rows
+    process = scripted.attach(SERVING)
+    scripted.start()
+    scripted.batcher.lose_all()
+    scripted.collect()
+    assert scripted.lost() == [*rows, scripted.sent]
+    assert process.sent
+    scripted.answer()
+    assert len(scripted.ends) == 4
+
+
+def test_rows_do_not_wait_for_a_process_without_end(scripted: Scripted) -> None:
+    scripted.stops()
+    waiting = scripted.start()
+    scripted.sweep(RESTART_S - 1.0)
+    assert waiting not in scripted.ends
+    scripted.sweep(1.1)
+    assert scripted.lost() == [waiting]
+
+
+def test_a_search_whose_gateway_is_gone_ends(scripted: Scripted) -> None:
+    rows = fill(scripted, 3)
+    scripted.dies()
+    scripted.cancel(*rows)
+    scripted.attach(SACRIFICIAL)
+    assert not scripted.processes[SACRIFICIAL].sent
+    assert len(scripted.batcher) == 0
+    assert not scripted.sacrifice.wanted
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_row_ends_once_whatever_fails(seed: int) -> None:
+    """Rows, cancels and failures at random: no row is lost from sight, and time is charged once."""
+    rng, scripted = random.Random(seed), Scripted()
+    poisons: dict[int, str] = {}
+    cancelled: set[int] = set()
+    charged_s = 0.0
+    for _ in range(400):
+        match rng.randrange(9):
+            case 0 | 1 | 2:
+                handle = scripted.start(tenant_id=rng.choice("abc"))
+                if rng.random() < 0.1:
+                    poisons[handle] = rng.choice(["raises", "dies", "killed"])
+            case 3 if scripted.outbox.rows:
+                victim = rng.choice(list(scripted.outbox.rows))
+                cancelled.add(victim)
+                scripted.cancel(victim)
+            case 4 if SERVING not in scripted.processes:
+                scripted.attach(SERVING)
+            case 5 if scripted.sacrifice.wanted and SACRIFICIAL not in scripted.processes:
+                scripted.attach(SACRIFICIAL)
+            case 8:
+                scripted.fire()
+            case _:
+                charged_s += _end_a_batch(scripted, rng, poisons)
+    for _ in range(4000):
+        if not len(scripted.batcher):
+            break
+        for place in (SERVING, SACRIFICIAL):
+            if place not in scripted.processes:
+                scripted.attach(place)
+        scripted.fire()
+        charged_s += _end_a_batch(scripted, rng, poisons)
+    assert len(scripted.batcher) == 0
+    ended = set(scripted.ends)
+    assert ended | cancelled == set(range(1, scripted.sent + 1))
+    assert {handle for handle, reason in scripted.errors().items()} <= set(poisons)
+    assert not set(scripted.answered()) & set(poisons)
+    assert all(handle in poisons for handle in scripted.lost())
+    assert scripted.device.attributed_s == pytest.approx(charged_s)
+    rows: Counter[str] = Counter()
+    for tokens in scripted.tally.take(10):
+        rows[tokens.tenant] += tokens.rows
+    assert rows.total() == scripted.sent
+
+
+def _end_a_batch(scripted: Scripted, rng: random.Random, poisons: dict[int, str]) -> float:
+    """End the batch of a process, by what its rows do to it; return what is charged for it."""
+    runs = scripted.batcher._runs  # which batch runs is seen by the process alone
+    places = [place for place in scripted.processes if place in runs]
+    if not places:
+        return 0.0
+    place = rng.choice(places)
+    fault = next((poisons[row] for row in scripted.running(place) if row in poisons), "")
+    match fault:
+        case "raises":
+            scripted.raises(place)
+        case "dies":
+            scripted.dies(place)
+        case "killed":
+            scripted.dies(place, LossCause.OUTSIDE)
+        case _:
+            scripted.answer(place, run_s=0.001)
+            return 0.001
+    return 0.0

@@ -1,0 +1,139 @@
+"""The process of a fixed-cost model, without its socket: rows are checked, batches run or raise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.core.fixed_cost.rows import RawTensor
+from services.worker.batcher.process import BatchRunner, load, row_of
+from services.worker.engine.unsupported import TooLittleMemory
+from services.worker.engine_protocol import (
+    BatchRaised,
+    BatchRan,
+    EngineConfig,
+    RunBatch,
+    decode_command,
+    decode_event,
+    encode,
+)
+from tests.support.fixed_cost import save, save_pooling, token_row
+from tests.support.poisoned_batcher import POISON, PoisonedModel, RowFault
+from tests.unit.worker.batcher.models.test_loading import save_mlp
+
+GOOD = RawTensor("input", "FP32", (6,), np.ones(6, np.float32).tobytes())
+
+
+def config(folder: Path, **fields: Any) -> EngineConfig:
+    return EngineConfig(socket_path="", model_dir=str(folder), executor="rows", **fields)
+
+
+def mlp(folder: Path) -> BatchRunner:
+    save_mlp(folder)
+    runner, _ = load(config(folder), lambda phase, ratio: None, around=PoisonedModel)
+    return runner
+
+
+def over_the_socket(runner: BatchRunner, command: RunBatch) -> BatchRan | BatchRaised:
+    """Return the answer as the agent receives it."""
+    received = decode_command(encode(command)[4:])
+    runner.apply(received)
+    assert runner.has_work
+    answer = decode_event(encode(runner.step())[4:])
+    assert not runner.has_work
+    assert isinstance(answer, BatchRan | BatchRaised)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("tensor", "problem"),
+    [
+        (replace(GOOD, datatype="FP16"), "data type"),
+        (replace(GOOD, data=b"1234"), "bytes"),
+        (replace(GOOD, shape=(7,)), "bytes"),
+        (replace(GOOD, shape=(2**30,) * 16), "bytes"),
+        (replace(GOOD, name="other"), "no input"),
+        (replace(GOOD, shape=(2, 3)), "shape"),
+    ],
+)
+def test_a_row_that_is_wrong_is_named_and_the_others_run(
+    tensor: RawTensor, problem: str, tmp_path: Path
+) -> None:
+    answer = over_the_socket(mlp(tmp_path), RunBatch(3, [(GOOD,), (tensor,), (GOOD,), (GOOD, GOOD), ()]))
+    assert isinstance(answer, BatchRan)
+    assert problem in answer.problems[1]
+    assert answer.problems.keys() == {1, 3, 4}
+    (output,) = answer.outputs[0]
+    assert (output.name, output.datatype, output.shape) == ("output", "FP32", (3,))
+    assert answer.outputs[2] == answer.outputs[0]
+    assert answer.outputs[1] == ()
+    assert answer.run_s > 0.0
+
+
+def test_a_batch_of_wrong_rows_does_not_run(tmp_path: Path) -> None:
+    answer = over_the_socket(mlp(tmp_path), RunBatch(1, [()]))
+    assert isinstance(answer, BatchRan)
+    assert answer.outputs == [()]
+
+
+def test_a_batch_that_raises_is_reported_without_its_text_and_the_process_goes_on(tmp_path: Path) -> None:
+    runner = mlp(tmp_path)
+    poison = replace(GOOD, data=np.full(6, POISON + RowFault.RAISES, np.float32).tobytes())
+    answer = over_the_socket(runner, RunBatch(1, [(GOOD,), (poison,)]))
+    assert isinstance(answer, BatchRaised)
+    assert answer.message == "RuntimeError"
+    assert isinstance(over_the_socket(runner, RunBatch(2, [(GOOD,)])), BatchRan)
+
+
+def test_rows_of_several_lengths_have_no_padding(tmp_path: Path) -> None:
+    save("Bert", "Model", tmp_path)
+    save_pooling(tmp_path)
+    runner, ready = load(config(tmp_path), lambda phase, ratio: None)
+    assert ready.rows is not None
+    assert ready.rows.packs
+    assert ready.rows.costs.token_bytes > 0
+    rng = np.random.default_rng(2)
+    rows = [token_row(rng, length) for length in (30, 2, 7)]
+    raw = [tuple(RawTensor(n, "INT64", v.shape, v.tobytes()) for n, v in row.items()) for row in rows]
+    together = over_the_socket(runner, RunBatch(1, raw, 40))
+    assert isinstance(together, BatchRan)
+    for row, outputs in zip(raw, together.outputs, strict=True):
+        alone = over_the_socket(runner, RunBatch(2, [row], 40))
+        assert isinstance(alone, BatchRan)
+        (one,), (other,) = alone.outputs[0], outputs
+        found, expected = (np.frombuffer(each.data, np.float32) for each in (other, one))
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_model_whose_longest_row_does_not_fit_is_refused(tmp_path: Path) -> None:
+    save_mlp(tmp_path)
+    with pytest.raises(TooLittleMemory):
+        load(config(tmp_path, memory_bytes=10_000, kv_memory_bytes=100), lambda phase, ratio: None)
+
+
+def test_arrays_of_a_row_refer_to_what_was_received() -> None:
+    row = row_of([GOOD])
+    assert not row["input"].flags.owndata
+    assert row["input"].tolist() == [1.0] * 6
+
+
+def test_an_allocation_beyond_the_bound_fails() -> None:
+    program = (
+        "from services.worker.batcher.process import bound_memory\n"
+        "import numpy as np\n"
+        "np.ones(1 << 22)\n"
+        "bound_memory(64 << 20)\n"
+        "np.ones(1 << 20)\n"
+        "try:\n"
+        "    np.ones(1 << 26)\n"
+        "except MemoryError:\n"
+        "    print('bounded')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "bounded", done.stderr
