@@ -170,7 +170,8 @@ drill-crash: setup-dev ## A prompt that ends its engine among 32 neighbours, on 
 drill-poison: setup-dev ## One row in 100 that ends its batch: raises, kills, allocates, hangs (about 2 minutes)
 	$(BIN)/python -m tests.e2e.drill_poison $(ARGS)
 
-sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and check every invariant (about 10 minutes)
+sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and 20 rollouts, and check every invariant (about 10 minutes)
+	$(BIN)/python -m simulator rollouts
 	$(BIN)/python -m simulator sim --seeds 500 --workers 20 --processes 2 $(ARGS)
 
 sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run (about an hour)

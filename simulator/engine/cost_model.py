@@ -15,7 +15,7 @@ With ``weight_read_s`` 0 the model is linear, which is the form that a fit yield
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -91,6 +91,19 @@ class CostModel:
     def load_s(self) -> float:
         """Seconds from the start of an engine process until it is ready."""
         return self.start_s + self.weight_bytes / self.load_bytes_per_s
+
+
+def slowed(model: CostModel, ratio: float) -> CostModel:
+    """Return the model with steps that take ``ratio`` times as long."""
+    return replace(
+        model,
+        base_s=model.base_s * ratio,
+        prefill_token_s=model.prefill_token_s * ratio,
+        decode_sequence_s=model.decode_sequence_s * ratio,
+        attended_token_s=model.attended_token_s * ratio,
+        weight_read_s=model.weight_read_s * ratio,
+        prefill_attended_token_s=model.prefill_attended_token_s * ratio,
+    )
 
 
 def span_tokens(start: int, end: int) -> int:

@@ -32,7 +32,14 @@ from services.worker.step_page import Member, StepPage, size_of
 from simulator.engine.cost_model import CostModel
 from simulator.engine.kv_pool import KvPool
 from simulator.engine.poison import Ending, EngineEnds, Poison
-from simulator.engine.sim_executor import OutputLength, SimExecutor, SimIntake, sim_tokens
+from simulator.engine.sim_executor import (
+    FRAGILE,
+    OutputLength,
+    SimExecutor,
+    SimIntake,
+    VersionFaults,
+    sim_tokens,
+)
 from simulator.engine.tokens import Vocabulary
 
 HEARTBEAT_S: Final = 1.0
@@ -61,6 +68,7 @@ class SimEngineSpec:
     eos_id: int | None = None
     prefix_cache: bool = True
     coalesce_s: float = 0.1
+    faults: VersionFaults = FRAGILE
 
     @property
     def blocks(self) -> int:
@@ -141,7 +149,7 @@ class SimEngine:
         self._report = tell
         self._observe = observe
         vocabulary = Vocabulary(spec.vocab_size, spec.eos_id)
-        self._executor = executor = SimExecutor(spec.cost, vocabulary)
+        self._executor = executor = SimExecutor(spec.cost, vocabulary, spec.faults)
         self._intake = SimIntake(vocabulary, output_length)
         self._engine = Engine(
             Inline(executor),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from dataclasses import dataclass
+from typing import Final, cast
 
 from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine.sample.keyed_random import sequence_key
@@ -16,6 +17,20 @@ from simulator.engine.tokens import NEVER, SimTokens, Vocabulary
 
 # How many tokens a request's output has, the end-of-sequence token included; None: up to its max_tokens.
 OutputLength = Callable[[Submit], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFaults:
+    """What is wrong with a version. ``fragile``: poisons end its engine, as they do by default.
+
+    ``failing_of``: one sequence in so many ends with an error; 0: none.
+    """
+
+    fragile: bool = True
+    failing_of: int = 0
+
+
+FRAGILE: Final = VersionFaults()
 
 
 def sim_tokens(sequence: SequenceState) -> SimTokens:
@@ -77,8 +92,9 @@ class SimIntake(Intake):
 class SimExecutor:
     """Implements ``Runner``. ``elapsed_s`` is the clock that its engine measures steps by."""
 
-    def __init__(self, cost: CostModel, vocabulary: Vocabulary) -> None:
+    def __init__(self, cost: CostModel, vocabulary: Vocabulary, faults: VersionFaults = FRAGILE) -> None:
         self.cost = cost
+        self._faults = faults
         self.slow_factor = 1.0
         self.elapsed_s = 0.0
         self._vocabulary = vocabulary
@@ -88,7 +104,7 @@ class SimExecutor:
 
         Raises EngineEnds for a batch with a poison.
         """
-        for sequence in batch.sampled:
+        for sequence in batch.sampled if self._faults.fragile else ():
             poison = sim_tokens(sequence).poison
             if poison is not None and sequence.output_tokens >= poison.after_tokens:
                 raise EngineEnds(poison)
@@ -97,7 +113,16 @@ class SimExecutor:
         self.elapsed_s += self.slow_factor * self.cost.step_s(
             batch.prefill_tokens, len(batch.decodes), attended, prefill_attended
         )
-        return Samples([self._sample(sequence) for sequence in batch.sampled])
+        return Samples([self._sample(sequence) for sequence in batch.sampled], errors=self._errors(batch))
+
+    def _errors(self, batch: Batch) -> dict[int, str]:
+        if not self._faults.failing_of:
+            return {}
+        return {
+            row: "a fault of the version"
+            for row, sequence in enumerate(batch.sampled)
+            if sequence.key % self._faults.failing_of == 0
+        }
 
     def resize(self, blocks: int) -> None:
         """See ``Runner``: there is no memory behind its blocks."""

@@ -2,8 +2,8 @@
 
 Its agent, slots, host, tables, grants, reports, registration and record are the production ones, over the
 simulated network. Engines, files and the links to other processes are simulated. ``SimEngines`` launches
-engines in place of processes. A version's first engine in a life is ready at once; one that is started again
-takes the loading time of its cost model.
+engines in place of processes. A version's first engine in a life is ready after ``first_load_s``, by default
+at once; one that is started again takes the loading time of its cost model.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from simulator.kernel.process import Process
 
 _CHECK_S: Final = 1.0  # between two checks for a silent engine
 _SIGKILL: Final = -9
+_LOAD_FAILED: Final = 1
 _EXITS: Final = {
     Ending.RAISES: STEP_FAILED,
     Ending.SIGNALS: -signal.SIGSEGV,
@@ -59,13 +60,18 @@ _EXITS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class SimVersion:
-    """A version that a worker runs. ``restart_s`` overrides the loading time of its cost model."""
+    """A version that a worker runs. ``restart_s`` overrides the loading time of its cost model.
+
+    ``loads``: whether its engines become ready; otherwise they end instead.
+    """
 
     deployment: str
     model: str
     version_digest: str
     engine: SimEngineSpec
     restart_s: float | None = None
+    first_load_s: float = 0.0
+    loads: bool = True
 
     @property
     def load_s(self) -> float:
@@ -174,6 +180,9 @@ class SimEngineRun:
     def _ready(self) -> None:
         if self._over:
             return
+        if not self.version.loads:
+            self.crash("its weights do not load", _LOAD_FAILED)
+            return
         spec, process = self.version.engine, self._process
         self.engine = SimEngine(
             spec,
@@ -262,7 +271,7 @@ class SimEngines:
 
     def __call__(self, config: wire.EngineConfig, events: EngineEvents) -> SimEngineRun:
         version = self._versions[config.model_dir]
-        load_s = version.load_s if config.model_dir in self._launched else 0.0
+        load_s = version.load_s if config.model_dir in self._launched else version.first_load_s
         self._launched.add(config.model_dir)
         run = self.runs[config.model_dir] = SimEngineRun(version, events, self, load_s)
         return run

@@ -24,7 +24,9 @@ from services.core.records import (
     KeyRole,
     Meta,
     Tenant,
+    VersionRecord,
     dump,
+    version_key,
 )
 from services.ports.store import Put
 from services.scheduler.term import Term
@@ -32,9 +34,12 @@ from simulator.fleet.clients.client import Record, SimRequest
 from simulator.fleet.clients.session import Clients
 from simulator.fleet.grant_watch import GrantWatch, Trace
 from simulator.fleet.nodes.gateway_node import GatewayNode, key_name
+from simulator.fleet.nodes.plane_node import PlaneNode
 from simulator.fleet.nodes.scheduler_node import SchedulerNode
+from simulator.fleet.nodes.shared_ledger import LEDGER, LedgerObjects, serve_ledger
 from simulator.fleet.nodes.shared_redis import REDIS, Redis, serve_redis
 from simulator.fleet.nodes.worker_node import WorkerNode
+from simulator.fleet.rollout_watch import RolloutWatch
 from simulator.fleet.spec import MODEL, VERSION_DIGEST, FleetSpec
 from simulator.invariants.invariant import Violations
 from simulator.kernel.links.store_link import StoreServer
@@ -54,6 +59,7 @@ class Parts:
     gateway: type[GatewayNode] = GatewayNode
     scheduler: type[SchedulerNode] = SchedulerNode
     worker: type[WorkerNode] = WorkerNode
+    plane: type[PlaneNode] = PlaneNode
 
 
 class SimFleet:
@@ -77,6 +83,7 @@ class SimFleet:
         self.gateways: dict[str, GatewayNode] = {}
         self.schedulers: dict[str, SchedulerNode] = {}
         self.workers: dict[str, WorkerNode] = {}
+        self.planes: dict[str, PlaneNode] = {}
         self.processes: dict[str, Process] = {}
         self._parts = parts if parts is not None else Parts()
         self._rng = Random(f"fleet {spec.seed}")
@@ -86,8 +93,11 @@ class SimFleet:
             loop, Random(f"network {spec.seed}"), Latency(base_s=link.base_s, jitter_s=link.jitter_s)
         )
         self.grants = GrantWatch()
+        self.routes = RolloutWatch()
         self._serve_store()
         self._serve_redis()
+        if spec.planes:
+            self._serve_ledger()
         self.clients = Clients(
             loop,
             lambda: self.gateways.values(),
@@ -99,6 +109,7 @@ class SimFleet:
             *(f"scheduler-{number}" for number in range(spec.schedulers)),
             *(f"worker-{number}" for number in range(spec.workers)),
             *(f"gateway-{number}" for number in range(spec.gateways)),
+            *(f"plane-{number}" for number in range(spec.planes)),
         )
 
     # --- life -------------------------------------------------------------------------------------
@@ -133,6 +144,8 @@ class SimFleet:
         term = self.term
         if term is None or term.fleet.workers_by_state["placed_on"] < len(self.workers):
             return False
+        if self.planes and (self.plane is None or self._serving(term) < self.spec.replicas):
+            return False
         return all(node.process.running and node.ready for node in self.gateways.values())
 
     @property
@@ -146,6 +159,16 @@ class SimFleet:
         """The scheduler with the newest term; one that is paused may still think that it leads."""
         leading = [node for node in self.schedulers.values() if node.term is not None]
         return max(leading, key=_epoch, default=None)
+
+    @property
+    def plane(self) -> PlaneNode | None:
+        """The control plane that leads, None while none certainly does."""
+        return next((node for node in self.planes.values() if node.leads), None)
+
+    def _serving(self, term: Term) -> int:
+        """Return how many replicas are READY for requests, of the version that has the most."""
+        found = (term.fleet.candidates(version.digest) for version in self.spec.versions)
+        return max(sum(one.ready for one in workers.values()) for workers in found)
 
     # --- processes --------------------------------------------------------------------------------
 
@@ -171,12 +194,19 @@ class SimFleet:
             StoreServer(process, self.network, self.store)
         elif name == REDIS:
             serve_redis(process, self.network, self.redis)
+        elif name == LEDGER:
+            serve_ledger(process, self.network, self.ledger)
+        elif name.startswith("plane"):
+            plane = self._parts.plane(self.spec, process, self.network, self.routes)
+            self.planes[name] = plane
+            plane.start()
         elif name.startswith("scheduler"):
             scheduler = self._parts.scheduler(self.spec, process, self.network, self.grants)
             self.schedulers[name] = scheduler
             scheduler.start()
         elif name.startswith("gateway"):
             gateway = self._parts.gateway(self.spec, process, self.network)
+            gateway.catalog.watch = self.routes
             self.gateways[name] = gateway
             gateway.start()
         else:
@@ -209,6 +239,11 @@ class SimFleet:
         self.redis = Redis(limiter, MemoryIdempotency(process.clock, limiter))
         self._boot(REDIS)
 
+    def _serve_ledger(self) -> None:
+        self.processes[LEDGER] = self._process(LEDGER)
+        self.ledger = LedgerObjects()
+        self._boot(LEDGER)
+
     async def _write_records(self) -> None:
         for spec in self.spec.tenants:
             tenant = Tenant(
@@ -224,8 +259,14 @@ class SimFleet:
             await self.store.commit(
                 [Put(TENANTS + spec.name, dump(tenant)), Put(KEYS + key.meta.name, dump(key))]
             )
-        deployment = Deployment(Meta(MODEL), MODEL, "1", VERSION_DIGEST, self.spec.workers)
+        replicas = self.spec.replicas or self.spec.workers
+        deployment = Deployment(Meta(MODEL), MODEL, "1", VERSION_DIGEST, replicas, executor="null")
         await self.store.commit([Put(DEPLOYMENTS + MODEL, dump(deployment))])
+        if self.spec.planes:
+            for version in self.spec.versions:
+                record = VersionRecord(MODEL, version.digest, 0, 0.0)
+                await self.store.commit([Put(version_key(MODEL, version.digest), dump(record))])
+            return
         assigned = (AssignedVersion(MODEL, MODEL, VERSION_DIGEST, executor="null"),)
         for name in self._names:
             if name.startswith("worker"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
@@ -41,6 +41,17 @@ class FaultKind(StrEnum):
     HALF_OPEN = "half_open"
     LATENCY_STORM = "latency_storm"
     CLOCK_JUMP = "clock_jump"
+    PLANE_CRASH = "plane_crash"
+    PLANE_PAUSE = "plane_pause"
+    LEDGER_OUTAGE = "ledger_outage"
+    STALE_GATEWAY = "stale_gateway"  # cut off from the store alone
+
+
+# Those of a fleet with control planes.
+ROLLOUT_FAULTS: Final = frozenset(
+    {FaultKind.PLANE_CRASH, FaultKind.PLANE_PAUSE, FaultKind.LEDGER_OUTAGE, FaultKind.STALE_GATEWAY}
+)
+CHAOS_FAULTS: Final = tuple(kind for kind in FaultKind if kind not in ROLLOUT_FAULTS)
 
 
 class Moment(StrEnum):
@@ -83,11 +94,13 @@ class Fault:
     moment: Moment = Moment.AT_ONCE
 
 
-def draw_faults(rng: Random, *, duration_s: float, count: int) -> tuple[Fault, ...]:
+def draw_faults(
+    rng: Random, *, duration_s: float, count: int, among: Sequence[FaultKind] = CHAOS_FAULTS
+) -> tuple[Fault, ...]:
     """Return ``count`` faults spread over a time, in order. Every kind comes once before any comes twice."""
     kinds: list[FaultKind] = []
     while len(kinds) < count:
-        round_ = list(FaultKind)
+        round_ = list(among)
         rng.shuffle(round_)
         kinds += round_
     drawn = [_draw(kind, rng, duration_s) for kind in kinds[:count]]

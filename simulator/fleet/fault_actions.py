@@ -14,6 +14,7 @@ from services.scheduler.term import Term
 from simulator.fleet.assembly import STORE, SimFleet
 from simulator.fleet.chaos import Fault, FaultKind, Moment
 from simulator.fleet.grant_watch import GrantListener
+from simulator.fleet.nodes.shared_ledger import LEDGER
 from simulator.fleet.nodes.shared_redis import REDIS
 from simulator.kernel.network import Latency
 
@@ -89,14 +90,28 @@ class Strikes(GrantListener):
     def _strike(self, fault: Fault, worker: str | None) -> Callable[[], None] | None:
         """Let it happen now; return what heals it, None when there is nothing left that it may strike."""
         match fault.kind:
-            case FaultKind.WORKER_CRASH | FaultKind.GATEWAY_CRASH | FaultKind.LEADER_CRASH:
+            case (
+                FaultKind.WORKER_CRASH
+                | FaultKind.GATEWAY_CRASH
+                | FaultKind.LEADER_CRASH
+                | FaultKind.PLANE_CRASH
+            ):
                 return self._crash(self._target(fault, worker), silent=fault.other < 0.3)
-            case FaultKind.WORKER_PAUSE | FaultKind.GATEWAY_PAUSE | FaultKind.LEADER_PAUSE:
+            case (
+                FaultKind.WORKER_PAUSE
+                | FaultKind.GATEWAY_PAUSE
+                | FaultKind.LEADER_PAUSE
+                | FaultKind.PLANE_PAUSE
+            ):
                 return self._pause(self._target(fault, worker))
             case FaultKind.STORE_OUTAGE:
                 return self._pause(self._running(STORE))
             case FaultKind.REDIS_OUTAGE:
                 return self._pause(self._running(REDIS))
+            case FaultKind.LEDGER_OUTAGE:
+                return self._pause(self._running(LEDGER))
+            case FaultKind.STALE_GATEWAY:
+                return self._cut_off(self._target(fault, worker))
             case FaultKind.WORKER_FLAP:
                 return self._flap(self._target(fault, worker))
             case FaultKind.WORKER_SLOW:
@@ -123,7 +138,10 @@ class Strikes(GrantListener):
         if kind.startswith("leader"):
             leader = fleet.leader
             return None if leader is None else self._running(leader.name)
-        if kind.startswith("gateway"):
+        if kind.startswith("plane"):
+            plane = fleet.plane
+            return None if plane is None else self._running(plane.name)
+        if kind.startswith(("gateway", "stale")):
             return _pick(self._all_running(fleet.gateways), fault.pick)
         if kind.startswith(("worker", "engine")):
             return _pick(self._all_running(fleet.workers), fault.pick)
@@ -236,6 +254,15 @@ class Strikes(GrantListener):
                 process.call_soon(worker.unhang_engine)
 
         return unhang
+
+    def _cut_off(self, name: str | None) -> Callable[[], None] | None:
+        """Cut a process off from the store alone."""
+        if name is None:
+            return None
+        network = self._fleet.network
+        self._fleet.trace.note(name, "cut off from the store")
+        network.cut(name, STORE)
+        return lambda: network.heal(name, STORE)
 
     def _disturb(self, fault: Fault, worker: str | None) -> Callable[[], None] | None:
         """Disturb the network between a process and one that it talks with."""

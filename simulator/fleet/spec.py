@@ -9,6 +9,7 @@ from services.adapters.quotas.quota import SETTLED_KEEP_S
 from services.core.records import Priority
 from services.gateway.service_types import GatewayLimits
 from services.scheduler.term import TermSettings
+from simulator.engine.sim_executor import FRAGILE, VersionFaults
 
 MODEL: Final = "sim"
 VERSION_DIGEST: Final = "sha256:" + "51" * 32
@@ -53,6 +54,21 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionSpec:
+    """A version that the workers can load; the first of a fleet is the deployment's.
+
+    ``step_ratio``: of the time of its steps to that of the worker's cost model. ``load_s``: until its first
+    engine in a life of a worker is ready; ``loads``: whether it ever is.
+    """
+
+    digest: str = VERSION_DIGEST
+    step_ratio: float = 1.0
+    load_s: float = 0.0
+    loads: bool = True
+    faults: VersionFaults = FRAGILE
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSpec:
     """A fleet."""
 
@@ -81,3 +97,9 @@ class FleetSpec:
     settled_keep_s: float = SETTLED_KEEP_S
     # Every process has clocks of its own.
     skewed: bool = False
+    versions: tuple[VersionSpec, ...] = (VersionSpec(),)
+    # Control planes. Without one, each worker has the first version assigned; with them, gateways report to
+    # the leading one, and it assigns ``replicas``.
+    planes: int = 0
+    # Of the deployment; 0: one on each worker.
+    replicas: int = 0

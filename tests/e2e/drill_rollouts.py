@@ -8,7 +8,8 @@ are shortened. ``--runs N``: per kind; ``--kinds a,b``: only these.
 Measured: ``actuation_s``, from an abort until the last new request of the aborted version began;
 ``rollback_s``, from a rollback until its last request ended. ``ab_memory_ratio``: the device memory of an A/B
 test of two versions with equal weights, over that of one version; null where it was not measured. The last
-line is ``RESULT {json}``.
+line is ``RESULT {json}``. The drill fails where a kind ended otherwise, an abort took more than 5 s or a
+rollback more than 60 s.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,8 @@ NAME: Final = "drill"
 SESSIONS: Final = 600
 TOKENS: Final = 10
 LONGEST_S: Final = 240.0
+# What an abort, and a rollback as a whole, may take.
+LARGEST_S: Final = {"actuation_p95_s": 5.0, "rollback_p95_s": 60.0}
 # At a third, a replica of the candidate has the traffic of each of the two stable ones: the cost counts.
 STEPS: Final = (0.1, 0.34, 1.0)
 SETTINGS: Final = {
@@ -274,8 +277,25 @@ def main() -> int:
         "rollback_p95_s": round(quantile(rollbacks, 0.95), 3) if rollbacks else None,
         "ab_memory_ratio": None,
     }
+    failures = failures_of(result)
+    for failure in failures:
+        print(f"FAILED: {failure}", flush=True)
     print("RESULT", json.dumps(result))
-    return 0 if all(run.right for run in found) else 1
+    return 1 if failures else 0
+
+
+def failures_of(result: Mapping[str, float | None]) -> list[str]:
+    """Return which demands the figures miss. What was not measured misses none."""
+    missed = [
+        f"{name} is {value}, below 1"
+        for name in ("good_promoted_ratio", "bad_rolled_back_ratio")
+        if (value := result[name]) is not None and value < 1.0
+    ]
+    return missed + [
+        f"{name} is {value}, above {most_s:g}"
+        for name, most_s in LARGEST_S.items()
+        if (value := result[name]) is not None and value > most_s
+    ]
 
 
 def _ratio(runs: list[Run]) -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.fleet.chaos import REQUESTS, FaultKind
+from simulator.fleet.chaos import CHAOS_FAULTS, REQUESTS
 from simulator.fleet.saturated import is_saturated
 from simulator.fleet.seeds import REACHES, SeedResult, Total, run_seed
 from simulator.invariants.invariant import Looks
@@ -45,7 +45,7 @@ def test_invariants_hold(seed: int, total: Total) -> None:
 def test_the_seeds_reach_every_fault_and_outcome(total: Total) -> None:
     """Else the seeds test nothing."""
     assert total.seeds == len(SEEDS), "this test needs those before it"
-    assert set(total.faults) == {kind.value for kind in FaultKind}
+    assert set(total.faults) == {kind.value for kind in CHAOS_FAULTS}
     assert set(total.outcomes) >= OUTCOMES
     assert total.outcomes["finished"] > total.requests // 2
     assert {name for name, count in total.reached.items() if count} == set(REACHES)

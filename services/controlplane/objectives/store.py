@@ -46,6 +46,7 @@ class _Term:
     epoch: int
     book: SliBook
     durable: dict[str, int]
+    began_s: float
     changed: bool = False
 
 
@@ -79,6 +80,10 @@ class SliStore:
     def arms_of(self, window: GateWindow) -> Mapping[str, ArmWindow]:
         """Return what was measured in a step of a rollout, by version digest. Raises NoLeader."""
         return self._leading().book.arms_of(window)
+
+    def counting_s(self) -> float:
+        """Return for how long this leader has taken reports. Raises NoLeader."""
+        return self._clock.monotonic_s() - self._leading().began_s
 
     def series(self, window_s: float) -> set[SliKey]:
         """Return the series with requests in the window that ends now. Raises NoLeader."""
@@ -115,7 +120,7 @@ class SliStore:
             try:
                 book = await self._load()
                 durable = {name: source.last for name, source in book.sources.items()}
-                self._term = _Term(epoch, book, durable)
+                self._term = _Term(epoch, book, durable, self._clock.monotonic_s())
                 log.info("slis.loaded", snapshot=book.number, epoch=epoch)
                 await first_of(self._store_forever(), self._leadership.wait_lost(epoch))
             except SnapshotTaken:

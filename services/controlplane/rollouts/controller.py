@@ -48,16 +48,21 @@ _PAGING: Final = frozenset({BurnAlert.FAST, BurnAlert.ACUTE})
 _LARGEST: Final = 1e6
 _EQUAL_LOAD: Final = (0.8, 1.25)
 _MESSAGE_S: Final = 2.0  # between two writes of a message alone
+# A new leader has the sums since the last snapshot only once the gateways have sent them again.
+_COMPLETE_S: Final = 15.0
 
 
 class ArmSlis(Protocol):
-    """What gateways measured of the arms: ``objectives.store.SliStore``. Both raise NoLeader."""
+    """What gateways measured of the arms: ``objectives.store.SliStore``. Each raises NoLeader."""
 
     def arms_of(self, window: GateWindow) -> Mapping[str, ArmWindow]:
         """Return what was measured in a step so far, by version digest."""
 
     def arm_alerts(self, arm: ArmKey) -> Mapping[tuple[Priority, Sli], BurnAlert]:
         """Return the burn alerts of one arm alone, without those that are NONE."""
+
+    def counting_s(self) -> float:
+        """Return for how long this leader has taken reports."""
 
 
 class RolloutController:
@@ -123,6 +128,7 @@ class RolloutController:
                 _shortages(held.record, unplaced),
                 self.alarms(held.record),
             )
+            facts = replace(facts, measured=self._is_measured(held.record))
             reports = self.reports(held.record, context.route)
             after = advance(held.record, facts, reports, self._clock.unix_s())
             after = self._without_chatter(held.record, replace(after, gates=reports))
@@ -158,6 +164,10 @@ class RolloutController:
         stable = self._paging(rollout.deployment, rollout.stable_digest)
         found = {arm.name: self._paging(rollout.deployment, arm.version_digest) for arm in rollout.arms}
         return {name: ", ".join(sorted(paging - stable)) for name, paging in found.items() if paging - stable}
+
+    def _is_measured(self, rollout: Rollout) -> bool:
+        """Whether the sums of the present step are complete. Raises NoLeader."""
+        return rollout.phase is not RolloutPhase.RUNNING or self._slis.counting_s() >= _COMPLETE_S
 
     def _paging(self, deployment: str, digest: str) -> set[str]:
         alerts = self._slis.arm_alerts(ArmKey(deployment, digest))

@@ -99,14 +99,18 @@ class RecordFollower:
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
 
     def accepted(self, accepted: Accepted) -> None:
-        """Send the client the acceptance, once. A client with output of another request is failed."""
-        if self._accepted is None and not self.done:
-            if self._delivered is not None and self._delivered.request != request_tag(accepted.request_id):
-                self._depart(foreign_position(), withdrawn=True)
-                return
-            self._accepted = accepted
-            self._sink.on_accepted(accepted)
-            self.pump()
+        """Send the client the acceptance, and one that replaces it: by another version, before any output.
+
+        A client with output of another request is failed.
+        """
+        if self.done or (self._accepted is not None and not _replaces(accepted, self._accepted)):
+            return
+        if self._delivered is not None and self._delivered.request != request_tag(accepted.request_id):
+            self._depart(foreign_position(), withdrawn=True)
+            return
+        self._accepted = accepted
+        self._sink.on_accepted(accepted)
+        self.pump()
 
     def fresh(self, choice: int, piece: Piece) -> None:
         """Send a piece that was just added to the log: the path of every token while the client keeps up."""
@@ -251,12 +255,14 @@ class FollowerBroadcast:
             follower.failed(copy_of(self._end))
 
     def accept(self, terms: AcceptedTerms, *, fresh: bool) -> None:
-        """Send every client the acceptance. ``fresh``: accepted just now, for the first client."""
+        """Send every client the acceptance that it does not have. ``fresh``: of the first acceptance,
+        whether it was made just now, for the first client.
+        """
         self.terms = terms
         if self._fresh is None:
             self._fresh = fresh
-            for follower in list(self._followers):
-                self._accept(follower)
+        for follower in list(self._followers):
+            self._accept(follower)
 
     def put(self, choice: int, piece: Piece) -> None:
         """Add output and send it. Fails clients that received a different output from a lost run."""
@@ -322,6 +328,12 @@ class FollowerBroadcast:
     def _leave(self, follower: RecordFollower, withdrawn: bool) -> None:
         self._followers.pop(follower, None)
         self._left(follower, withdrawn)
+
+
+def _replaces(accepted: Accepted, before: Accepted) -> bool:
+    """Whether it is a later acceptance by another version: an earlier one is read again from the record."""
+    later = accepted.received_unix_us > before.received_unix_us
+    return later and accepted.version_digest != before.version_digest
 
 
 def broken(why: str) -> StreamBroken:

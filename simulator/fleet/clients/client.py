@@ -50,6 +50,8 @@ class SimRequest:
     key: str = ""
     # How often it sends again what was refused with a delay, with the number of earlier attempts.
     retries: int = 0
+    # The session whose requests stay on one version of a split; "": the API key's.
+    session: str = ""
     # Its prompt is that of this poison alone, and ends the engine.
     poison: Poison | None = None
 
@@ -107,6 +109,11 @@ _TOKENS: Final = [token + (token == EOS_ID) for token in _WAY] * (_LONGEST // VO
 def request_seed(number: int, output_tokens: int) -> int:
     """Return the sampling seed of a client's request."""
     return number << _LENGTH_BITS | output_tokens
+
+
+def request_number(seed: int) -> int:
+    """Return the number of the request with a sampling seed."""
+    return seed >> _LENGTH_BITS
 
 
 def output_length(command: Submit) -> int:

@@ -70,6 +70,7 @@ class Clients:
         self._idle = asyncio.Event()
         self._idle.set()
         self.violations = violations
+        self.on_accepted: Callable[[Record, Accepted], None] = _ignore
         self.present: dict[int, Session] = {}
         self.sent = 0
 
@@ -113,6 +114,10 @@ class Clients:
         if not self.present:
             self._idle.set()
         self._on_record(session.record)
+
+
+def _ignore(record: Record, accepted: Accepted) -> None:
+    """Placeholder callback while nothing follows the accepted requests."""
 
 
 class Session:
@@ -215,6 +220,7 @@ class Session:
             max_output_tokens=allowed_tokens(request),
             priority=PRIORITIES[request.priority],
             idempotency_key=request.key,
+            session_key=request.session,
         )
         generation.sampling.seed = self._seed
         if request.deadline_s is not None:
@@ -291,6 +297,7 @@ class _Attempt:
     def on_accepted(self, accepted: Accepted) -> None:
         record = self._session.record
         self._expect_open("accepted")
+        self._session.clients.on_accepted(record, accepted)
         if not record.accepted_s:
             record.accepted_s = self._session.clients.now_s
         if accepted.degradations or record.degraded:  # by another gateway, at another time

@@ -33,7 +33,6 @@ from services.core.records import (
     load,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
-from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.idempotency.service import IdempotentService
@@ -43,6 +42,8 @@ from services.gateway.poison import PoisonGate
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService, drain
 from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.slis.recorder import SliRecorder
+from services.gateway.slis.reporter import SliReporter
 from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
 from services.gateway.text.tokenise import PrefixNames
@@ -57,7 +58,9 @@ from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import issue_ticket
 from services.runtime.telemetry.metrics import Metrics
 from simulator.fleet.nodes.local_texts import LocalTexts
+from simulator.fleet.nodes.remote_slis import RemoteSlis
 from simulator.fleet.nodes.shared_redis import RedisLink, RemoteLimiter, RemoteRecords
+from simulator.fleet.rollout_watch import WatchedCatalog
 from simulator.fleet.spec import FleetSpec
 from simulator.kernel.links.store_link import SimStore
 from simulator.kernel.links.streams import SimStreams
@@ -81,7 +84,7 @@ class _Parts(TypedDict):
 
     validator: Validator
     identity: KeyDirectory
-    catalog: ModelCatalog
+    catalog: WatchedCatalog
     ports: Ports
     limits: GatewayLimits
 
@@ -110,18 +113,23 @@ class GatewayNode:
         self.placement = MuxedPlacement(links, clock, supervisor, process.rng, fallback=fallback)
         self.workers = self.make_workers(streams, gateway_id)
         self._informers = _Informers(store, process)
-        catalog = ModelCatalog(
+        catalog = WatchedCatalog(
             self._informers.deployments,
             self._informers.workers,
             _BundledFiles(),
             clock,
             texts=LocalTexts(Executor(), clock),
-            splits=Splits(self._informers.routes),
+            splits=self.make_splits(),
         )
+        catalog.gateway = self.name
         identity = KeyDirectory(self._informers.keys, self._informers.tenants, clock)
         self._directory = directory
         self.catalog = catalog
-        limits, telemetry = self.make_limits(spec), GatewayTelemetry(clock=clock)
+        slis = SliRecorder()
+        self._planes = SchedulerDirectory(store, clock, role="controlplane", rng=process.rng)
+        remote = RemoteSlis(process, network, self._planes)
+        self._reporter = SliReporter(slis, remote, clock, gateway_id) if spec.planes else None
+        limits, telemetry = self.make_limits(spec), GatewayTelemetry(clock=clock, slis=slis)
         parts = _Parts(
             validator=Validator(
                 catalog,
@@ -196,6 +204,10 @@ class GatewayNode:
         """Return the fleet's quarantine."""
         return StoreQuarantine(store, self._informers.quarantine, self._process.clock)
 
+    def make_splits(self) -> Splits:
+        """Return how this gateway reads the routes."""
+        return Splits(self.routes)
+
     def make_limits(self, spec: FleetSpec) -> GatewayLimits:
         return spec.gateway
 
@@ -208,7 +220,20 @@ class GatewayNode:
         spawn("renew", self.service.renew_forever())
         if self._keyed is not None:
             spawn("flush records", self._keyed.flush_forever())
+        if self._reporter is not None:
+            spawn("control plane directory", self._planes.run())
+            spawn("service level indicators", self._reporter.run())
         self.placement.start()
+
+    @property
+    def routes(self) -> Informer[ModelRoute]:
+        """Its view of the routes."""
+        return self._informers.routes
+
+    @property
+    def versions(self) -> Informer[Worker]:
+        """Its view of the workers."""
+        return self._informers.workers
 
     @property
     def process(self) -> Process:

@@ -10,13 +10,13 @@ from services.worker.streams.device_time import DeviceKind, DeviceTime
 from services.worker.streams.fallback import FallbackAdmission
 from services.worker.streams.host import SequenceHost
 from services.worker.text.detokenizer import Detokenizer
-from simulator.engine.cost_model import cost_model
+from simulator.engine.cost_model import cost_model, slowed
 from simulator.engine.sim_engine import SimEngineSpec
 from simulator.engine.sim_worker import SimVersion, SimWorker, SimWorkerSpec
 from simulator.fleet.clients.client import EOS_ID, output_length
 from simulator.fleet.grant_watch import GrantWatch
 from simulator.fleet.nodes.watched_host import WatchedHost, WatchedTally
-from simulator.fleet.spec import MODEL, VERSION_DIGEST, VOCABULARY, FleetSpec, WorkerSpec
+from simulator.fleet.spec import MODEL, VERSION_DIGEST, VOCABULARY, FleetSpec, VersionSpec, WorkerSpec
 from simulator.kernel.network import Network
 from simulator.kernel.process import Process
 
@@ -37,7 +37,7 @@ class WorkerNode:
             SimWorkerSpec(
                 worker_id=process.name,
                 address=process.name,
-                versions=(self._version(spec, kind),),
+                versions=tuple(self._version(spec, kind, version) for version in spec.versions),
                 zone=kind.zones[number % len(kind.zones)],
                 device_type=kind.preset,
                 lease_ttl_s=spec.lease_ttl_s,
@@ -119,9 +119,9 @@ class WorkerNode:
         """Raise AssertionError when the worker's accounting is wrong."""
         self.worker.check_integrity()
 
-    def _version(self, spec: FleetSpec, kind: WorkerSpec) -> SimVersion:
+    def _version(self, spec: FleetSpec, kind: WorkerSpec, version: VersionSpec) -> SimVersion:
         engine = SimEngineSpec(
-            cost_model(kind.preset),
+            slowed(cost_model(kind.preset), version.step_ratio),
             kv_blocks=kind.kv_blocks,
             block_size=kind.block_size,
             token_budget=kind.step_tokens,
@@ -130,8 +130,17 @@ class WorkerNode:
             vocab_size=VOCABULARY,
             eos_id=EOS_ID,
             coalesce_s=spec.coalesce_s,
+            faults=version.faults,
         )
-        return SimVersion(MODEL, MODEL, VERSION_DIGEST, engine, restart_s=spec.engine_restart_s)
+        return SimVersion(
+            MODEL,
+            MODEL,
+            version.digest,
+            engine,
+            restart_s=spec.engine_restart_s,
+            first_load_s=version.load_s,
+            loads=version.loads,
+        )
 
 
 class SummedUsage:

@@ -55,6 +55,9 @@ class NoSlis:
     def arms_of(self, window: GateWindow) -> dict[str, ArmWindow]:
         return {}
 
+    def counting_s(self) -> float:
+        return 60.0
+
     def arm_alerts(self, arm: ArmKey) -> dict[tuple[Priority, Sli], BurnAlert]:
         return {}
 

@@ -152,7 +152,26 @@ def _share_test(
         halfway * other.variance, binomial / other.total
     )
     statistic = (other.value - base.value - margin) / math.sqrt(variance)
-    return _normal(statistic, _freedom(base, other)), _information(variance, effect)
+    tuned = min(variance, _variance_without(base, other, margin))
+    return _normal(statistic, _freedom(base, other)), _information(tuned, effect)
+
+
+def _variance_without(base: _Ratio, other: _Ratio, margin: float) -> float:
+    """Return the variance of the difference if the candidate exceeded the baseline by just the margin.
+
+    It tunes the bound. A share of one half has the largest variance of all: by its own, a candidate that
+    fails half of its requests would need more of them than one that fails few.
+    """
+    share = max(base.value, 1 / base.total)
+    tolerated = min(0.5, share + margin)
+    of_base = max(base.variance, share * (1 - share) / base.total)
+    return of_base + _design_effect(other) * tolerated * (1 - tolerated) / other.total
+
+
+def _design_effect(ratio: _Ratio) -> float:
+    """Return the variance between clusters over that of independent samples, at least 1 (Kish 1965)."""
+    binomial = ratio.value * (1 - ratio.value)
+    return max(1.0, ratio.variance * ratio.total / binomial) if binomial > 0 else 1.0
 
 
 def _ratio(pairs: Sequence[Pair]) -> _Ratio | None:

@@ -82,16 +82,16 @@ def _running(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s
         return _next_step(rollout, facts, reports, now_unix_s, "promoted by an operator")
     if rollout.paused:
         return replace(rollout, message=f"paused at {_weights_text(rollout, rollout.step)}")
-    if rollout.preparing:
-        return _next_step(rollout, facts, reports, now_unix_s, "the gate passed")
     step = rollout.steps[rollout.step]
     held_s = now_unix_s - rollout.step_unix_s
     report = reports.get(rollout.final_arm.name)
+    if rollout.preparing:
+        return _next_step(rollout, facts, reports, now_unix_s, _why_prepared(rollout, report))
     if report is not None and report.verdict is Verdict.PASS:
         if held_s >= step.hold_s:
             return _next_step(rollout, facts, reports, now_unix_s, "the gate passes")
         return replace(rollout, message=f"the gate passes; held for {step.hold_s:g} s")
-    if held_s > step.hold_s + rollout.gate.patience_s:
+    if held_s > step.hold_s + rollout.gate.patience_s and facts.measured:
         return _without_verdict(rollout, facts, reports, now_unix_s)
     waits = report.waits_for if report is not None else "no requests are reported yet"
     return replace(rollout, message=waits or "the gate is inconclusive so far")
@@ -99,7 +99,7 @@ def _running(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s
 
 def _without_verdict(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float) -> Rollout:
     """Apply the policy of a step that its gate could not decide."""
-    why = f"no verdict within {rollout.gate.patience_s:g} s after the hold"
+    why = _no_verdict(rollout)
     match rollout.gate.inconclusive:
         case Inconclusive.PROMOTE:
             return _next_step(rollout, facts, reports, now_unix_s, why)
@@ -110,6 +110,18 @@ def _without_verdict(rollout: Rollout, facts: RolloutFacts, reports: Reports, no
             return rolled_back(rollout, event)
         case Inconclusive.WAIT:
             return replace(rollout, message=f"{why}: promote or abort it")
+
+
+def _no_verdict(rollout: Rollout) -> str:
+    return f"no verdict within {rollout.gate.patience_s:g} s after the hold"
+
+
+def _why_prepared(rollout: Rollout, report: GateReport | None) -> str:
+    """Return why the next step's replicas are loaded, by the gate as it is now."""
+    if report is not None and report.verdict is Verdict.PASS:
+        return "the gate passes"
+    undecided = rollout.gate.inconclusive is Inconclusive.PROMOTE
+    return _no_verdict(rollout) if undecided else "the gate passed"
 
 
 def _next_step(

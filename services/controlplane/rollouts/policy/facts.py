@@ -28,12 +28,13 @@ class ArmFacts:
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
     """``replicas``: those of the deployment. ``arms``: by name. ``unplaced``: why an arm lacks a worker, by
-    name.
+    name. ``measured``: the sums of the present step are complete, which they are not just after a failover.
     """
 
     replicas: int
     arms: Mapping[str, ArmFacts]
     unplaced: Mapping[str, str] = field(default_factory=dict)
+    measured: bool = True
 
     def arm(self, name: str) -> ArmFacts:
         return self.arms.get(name, ArmFacts())

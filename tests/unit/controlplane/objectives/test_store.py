@@ -85,6 +85,22 @@ def counted(plane: Plane) -> tuple[int, int, float, int]:
     return sums.requests, arm.requests, round(sums.device_s, 3), events.events
 
 
+async def test_a_leader_counts_from_its_own_beginning() -> None:
+    clock, objects = QuickClock(UNIX_S), MemoryLedger()
+    plane = Plane(objects, clock)
+    try:
+        with pytest.raises(NoLeader):
+            plane.store.counting_s()
+        await plane.lead(1)
+        clock.now_s += 9.0
+        assert plane.store.counting_s() == 9.0
+        plane.election.turn(None)
+        with pytest.raises(NoLeader):
+            plane.store.counting_s()
+    finally:
+        await plane.stop()
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_each_request_counts_once_over_failovers(seed: int) -> None:
     rng, clock, objects = Random(seed), QuickClock(UNIX_S), MemoryLedger()

@@ -107,6 +107,17 @@ def test_errors_of_few_sessions_are_no_proof() -> None:
     assert judge(GatePlan(), base, other).failed == ()
 
 
+@pytest.mark.parametrize("failing_of", [1.5, 2])
+def test_a_candidate_that_fails_many_requests_fails_the_gate(failing_of: float) -> None:
+    """Found by a simulated rollout: the bound grew with the candidate's own variance, which is largest at a
+    half."""
+    base, other, rng = window(requests=8), window(requests=3), np.random.default_rng(7)
+    for sums in other.clusters.values():
+        sums.errors = int(rng.binomial(3, 1 / failing_of))
+        sums.started = sums.finished = 3 - sums.errors
+    assert judge(GatePlan(gates=2), base, other).failed == (GateMetric.ERROR_RATIO,)
+
+
 def test_a_candidate_that_fails_everything_fails_the_gate() -> None:
     other = window(errors=25, started=0, finished=0)
     for sums in other.clusters.values():

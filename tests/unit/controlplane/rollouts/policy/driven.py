@@ -53,6 +53,7 @@ class Driven:
         self.now_s = 0.0
         self.verdict: Verdict | None = Verdict.PASS
         self.alarms: dict[str, str] = {}
+        self.measured = True
         self.routes: list[ModelRoute | None] = []
         self.apply()
 
@@ -65,7 +66,8 @@ class Driven:
         workers = [worker.record(name) for name, worker in self.fleet.workers.items()]
         missing = [one.deployment for one in self.fleet.actions if isinstance(one, Unplaced)]
         unplaced = {"canary": "no room"} if f"d@{NEW}" in missing else {}
-        return facts_of(self.rollout, self.fleet.wanted.replicas, workers, unplaced, self.alarms)
+        found = facts_of(self.rollout, self.fleet.wanted.replicas, workers, unplaced, self.alarms)
+        return replace(found, measured=self.measured)
 
     @property
     def reports(self) -> Mapping[str, GateReport]:

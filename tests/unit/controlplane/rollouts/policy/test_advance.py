@@ -28,7 +28,7 @@ from services.core.records import VersionState
 from services.core.rollouts.routes import ModelRoute, RouteArm, Shadow, split
 from tests.unit.controlplane.policy.test_arms import ready
 from tests.unit.controlplane.policy.test_update import NEW, OLD
-from tests.unit.controlplane.rollouts.policy.driven import Driven, rollout
+from tests.unit.controlplane.rollouts.policy.driven import STEPS, Driven, rollout
 
 OTHER = "sha256:2"
 EVENTS = ("tick", "pass", "fail", "pause", "resume", "promote", "end", "lose")
@@ -182,6 +182,37 @@ def test_a_step_without_a_verdict_follows_its_policy(policy: Inconclusive) -> No
         Inconclusive.ABORT: (RolloutPhase.ROLLING_BACK, 0),
     }[policy]
     assert (driven.phase, driven.rollout.step) == expected
+
+
+@pytest.mark.parametrize("policy", [Inconclusive.PROMOTE, Inconclusive.ABORT])
+def test_a_new_leader_decides_nothing_before_its_sums_are_complete(policy: Inconclusive) -> None:
+    driven = Driven(rollout(gate=GateSettings(patience_s=5.0, inconclusive=policy)))
+    driven.verdict, driven.measured = Verdict.INCONCLUSIVE, False
+    driven.until(RolloutPhase.RUNNING)
+    driven.tick(40)
+    assert (driven.phase, driven.rollout.step) == (RolloutPhase.RUNNING, 0)
+    driven.measured = True
+    driven.tick(3)
+    assert (driven.phase, driven.rollout.step) != (RolloutPhase.RUNNING, 0)
+
+
+def test_a_failed_gate_rolls_back_also_before_the_sums_are_complete() -> None:
+    driven = Driven(rollout())
+    driven.measured = False
+    driven.until(RolloutPhase.RUNNING)
+    driven.verdict = Verdict.FAIL
+    driven.tick()
+    assert driven.phase is RolloutPhase.ROLLING_BACK
+
+
+def test_the_history_names_a_step_without_a_verdict() -> None:
+    """Also when the replicas of the next step were not READY yet."""
+    driven = Driven(rollout(gate=GateSettings(patience_s=5.0, inconclusive=Inconclusive.PROMOTE)))
+    driven.verdict = Verdict.INCONCLUSIVE
+    driven.until(RolloutPhase.SOAKING)
+    steps = [event.message for event in driven.rollout.history if event.what == "STEP"]
+    assert len(steps) == len(STEPS) - 1
+    assert all("no verdict within 5 s" in message for message in steps), steps
 
 
 def test_without_any_report_nothing_is_promoted() -> None:

@@ -1,0 +1,80 @@
+"""A control plane's process: planner, rollouts and indicators, which act while it leads."""
+
+from __future__ import annotations
+
+from services.controlplane.event_log import EventRecorder
+from services.controlplane.fleet import FleetRecord
+from services.controlplane.fleet import decode as decode_fleet
+from services.controlplane.objectives.store import SliStore
+from services.controlplane.reconciler import Reconciler
+from services.controlplane.rollouts.controller import RolloutController
+from services.core.records import OBJECTIVES, ROOT, Leader, Objective, dump, load
+from services.ports.store import Entry, Store
+from services.runtime.fleet_state.informer import Informer
+from services.runtime.fleet_state.leadership import Election
+from services.runtime.fleet_state.objectives import ObjectiveIndex
+from simulator.fleet.nodes.shared_ledger import RemoteLedger
+from simulator.fleet.rollout_watch import LEADER_KEY, RolloutListener, SignedStore
+from simulator.fleet.spec import FleetSpec
+from simulator.kernel.network import Network
+from simulator.kernel.process import Process
+
+
+class PlaneNode:
+    """One life of a control plane. Built inside its process."""
+
+    def __init__(self, spec: FleetSpec, process: Process, network: Network, watch: RolloutListener) -> None:
+        self.process = process
+        self.name = process.name
+        clock, rng = process.clock, process.rng
+        self.store = self.make_store(network, watch)
+        leader = Leader(leader_id=f"{process.name}/{process.life}", address=process.name)
+        self.election = self.make_election(dump(leader), spec.leader_ttl_s)
+        self.informer: Informer[FleetRecord | None] = Informer(self.store, ROOT, decode_fleet, clock, rng=rng)
+        self._objectives = Informer(self.store, OBJECTIVES, _objective, clock, rng=rng)
+        index = ObjectiveIndex(self._objectives)
+        ledger = RemoteLedger(process, network)
+        self.slis = SliStore(ledger, clock, self.election, lambda: index.by_class)
+        self.reconciler = Reconciler(
+            self.store,
+            self.informer,
+            self.election,
+            LEADER_KEY,
+            clock,
+            events=EventRecorder(self.store, clock),
+        )
+        self.controller = self.make_controller()
+        network.listen(process, process.name, lambda connection: None, answers=self.slis)
+
+    # What a test overrides with something broken.
+
+    def make_store(self, network: Network, watch: RolloutListener) -> Store:
+        return SignedStore(self.process, network, watch)
+
+    def make_election(self, record: bytes, ttl_s: int) -> Election:
+        process = self.process
+        return Election(self.store, LEADER_KEY, record, ttl_s, process.clock, rng=process.rng)
+
+    def make_controller(self) -> RolloutController:
+        return RolloutController(
+            self.store, self.informer, self.election, LEADER_KEY, self.process.clock, slis=self.slis
+        )
+
+    def start(self) -> None:
+        """Begin the tasks of the process."""
+        spawn = self.process.supervisor.spawn
+        spawn("fleet informer", self.informer.run())
+        spawn("objectives", self._objectives.run())
+        spawn("election", self.election.run())
+        spawn("reconciler", self.reconciler.run())
+        spawn("rollouts", self.controller.run())
+        spawn("service level indicators", self.slis.run())
+
+    @property
+    def leads(self) -> bool:
+        """It certainly leads and runs."""
+        return self.process.running and self.election.epoch is not None
+
+
+def _objective(entry: Entry) -> Objective:
+    return load(entry.value, Objective)

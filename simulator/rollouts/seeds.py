@@ -1,0 +1,110 @@
+"""Rollouts of whole fleets under mixed faults, judged by every invariant."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from services.controlplane.rollouts.records import RolloutPhase
+from simulator.fleet.assembly import Parts
+from simulator.fleet.fault_actions import Strikes
+from simulator.fleet.fleet import RunReport, simulate
+from simulator.fleet.seeds import wall_s
+from simulator.fleet.spec import VERSION_DIGEST
+from simulator.invariants.arms import Arms
+from simulator.invariants.balance import Balance
+from simulator.invariants.fencing import Fencing
+from simulator.invariants.invariant import Invariant
+from simulator.invariants.splits import SplitHistory
+from simulator.rollouts.operator import Operator
+from simulator.rollouts.script import (
+    CANDIDATE,
+    CandidateKind,
+    end_of,
+    kind_of,
+    rollout_faults,
+    rollout_fleet,
+    rollout_load,
+)
+
+SEEDS: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """What became of one seed."""
+
+    report: RunReport
+    kind: CandidateKind
+    # How many faults of each kind were carried out.
+    faults: dict[str, int]
+    # In order, and why the last was entered.
+    phases: tuple[RolloutPhase, ...]
+    why: str
+    # Writes of the rollout, by process.
+    writers: dict[str, int]
+    # What requests went through: "on candidate", "rerouted", "stale view".
+    reached: dict[str, int]
+
+    @property
+    def violations(self) -> tuple[str, ...]:
+        return self.report.violations
+
+
+def run_rollout(
+    seed: int, *, parts: Parts | None = None, show: Callable[[str], None] | None = None
+) -> RolloutResult:
+    """Return what became of one seed. Same arguments, same result, trace and all."""
+    kind, operator, strikes = kind_of(seed), Operator(seed), Strikes(rollout_faults(seed))
+    history = SplitHistory(VERSION_DIGEST, CANDIDATE, end_of(kind))
+    arms = Arms(history)
+    invariants: tuple[Invariant, ...] = (history, arms, Balance(), Fencing())
+    report = simulate(
+        rollout_fleet(seed),
+        rollout_load(seed, lambda: operator.phase),
+        plans=(operator, strikes),
+        invariants=invariants,
+        on_record=arms.closed,
+        parts=parts,
+        show=show,
+    )
+    return RolloutResult(
+        report,
+        kind,
+        {fault.value: count for fault, count in sorted(strikes.struck.items())},
+        tuple(history.phases),
+        "" if history.rollout is None else history.rollout.history[-1].message,
+        history.writers,
+        dict(arms.reached),
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return 0 when every invariant held in every seed, else 1."""
+    parser = argparse.ArgumentParser(prog="simulator rollouts", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many seeds to run")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--trace", action="store_true", help="print what happens")
+    asked = parser.parse_args(arguments)
+    began_s, found, requests = wall_s(), Counter[str](), 0
+    for seed in range(asked.first, asked.first + asked.seeds):
+        ran = run_rollout(seed, show=print if asked.trace else None)
+        requests += ran.report.requests
+        found["violations"] += len(ran.violations)
+        found[f"{ran.kind} {ran.phases[-1] if ran.phases else 'not started'}"] += 1
+        print(f"seed {seed}: {ran.kind}, {', '.join(ran.phases)}: {ran.why}; {ran.reached}", flush=True)
+        for violation in ran.violations:
+            print(f"  VIOLATION {violation}", flush=True)
+    print(f"ends: {', '.join(f'{name} {count}' for name, count in sorted(found.items()))}")
+    result = {
+        "seeds": asked.seeds,
+        "requests": requests,
+        "violations": found["violations"],
+        "wall_s": round(wall_s() - began_s, 1),
+    }
+    print(f"RESULT {json.dumps(result)}")
+    return 1 if found["violations"] else 0
