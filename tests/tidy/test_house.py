@@ -33,13 +33,8 @@ def test_no_folder_is_crowded() -> None:
     assert [found for found in modules_by_folder(code_files()).most_common() if found[1] > 16] == []
 
 
-<<<<<<< HEAD
-# 35,000 before the usage ledger, poison isolation, objectives, rollouts and fixed-cost models.
-MAX_DOCS_WORDS = 45_000
-=======
 # 35,000 before the usage ledger, poison isolation, objectives, rollouts, shadows and fixed-cost models.
 MAX_DOCS_WORDS = 46_000
->>>>>>> main
 
 
 def test_the_documents_can_be_read() -> None:
