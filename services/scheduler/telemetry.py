@@ -79,6 +79,7 @@ class SchedulerTelemetry:
             ("what", "state"),
         )
         self._add_levels(metrics)
+        self._add_prefix_levels(metrics)
 
     def health_changed(self, what: str, state: str) -> None:
         """Count a change of a worker (ejected, probed, readmitted) or of a circuit (opened, half-open,
@@ -136,6 +137,8 @@ class SchedulerTelemetry:
             "Time since the oldest last report of a connected worker; 0 without workers",
             self._level(lambda term: term.fleet.view_age_s(self._clock.monotonic_s())),
         )
+
+    def _add_prefix_levels(self, metrics: Metrics) -> None:
         metrics.gauge(
             "fairway_scheduler_prompt_tokens",
             "Prompt tokens of this term: granted, predicted cached, reported, reported cached",

@@ -29,6 +29,7 @@ class MeasuredModel:
 
     costs: RowCosts
     largest_row_bytes: int
+    largest_batch_bytes: int
     largest_batch_s: float
 
 
@@ -41,14 +42,16 @@ def measure(model: FixedCostModel, device: str) -> MeasuredModel:
     if not facts.max_tokens:
         row_bytes = max(LEAST_ROW_BYTES, _peak_bytes(model, several, device) // ROWS)
         costs = RowCosts(max(0.0, alone_s - row_s), row_s, 0.0, row_bytes, 0)
-        return MeasuredModel(costs, row_bytes, alone_s + MOST_ROWS * row_s)
+        return MeasuredModel(costs, row_bytes, MOST_ROWS * row_bytes, alone_s + MOST_ROWS * row_s)
     longest = min(facts.max_tokens, LONGEST)
     long = _batch(model, 1, longest)
     token_s = max(0.0, _least_s(model, long) - alone_s) / max(1, longest - 1)
     token_bytes = max(1, _peak_bytes(model, long, device) // longest)
     costs = RowCosts(max(0.0, alone_s - row_s), row_s, token_s, LEAST_ROW_BYTES, token_bytes)
     batch_s = alone_s + MOST_ROWS * row_s + MOST_PADDED_TOKENS * token_s
-    return MeasuredModel(costs, LEAST_ROW_BYTES + facts.max_tokens * token_bytes, batch_s)
+    row_bytes = LEAST_ROW_BYTES + facts.max_tokens * token_bytes
+    batch_bytes = MOST_ROWS * LEAST_ROW_BYTES + max(MOST_PADDED_TOKENS, facts.max_tokens) * token_bytes
+    return MeasuredModel(costs, row_bytes, batch_bytes, batch_s)
 
 
 def _batch(model: FixedCostModel, rows: int, length: int) -> Padded:

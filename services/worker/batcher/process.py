@@ -176,7 +176,7 @@ def _ready(config: EngineConfig, measured: MeasuredModel, rows: RowModel, weight
         block_size=1,
         max_model_len=1,
         vocab_size=0,
-        kv_bytes_per_block=config.kv_memory_bytes,
+        kv_bytes_per_block=min(config.kv_memory_bytes, measured.largest_batch_bytes),
         weight_bytes=weight_bytes,
         full_step_s=measured.largest_batch_s,
         rows=rows,

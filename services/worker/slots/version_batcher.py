@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+
+from msgspec import structs
 
 from services.core.errors import DoesNotFit
 from services.worker.batcher.charges import RowCharges
@@ -46,10 +49,9 @@ class VersionBatcher:
 
     async def start(self, config: EngineConfig) -> None:
         """Start a process; the owner is notified of the outcome. Raises FailedPrecondition."""
-        self._sacrifice.use(config)
         events = batch_events(
             on_progress=self._owner.engine_progress,
-            on_ready=self._on_ready,
+            on_ready=partial(self._on_ready, config),
             on_batch=self._on_batch,
             on_exit=self._on_exit,
         )
@@ -65,7 +67,7 @@ class VersionBatcher:
         if self._process is not None:
             await self._process.stop()
 
-    def _on_ready(self, event: Ready) -> None:
+    def _on_ready(self, config: EngineConfig, event: Ready) -> None:
         process = self._process
         assert process is not None, "ready without a process"
         assert event.rows is not None, "ready without a fixed-cost model"
@@ -78,6 +80,7 @@ class VersionBatcher:
             self._context.supervisor.spawn(f"stop-{self._owner.version.version_digest[:19]}", process.stop())
             return
         self._memory.stay()
+        self._sacrifice.use(structs.replace(config, kv_memory_bytes=event.kv_bytes_per_block))
         if self.rows is None:
             self.rows = self._new_batcher(event)
             self._context.host.add_rows(self.rows)

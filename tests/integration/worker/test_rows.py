@@ -165,7 +165,13 @@ async def test_one_bad_row_is_condemned_and_its_neighbours_are_answered(
     assert worker.restarts == (1 if fault in (RowFault.SEGFAULTS, RowFault.HANGS) else 0)
     await eventually(lambda: RunPlace.SACRIFICIAL not in worker.batcher.places)
     await worker.ready()
-    assert worker.harness.agent.status().versions[0].record.reason == ""
+    record = worker.harness.agent.status().versions[0].record
+    assert record.reason == ""
+    assert 0 < record.kv_bytes < 2**20, "it holds what its largest batch takes"
+    held_bytes = record.weight_bytes + record.working_bytes + record.kv_bytes
+    async with asyncio.timeout(20.0):  # until the sacrificial process holds no memory
+        while held_bytes + (await worker.harness.registered()).memory_free_bytes != 2 * 1024**3:
+            await asyncio.sleep(0.05)
 
 
 async def test_a_stopped_version_gives_its_rows_back(tmp_path: Path, workers: list[RowWorker]) -> None:

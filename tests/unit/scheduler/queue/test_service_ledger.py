@@ -201,6 +201,17 @@ def test_a_tenant_that_is_new_to_the_next_leader_starts_where_the_others_are() -
     assert found.value == after.value == 10_000.0
 
 
+def test_rows_of_fixed_cost_models_are_charged_their_device_milliseconds_over_the_weight() -> None:
+    ledger = ServiceLedger(LedgerPolicy())
+    ledger.shares(DIGEST)[Priority.STANDARD].enter("acme", 2.0)
+    rows = TenantTokens("acme", DIGEST, 0, 0, rows=3, device_us=12_000)
+    (counter,) = ledger.report(ReportSnapshot("w1", 1, "h:1", tenants=(rows,)))
+    assert counter.virtual_tokens == 6.0
+    later = ServiceLedger(LedgerPolicy())
+    later.report(ReportSnapshot("w1", 1, "h:1", counters=(counter,)))
+    assert later.shares(DIGEST)[Priority.STANDARD].enter("acme", 2.0).value == 6.0
+
+
 def test_no_counter_is_told_that_the_next_leader_would_not_take() -> None:
     """Else one worker's nonsense would keep each worker that served the tenant from the next leader."""
     rig = Rig()
