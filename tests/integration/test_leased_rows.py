@@ -131,9 +131,22 @@ async def test_a_deadline_that_no_slot_can_meet_ends_the_request(rig: RowRig) ->
     await until(lambda: not len(worker.rows))
 
 
+async def test_rows_of_the_only_worker_run_once_more_there(rig: RowRig) -> None:
+    worker = await rig.add_worker()
+    gateway = rig.add_gateway()
+    await served(rig)
+    worker.rows.paused = True
+    running = asyncio.create_task(gateway.runner.run(rows_request(3)))
+    await until(lambda: len(worker.rows) == 3)
+    worker.rows.paused = False
+    worker.rows.lose()
+    worker.host.changed()
+    assert answers(await running) == [0, 1, 2]
+
+
 async def test_a_version_that_no_worker_serves_is_refused(rig: RowRig) -> None:
     await rig.add_worker()
-    gateway = rig.add_gateway()
+    gateway = rig.add_gateway(RowLimits(queue_ttl_s=0.5))
     with pytest.raises(NoWorkerAvailable):
         await gateway.runner.run(rows_request(digest="sha256:" + "b" * 64))
 
@@ -166,7 +179,7 @@ async def test_rows_run_without_a_leader_on_a_part_of_the_slots(rig: RowRig) -> 
     worker = await rig.add_worker(row_slots=16)
     gateway = rig.add_gateway()
     await gateway.runner.run(rows_request())
-    await until(lambda: gateway.leases.is_served(rows_request().version_digest, ()))
+    await until(lambda: gateway.leases.is_served(rows_request().version_digest))
     rig.lead(None)
     await until(lambda: gateway.leases.is_alone, 10.0)
     await until(lambda: gateway.leases.choose(rows_request().version_digest, "acme", ()) is None)

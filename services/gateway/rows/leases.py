@@ -96,9 +96,9 @@ class GatewayLeases:
             for slots in found.values()
         ]
 
-    def is_served(self, digest: str, excluded: Collection[str]) -> bool:
-        """Whether a worker of the list, other than those excluded, serves the version."""
-        return any(worker_id not in excluded for worker_id in self._members.get(digest, ()))
+    def is_served(self, digest: str) -> bool:
+        """Whether a worker of the list serves the version."""
+        return bool(self._members.get(digest))
 
     # --- slots ------------------------------------------------------------------------------------
 

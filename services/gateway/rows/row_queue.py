@@ -21,7 +21,9 @@ class QueuedRow:
     row: int
     number: int  # in the order of arrival at this gateway
     queued_s: float
-    excluded: tuple[str, ...] = ()  # workers on which it was lost
+    lost_on: str = ""  # the worker on which it was lost, and when
+    lost_s: float = 0.0
+    excluded: tuple[str, ...] = ()  # that worker, for a while
     over: bool = False
 
     @property

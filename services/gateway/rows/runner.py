@@ -4,9 +4,9 @@ A request's rows wait in a local queue. Each starts as soon as a leased slot of 
 free, on the worker whose slots are used least. What waits or runs is the demand (``demands``); the leader
 answers it with leases (``leases``).
 
-A lost row runs once more on another worker: a forward pass has no effect but its outputs. One that was not
-admitted never ran, and waits again. While no leader answers, rows start on a part of the slots of the workers
-in the last list.
+A lost row runs once more, on another worker if one takes it soon: a forward pass has no effect but its
+outputs. One that was not admitted never ran, and waits again. While no leader answers, rows start on a part
+of the slots of the workers in the last list.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from services.core.errors import (
 from services.core.fixed_cost.rows import RowEnd, RowSpec, RowsRequest
 from services.core.generation import NotAdmittedReason
 from services.core.shares import share_of
+from services.gateway.policy.retry import EXCLUDED_S
 from services.gateway.rows.demands import SlotDemands
 from services.gateway.rows.leases import GatewayLeases, SlotsHere
 from services.gateway.rows.row_queue import QueuedRow, RowQueue
@@ -46,7 +47,6 @@ log = structlog.get_logger()
 
 _TURN_S: Final = 0.02
 _EXPIRE_S: Final = 0.1  # between two looks for rows that have waited for too long
-_UNSERVED_S: Final = 2.5  # how long a row waits for a worker of its version to appear
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +227,12 @@ class LeasedRows:
         self._landed(sink)
         if not end.lost:
             self._settle(row, end)
-        elif row.excluded:
-            text = f"the row was lost on {row.excluded[0]} and on {worker_id}"
+        elif row.lost_on:
+            text = f"the row was lost on {row.lost_on} and on {worker_id}"
             error = StreamBroken(text, retry_after_s=1.0)
             self._settle(row, RowEnd(error=error))
         else:
-            row.excluded = (worker_id,)
+            row.lost_on, row.lost_s, row.excluded = worker_id, self._clock.monotonic_s(), (worker_id,)
             self._queues.setdefault(row.request.version_digest, RowQueue()).push(row)
         self._start_rows(row.request.version_digest, row.request.tenant_id)
         queue = self._queues.get(row.request.version_digest)
@@ -295,28 +295,28 @@ class LeasedRows:
 
     def _expire(self, rows: Iterable[QueuedRow], now_s: float) -> None:
         for row in rows:
+            if row.excluded and now_s - row.lost_s > EXCLUDED_S:
+                row.excluded = ()  # its worker may be the only one
             error = self._overdue(row, now_s)
             if error is None or row.over:
                 continue
-            if row.excluded:
+            if row.lost_on:
                 self._settle(row, RowEnd(error=error))
             else:
                 _fail(self._runs[row], error)
 
     def _overdue(self, row: QueuedRow, now_s: float) -> FairwayError | None:
         """Return why a row that waits is given up, None while it is not."""
-        waited_s, request = now_s - row.queued_s, row.request
+        request = row.request
         if now_s >= request.deadline_s:
             return DeadlineUnmeetable("no slot was free before the deadline", retry_after_s=1.0)
-        served = self._leases.is_served(request.version_digest, row.excluded)
-        if waited_s > _UNSERVED_S and not served:
-            where = f" other than {row.excluded[0]}" if row.excluded else ""
-            text = f"no worker{where} serves {request.model}"
+        if now_s - row.queued_s <= self._limits.queue_ttl_s:
+            return None
+        within = f"within {self._limits.queue_ttl_s:g} s"
+        if not self._leases.is_served(request.version_digest):
+            text = f"no worker served {request.model} {within}"
             return NoWorkerAvailable(text, retry_after_s=1.0, model=request.model)
-        if waited_s > self._limits.queue_ttl_s:
-            text = f"no slot was free within {self._limits.queue_ttl_s:g} s"
-            return QueueTimeout(text, retry_after_s=1.0, model=request.model)
-        return None
+        return QueueTimeout(f"no slot was free {within}", retry_after_s=1.0, model=request.model)
 
 
 class _InFlight:
