@@ -35,7 +35,8 @@ LONGEST_S: Final = 120.0
 REQUESTS_PER_S: Final = 10.0  # while the candidate is judged
 QUIET_PER_S: Final = 3.0
 _FAULTS_S: Final = 35.0
-_STEPS: Final = tuple(RolloutStep(bp, hold_s=2.0, min_requests=25) for bp in (2500, 5000, 10_000))
+# At each a replica of the candidate has no more traffic than a stable one, or a good one is slower.
+_STEPS: Final = tuple(RolloutStep(bp, hold_s=2.0, min_requests=20) for bp in (1500, 3400, 10_000))
 _TENANTS: Final = ("one", "two", "three")
 _SESSIONS: Final = 200
 _POISONED_RATIO: Final = 0.05
@@ -46,7 +47,7 @@ _ROBUST: Final = VersionFaults(fragile=False)
 class CandidateKind(StrEnum):
     GOOD = "good"
     SLOW = "slow"  # steps take twice as long
-    FAILING = "failing"  # one sequence in 2 ends with an error
+    FAILING = "failing"  # sequences end with an error
     CRASHING = "crashing"  # some prompts end its engine
     ABORTED = "aborted"  # good, and an operator aborts it
     UNLOADABLE = "unloadable"  # its engines do not become ready
@@ -55,7 +56,7 @@ class CandidateKind(StrEnum):
 _CANDIDATES: Final = {
     CandidateKind.GOOD: VersionSpec(CANDIDATE, load_s=1.0, faults=_ROBUST),
     CandidateKind.SLOW: VersionSpec(CANDIDATE, load_s=1.0, step_ratio=2.0, faults=_ROBUST),
-    CandidateKind.FAILING: VersionSpec(CANDIDATE, load_s=1.0, faults=VersionFaults(False, 2)),
+    CandidateKind.FAILING: VersionSpec(CANDIDATE, load_s=1.0, faults=VersionFaults(False, 1)),
     CandidateKind.CRASHING: VersionSpec(CANDIDATE, load_s=1.0),
     CandidateKind.ABORTED: VersionSpec(CANDIDATE, load_s=1.0, faults=_ROBUST),
     CandidateKind.UNLOADABLE: VersionSpec(CANDIDATE, load_s=1.0, loads=False),
