@@ -27,6 +27,7 @@ from services.gateway.rows.runner import LeasedRows, RowLimits
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker.servicer import WorkerServicer
+from services.worker.streams.fallback import FallbackAdmission
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.live_row import LiveRow
 from services.worker.streams.outbox import Outbox
@@ -61,6 +62,10 @@ class EchoRows:
     @property
     def has_room(self) -> bool:
         return len(self.live) < self.row_slots
+
+    @property
+    def alone(self) -> int:
+        return sum(not row.spec.epoch for row in self.live.values())
 
     def __len__(self) -> int:
         return len(self.live)
@@ -124,7 +129,7 @@ class RowNode:
         self.worker_id = worker_id
         self.clock = SystemClock()
         self._supervisor = supervisor
-        self.host = SequenceHost(changed=lambda: None)
+        self.host = SequenceHost(changed=lambda: None, fallback=FallbackAdmission(self.clock))
         self.host.grants.incarnation = 100
         self.rows = EchoRows(self.host, row_slots, batch_s)
         self.host.add_rows(self.rows)

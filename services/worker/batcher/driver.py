@@ -141,6 +141,10 @@ class Batcher:
         return len(self._live) < self.row_slots
 
     @property
+    def alone(self) -> int:
+        return sum(not row.spec.epoch for row in self._live.values())
+
+    @property
     def running(self) -> int:
         """Rows in batches that run."""
         return sum(len(run.rows) for run in self._runs.values())

@@ -1,4 +1,4 @@
-"""Admission of sequences that a gateway placed by itself because no leader answers."""
+"""Admission of sequences and rows that a gateway placed by itself because no leader answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from services.ports.clock import Clock
 @dataclass(frozen=True, slots=True)
 class FallbackRules:
     """``after_s``: the least time without a leader. ``credit_ratio``: the share of a pool's blocks that
-    fallback sequences may hold together; a new leader finds the rest unchanged."""
+    fallback sequences may hold together, and of a table's slots that such rows may; a new leader finds the
+    rest unchanged."""
 
     after_s: float = 1.5
     credit_ratio: float = 0.25
@@ -42,6 +43,13 @@ class FallbackAdmission:
         """Return how many blocks of a pool fallback sequences may hold together."""
         return int(kv_blocks_total * self._rules.credit_ratio)
 
+    def takes_row(self, rows_alone: int, row_slots: int) -> bool:
+        """Whether one more row may start without a leader's lease, beside ``rows_alone`` such rows."""
+        return not self._leader_answers() and rows_alone < int(row_slots * self._rules.credit_ratio)
+
+    def _leader_answers(self) -> bool:
+        return self._clock.monotonic_s() - self._last_message_s < self._rules.after_s
+
     def refusal(self, grant: FallbackGrant, *, incarnation: int, epoch: int) -> NotAdmittedReason | None:
         """Return why the placement is rejected, apart from room and credit; None when it is accepted.
 
@@ -50,6 +58,6 @@ class FallbackAdmission:
         """
         if grant.incarnation != incarnation or incarnation == 0:
             return NotAdmittedReason.STALE_INCARNATION
-        if self._clock.monotonic_s() - self._last_message_s < self._rules.after_s:
+        if self._leader_answers():
             return NotAdmittedReason.NO_FALLBACK
         return NotAdmittedReason.STALE_EPOCH if grant.last_epoch < epoch else None

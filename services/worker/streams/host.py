@@ -230,7 +230,13 @@ class SequenceHost:
             return NotAdmittedReason.STALE_ROUTE
         if spec.version_digest in self._closed_to:
             return NotAdmittedReason.DRAINING
-        return None if table.has_room else NotAdmittedReason.NO_ROOM
+        if not table.has_room:
+            return NotAdmittedReason.NO_ROOM
+        if spec.epoch or (
+            self._fallback is not None and self._fallback.takes_row(table.alone, table.row_slots)
+        ):
+            return None
+        return NotAdmittedReason.NO_FALLBACK
 
     # --- inside ---------------------------------------------------------------------------------
 

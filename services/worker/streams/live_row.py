@@ -47,6 +47,14 @@ class RowTable(Protocol):
     def has_room(self) -> bool:
         """Whether one row more may be in flight."""
 
+    @property
+    def row_slots(self) -> int:
+        """The most rows in flight."""
+
+    @property
+    def alone(self) -> int:
+        """Rows in flight that gateways placed while no leader answered."""
+
     def __len__(self) -> int: ...
 
     def start(self, outbox: Outbox, handle: int, spec: RowSpec) -> None:

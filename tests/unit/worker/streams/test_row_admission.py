@@ -14,10 +14,12 @@ from services.core.fleet import PoolSnapshot, TenantSlots, TenantTokens
 from services.core.generation import NotAdmittedReason
 from services.core.records import Priority
 from services.worker.agent.report import WorkerIdentity, take_snapshot
+from services.worker.streams.fallback import FallbackAdmission, FallbackRules
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.live_row import LiveRow
 from services.worker.streams.outbox import MAX_FRAME_ROW_BYTES, Outbox
 from services.worker.streams.usage_tally import Tally
+from tests.support.clocks import HandClock
 
 DIGEST = "sha256:" + "e" * 64
 SPEC = RowSpec("r1", 0, "t1", DIGEST, (), Priority.STANDARD, route_revision=3, incarnation=5, epoch=2)
@@ -30,9 +32,14 @@ class Table:
     version_digest: str = DIGEST
     ready: bool = True
     has_room: bool = True
+    row_slots: int = 16
     rows: list[LiveRow] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     leases: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> int:
+        return sum(not row.spec.epoch for row in self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -80,7 +87,7 @@ def host(table: Table) -> SequenceHost:
         ({"epoch": 1}, NotAdmittedReason.STALE_EPOCH),
         ({"version_digest": "sha256:other"}, NotAdmittedReason.NOT_READY),
         ({"route_revision": 2}, NotAdmittedReason.STALE_ROUTE),
-        ({"epoch": 0}, None),  # placed while no leader answered
+        ({"epoch": 0}, NotAdmittedReason.NO_FALLBACK),  # a leader answers
         ({}, None),
     ],
 )
@@ -93,6 +100,23 @@ def test_a_row_of_another_life_leader_or_route_is_not_admitted(
     frame = stream.take()
     assert (frame.not_admitted if frame is not None else []) == ([] if reason is None else [(1, reason)])
     assert len(table) == (reason is None)
+
+
+def test_rows_without_a_leader_have_a_part_of_the_slots(host: SequenceHost, table: Table) -> None:
+    clock = HandClock()
+    host._fallback = FallbackAdmission(clock, FallbackRules(after_s=1.5, credit_ratio=0.25))
+    host.on_leader(3)
+    alone, outbox = replace(SPEC, epoch=0), Outbox(lambda: None)
+    clock.now_s += 1.4
+    assert host.start_row(outbox, 1, alone) is NotAdmittedReason.NO_FALLBACK
+    clock.now_s += 0.2
+    for handle in range(4):
+        assert host.start_row(outbox, handle, alone) is None
+    assert host.start_row(outbox, 9, alone) is NotAdmittedReason.NO_FALLBACK
+    assert host.start_row(outbox, 9, replace(SPEC, epoch=3)) is None
+    host.on_leader(3)
+    table.rows.clear()
+    assert host.start_row(outbox, 10, alone) is NotAdmittedReason.NO_FALLBACK
 
 
 def test_a_worker_that_drains_is_full_or_restarts_admits_none(host: SequenceHost, table: Table) -> None:
