@@ -83,16 +83,33 @@ def run_rollout(
     )
 
 
+def unreached(results: Sequence[RolloutResult]) -> list[str]:
+    """Return what none of the runs came to: kinds, faults, phases and what invariants compare."""
+    struck, reached = Counter[str](), Counter[str]()
+    for result in results:
+        struck.update(result.faults)
+        reached.update(result.reached)
+    missing = {*CandidateKind} - {result.kind for result in results}
+    missing |= {fault.kind.value for fault in rollout_faults(0)} - set(struck)
+    missing |= {*RolloutPhase} - {phase for result in results for phase in result.phases}
+    missing |= {name for name, count in reached.items() if not count}
+    if not any(len(result.writers) > 2 for result in results):
+        missing.add("a failover in the midst of a rollout")
+    return sorted(missing)
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 when every invariant held in every seed, else 1."""
+    """Return 0 when every invariant held in every seed and the usual seeds reached everything, else 1."""
     parser = argparse.ArgumentParser(prog="simulator rollouts", description=__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--trace", action="store_true", help="print what happens")
     asked = parser.parse_args(arguments)
     began_s, found, requests = wall_s(), Counter[str](), 0
+    results: list[RolloutResult] = []
     for seed in range(asked.first, asked.first + asked.seeds):
         ran = run_rollout(seed, show=print if asked.trace else None)
+        results.append(ran)
         requests += ran.report.requests
         found["violations"] += len(ran.violations)
         found[f"{ran.kind} {ran.phases[-1] if ran.phases else 'not started'}"] += 1
@@ -106,5 +123,8 @@ def main(arguments: Sequence[str]) -> int:
         "violations": found["violations"],
         "wall_s": round(wall_s() - began_s, 1),
     }
+    missing = unreached(results) if asked.first == 0 and asked.seeds >= SEEDS else []
+    if missing:
+        print(f"NOT REACHED: {', '.join(missing)}")
     print(f"RESULT {json.dumps(result)}")
-    return 1 if found["violations"] else 0
+    return 1 if found["violations"] or missing else 0

@@ -19,7 +19,7 @@ async def test_no_stream_fails_while_a_deployment_is_updated(stack: Stack, tmp_p
         async with traffic.running(stack, 4):
             await asyncio.sleep(1.0)
             after = (await move_to(admin, stack.model, "update-twin")).version_digest
-            await asyncio.sleep(1.0)
+            await until(lambda: after in traffic.versions(), timeout_s=TIMEOUT_S)
             # Back at once, while the version before retires and is still loaded.
             await move_to(admin, stack.model, before)
             await asyncio.sleep(1.0)

@@ -87,7 +87,7 @@ async def test_a_request_passes_the_files_of_the_walk_in_their_order(traced: Sta
     await generate(traced)  # what is done once per process is done
     timers = await first_calls(folder, lambda: asyncio.sleep(3.0))
     order: list[str] = []
-    for _ in range(8):
+    for _ in range(20):
         first: dict[str, tuple[float, str]] = {}
         called = await first_calls(folder, lambda: generate(traced))
         assert set(files) <= {name.partition(":")[0] for name in called}

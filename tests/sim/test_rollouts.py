@@ -1,17 +1,17 @@
-"""Rollouts of whole fleets under mixed faults: what holds in 20 seeds, and the bugs that are found."""
+"""Rollouts of whole fleets under mixed faults: what holds in a seed of each kind, and the bugs found.
+
+``make sim`` runs 20 seeds and checks that they reach every fault and outcome.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
-from services.controlplane.rollouts.records import RolloutPhase
 from simulator.fleet.assembly import Parts
 from simulator.invariants.arms import FENCE, LATE, ONE_ARM, STALE, STICKY
 from simulator.invariants.splits import OUTCOME, SPLIT, WRITERS
-from simulator.rollouts.script import CandidateKind, rollout_faults
-from simulator.rollouts.seeds import SEEDS, RolloutResult, run_rollout
+from simulator.rollouts.script import CandidateKind, kind_of
+from simulator.rollouts.seeds import run_rollout, unreached
 from tests.sim.planted.planes import (
     DrawsEachRequest,
     JudgesNothing,
@@ -25,33 +25,22 @@ from tests.sim.planted.planes import (
     WritesWhatItReadBefore,
 )
 
-
-@pytest.fixture(scope="module")
-def results() -> list[RolloutResult]:
-    """What the seeds of this module came to; filled as they run."""
-    return []
+OF_EACH_KIND = (0, 1, 2, 3, 5, 9)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_a_rollout_under_faults_keeps_every_invariant(seed: int, results: list[RolloutResult]) -> None:
+@pytest.mark.parametrize("seed", OF_EACH_KIND)
+def test_a_rollout_under_faults_keeps_every_invariant(seed: int) -> None:
     result = run_rollout(seed)
-    results.append(result)
     assert result.violations == (), f"python -m simulator rollouts --seeds 1 --first {seed} --trace"
 
 
-def test_the_seeds_reach_every_kind_fault_and_outcome(results: list[RolloutResult]) -> None:
-    """Else the seeds test nothing."""
-    assert len(results) == SEEDS, "this test needs those before it"
-    assert {result.kind for result in results} == set(CandidateKind)
-    struck = Counter[str]()
-    reached = Counter[str]()
-    for result in results:
-        struck.update(result.faults)
-        reached.update(result.reached)
-    assert set(struck) == {fault.kind.value for fault in rollout_faults(0)}
-    assert all(reached.values()), reached
-    assert any(len(result.writers) > 2 for result in results), "a failover in the midst of a rollout"
-    assert {phase for result in results for phase in result.phases} == set(RolloutPhase)
+def test_the_seeds_have_every_kind() -> None:
+    assert {kind_of(seed) for seed in OF_EACH_KIND} == set(CandidateKind)
+
+
+def test_a_seed_does_not_reach_everything() -> None:
+    """Else the check of ``make sim`` finds nothing."""
+    assert "failing" in unreached([run_rollout(0)])
 
 
 # The bug, the invariant that finds it, and a seed in which it shows: of a good candidate (0, 10), of a slow

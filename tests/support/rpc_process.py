@@ -128,7 +128,7 @@ class Canary:
     def judge(self, worst_s: float) -> None:
         """Raises AssertionError for silence, for a long wait, or when the refused were more than a few."""
         assert len(self.failures) == self.refusals, self.failures
-        assert self.refusals <= sum(map(len, self.waits_s.values())) / 4, self.failures
+        assert self.refusals <= sum(map(len, self.waits_s.values())) / 2, self.failures
         assert self.worst_s() < worst_s
 
     def worst_s(self) -> float:
