@@ -10,7 +10,13 @@ from scripts.reference import kinds
 from services.core.errors import FairwayError
 from services.core.faults import ERRORS, FINISHED, Fault, fault_of
 
-WITH_TORCH_OR_MAIN = ("services.worker.engine.", "services.worker.batcher.models.", "services.__main__")
+WITH_TORCH_OR_MAIN = (
+    "services.worker.engine.",
+    "services.worker.batcher.models.",
+    "services.worker.batcher.measure",
+    "services.worker.batcher.process",
+    "services.__main__",
+)
 
 
 def test_every_reason_of_the_error_tree_is_classed_and_no_other() -> None:
