@@ -126,7 +126,9 @@ class RowWorker:
         """Return the reader of a row, and the row as its gateway has it."""
         self.sent += 1
         incarnation = self.harness.host.grants.incarnation
-        spec = RowSpec(f"r{self.sent}", 0, "t1", DIGEST, inputs, Priority.STANDARD, incarnation=incarnation)
+        spec = RowSpec(
+            f"r{self.sent}", 0, "t1", DIGEST, inputs, Priority.STANDARD, incarnation=incarnation, epoch=1
+        )
         reader = RowReader()
         row = self.harness.client.start_row(self.harness.address, replace(spec, **fields), reader)
         return reader, row
