@@ -104,10 +104,11 @@ async def test_streams_without_credentials_are_counted_and_checks_go_on(
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest()
-        watches: list[Any] = [stub.Watch(request) for _ in range(MAX_STREAMS_OF_SOURCE)]
+        watches: list[Any] = []
         async with asyncio.timeout(20):
-            for watch in watches:
-                await watch.read()
+            for _ in range(MAX_STREAMS_OF_SOURCE):  # in turn: few calls at once may wait for their message
+                watches.append(stub.Watch(request))
+                await watches[-1].read()
         async with grpc.aio.insecure_channel(
             address, options=(("grpc.use_local_subchannel_pool", 1),)
         ) as other:

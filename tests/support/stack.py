@@ -47,6 +47,19 @@ def fairway(
     return done
 
 
+def up_on_free_ports(options: Sequence[str], settings: Mapping[str, str] | None) -> None:
+    """Bring an installation up; again when another process took a port that was free a moment before."""
+    for attempt in range(3):
+        ports = ("--http-port", str(local_servers.free_port()), "--grpc-port", str(local_servers.free_port()))
+        try:
+            fairway("up", "--detach", *ports, *options, settings=settings)
+        except AssertionError as error:
+            if attempt == 2 or "is taken by another process" not in str(error):
+                raise
+        else:
+            return
+
+
 def metadata(key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {key}"),)
 
@@ -73,24 +86,8 @@ class Stack:
         ``options`` are more of those of ``fairway up``. The ports are not those that it prefers: another
         installation may start at the same time.
         """
-        fairway(
-            "up",
-            "--detach",
-            "--state-dir",
-            str(state),
-            "--workers",
-            str(workers),
-            "--replicas",
-            str(replicas),
-            "--gateways",
-            str(gateways),
-            "--http-port",
-            str(local_servers.free_port()),
-            "--grpc-port",
-            str(local_servers.free_port()),
-            *options,
-            settings=settings,
-        )
+        sizes = ("--workers", str(workers), "--replicas", str(replicas), "--gateways", str(gateways))
+        up_on_free_ports(["--state-dir", str(state), *sizes, *options], settings)
         try:
             yield cls(state, json.loads((state / "endpoints.json").read_text()))
         finally:
