@@ -54,7 +54,7 @@ def up_on_free_ports(options: Sequence[str], settings: Mapping[str, str] | None)
         try:
             fairway("up", "--detach", *ports, *options, settings=settings)
         except AssertionError as error:
-            if attempt == 2 or "is taken by another process" not in str(error):
+            if attempt == 2 or "is taken by another" not in str(error):
                 raise
         else:
             return
