@@ -27,7 +27,7 @@ class Signature:
 
     @property
     def has_types(self) -> bool:
-        """Whether a row may tell the tokens of its two texts apart."""
+        """Whether a row may mark which of its two texts a token belongs to."""
         return any(spec.name == "token_type_ids" for spec in self.inputs)
 
 

@@ -113,28 +113,28 @@ class CountingStream:
 
 class Sink:
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
 
     def on_accepted(self) -> None:
-        self.heard.append("accepted")
+        self.received.append("accepted")
 
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:
-        self.heard.append(reason)
+        self.received.append(reason)
 
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
         assert list(ids) == list(range(100 + offset, 100 + offset + len(ids)))
-        self.heard += ids
+        self.received += ids
 
     def on_finished(self, end: SequenceEnd) -> None:
-        self.heard.append(end.reason)
+        self.received.append(end.reason)
 
     def on_row_ended(self, end: RowEnd) -> None:
-        self.heard.append(end)
+        self.received.append(end)
 
     def on_lost(self, message: str) -> None:
-        self.heard.append(message)
+        self.received.append(message)
 
 
 class Scene:
@@ -194,7 +194,7 @@ def test_sequences_share_a_stream_and_end_once(scene: Scene) -> None:
             sinks.append(scene.start(number)[0])
             await asyncio.sleep(0.3)
         await asyncio.sleep(15)
-        assert [sink.heard for sink in sinks] == [WHOLE] * 20
+        assert [sink.received for sink in sinks] == [WHOLE] * 20
         assert scene.client.links == len(scene.host.streams) == 1
         await asyncio.sleep(25)
         assert scene.client.links == 0, "an idle stream ends"
@@ -214,11 +214,11 @@ def test_credits_and_cancels_reach_the_worker(scene: Scene) -> None:
         await asyncio.sleep(1)
         stream = scene.host.streams[0]
         assert stream.credits == {1: 12}
-        heard = list(sink.heard)
+        heard = list(sink.received)
         scene.gateway.run(running.cancel)
         await asyncio.sleep(2)
         assert stream.live == {}
-        assert sink.heard == heard, "it hears nothing more"
+        assert sink.received == heard, "it hears nothing more"
 
     scene.run(main())
 
@@ -229,8 +229,8 @@ def test_a_worker_that_dies_is_lost_at_once_and_one_that_vanishes_after_its_sile
         await asyncio.sleep(2.5)
         scene.worker.crash()
         await asyncio.sleep(1)
-        assert sink.heard[:2] == ["accepted", 100]
-        assert "worker ended" in sink.heard[-1]
+        assert sink.received[:2] == ["accepted", 100]
+        assert "worker ended" in sink.received[-1]
         scene.worker = scene.worker.restart()
         scene.host = Counting(scene.worker)
         serve_sequences(scene.worker, scene.network, "worker:1", scene.host)
@@ -238,9 +238,9 @@ def test_a_worker_that_dies_is_lost_at_once_and_one_that_vanishes_after_its_sile
         await asyncio.sleep(2.5)
         scene.network.half_open("worker", "gateway")
         began_s = scene.loop.now_s
-        while not isinstance(sink.heard[-1], str) or len(sink.heard) < 2:
+        while not isinstance(sink.received[-1], str) or len(sink.received) < 2:
             await asyncio.sleep(0.1)
-        assert "sent nothing for 5 s" in sink.heard[-1]
+        assert "sent nothing for 5 s" in sink.received[-1]
         assert 4.0 < scene.loop.now_s - began_s < 8.0
 
     scene.run(main())
@@ -252,7 +252,7 @@ def test_a_quiet_worker_is_not_lost(scene: Scene) -> None:
         await asyncio.sleep(0.9)
         scene.host.streams[0].live.clear()  # its answer never comes; the heartbeats do
         await asyncio.sleep(30)
-        assert sink.heard == ["accepted"]
+        assert sink.received == ["accepted"]
         assert scene.client.links == 1
 
     scene.run(main())
@@ -268,13 +268,13 @@ def test_a_worker_that_beats_and_hears_no_start_is_lost(scene: Scene) -> None:
         assert scene.client.links == 1, "nothing was asked"
         second, _ = scene.start(2)
         began_s = scene.loop.now_s
-        while not second.heard:
+        while not second.received:
             await asyncio.sleep(0.1)
         assert 4.0 < scene.loop.now_s - began_s < 7.0
-        assert "answered no start" in second.heard[-1] == first.heard[-1]
+        assert "answered no start" in second.received[-1] == first.received[-1]
         third, _ = scene.start(3)
         await asyncio.sleep(2)
-        assert third.heard[0] == "accepted", "another stream is whole"
+        assert third.received[0] == "accepted", "another stream is whole"
 
     scene.run(main())
 
@@ -290,8 +290,8 @@ def test_a_gateway_that_stood_still_blames_no_worker(scene: Scene) -> None:
         await asyncio.sleep(15)
         scene.gateway.resume()
         await asyncio.sleep(30)
-        assert sink.heard[-1] == FinishReason.STOP
-        assert len(sink.heard) == len(late.heard) == 32
+        assert sink.received[-1] == FinishReason.STOP
+        assert len(sink.received) == len(late.received) == 32
 
     scene.run(main())
 
@@ -308,7 +308,7 @@ def test_a_gateway_that_lags_gets_all_once_it_reads(scene: Scene) -> None:
         await asyncio.sleep(2)
         scene.gateway.resume()
         await asyncio.sleep(15)
-        assert all(sink.heard == WHOLE for sink in sinks)
+        assert all(sink.received == WHOLE for sink in sinks)
 
     scene.run(main())
 
@@ -317,12 +317,12 @@ def test_a_start_that_never_left_gives_its_grant_back(scene: Scene) -> None:
     async def main() -> None:
         sink, _ = scene.start(7, "nowhere:1")
         await asyncio.sleep(1)
-        assert "nobody listens" in sink.heard[-1]
+        assert "nobody listens" in sink.received[-1]
         assert [grant.sequence for grant in scene.unsent if isinstance(grant, Grant)] == [7]
         scene.network.cut("gateway", "worker")
         sink, _ = scene.start(8)
         await asyncio.sleep(6)
-        assert len(sink.heard) == 1
+        assert len(sink.received) == 1
         assert len(scene.unsent) == 2
 
     scene.run(main())
@@ -351,10 +351,10 @@ def test_rows_share_the_stream_with_sequences_and_end_once(scene: Scene) -> None
         await asyncio.sleep(0.5)
         scene.gateway.run(row.cancel)
         await asyncio.sleep(8)
-        (end,) = kept.heard
+        (end,) = kept.received
         assert (end.outputs[0].data, end.batch_rows, end.error, end.lost) == (b"1234", 1, None, False)
-        assert unsent.heard == dropped.heard == []
-        assert sequence.heard == WHOLE
+        assert unsent.received == dropped.received == []
+        assert sequence.received == WHOLE
         assert scene.client.links == 1
 
     scene.run(main())
@@ -366,10 +366,10 @@ def test_a_row_is_lost_with_its_worker(scene: Scene) -> None:
         await asyncio.sleep(0.3)
         scene.worker.crash()
         await asyncio.sleep(10)
-        (message,) = sink.heard
+        (message,) = sink.received
         assert isinstance(message, str)
         unreached, _ = scene.start_row(2, "nobody:1")
         await asyncio.sleep(10)
-        assert len(unreached.heard) == 1
+        assert len(unreached.received) == 1
 
     scene.run(main())

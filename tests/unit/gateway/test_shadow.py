@@ -115,7 +115,7 @@ class Running(Workers):
 
 
 class RecordingLimiter(MemoryLimiter):
-    """Notes for whom it is called."""
+    """Records the callers."""
 
     def __init__(self) -> None:
         super().__init__(CLOCK)

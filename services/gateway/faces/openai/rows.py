@@ -58,35 +58,17 @@ class RowsFace:
 
     async def embeddings(self, exchange: Exchange) -> None:
         request: EmbeddingsCall = await self._read(exchange, embeddings_request)
-        call = self._service.embed(
-            exchange.caller,
-            _with_headers(request.message, exchange),
-            received=exchange.received,
-            timeout_s=exchange.headers.timeout_s(),
-        )
-        found = await self._answered(exchange, call)
+        found = await self._called(exchange, self._service.embed, request.message)
         await self._reply(exchange, found, embeddings_answer(request, found))
 
     async def rerank(self, exchange: Exchange) -> None:
         request: RerankCall = await self._read(exchange, rerank_request)
-        call = self._service.rerank(
-            exchange.caller,
-            _with_headers(request.message, exchange),
-            received=exchange.received,
-            timeout_s=exchange.headers.timeout_s(),
-        )
-        found = await self._answered(exchange, call)
+        found = await self._called(exchange, self._service.rerank, request.message)
         await self._reply(exchange, found, rerank_answer(request, found))
 
     async def score(self, exchange: Exchange) -> None:
         request = await self._read(exchange, score_request)
-        call = self._service.score(
-            exchange.caller,
-            _with_headers(request, exchange),
-            received=exchange.received,
-            timeout_s=exchange.headers.timeout_s(),
-        )
-        found = await self._answered(exchange, call)
+        found = await self._called(exchange, self._service.score, request)
         await self._reply(exchange, found, score_answer(found, int(self._clock.unix_s())))
 
     async def _read(self, exchange: Exchange, parse: Callable[[bytes], T]) -> T:
@@ -94,7 +76,16 @@ class RowsFace:
             body = await read_body(exchange.headers, exchange.receive, self._limits, hold)
             return await self._bodies.parse(parse, body)
 
-    async def _answered(self, exchange: Exchange, call: Coroutine[Any, Any, T]) -> T:
+    async def _called(
+        self, exchange: Exchange, method: Callable[..., Coroutine[Any, Any, T]], message: RowsMessage
+    ) -> T:
+        """Call a method of the service with what the body and the headers state, while the client waits."""
+        call = method(
+            exchange.caller,
+            _with_headers(message, exchange),
+            received=exchange.received,
+            timeout_s=exchange.headers.timeout_s(),
+        )
         try:
             return await unless_disconnected(exchange.receive, exchange.reply, call)
         except FairwayError as error:
@@ -106,10 +97,7 @@ class RowsFace:
         await exchange.reply.json(200, body)
 
 
-M = TypeVar("M", bound=RowsMessage)
-
-
-def _with_headers(message: M, exchange: Exchange) -> M:
+def _with_headers(message: RowsMessage, exchange: Exchange) -> RowsMessage:
     """Return the request with what its headers state. Raises InvalidInput."""
     headers = exchange.headers
     message.idempotency_key, message.version = headers.idempotency_key(), headers.model_version()
