@@ -473,6 +473,8 @@ class VersionRecord:
     digest: str
     size_bytes: int
     create_unix_s: float
+    # See ``core.rollouts.computation``; empty: of a version that was registered without it.
+    computation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

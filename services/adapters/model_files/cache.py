@@ -31,6 +31,7 @@ from services.adapters.model_files.folders import ModelFolders, chunks_are_good
 from services.adapters.threads import in_thread
 from services.core.errors import FailedPrecondition, IntegrityError, NotFound, StoreUnavailable
 from services.core.manifest import Manifest, ManifestFile, canonical_json, is_digest, parse, sha256_of
+from services.core.rollouts.computation import computation_digest
 from services.ports.clock import Clock
 from services.ports.registry import VersionSource
 
@@ -142,6 +143,10 @@ class ModelFiles:
     async def kind(self, model: str, digest: str) -> str:
         """Return the kind that the manifest states. Raises as ``fetch`` does."""
         return (await self._manifest_of(model, digest)).kind
+
+    async def computation(self, model: str, digest: str, *, generation_config: bytes) -> str:
+        """Return the digest of the version's computation. Raises as ``fetch`` does."""
+        return computation_digest(await self._manifest_of(model, digest), generation_config)
 
     async def _manifest_of(self, model: str, digest: str) -> Manifest:
         try:

@@ -1,4 +1,4 @@
-"""The device memory of one version on this worker: its needs, its grant and the target size of its pool."""
+"""The device memory of one engine on this worker: its needs, its grant and the target size of its pool."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FIRST_WORKING_BYTES: Final = 256 * 1024 * 1024  # granted to a version's first e
 
 
 class VersionMemory:
-    """Single writer: the version's slot. The measured needs outlive the engines.
+    """Single writer: the slots of the versions that share it. The measured needs outlive the engines.
 
-    ``wished_kv_bytes`` is the upper bound of its pool.
+    ``owner`` is one of these versions. ``wished_kv_bytes`` is the upper bound of the pool.
     """
 
     def __init__(self, owner: str, label: str, *, ledger: MemoryLedger, wished_kv_bytes: int) -> None:
@@ -29,6 +29,11 @@ class VersionMemory:
         self._engine: Ready | None = None
         self._requested: int | None = None  # requested blocks, until the engine answers
         self._stays = False  # the engine could not resize as requested: no further request until it restarts
+
+    @property
+    def owner(self) -> str:
+        """The version in whose name the memory is granted."""
+        return self._owner
 
     @property
     def granted(self) -> MemoryGrant | None:
@@ -106,6 +111,12 @@ class VersionMemory:
         """Release the grant after the engine ended, or if none was started. Idempotent."""
         self._ledger.release(self._owner)
         self._engine, self._requested, self._stays = None, None, False
+
+    def pass_on(self, owner: str, heir: str, label: str) -> None:
+        """The memory is the heir's if it was the owner's: the engine goes on without that version."""
+        if self._owner == owner:
+            self._ledger.rename(owner, heir, label)
+            self._owner, self._label = heir, label
 
     # --- its pool -------------------------------------------------------------------------------
 
