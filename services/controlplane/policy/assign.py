@@ -18,10 +18,16 @@ of its own, NAME@DIGEST, after all deployments: it runs beside the stable versio
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from services.controlplane.policy.host import Host, arm_deployment, base_name, hosts_of
+from services.controlplane.policy.host import (
+    Host,
+    arm_deployment,
+    base_name,
+    hosts_of,
+    kv_share_of,
+)
 from services.controlplane.policy.memory import no_memory
 from services.controlplane.policy.update import free_memory_for_update, retire_previous
 from services.core.records import AssignedVersion, Assignment, Deployment, Node, Worker
@@ -88,7 +94,7 @@ def plan(
         key=lambda d: (d.meta.name != base_name(d.meta.name), -d.priority.rank, d.meta.name),
     )
     for deployment in order:
-        missing = _settle(deployment, hosts, splits.get(deployment.meta.name))
+        missing = _settle(deployment, hosts, splits.get(base_name(deployment.meta.name)))
         if missing is not None:
             unplaced.append(missing)
     writes = (_write(host) for host in hosts)
@@ -116,6 +122,8 @@ def _settle(deployment: Deployment, hosts: Sequence[Host], split: RevisedRoute |
     name = deployment.meta.name
     version = _version_of(deployment)
     is_arm = name != version.deployment
+    route = None if split is None else split.route
+    version = replace(version, kv_share=kv_share_of(route, version.version_digest))
     if not is_arm:
         retire_previous(deployment, version, hosts, split)
     for host in hosts:

@@ -15,7 +15,7 @@ from services.core.records import (
     VersionState,
     Worker,
 )
-from services.core.rollouts.routes import RouteArm
+from services.core.rollouts.routes import ModelRoute, RouteArm
 
 MAX_VERSIONS_PER_WORKER: Final = 16
 _MEASURED: Final[Mapping[str, int]] = {}
@@ -27,6 +27,14 @@ def arm_deployment(deployment: Deployment, arm: RouteArm) -> Deployment:
     name = f"{deployment.meta.name}@{arm.version_digest}"
     meta, replicas = replace(deployment.meta, name=name), arm.replicas if deployment.replicas else 0
     return replace(deployment, meta=meta, version_digest=arm.version_digest, replicas=replicas)
+
+
+def kv_share_of(split: ModelRoute | None, version_digest: str) -> int:
+    """Return a version's part of the arms' KV on a worker that runs it: its traffic there. 0 without a
+    split."""
+    arms = () if split is None else split.arms
+    arm = next((one for one in arms if one.version_digest == version_digest), None)
+    return 0 if arm is None or len(arms) < 2 else arm.kv_bp // max(1, arm.replicas)
 
 
 def base_name(name: str) -> str:

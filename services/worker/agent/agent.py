@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -38,6 +38,7 @@ from services.runtime.supervisor import Supervisor
 from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.agent.report import WorkerIdentity, record_of, take_snapshot
 from services.worker.kv.pool import PoolStats
+from services.worker.policy.kv_division import divided
 from services.worker.policy.lifecycle import (
     Action,
     CancelRemoval,
@@ -309,7 +310,7 @@ class WorkerAgent:
             for digest, version in desired.items()
             if digest in self._slots and not version.retiring
         }
-        targets = kv_targets(self._ledger.total_bytes, list(shares.values()))
+        targets = divided(kv_targets(self._ledger.total_bytes, list(shares.values())), list(shares.values()))
         later = kv_targets(
             self._ledger.total_bytes, [share for owner, share in shares.items() if owner in staying]
         )
@@ -461,7 +462,15 @@ def _share(
         return None
     versions = [desired.get(slot.digest, slot.version) for slot in staying or slots]
     rank = max(version.priority.rank for version in versions)
-    return memory.share(rank, movable=any(slot.phase in RESIZABLE for slot in staying))
+    share = memory.share(rank, movable=any(slot.phase in RESIZABLE for slot in staying))
+    if share is None or not staying:
+        return share
+    return replace(
+        share,
+        split=versions[0].deployment,
+        traffic=sum(version.kv_share for version in versions),
+        retires=all(version.retiring for version in versions),
+    )
 
 
 def _stays(slot: VersionSlot, wanted: AssignedVersion | None, observed: Slot) -> bool:

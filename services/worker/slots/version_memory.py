@@ -132,10 +132,13 @@ class VersionMemory:
             return claim if self._weight_bytes else None
         kv_bytes = grant.kv_bytes if self._requested is None else self._kv_bytes(self._requested)
         if engine is None or not movable or self._stays or self._requested is not None:
-            return MemoryShare(self._owner, rank, grant.fixed_bytes, kv_bytes, kv_bytes, kv_bytes)
+            held_bytes = grant.kv_bytes
+            return MemoryShare(self._owner, rank, grant.fixed_bytes, kv_bytes, kv_bytes, kv_bytes, held_bytes)
         least_bytes = self._kv_bytes(-(-engine.max_model_len // engine.block_size))
         wished_bytes = max(self._wished_kv_bytes, kv_bytes)
-        return MemoryShare(self._owner, rank, grant.fixed_bytes, least_bytes, wished_bytes, kv_bytes)
+        return MemoryShare(
+            self._owner, rank, grant.fixed_bytes, least_bytes, wished_bytes, kv_bytes, kv_bytes
+        )
 
     def aim(self, kv_bytes: int) -> int | None:
         """Return the number of blocks to request from the engine, or None. Growth is granted here."""
