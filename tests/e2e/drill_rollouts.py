@@ -6,10 +6,11 @@ another length and one that crashes on some prompts must be rolled back without 
 are shortened. ``--runs N``: per kind; ``--kinds a,b``: only these.
 
 Measured: ``actuation_s``, from an abort until the last new request of the aborted version began;
-``rollback_s``, from a rollback until its last request ended. ``ab_memory_ratio``: the memory of an A/B test of
-two versions with equal weights on one worker, over that of one version (``arms_memory``; kind ``memory``). What
-was not measured is null. The last line is ``RESULT {json}``. The drill fails where a kind ended otherwise, an
-abort took more than 5 s, a rollback more than 60 s, or the memory is more than 1.1 times that of one version.
+``rollback_s``, from a rollback until its last request ended; ``ab_memory_ratio``, the memory of an A/B test
+of two versions with equal weights on one worker, over that of one version (``arms_memory``; kind ``memory``).
+What was not measured is null. The last line is ``RESULT {json}``. The drill fails where a kind ended
+otherwise, an abort took more than 5 s, a rollback more than 60 s, or the memory is more than 1.1 times that
+of one version.
 """
 
 from __future__ import annotations
