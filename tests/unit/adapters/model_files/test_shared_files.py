@@ -61,10 +61,11 @@ def cache(source: Source, root: Path, max_bytes: int = 3 * len(WEIGHTS)) -> Mode
 
 def two(source: Source) -> tuple[str, str]:
     """Two versions that differ in their template."""
-    return tuple(
+    first, second = (
         source.add(config_json=b"{}", model_safetensors=WEIGHTS, chat_template_jinja=text)
         for text in (b"first", b"other")
     )
+    return first, second
 
 
 async def test_equal_weights_are_fetched_and_kept_once(tmp_path: Path) -> None:
