@@ -95,7 +95,14 @@ class Reconciler:
         """Make one pass over the view. Returns whether every write succeeded."""
         view, revision = self._informer.view, self._informer.revision
         fleet = fleet_of(held.record for held in view.values())
-        actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments, fleet.routes)
+        actions = plan(
+            fleet.deployments,
+            fleet.workers,
+            fleet.nodes,
+            fleet.assignments,
+            fleet.routes,
+            engines=fleet.engines,
+        )
         unplaced = [action for action in actions if isinstance(action, Unplaced)]
         self._telemetry.unplaced(len(unplaced))
         written = True

@@ -67,6 +67,9 @@ class PoolSnapshot:
     row_slots: int = 0
     # Device time of a row, a recent mean; 0: none was measured.
     row_us: int = 0
+    # Pools of one worker with the same value are versions of one engine: its levels, room and slots are in
+    # each of them. Empty: an engine of its own.
+    engine: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -329,6 +329,8 @@ class AssignedVersion:
     retiring: bool = False
     # Requests that were resolved before it are not started.
     least_route_revision: int = 0
+    # Of an arm of a split: its part of the KV memory that the arms divide here, relative to the others'.
+    kv_share: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,6 +475,8 @@ class VersionRecord:
     digest: str
     size_bytes: int
     create_unix_s: float
+    # See ``core.rollouts.computation``; empty: of a version that was registered without it.
+    computation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

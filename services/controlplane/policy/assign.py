@@ -18,10 +18,16 @@ of its own, NAME@DIGEST, after all deployments: it runs beside the stable versio
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from services.controlplane.policy.host import Host, arm_deployment, base_name, hosts_of
+from services.controlplane.policy.host import (
+    Host,
+    arm_deployment,
+    base_name,
+    hosts_of,
+    kv_share_of,
+)
 from services.controlplane.policy.memory import no_memory
 from services.controlplane.policy.update import free_memory_for_update, retire_previous
 from services.core.records import AssignedVersion, Assignment, Deployment, Node, Worker
@@ -57,6 +63,7 @@ class Unplaced:
 
 Action = PutAssignment | DropAssignment | Unplaced
 _MEASURED: Final[Mapping[str, int]] = {}
+_UNKNOWN: Final[Mapping[str, str]] = {}
 
 
 def plan(
@@ -67,16 +74,18 @@ def plan(
     routes: Sequence[RevisedRoute] = (),
     *,
     estimates: Mapping[str, int] = _MEASURED,
+    engines: Mapping[str, str] = _UNKNOWN,
 ) -> tuple[Action, ...]:
     """Return the actions that move ``assignments`` towards the deployments' replicas. Deterministic.
 
-    ``workers`` are the live ones. ``estimates``: the memory of versions that none has measured. After the
-    actions are applied, another plan writes nothing until a state changes. Higher priority is placed first,
-    then by name; no worker gets two replicas of one version.
+    ``workers`` are the live ones. ``estimates``: the memory of versions that none has measured. ``engines``:
+    by version, what it computes: versions with the same share the memory of one. After the actions are
+    applied, another plan writes nothing until a state changes. Higher priority is placed first, then by name;
+    no worker gets two replicas of one version.
     """
     splits = {one.route.deployment: one for one in routes}
     arms = [arm for deployment in deployments for arm in _arms(deployment, splits.get(deployment.meta.name))]
-    hosts = hosts_of([*deployments, *arms], workers, nodes, assignments, estimates)
+    hosts = hosts_of([*deployments, *arms], workers, nodes, assignments, estimates, engines)
     wanted = {deployment.meta.name: deployment for deployment in (*deployments, *arms)}
     _drop_unwanted(hosts, wanted)
     unplaced: list[Unplaced] = []
@@ -85,7 +94,7 @@ def plan(
         key=lambda d: (d.meta.name != base_name(d.meta.name), -d.priority.rank, d.meta.name),
     )
     for deployment in order:
-        missing = _settle(deployment, hosts, splits.get(deployment.meta.name))
+        missing = _settle(deployment, hosts, splits.get(base_name(deployment.meta.name)))
         if missing is not None:
             unplaced.append(missing)
     writes = (_write(host) for host in hosts)
@@ -113,6 +122,8 @@ def _settle(deployment: Deployment, hosts: Sequence[Host], split: RevisedRoute |
     name = deployment.meta.name
     version = _version_of(deployment)
     is_arm = name != version.deployment
+    route = None if split is None else split.route
+    version = replace(version, kv_share=kv_share_of(route, version.version_digest))
     if not is_arm:
         retire_previous(deployment, version, hosts, split)
     for host in hosts:
@@ -199,11 +210,11 @@ def _choose(
 ) -> Host | tuple[tuple[str, str], ...]:
     """Return the eligible worker in the zone with the fewest replicas, then the least loaded.
 
-    A worker that has to evict a lower priority is the last choice.
+    First come workers whose engine the version joins; last, those that have to evict a lower priority.
     """
     version = _version_of(deployment)
     rejected: list[tuple[str, str]] = []
-    ranking: list[tuple[bool, int, int, str]] = []
+    ranking: list[tuple[bool, bool, int, int, str]] = []
     by_id: dict[str, Host] = {}
     for host in hosts:
         if not host.live:
@@ -220,8 +231,9 @@ def _choose(
             rejected.append((worker_id, why))
             continue
         by_id[worker_id] = host
-        ranking.append((crowded, _in_zone(staying, host.worker.zone), len(host.assigned), worker_id))
-    return by_id[min(ranking)[3]] if ranking else tuple(rejected)
+        new = not host.memory.joins(version)
+        ranking.append((crowded, new, _in_zone(staying, host.worker.zone), len(host.assigned), worker_id))
+    return by_id[min(ranking)[-1]] if ranking else tuple(rejected)
 
 
 def _in_zone(hosts: Sequence[Host], zone: str) -> int:

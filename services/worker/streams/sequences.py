@@ -24,8 +24,8 @@ from services.worker.streams.live_sequence import SlotState, WorkerSequence
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.prefills import Prefills
 from services.worker.streams.sequence_slots import SequenceSlots
+from services.worker.streams.served_versions import ServedVersion, ServedVersions
 from services.worker.streams.submit import submit_command
-from services.worker.telemetry import VersionTelemetry
 from services.worker.text.detokenizer import Vocabulary
 from services.worker.text.text_stream import TextStream
 
@@ -55,7 +55,7 @@ class SequenceTable:
 
     def __init__(
         self,
-        version_digest: str,
+        version: ServedVersion,
         *,
         limits: PoolLimits,
         vocabulary: Vocabulary,
@@ -65,9 +65,9 @@ class SequenceTable:
         charges: UsageAccounting,
         changed: Callable[[], None],
         slow_reader_s: float = 30.0,
-        telemetry: VersionTelemetry | None = None,
     ) -> None:
-        self.version_digest = version_digest
+        """``version``: the first that the engine serves; its metrics have the engine's steps."""
+        self.versions = ServedVersions(version)
         self.limits = limits
         self.stats = PoolStats()
         self.kv = Reservations(limits)
@@ -82,7 +82,7 @@ class SequenceTable:
         self.charges = charges
         self._changed = changed
         self._slow_reader_s = slow_reader_s
-        self._telemetry = telemetry
+        self._telemetry = version.telemetry
         self._live: dict[int, WorkerSequence] = {}
         self._last_number = 0
         self._charged_s = clock.monotonic_s()
@@ -267,6 +267,26 @@ class SequenceTable:
         self.stats.kv_blocks_used = 0
         self._changed()
 
+    def running_of(self, version_digest: str) -> int:
+        """Return how many sequences of one of its versions live."""
+        if len(self.versions) == 1:
+            return len(self._live)
+        return sum(sequence.version_digest == version_digest for sequence in self._live.values())
+
+    def versions_of(self, numbers: Iterable[int]) -> frozenset[str]:
+        """Return the versions of these sequences, as far as they live."""
+        return frozenset(self._live[number].version_digest for number in numbers if number in self._live)
+
+    def leave(self, version_digest: str) -> None:
+        """Stop serving one of several versions; its sequences end with ENGINE_LOST, to continue elsewhere."""
+        left = [one for one in self._live.values() if one.version_digest == version_digest]
+        if left:
+            self._send(wire.Cancel([sequence.number for sequence in left]))
+        for sequence in left:
+            self._end(sequence, FinishReason.ENGINE_LOST)
+        self.versions.remove(version_digest)
+        self._room_changed()
+
     def charge(self, *, at_once: bool) -> None:
         """Charge the output of running sequences, at once or when the interval has passed.
 
@@ -306,6 +326,7 @@ class SequenceTable:
             handle=handle,
             number=self._last_number + 1,
             text=text,
+            model=self.versions.model_of(spec.grant.version_digest),
             prompt_tokens=len(generation.prompt.ids),
             tokens=spec.prefill_tokens,
             credit_limit=min(len(spec.produced_ids) + spec.initial_credit_tokens, MAX_CREDIT),
@@ -423,8 +444,7 @@ class SequenceTable:
     def _note_ended(self, sequence: WorkerSequence, reason: FinishReason, error: str = "") -> None:
         """Record the end in usage accounting and telemetry."""
         self.charges.add_ended(sequence, reason, self._clock.monotonic_s())
-        if self._telemetry is not None:
-            self._telemetry.ended(sequence, "not_finite" if error == NOT_FINITE else reason.value)
+        self.versions.note_ended(sequence, "not_finite" if error == NOT_FINITE else reason.value)
 
     def _notice(self, sequence: WorkerSequence) -> None:
         """Update a sequence that needs one more block or used its credit; report the free capacity."""
