@@ -439,32 +439,6 @@ class StoreGeneration:
     base_revision: int = 0
 
 
-class EventKind(StrEnum):
-    """The kind of resource that an event concerns."""
-
-    TENANT = "tenant"
-    KEY = "key"
-    DEPLOYMENT = "deployment"
-    NODE = "node"
-    MODEL = "model"
-    LEADER = "leader"
-    BUDGET = "budget"
-    ROLLOUT = "rollout"
-    OBJECTIVE = "objective"
-
-
-@dataclass(frozen=True, slots=True)
-class EventRecord:
-    """One event. Key: ``EVENTS`` and a name that sorts by time. ``reason`` is a stable word."""
-
-    time_unix_s: float
-    kind: EventKind
-    resource: str
-    reason: str
-    message: str
-    warning: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
     """A registered version. Its manifest is the blob with this ``digest``."""

@@ -237,6 +237,10 @@ class ModelCatalog:
         known = [size for size in (on_workers, loaded.max_context_tokens if loaded else 0) if size]
         return min(known, default=0)
 
+    def loaded_text_model(self, version_digest: str) -> TextModel | None:
+        """Return what ``text_model`` returns, if it is loaded."""
+        return self._loaded.get(version_digest)
+
     async def text_model(self, version_digest: str) -> TextModel:
         """Return the tokenizer, template and defaults of a version.
 

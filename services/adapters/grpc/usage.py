@@ -13,7 +13,8 @@ from services.adapters.links.scheduler_directory import LeaderDirectory
 from services.ports.clock import Clock
 
 REPORT_S: Final = 15.0
-LIST_S: Final = 15.0
+# Below a client's limit of one attempt: a standby answers before its client gives up.
+LIST_S: Final = 4.0
 
 
 class GrpcUsage(LeaderCalls):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
+from services.controlplane.event_records import EventKind
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.core.records import (
     ASSIGNMENTS,
@@ -30,7 +31,6 @@ from services.core.records import (
     Assignment,
     Budget,
     Deployment,
-    EventKind,
     Leader,
     LoadedVersion,
     Node,
