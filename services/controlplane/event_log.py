@@ -20,11 +20,10 @@ from typing import Final
 
 import structlog
 
-from services.controlplane.event_records import EventKind, EventRecord
 from services.controlplane.policy.events import FleetEvent, Observed, TokenBucket, events_between, kind_of
 from services.core.errors import FailedPrecondition, IntegrityError, StoreUnavailable
 from services.core.paging import page_of
-from services.core.records import EVENTS, ROOT, dump, load
+from services.core.records import EVENTS, ROOT, EventKind, EventRecord, dump, load
 from services.ports.clock import Clock
 from services.ports.store import (
     Changed,

@@ -8,14 +8,13 @@ from typing import Final, Protocol
 
 import structlog
 
-from services.controlplane.event_records import EventKind
 from services.controlplane.fleet import FleetRecord, fleet_of
 from services.controlplane.policy.assign import Action, DropAssignment, PutAssignment, Unplaced, plan
 from services.controlplane.policy.events import FleetEvent
 from services.controlplane.resources.status import unplaced_message
 from services.controlplane.telemetry import INCOMPLETE, STORE_LOST, WRITTEN, ReconcilerTelemetry
 from services.core.errors import StoreUnavailable
-from services.core.records import ASSIGNMENTS, dump
+from services.core.records import ASSIGNMENTS, EventKind, dump
 from services.ports.clock import Clock
 from services.ports.store import (
     Committed,

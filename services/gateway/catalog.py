@@ -17,6 +17,7 @@ from typing import Final, Protocol
 import structlog
 
 from services.core.errors import FairwayError, NoWorkerAvailable, Unavailable, VersionGone
+from services.core.fleet import replicas_in
 from services.core.generation import GenerationSpec
 from services.core.limits import Price
 from services.core.records import (
@@ -26,7 +27,6 @@ from services.core.records import (
     Meta,
     VersionState,
     Worker,
-    replicas_in,
 )
 from services.core.rollouts.routes import ModelRoute, SplitCaller, is_drawn
 from services.gateway.splits import ShadowArm, Splits, pin_refused

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from services.controlplane.event_records import EventKind
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.core.records import (
     ASSIGNMENTS,
@@ -31,6 +30,7 @@ from services.core.records import (
     Assignment,
     Budget,
     Deployment,
+    EventKind,
     Leader,
     LoadedVersion,
     Node,

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
 
-from services.controlplane.event_records import EventKind
 from services.controlplane.policy.events import FleetEvent
 from services.core.limits import MICROS
-from services.core.records import Budget, BudgetAlert
+from services.core.records import Budget, BudgetAlert, EventKind
 
 THRESHOLDS: Final = (50, 80, 100)  # percent of the limit
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from services.controlplane.event_records import EventKind
 from services.controlplane.objectives.policy.burn import ALERTS, HOUR_S, MINUTE_S
 from services.controlplane.policy.events import FleetEvent
-from services.core.records import BurnAlert, Objective, ObjectiveStatus, SliStatus
+from services.core.records import BurnAlert, EventKind, Objective, ObjectiveStatus, SliStatus
 
 _WINDOWS: Final = {alert: (rate, long_s, short_s) for alert, rate, long_s, short_s in ALERTS}
 
