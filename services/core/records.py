@@ -5,8 +5,7 @@ A reader takes ``mod_revision`` and ``create_revision`` from the store, so they 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, TypeVar
@@ -390,16 +389,6 @@ class Worker:
             if (version.deployment, version.version_digest) == (assigned.deployment, assigned.version_digest):
                 return version
         return None
-
-
-def replicas_in(state: VersionState, workers: Iterable[Worker]) -> dict[str, Counter[str]]:
-    """Return the replicas in a state on workers that are not draining, by deployment and version digest."""
-    found: dict[str, Counter[str]] = {}
-    for worker in workers:
-        for version in worker.versions if not worker.draining else ():
-            if version.state is state:
-                found.setdefault(version.deployment, Counter())[version.version_digest] += 1
-    return found
 
 
 @dataclass(frozen=True, slots=True)

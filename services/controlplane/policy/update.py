@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from services.controlplane.policy.host import Host
 from services.controlplane.policy.memory import no_memory
-from services.core.records import AssignedVersion, Deployment, VersionState, replicas_in
+from services.core.fleet import replicas_in
+from services.core.records import AssignedVersion, Deployment, VersionState
 from services.core.rollouts.routes import RevisedRoute
 
 # RESTARTING counts: requests placed for a version that reloads soon wait for it.

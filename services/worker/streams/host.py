@@ -348,6 +348,10 @@ class GatewaySequences:
             if (row_table := self._host.row_table(digest)) is not None:
                 row_table.cancel(dropped)
 
+    @property
+    def only_accepted(self) -> bool:
+        return self._outbox.only_accepted
+
     def take(self) -> StepFrame | None:
         return self._outbox.take()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from services.core.generation import NOT_FINITE, FinishReason, SequenceEnd, StartSpec, TokenLogprobs
+from services.core.generation import NOT_FINITE, FinishReason, StartSpec, TokenLogprobs
 from services.core.poison.suspicion import LossCause, StepRole
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
@@ -20,6 +20,7 @@ from services.worker.kv.reservations import Reservations
 from services.worker.policy.crash_cause import role_of
 from services.worker.policy.engine_silence import StallDetector
 from services.worker.streams.charges import UsageAccounting
+from services.worker.streams.ends import FLUSHED, end_of, last_rows
 from services.worker.streams.live_sequence import SlotState, WorkerSequence
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.prefills import Prefills
@@ -31,18 +32,6 @@ from services.worker.text.text_stream import TextStream
 
 MAX_CREDIT: Final = 2**31 - 1
 CHARGE_S: Final = 0.25  # between two charges of running sequences' output; a heartbeat is four of them
-# The client's stream ends with these reasons, so text that was held back becomes final. With other reasons
-# the sequence is placed again and continues with its own held-back text.
-FLUSHED: Final = frozenset(
-    {
-        FinishReason.STOP,
-        FinishReason.LENGTH,
-        FinishReason.CANCELLED,
-        FinishReason.DEADLINE,
-        FinishReason.SLOW_READER,
-        FinishReason.ERROR,
-    }
-)
 
 
 class SequenceTable:
@@ -204,7 +193,7 @@ class SequenceTable:
         self._on_message(event.step_s)
         self._note_step(event)
         self.charges.note_step(event, live)
-        ends = _ends(event)
+        ends = last_rows(event)
         for number in ends:  # their last token may need to stay without text
             if number in live:
                 live[number].fast = False
@@ -415,23 +404,7 @@ class SequenceTable:
             reason = FinishReason.STOP
         self._forget(sequence)
         self._note_ended(sequence, reason, error[0])
-        started_s, first_s = sequence.prefill_started_s, sequence.first_token_s
-        sequence.outbox.end(
-            sequence,
-            SequenceEnd(
-                reason=reason,
-                stop=sequence.text.stop,
-                output_tokens=sequence.output_tokens,
-                cached_tokens=min(sequence.cached_tokens, sequence.prompt_tokens),
-                engine_wait_us=_microseconds(sequence.accepted_s, started_s),
-                prefill_us=_microseconds(started_s, first_s),
-                error_reason=error[0],
-                error_message=error[1],
-                device_us=sequence.device_us,
-                loss_cause=loss[0],
-                step_role=loss[1],
-            ),
-        )
+        sequence.outbox.end(sequence, end_of(sequence, reason, error, loss))
 
     def _forget(self, sequence: WorkerSequence) -> None:
         del self._live[sequence.number]
@@ -526,15 +499,3 @@ class SequenceTable:
         """Park a sequence that is in no group until it has credit."""
         sequence.blocked_since_s = self._clock.monotonic_s()
         self.slots.put(sequence, SlotState.PARKED)
-
-
-def _ends(event: wire.Stepped) -> dict[int, int]:
-    """Return the row of the last token of each finished sequence, by number; -1 without a token."""
-    if not event.finished:
-        return {}
-    rows = dict(zip(event.handles, range(len(event.handles)), strict=True))
-    return {number: rows.get(number, -1) for number in event.finished}
-
-
-def _microseconds(start_s: float | None, end_s: float | None) -> int:
-    return 0 if start_s is None or end_s is None else max(0, round((end_s - start_s) * 1e6))
