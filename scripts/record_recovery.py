@@ -2,9 +2,9 @@
 
     .venv/bin/python scripts/record_recovery.py docs/recovery.svg
 
-Starts an installation with two workers in a temporary folder, streams one sampled completion, kills the worker
-that runs it with SIGKILL, and streams the same completion again without a kill. The picture shows what the
-client received, at the times of the recording. Exit code 1, and no picture, when the two texts differ.
+Starts an installation with two workers in a temporary folder, streams one sampled completion, kills the
+worker that runs it with SIGKILL, and streams the same completion again without a kill. The picture shows
+what the client received, at the times of the recording. Exit code 1, and no picture, when the texts differ.
 """
 
 from __future__ import annotations

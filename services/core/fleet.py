@@ -221,6 +221,7 @@ class PlacementFrame:
     pressures: tuple[PoolPressure, ...] | None = None
     members: tuple[PoolMember, ...] | None = None
     leases: tuple[SlotLease, ...] = ()
+    questions: tuple[str, ...] = ()  # requests whose rows the gateway is to explain
 
 
 def replicas_in(state: VersionState, workers: Iterable[Worker]) -> dict[str, Counter[str]]:

@@ -28,9 +28,10 @@ def end_of(
     reason: FinishReason,
     error: tuple[str, str],
     loss: tuple[LossCause, StepRole],
+    embedding: bytes,
 ) -> SequenceEnd:
     """Return the end of a sequence. ``error``: its reason and message; ``loss``: its part in a step that
-    ended its engine."""
+    ended its engine; ``embedding``: empty for a generation."""
     started_s, first_s = sequence.prefill_started_s, sequence.first_token_s
     return SequenceEnd(
         reason=reason,
@@ -44,6 +45,7 @@ def end_of(
         device_us=sequence.device_us,
         loss_cause=loss[0],
         step_role=loss[1],
+        embedding=embedding,
     )
 
 

@@ -378,7 +378,7 @@ class SequenceTable:
                     sequence, FinishReason.ENGINE_LOST, error=(NOT_FINITE, event.errors.get(number, ""))
                 )
             else:
-                self._end(sequence, FinishReason(reason))
+                self._end(sequence, FinishReason(reason), embedding=event.embeddings.get(number, b""))
         self._room_changed()
 
     def _lose_all(self, cause: LossCause, members: Collection[int]) -> None:
@@ -395,6 +395,7 @@ class SequenceTable:
         *,
         error: tuple[str, str] = ("", ""),
         loss: tuple[LossCause, StepRole] = (LossCause.OUTSIDE, StepRole.NONE),
+        embedding: bytes = b"",
     ) -> None:
         """Queue a sequence's end and release its reservation."""
         if reason in FLUSHED and (rest := sequence.text.finish()):
@@ -404,7 +405,7 @@ class SequenceTable:
             reason = FinishReason.STOP
         self._forget(sequence)
         self._note_ended(sequence, reason, error[0])
-        sequence.outbox.end(sequence, end_of(sequence, reason, error, loss))
+        sequence.outbox.end(sequence, end_of(sequence, reason, error, loss, embedding))
 
     def _forget(self, sequence: WorkerSequence) -> None:
         del self._live[sequence.number]
