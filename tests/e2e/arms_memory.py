@@ -25,6 +25,7 @@ from tests.support.stack import Stack, fairway, metadata
 from tests.support.updating import admin_of
 
 NAME = "arms"
+LOADED_S = 300.0  # an engine starts
 SETTLED_S = 60.0
 MIB = 2**20
 
@@ -127,7 +128,7 @@ async def measured_of(stack: Stack, admin: AdminClient, arm: str) -> Memory:
         )
     )
     name = started.metadata.name
-    async with asyncio.timeout(SETTLED_S):
+    async with asyncio.timeout(LOADED_S):
         while (await admin.rollouts.get(name)).phase != cp.ROLLOUT_PHASE_RUNNING:
             await asyncio.sleep(0.2)
     digests = {await serve(stack, session=f"session-{number}") for number in range(24)}
