@@ -43,6 +43,8 @@ class RowOptions:
     truncate_tokens: int | None = None
     # Requests with one key stay on one side of a version split.
     session_key: str = ""
+    # A repeat with the same key receives the same answer and is not charged; empty: every request runs.
+    idempotency_key: str = ""
     user: str = ""  # the caller's name of its end user, whose limits and budgets apply
     version: str = ""  # digest or arm of the version that answers; empty: the model's split decides
 
@@ -55,6 +57,8 @@ class RowsAccepted:
     model: str
     version_digest: str
     usage: Usage
+    # Whether this is the answer of an earlier request with the same idempotency key.
+    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +168,9 @@ def inference(answer: pb.InferResponse) -> Inference:
 
 
 def _accepted(answer: pb.EmbedResponse | pb.RerankResponse | pb.InferResponse) -> RowsAccepted:
-    return RowsAccepted(answer.request_id, answer.model, answer.version_digest, usage(answer.usage))
+    return RowsAccepted(
+        answer.request_id, answer.model, answer.version_digest, usage(answer.usage), answer.replayed
+    )
 
 
 def _tensor(value: Any) -> Tensor:
@@ -183,6 +189,7 @@ def _options(options: RowOptions) -> dict[str, Any]:
     return {
         "session_key": options.session_key,
         "user": options.user,
+        "idempotency_key": options.idempotency_key,
         "version": options.version,
         **{name: value for name, value in optional.items() if value is not None},
     }

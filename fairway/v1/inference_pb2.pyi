@@ -768,7 +768,7 @@ class EmbedRequest(_message.Message):
     """
     priority: _common_pb2.Priority.ValueType
     idempotency_key: _builtins.str
-    """Refused: a forward pass has no effect, so a repeated request is safe without a key."""
+    """A repeat with the same key receives the same answer, from any gateway, and is not charged."""
     session_key: _builtins.str
     """What makes a version split sticky."""
     user: _builtins.str
@@ -842,9 +842,12 @@ class EmbedResponse(_message.Message):
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version_digest: _builtins.str
     request_id: _builtins.str
+    replayed: _builtins.bool
+    """Whether this is the answer of an earlier request with the same idempotency key."""
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]: ...
     @_builtins.property
@@ -857,10 +860,11 @@ class EmbedResponse(_message.Message):
         embeddings: _abc.Iterable[Global___Embedding] | None = ...,
         request_id: _builtins.str = ...,
         usage: _common_pb2.Usage | None = ...,
+        replayed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "request_id", b"request_id", "usage", b"usage", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "model", b"model", "replayed", b"replayed", "request_id", b"request_id", "usage", b"usage", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -891,7 +895,7 @@ class RerankRequest(_message.Message):
     """
     priority: _common_pb2.Priority.ValueType
     idempotency_key: _builtins.str
-    """Refused: a forward pass has no effect, so a repeated request is safe without a key."""
+    """A repeat with the same key receives the same answer, from any gateway, and is not charged."""
     session_key: _builtins.str
     """What makes a version split sticky."""
     user: _builtins.str
@@ -962,9 +966,12 @@ class RerankResponse(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version_digest: _builtins.str
     request_id: _builtins.str
+    replayed: _builtins.bool
+    """Whether this is the answer of an earlier request with the same idempotency key."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedDocument]:
         """The best first."""
@@ -979,10 +986,11 @@ class RerankResponse(_message.Message):
         results: _abc.Iterable[Global___RankedDocument] | None = ...,
         request_id: _builtins.str = ...,
         usage: _common_pb2.Usage | None = ...,
+        replayed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id", "results", b"results", "usage", b"usage", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "replayed", b"replayed", "request_id", b"request_id", "results", b"results", "usage", b"usage", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1011,7 +1019,7 @@ class ScoreRequest(_message.Message):
     """
     priority: _common_pb2.Priority.ValueType
     idempotency_key: _builtins.str
-    """Refused: a forward pass has no effect, so a repeated request is safe without a key."""
+    """A repeat with the same key receives the same answer, from any gateway, and is not charged."""
     session_key: _builtins.str
     """What makes a version split sticky."""
     user: _builtins.str
@@ -1059,9 +1067,12 @@ class ScoreResponse(_message.Message):
     SCORES_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version_digest: _builtins.str
     request_id: _builtins.str
+    replayed: _builtins.bool
+    """Whether this is the answer of an earlier request with the same idempotency key."""
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Of each pair, 0..1: the sigmoid of the model's logit."""
@@ -1076,10 +1087,11 @@ class ScoreResponse(_message.Message):
         scores: _abc.Iterable[_builtins.float] | None = ...,
         request_id: _builtins.str = ...,
         usage: _common_pb2.Usage | None = ...,
+        replayed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id", "scores", b"scores", "usage", b"usage", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "replayed", b"replayed", "request_id", b"request_id", "scores", b"scores", "usage", b"usage", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1101,7 +1113,7 @@ class InferRequest(_message.Message):
     model: _builtins.str
     priority: _common_pb2.Priority.ValueType
     idempotency_key: _builtins.str
-    """Refused: a forward pass has no effect, so a repeated request is safe without a key."""
+    """A repeat with the same key receives the same answer, from any gateway, and is not charged."""
     session_key: _builtins.str
     """What makes a version split sticky."""
     user: _builtins.str
@@ -1150,9 +1162,12 @@ class InferResponse(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version_digest: _builtins.str
     request_id: _builtins.str
+    replayed: _builtins.bool
+    """Whether this is the answer of an earlier request with the same idempotency key."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]: ...
     @_builtins.property
@@ -1165,10 +1180,11 @@ class InferResponse(_message.Message):
         outputs: _abc.Iterable[_common_pb2.Tensor] | None = ...,
         request_id: _builtins.str = ...,
         usage: _common_pb2.Usage | None = ...,
+        replayed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "outputs", b"outputs", "request_id", b"request_id", "usage", b"usage", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "outputs", b"outputs", "replayed", b"replayed", "request_id", b"request_id", "usage", b"usage", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

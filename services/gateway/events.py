@@ -125,6 +125,8 @@ class Finished:
     usage: Usage
     clock: StageClock
     resumes: int = 0
+    # The encoded outputs of a request of a fixed-cost model with an idempotency key.
+    answer: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

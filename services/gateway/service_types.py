@@ -21,7 +21,6 @@ from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
 from services.ports.limiter import Limiter
 from services.ports.placement import PlacementClient
-from services.ports.rows import RowRunner
 from services.ports.worker import WorkerClient
 from services.rpc.convert.times import seconds_of
 from services.runtime.secrets import Ticket
@@ -113,8 +112,6 @@ class Ports:
     kills: OutsideKills = field(default_factory=OutsideKills)
     # Refuses inputs that ended an engine; None: nothing is refused.
     poisons: PoisonGate | None = None
-    # Runs the rows of fixed-cost models; None: these models are not served.
-    rows: RowRunner | None = None
 
 
 class RequestCapacity:

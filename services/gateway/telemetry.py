@@ -236,7 +236,9 @@ class RequestTelemetry:
 
     def accepted(self, tenant: str, spec: GenerationSpec) -> None:
         """The request was admitted, or is served by another version from now on."""
-        self.accepted_as(subject_of(tenant, spec, self._owner.slis.zone))
+        arm = ArmKey(spec.model, spec.version_digest)
+        key = SliKey(arm, tenant, spec.priority, self._owner.slis.zone)
+        self.accepted_as(subject_of(key, spec.session_key, spec.step, len(spec.prompt.ids)))
 
     def accepted_as(self, subject: SliSubject) -> None:
         """As ``accepted``, for a request of any kind."""

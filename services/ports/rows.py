@@ -11,7 +11,8 @@ class RowRunner(Protocol):
     async def run(self, request: RowsRequest) -> tuple[RowEnd, ...]:
         """Run every row once and return their ends in order, whichever of them failed.
 
-        A row whose worker was lost is run once more elsewhere. Cancelling the call withdraws the rows that no
+        A row whose worker was lost is run once more elsewhere; lost twice, it ends with StreamBroken. No
+        returned end is ``lost``. Cancelling the call withdraws the rows that no
         batch contains. Raises NoWorkerAvailable when no worker serves the version, QueueFull or
         ShareExceeded when this gateway has too many rows waiting, QueueTimeout, DeadlineUnmeetable, and
         StaleRoute.

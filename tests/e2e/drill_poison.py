@@ -1,12 +1,14 @@
 """`make drill-poison`: one row in 100 that ends its batch. Exits 0 when only it failed, within the bounds.
 
-Each run is a worker agent with a real process of a fixed-cost model. 100 rows arrive at once, one of which
-raises, ends the process by a signal, allocates without end, or hangs. The others must equal the direct
-computation; the poison must end with POISONED_INPUT. The place of the poison is the one at which the search
-takes longest: every run of the search contains it.
+Each run is a gateway and a worker agent with a real process of a fixed-cost model. 100 requests of one row
+arrive at once, one of which raises, ends the process by a signal, allocates without end, or hangs. The others
+must equal the direct computation; the poison must end with POISONED_INPUT, and be refused at once when it
+comes again, to this gateway and to another one, without reaching the worker. The place of the poison is the
+one at which the search takes longest: every run of the search contains it.
 
 The last line is ``RESULT {json}``, each figure that of the worst kind: ``correct`` of 99, ``extra_runs`` of
-the search, processes lost that served and that were sacrificed, seconds until the last answer of the others.
+the search, processes lost that served and that were sacrificed, seconds until the last answer of the others,
+``refused_s``: of the second arrival.
 """
 
 from __future__ import annotations
@@ -20,24 +22,30 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from prometheus_client import CollectorRegistry
 
-from services.core.errors import PoisonedInput
+from fairway.v1 import common_pb2, inference_pb2
+from services.adapters.memory.quarantine import MemoryQuarantine
+from services.core.errors import FairwayError, PoisonedInput
+from services.core.fixed_cost.rows import RowEnd, RowsRequest
 from services.runtime.clock import SystemClock
 from services.runtime.telemetry.metrics import Metrics
 from services.worker.telemetry import WorkerTelemetry
-from tests.integration.worker.row_worker import RowReader, RowWorker, raw
+from tests.integration.worker.row_worker import RowWorker
 from tests.support.poisoned_batcher import POISON, RowFault
+from tests.support.rows_gateway import RowsGateway, rows_gateway
 from tests.support.stack import ROOT
 from tests.unit.worker.batcher.models.test_loading import save_mlp
 
 ROWS: Final = 100
 PLACE: Final = 1  # the first row starts a batch of its own: the device is idle
 MOST_EXTRA_RUNS: Final = 14
+REFUSED_S: Final = 1.0  # a search takes longer, a refusal milliseconds
+MODEL: Final = "rows"
 TIMEOUT_S: Final = 240.0
 KINDS: Final = (RowFault.RAISES, RowFault.SEGFAULTS, RowFault.KILLED, RowFault.ALLOCATES, RowFault.HANGS)
 
@@ -51,43 +59,96 @@ class PoisonRun:
     serving_lost: int
     sacrificial_lost: int
     last_answer_s: float
+    refused_s: float
     problems: tuple[str, ...]
 
 
+@dataclass
+class WorkerRows:
+    """Implements ``RowRunner``: one worker computes the rows."""
+
+    worker: RowWorker
+    rows: int = 0
+
+    async def run(self, request: RowsRequest) -> tuple[RowEnd, ...]:
+        """See ``RowRunner``."""
+        self.rows += len(request.rows)
+        return tuple(reader.answer for reader in await self.worker.run(request.rows, TIMEOUT_S))
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    outputs: np.ndarray | None
+    error: FairwayError | None
+    at_s: float
+
+
+async def infer(gateway: RowsGateway, row: np.ndarray) -> _Answer:
+    tensor = common_pb2.Tensor(name="input", datatype="FP32", shape=[1, len(row)], data=row.tobytes())
+    request = inference_pb2.InferRequest(model=MODEL, inputs=[tensor])
+    loop = asyncio.get_running_loop()
+    try:
+        found = await gateway.rows.infer(gateway.principal, request, received=gateway.received())
+    except FairwayError as error:
+        return _Answer(None, error, loop.time())
+    return _Answer(np.frombuffer(found.outputs[0].data, np.float32), None, loop.time())
+
+
+async def refused(gateways: Sequence[RowsGateway], row: np.ndarray) -> tuple[float, list[str]]:
+    """Return the longest time in which a gateway refused the poison, and what is wrong."""
+    longest_s, problems, loop = 0.0, [], asyncio.get_running_loop()
+    for name, gateway in enumerate(gateways):
+        began_s = loop.time()
+        found = await infer(gateway, row)
+        longest_s = max(longest_s, found.at_s - began_s)
+        if not isinstance(found.error, PoisonedInput):
+            problems.append(f"the second arrival at gateway {name} ended with {found}")
+    if longest_s > REFUSED_S:
+        problems.append(f"the second arrival was refused after {longest_s:.2f} s")
+    return longest_s, problems
+
+
 async def poison_among_rows(folder: Path, fault: RowFault) -> PoisonRun:
-    net, metrics = save_mlp(folder), Metrics()
+    net, metrics, quarantine = save_mlp(folder), Metrics(), MemoryQuarantine(SystemClock())
     telemetry = WorkerTelemetry(metrics, clock=SystemClock())
     worker = await RowWorker.started(folder, telemetry=telemetry)
-    try:
-        values = [index / 10 for index in range(ROWS)]
-        rows = [np.full(6, value, np.float32) for value in values]
-        rows[PLACE][0] = POISON + fault
-        began_s = asyncio.get_running_loop().time()
-        found = await worker.run([raw({"input": row}) for row in rows], TIMEOUT_S)
-        await worker.ready()
-        last_s = max(reader.at_s for place, reader in enumerate(found) if place != PLACE) - began_s
-        with torch.inference_mode():
-            expected = net(torch.tensor(np.stack(rows))).numpy()
-        right = [place != PLACE and is_right(reader, expected[place]) for place, reader in enumerate(found)]
-        extra = round(sum(_values(metrics.registry, "fairway_worker_isolation_runs_total")))
-        lost = round(sum(_values(metrics.registry, "fairway_worker_sacrificed_processes_total")))
-        poison, restarts, problems = found[PLACE], worker.restarts, []
-        if not isinstance(poison.answer.error, PoisonedInput):
-            problems.append(f"the poison ended with {poison.answer}")
-        if sum(right) != ROWS - 1:
-            problems.append(f"{ROWS - 1 - sum(right)} neighbours without a right answer")
-        if restarts > 1 or extra > MOST_EXTRA_RUNS:
-            problems.append(f"{restarts} serving processes lost, {extra} extra runs")
-        return PoisonRun(sum(right), extra, restarts, lost, last_s, tuple(problems))
-    finally:
-        await worker.close()
+    runner = WorkerRows(worker)
+    values = [index / 10 for index in range(ROWS)]
+    rows = [np.full(6, value, np.float32) for value in values]
+    rows[PLACE][0] = POISON + fault
+    parts: dict[str, Any] = {"runner": runner, "quarantine": quarantine}
+    async with (
+        rows_gateway({MODEL: folder}, **parts) as first,
+        rows_gateway({MODEL: folder}, **parts) as other,
+    ):
+        try:
+            began_s = asyncio.get_running_loop().time()
+            found = await asyncio.gather(*(infer(first, row) for row in rows))
+            await worker.ready()
+            computed = runner.rows
+            refused_s, problems = await refused((first, other), rows[PLACE])
+            if runner.rows != computed:
+                problems.append("the second arrival reached the worker")
+            restarts = worker.restarts
+        finally:
+            await worker.close()
+    last_s = max(answer.at_s for place, answer in enumerate(found) if place != PLACE) - began_s
+    with torch.inference_mode():
+        expected = net(torch.tensor(np.stack(rows))).numpy()
+    right = [place != PLACE and is_right(each, expected[place]) for place, each in enumerate(found)]
+    extra = round(sum(_values(metrics.registry, "fairway_worker_isolation_runs_total")))
+    lost = round(sum(_values(metrics.registry, "fairway_worker_sacrificed_processes_total")))
+    if not isinstance(found[PLACE].error, PoisonedInput):
+        problems.append(f"the poison ended with {found[PLACE]}")
+    if sum(right) != ROWS - 1:
+        problems.append(f"{ROWS - 1 - sum(right)} neighbours without a right answer")
+    if restarts > 1 or extra > MOST_EXTRA_RUNS:
+        problems.append(f"{restarts} serving processes lost, {extra} extra runs")
+    return PoisonRun(sum(right), extra, restarts, lost, last_s, refused_s, tuple(problems))
 
 
-def is_right(reader: RowReader, expected: np.ndarray) -> bool:
-    end = reader.end
-    if end is None or end.error is not None or end.lost:
-        return False
-    return bool(np.allclose(reader.outputs["output"], expected, atol=1e-5))
+def is_right(answer: _Answer, expected: np.ndarray) -> bool:
+    return answer.outputs is not None and bool(np.allclose(answer.outputs, expected, atol=1e-5))
 
 
 def _values(registry: CollectorRegistry, name: str) -> list[float]:
@@ -110,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
         print(
             f"{kind.name.lower()}: {run.correct} of {ROWS - 1} correct, {run.extra_runs} extra runs, "
             f"{run.serving_lost} serving and {run.sacrificial_lost} sacrificial processes lost, "
-            f"last answer after {run.last_answer_s:.1f} s",
+            f"last answer after {run.last_answer_s:.1f} s, second arrival refused in {run.refused_s:.3f} s",
             flush=True,
         )
         for problem in run.problems:
@@ -121,6 +182,7 @@ def main(arguments: Sequence[str]) -> int:
         "serving_lost": max(run.serving_lost for run in runs),
         "sacrificial_lost": max(run.sacrificial_lost for run in runs),
         "last_answer_s": round(max(run.last_answer_s for run in runs), 1),
+        "refused_s": round(max(run.refused_s for run in runs), 3),
     }
     print("RESULT", json.dumps(result))
     return 1 if any(run.problems for run in runs) else 0

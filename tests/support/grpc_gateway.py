@@ -36,7 +36,6 @@ from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.policy.claims import RequestBounds
 from services.gateway.requests.validate import Checked
-from services.gateway.rows.service import RowsService
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.worker import SequenceSink
@@ -228,7 +227,7 @@ async def running_gateway() -> AsyncIterator[Gateway]:
     )
     parts: Any = {"validator": Validator(), "identity": identity, "catalog": Prices(), "ports": ports}
     service = GatewayService(**parts, limits=GatewayLimits(heartbeat_s=0.15, window_tokens=16))
-    rows = RowsService(service, **parts, runner=None)
+    rows: Any = None  # no fixed-cost model is deployed
 
     def received() -> Received:
         return Received(CLOCK.monotonic_s(), 1, f"req_{next(numbers)}")

@@ -15,6 +15,7 @@ import grpc
 
 from fairway.inference import v2_pb2, v2_pb2_grpc
 from fairway.v1 import inference_pb2, inference_pb2_grpc
+from services.adapters.memory.idempotency import MemoryIdempotency
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.quarantine import MemoryQuarantine
 from services.core.generation import Principal
@@ -40,14 +41,20 @@ from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.faces.openai.routes import build_app
 from services.gateway.faces.openai.server import HttpServer
 from services.gateway.faces.predict.servicer import PredictServicer
+from services.gateway.idempotency.service import IdempotentService
+from services.gateway.idempotency.telemetry import KeyedTelemetry
+from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.poison import PoisonGate
+from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
+from services.gateway.rows.keyed import IdempotentRows
+from services.gateway.rows.run import RowsParts
+from services.gateway.rows.runs import PlainRows
 from services.gateway.rows.service import RowsService
-from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
-from services.ports.rows import RowRunner
+from services.ports.idempotency import IdempotencyStore
 from services.rpc.server import RpcServer, Service
 from services.rpc.status import by_reason
 from services.runtime import secrets
@@ -88,12 +95,25 @@ class VersionFolders:
 class RowsGateway:
     """Tenant ``acme``; each folder is served as the deployment of its name."""
 
-    def __init__(self, folders: dict[str, Path], threads: ThreadPoolExecutor, *, with_runner: bool = True):
+    def __init__(
+        self,
+        folders: dict[str, Path],
+        threads: ThreadPoolExecutor,
+        *,
+        records: IdempotencyStore | None = None,
+        limiter: Any = None,
+        owner: str = "g0",
+        runner: Any = None,
+        quarantine: MemoryQuarantine | None = None,
+    ) -> None:
+        """Without ``records``, keys are kept in memory; without a ``runner``, rows are computed here."""
         self.keys, self.tenants, self.deployments = View(), View(), View()
         self.workers, self.routes = View(), View()
-        self.runner = LocalRows()
-        self.runner.gate.set()
-        self.limiter, self.quarantine = MemoryLimiter(CLOCK), MemoryQuarantine(CLOCK)
+        self.runner = runner or LocalRows()
+        if runner is None:
+            self.runner.gate.set()
+        self.limiter = limiter or MemoryLimiter(CLOCK)
+        self.quarantine = quarantine or MemoryQuarantine(CLOCK)
         self.reported: list[RequestUsage] = []
         self.supervisor, self.metrics = Supervisor(CLOCK), Metrics()
         self.identity = KeyDirectory(self.keys, self.tenants, CLOCK)
@@ -134,9 +154,24 @@ class RowsGateway:
             "catalog": self.catalog,
             "ports": self.ports,
         }
-        self.service = GatewayService(**parts, limits=GatewayLimits())
-        runner: RowRunner | None = self.runner if with_runner else None
-        self.rows = RowsService(self.service, **parts, runner=runner)
+        keyed = KeyedPorts(
+            store=records or MemoryIdempotency(CLOCK, self.limiter),
+            limiter=self.limiter,
+            clock=CLOCK,
+            telemetry=KeyedTelemetry(self.metrics),
+            new_incident=lambda: "inc_1",
+            names_secret=b"of the names",
+            owner=owner,
+            window_tokens=256,
+            limits=KeyedLimits(),
+            report_usage=self.reported.append,
+        )
+        self.service = IdempotentService(keyed, **parts, limits=GatewayLimits())
+        work = RowsParts(
+            validator, self.catalog, RequestQuotas(self.identity, self.ports), self.ports, self.runner
+        )
+        runs = IdempotentRows(PlainRows(self.service, work), self.service, self.identity, work)
+        self.rows = RowsService(self.service, validator=validator, catalog=self.catalog, runs=runs)
         self._numbers = count()
 
     @property
@@ -169,7 +204,7 @@ async def rows_gateway(folders: dict[str, Path], **options: Any) -> AsyncIterato
     """Yield a gateway with the models of these folders loaded. Nothing is held afterwards."""
     with ThreadPoolExecutor(2) as threads:
         gateway = RowsGateway(folders, threads, **options)
-        for name, folder in folders.items():
+        for name, folder in folders.items() if isinstance(gateway.runner, LocalRows) else ():
             gateway.runner.load(digest_of(name), folder)
         yield gateway
         await gateway.close()

@@ -72,10 +72,14 @@ from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.poison import PoisonGate
 from services.gateway.policy.degrade import DegradeLevels
+from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
+from services.gateway.rows.keyed import IdempotentRows
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
+from services.gateway.rows.run import RowsParts
 from services.gateway.rows.runner import LeasedRows, RowLimits
+from services.gateway.rows.runs import PlainRows
 from services.gateway.rows.service import RowsService
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
@@ -319,8 +323,9 @@ def _gateway_services(
         environment.rng,
         prefixes=PrefixNames(prefix_secret(_ticket_key(settings)), threads),
     )
+    ports, runner = _gateway_ports(environment, quotas, gateway_id)
     ports = replace(
-        _gateway_ports(environment, quotas, gateway_id),
+        ports,
         report_usage=outbox.add,
         serves=catalog.serves,
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
@@ -333,10 +338,9 @@ def _gateway_services(
         ports=ports,
         limits=limits,
     )
-    rows = RowsService(
-        service, validator=validator, identity=identity, catalog=catalog, ports=ports, runner=ports.rows
-    )
-    return service, rows
+    parts = RowsParts(validator, catalog, RequestQuotas(identity, ports), ports, runner)
+    runs = IdempotentRows(PlainRows(service, parts), service, identity, parts)
+    return service, RowsService(service, validator=validator, catalog=catalog, runs=runs)
 
 
 def _keyed_ports(
@@ -441,7 +445,8 @@ def _open_placement(
     return placement
 
 
-def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -> Ports:
+def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -> tuple[Ports, LeasedRows]:
+    """Return what requests act through, and what runs the rows of fixed-cost models."""
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     streams = GrpcStreams(environment.internal_token)
     leases = GatewayLeases(
@@ -467,7 +472,7 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         lines=environment.request_lines,
         slis=open_sli_recorder(environment),
     )
-    return Ports(
+    ports = Ports(
         limiter=quotas.limiter,
         placement=placement,
         workers=workers,
@@ -485,7 +490,6 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         ),
         responses=_response_cache(environment, quotas, gateway_id),
         telemetry=telemetry,
-        rows=rows,
         poisons=PoisonGate(
             StoreQuarantine(environment.store, environment.informer(QUARANTINE, Quarantined), clock),
             secret=quarantine_secret(_ticket_key(settings)),
@@ -494,3 +498,4 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
             telemetry=telemetry,
         ),
     )
+    return ports, rows

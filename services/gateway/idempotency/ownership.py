@@ -21,10 +21,9 @@ from services.gateway.idempotency.record_codec import (
     failure_in,
 )
 from services.gateway.idempotency.record_log import Piece, Place, outputs
-from services.gateway.idempotency.types import Ending, KeyedPorts
+from services.gateway.idempotency.types import Ending, KeyedPorts, KeyedRequest
 from services.gateway.policy.degrade import Degradation
 from services.gateway.policy.retry import ends_record
-from services.gateway.requests.request import Request
 from services.ports.idempotency import Addition, Hold, Written
 from services.ports.limiter import Reservation
 
@@ -46,7 +45,7 @@ class RecordOwnership:
         self.hold = hold
         self.fenced = False
         self.watched_until_s = 0.0
-        self.request: Request | None = None
+        self.request: KeyedRequest | None = None
         self._ports = ports
         self._broadcast = broadcast
         self._stop_retaining = stop_retaining
@@ -61,22 +60,20 @@ class RecordOwnership:
         self._credited: dict[int, int] = {}
         self.accepted = False  # the acceptance was recorded by this run
 
-    def start(self, request: Request, chars: Sequence[int]) -> None:
+    def start(self, request: KeyedRequest, chars: Sequence[int]) -> None:
         """The request runs; each choice continues after that many characters."""
         self.request = request
         self._chars = dict(enumerate(chars))
 
-    async def accept(
-        self, spec: GenerationSpec, degradations: Sequence[Degradation], *, resumed: bool
-    ) -> AcceptedTerms:
-        """Record the acceptance before any client receives it, and return it.
+    async def accept(self, terms: AcceptedTerms, *, resumed: bool) -> AcceptedTerms:
+        """Record the acceptance before any client receives it. Returns it, or that of an earlier run.
 
-        ``degradations``: the differences from the request. ``resumed``: the record contains it already. A
-        second call replaces the acceptance of a request without output, whose version was withdrawn. Raises
-        StoreUnavailable, also when the ownership is fenced.
+        ``resumed``: the record contains it already. A second call replaces the acceptance of a request
+        without output, whose version was withdrawn. Raises StoreUnavailable, also when the ownership is
+        fenced.
         """
         earlier = None if self.accepted else self._broadcast.terms
-        terms = earlier or terms_of(spec, degradations, self._ports.clock.unix_s())
+        terms = earlier or terms
         entry = Resumed() if resumed and earlier is not None else terms
         (answer,) = await self._ports.store.append([Addition(self.hold, encode([entry]))])
         if answer in (Written.FENCED, Written.GONE):

@@ -75,6 +75,8 @@ class End(msgspec.Struct, array_like=True, tag="f", frozen=True):
     clock: StageClock
     resumes: int
     device_s: float = 0.0
+    # The encoded outputs of a fixed-cost model.
+    answer: bytes = b""
 
 
 class RecordedFailure(msgspec.Struct, array_like=True, tag="e", frozen=True):
@@ -141,6 +143,7 @@ def end_in(finished: Finished) -> End:
         finished.clock,
         finished.resumes,
         usage.device_s,
+        finished.answer,
     )
 
 
@@ -153,6 +156,7 @@ def end_out(end: End) -> Finished:
         usage=Usage(*end.usage, end.device_s),
         clock=end.clock,
         resumes=end.resumes,
+        answer=end.answer,
     )
 
 

@@ -27,6 +27,8 @@ RECORDS_AT_ONCE: Final = 64
 # Ends that the store has not accepted yet, and how many of them are tried at once.
 MAX_PENDING_ENDS: Final = 10_000
 _AT_ONCE: Final = 8
+# The bytes of all these ends; above them, the largest are ended as too large to keep.
+MAX_PENDING_BYTES: Final = 256 * 1024**2
 
 
 class RecordFlusher:
@@ -104,6 +106,7 @@ class PendingRecordEnds:
         self._runs[run] = None
         self._has_ends.set()
         self._of_tenant[tenant_id] += 1
+        self._bound_bytes()
         crowded = self._of_tenant[tenant_id] > share_of(MAX_PENDING_ENDS)
         if crowded or len(self._runs) > MAX_PENDING_ENDS:
             dropped = next(each for each in self._runs if not crowded or each.key.tenant_id == tenant_id)
@@ -143,6 +146,17 @@ class PendingRecordEnds:
             self._ports.telemetry.ending(EndingOutcome.FENCED if fenced else EndingOutcome.WRITTEN)
             self._released(run)
         return True
+
+    def _bound_bytes(self) -> None:
+        """Drop the answers of the largest ends until all are within the bound: they are charged, not kept."""
+        total = sum(run.end_bytes for run in self._runs)
+        for run in sorted(self._runs, key=lambda run: -run.end_bytes) if total > MAX_PENDING_BYTES else ():
+            if total <= MAX_PENDING_BYTES:
+                return
+            total -= run.end_bytes
+            run.drop_answer()
+            total += run.end_bytes
+            log.warning("idempotency.output_not_kept", record=run.key.digest[:12])
 
     def _remove(self, run: KeyedRun) -> None:
         del self._runs[run]

@@ -9,7 +9,8 @@ receive their output from the same log.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from typing import Final
@@ -25,14 +26,13 @@ from services.core.errors import (
     ResultExpired,
     StoreUnavailable,
 )
-from services.core.generation import GenerationSpec
 from services.gateway.events import Delivered, Finished, RequestSink
 from services.gateway.idempotency.followers import FollowerBroadcast, RecordFollower, too_large
 from services.gateway.idempotency.ownership import RecordOwnership, write_ending
+from services.gateway.idempotency.record_codec import AcceptedTerms, encode, failure_in
 from services.gateway.idempotency.record_reader import RecordReader
 from services.gateway.idempotency.telemetry import Arrivals, EndingOutcome, KeyOutcome, outcome_of
 from services.gateway.idempotency.types import Ending, KeyedPorts, Launch
-from services.gateway.policy.degrade import Degradation
 from services.ports.idempotency import Claim, Expired, OtherBody, Owned, RecordKey, Written
 
 log = structlog.get_logger()
@@ -90,6 +90,17 @@ class KeyedRun:
         self._stop_grace()
         asyncio.get_running_loop().call_soon(self.broadcast.catch_up, follower)
         return follower
+
+    @property
+    def end_bytes(self) -> int:
+        """The bytes of an end that the store has not accepted yet."""
+        return len(self.pending_end.chunk) if self.pending_end is not None else 0
+
+    def drop_answer(self) -> None:
+        """Write the pending end as one whose output was too large: charged, never run again."""
+        if self.pending_end is not None and self.pending_end.ended:
+            self.pending_end = replace(self.pending_end, chunk=encode([failure_in(too_large())]))
+            self.broadcast.failed(too_large())
 
     @property
     def joinable(self) -> bool:
@@ -215,12 +226,10 @@ class KeyedRun:
             return False
         return await self._conclude(ownership)
 
-    async def _record(
-        self, ownership: RecordOwnership, spec: GenerationSpec, degradations: Sequence[Degradation]
-    ) -> None:
+    async def _record(self, ownership: RecordOwnership, accepted: AcceptedTerms) -> None:
         """Write the acceptance, then send it to the clients. Raises StoreUnavailable."""
         fresh = self.broadcast.terms is None or ownership.accepted
-        terms = await ownership.accept(spec, degradations, resumed=self._reader.has_terms)
+        terms = await ownership.accept(accepted, resumed=self._reader.has_terms)
         self._reader.resumes += 0 if fresh else 1
         self.broadcast.accept(terms, fresh=fresh)
 

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
-from services.core.generation import Principal
+from services.core.generation import GenerationSpec, Principal
 from services.core.usage import RequestUsage
 from services.gateway.catalog import ModelCatalog, PinnedVersion
 from services.gateway.events import Handle, Received, RequestSink
+from services.gateway.idempotency.ownership import terms_of
 from services.gateway.idempotency.record_codec import degraded_out
 from services.gateway.idempotency.runs import KeyedRuns
-from services.gateway.idempotency.types import EarlierRun, KeyedPorts
+from services.gateway.idempotency.types import EarlierRun, KeyedPorts, RecordTerms
+from services.gateway.policy.degrade import Degradation
 from services.gateway.requests.request import Request
-from services.gateway.requests.terms import Record, Resume, RunTerms, Settle
+from services.gateway.requests.terms import Resume, RunTerms, Settle
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
-from services.gateway.service_types import GatewayLimits, Ports
+from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
 from services.ports.idempotency import RecordKey
 from services.rpc import bounds
 from services.runtime.identity import KeyDirectory
@@ -45,7 +48,7 @@ class IdempotentService(GatewayService):
     ) -> None:
         super().__init__(validator=validator, identity=identity, catalog=catalog, ports=ports, limits=limits)
         self._identity = identity
-        self._names_secret = keyed.names_secret
+        self.names_secret = keyed.names_secret
         self.runs = KeyedRuns(keyed, ports.supervisor, self.capacity)
 
     def submit(
@@ -77,8 +80,8 @@ class IdempotentService(GatewayService):
         self._identity.authorise_model(principal, generation.model)
         tenant_id = self._identity.still_valid(principal).meta.name
         return self.runs.attach(
-            record_key(self._names_secret, tenant_id, generation.idempotency_key, received.part),
-            fingerprint(self._names_secret, tenant_id, generation, received),
+            record_key(self.names_secret, tenant_id, generation.idempotency_key, received.part),
+            fingerprint(self.names_secret, tenant_id, generation, received),
             sink,
             partial(self._launch, principal, generation, received),
             timeout_s=timeout_s,
@@ -111,7 +114,7 @@ class IdempotentService(GatewayService):
         received: Received,
         sink: RequestSink,
         earlier: EarlierRun | None,
-        record: Record,
+        record: RecordTerms,
         settle: Settle,
         report_usage: Callable[[RequestUsage], None],
     ) -> tuple[Request, asyncio.Task[None]]:
@@ -136,11 +139,15 @@ class IdempotentService(GatewayService):
             version = PinnedVersion(accepted.version_digest, accepted.route_revision)
             resume = Resume(version, earlier.produced, degraded_out(accepted.degraded))
         longest_s = min(self.limits.max_timeout_s, self.max_timeout_s(principal, generation))
+
+        async def accept(spec: GenerationSpec, degradations: Sequence[Degradation]) -> None:
+            await record(terms_of(spec, degradations, self._ports.clock.unix_s()))
+
         terms = RunTerms(
             received,
             longest_s,
             resume=resume,
-            record=record,
+            record=accept,
             settle=settle,
             report_usage=report_usage,
         )
@@ -156,18 +163,16 @@ def record_key(secret: bytes, tenant_id: str, idempotency_key: str, part: int) -
     return RecordKey(tenant_id, hmac.digest(secret, text, "sha256").hex()[:_DIGEST_CHARS])
 
 
-def fingerprint(
-    secret: bytes, tenant_id: str, generation: inference_pb2.Generation, received: Received
-) -> str:
+def fingerprint(secret: bytes, tenant_id: str, request: AnyRequest, received: Received) -> str:
     """Return a keyed hash of everything in the request that decides its outcome.
 
     Excludes the timeout: a retry has less time left than the request that it repeats.
     """
-    body = inference_pb2.Generation()
-    body.CopyFrom(generation)
+    body = deepcopy(request)
     body.ClearField("idempotency_key")
     body.ClearField("timeout")
-    head = f"fairway request v2\0{tenant_id}\0{received.part}\0{received.whole}\0".encode()
+    kind = "" if isinstance(request, inference_pb2.Generation) else f"{request.DESCRIPTOR.name}\0"
+    head = f"fairway request v2\0{tenant_id}\0{received.part}\0{received.whole}\0{kind}".encode()
     return hmac.digest(secret, head + body.SerializeToString(deterministic=True), "sha256").hex()[
         :_DIGEST_CHARS
     ]

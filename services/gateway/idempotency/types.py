@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.core.errors import FairwayError
 from services.core.generation import Usage
 from services.core.usage import RequestUsage
 from services.gateway.events import RequestSink
 from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.idempotency.telemetry import KeyedTelemetry
-from services.gateway.requests.request import Request
-from services.gateway.requests.terms import Produced, Record, Settle
+from services.gateway.requests.terms import Produced, Settle
 from services.ports.clock import Clock
 from services.ports.idempotency import Hold, IdempotencyStore
 from services.ports.limiter import Limiter, Reservation
+
+RecordTerms = Callable[[AcceptedTerms], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,29 @@ class EarlierRun:
     produced: tuple[Produced, ...]
 
 
+class KeyedRequest(Protocol):
+    """The request of a key while it runs on this gateway."""
+
+    def credit(self, choice: int, tokens: int) -> None:
+        """The clients took tokens of a choice."""
+
+    def cancel(self, error: FairwayError | None = None) -> None:
+        """End it; its sink receives ``error``, by default a cancellation."""
+
+
 class Launch(Protocol):
-    """Starts the request. ``settle`` receives its settlement, which becomes part of the record's end."""
+    """Starts the request. ``record`` writes its acceptance, before it has any effect. ``settle`` receives its
+    settlement, which becomes part of the record's end.
+    """
 
     def __call__(
         self,
         sink: RequestSink,
         earlier: EarlierRun | None,
-        record: Record,
+        record: RecordTerms,
         settle: Settle,
         report_usage: Callable[[RequestUsage], None],
-    ) -> tuple[Request, asyncio.Task[None]]: ...
+    ) -> tuple[KeyedRequest, asyncio.Task[None]]: ...
 
 
 @dataclass(frozen=True, slots=True)

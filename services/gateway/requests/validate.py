@@ -157,15 +157,9 @@ class Validator:
     def check_rows(self, principal: Principal, request: RowsMessage) -> Checked:
         """Return the route and class of a request of a fixed-cost model, before its inputs are processed.
 
-        Raises as ``check`` does, and UnsupportedFeature for an idempotency key.
+        Raises as ``check`` does.
         """
         bounds.check(request)
-        if request.idempotency_key:
-            raise UnsupportedFeature(
-                "idempotency_key is not offered for fixed-cost models: a forward pass has no effect, so the "
-                "request may simply be repeated",
-                field="idempotency_key",
-            )
         route = self._route(principal, request)
         self._catalog.require_servable(route)
         return Checked(route, self._priority(principal, request.priority))

@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.core.errors import InternalError, InvalidInput, UnsupportedFeature
-from services.core.fixed_cost.rows import RowEnd
+from services.core.fixed_cost.rows import RawTensor, RowEnd
 from services.core.fixed_cost.signature import Signature
 
 Vector = NDArray[np.float32]
+Vectors = NDArray[np.float32]  # one row of it per row of the request
 
 
 def check_dimensions(dimensions: int, signature: Signature) -> None:
@@ -36,30 +37,44 @@ def check_dimensions(dimensions: int, signature: Signature) -> None:
         )
 
 
-def vectors(ends: Sequence[RowEnd], dimensions: int, signature: Signature) -> list[Vector]:
-    """Return the embedding of each row, cut to its first dimensions; 0: whole.
+def embedding_output(ends: Sequence[RowEnd], dimensions: int, signature: Signature) -> RawTensor:
+    """Return the embeddings of all rows, cut to their first dimensions; 0: whole.
 
     A cut vector of a model whose vectors have length 1 is scaled to length 1 again.
     """
-    found = [_floats(end) for end in ends]
-    if not dimensions or dimensions == signature.outputs[0].shape[0]:
-        return found
-    cut = [vector[:dimensions] for vector in found]
-    if not signature.normalized:
-        return cut
-    return [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in cut]
+    found = _floats(ends)
+    if dimensions and dimensions != signature.outputs[0].shape[0]:
+        found = found[:, :dimensions]
+        if signature.normalized:
+            found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.float32(1e-12))
+    return RawTensor("embedding", "FP32", found.shape, found.tobytes())
 
 
-def scores(ends: Sequence[RowEnd]) -> list[float]:
+def score_output(ends: Sequence[RowEnd]) -> RawTensor:
     """Return the sigmoid of each row's logit, as sentence-transformers and vLLM return it for one label."""
-    logits = np.array([_floats(end)[0] for end in ends], np.float64)
+    logits = _floats(ends)[:, 0].astype(np.float64)
     # Both forms are exact for their sign, and neither overflows.
     small = np.exp(-np.abs(logits))
-    found: list[float] = np.where(logits >= 0, 1.0 / (1.0 + small), small / (1.0 + small)).tolist()
+    found = np.where(logits >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
+    return RawTensor("score", "FP64", found.shape, found.tobytes())
+
+
+def vectors(output: RawTensor) -> list[Vector]:
+    """Return the embedding of each row."""
+    return list(np.frombuffer(output.data, np.float32).reshape(output.shape))
+
+
+def scores(output: RawTensor) -> list[float]:
+    """Return the score of each row, 0..1."""
+    found: list[float] = np.frombuffer(output.data, np.float64).tolist()
     return found
 
 
-def _floats(end: RowEnd) -> Vector:
-    if len(end.outputs) != 1 or end.outputs[0].datatype != "FP32":
+def _floats(ends: Sequence[RowEnd]) -> Vectors:
+    """Return the only output of every row. Raises InternalError for outputs of another kind."""
+    first = ends[0].outputs[:1]
+    shapes = {(tensor.datatype, tensor.shape) for end in ends for tensor in end.outputs}
+    if not first or len(shapes) != 1 or first[0].datatype != "FP32" or any(len(e.outputs) != 1 for e in ends):
         raise InternalError("a row has another output than one tensor of FP32")
-    return np.frombuffer(end.outputs[0].data, np.float32)
+    data = b"".join(end.outputs[0].data for end in ends)
+    return np.frombuffer(data, np.float32).reshape(len(ends), -1)

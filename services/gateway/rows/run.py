@@ -9,7 +9,7 @@ from typing import Final
 
 import structlog
 
-from services.core.arms import ArmKey, SliKey, prompt_size, session_hash
+from services.core.arms import ArmKey, SliKey
 from services.core.errors import (
     DeadlineExceeded,
     FairwayError,
@@ -18,14 +18,14 @@ from services.core.errors import (
     PoisonedInput,
     RequestCancelled,
     StaleRoute,
-    StreamBroken,
     UnsupportedFeature,
 )
-from services.core.fixed_cost.rows import RowEnd, RowsRequest
+from services.core.fixed_cost.rows import RawTensor, RowEnd, RowsRequest
 from services.core.fixed_cost.signature import Signature
 from services.core.fixed_cost.tensors import Operation
-from services.core.generation import Principal, Usage
+from services.core.generation import Principal, StageClock, Usage
 from services.core.limits import Price, RateState
+from services.core.usage import RequestUsage
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Finished, Received
 from services.gateway.policy.claims import Payer, admission_limits, bounds_of, claims_of
@@ -36,7 +36,7 @@ from services.gateway.requests.terms import usage_of
 from services.gateway.requests.validate import Checked, Validator, session_key_of
 from services.gateway.rows.inputs import PreparedRows
 from services.gateway.service_types import Ports, RowsMessage
-from services.gateway.slis.recorder import SliSubject
+from services.gateway.slis.recorder import subject_of
 from services.gateway.text.text_model import TextModel
 from services.ports.limiter import Reservation
 from services.ports.rows import RowRunner
@@ -49,6 +49,8 @@ MAX_ROUTES: Final = 8
 _REROUTE_S: Final = 0.05
 # Returns the rows of the request for a version, within the tenant's quotas.
 Prepare = Callable[[TextModel, Signature], Awaitable[PreparedRows]]
+# Returns the outputs of the request from the ends of its rows, none of them an error.
+Join = Callable[[Sequence[RowEnd], Signature], tuple[RawTensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,15 @@ class RowsParts:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsWork:
+    """What one call of the interface does with its request."""
+
+    operations: Sequence[Operation]  # of the models that it takes
+    prepare: Prepare
+    join: Join
+
+
+@dataclass(frozen=True, slots=True)
 class RowsJob:
     """One request as its interface received it."""
 
@@ -70,21 +81,33 @@ class RowsJob:
     message: RowsMessage
     received: Received
     timeout_s: float
-    operations: Sequence[Operation]  # that the interface offers
-    prepare: Prepare
+    work: RowsWork
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """How a request with an idempotency key is recorded."""
+
+    # Awaited with the acceptance, before any row runs.
+    accept: Callable[[Checked, PreparedRows], Awaitable[None]]
+    # Settles the reservation in place of the limiter.
+    settle: Callable[[Reservation, Usage], Awaitable[None]]
+    # Receives the usage in place of the ports: it is reported when ``settle`` took effect.
+    report_usage: Callable[[RequestUsage], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RowsAnswer:
-    """The ends of all rows, none of them an error."""
+    """The outputs of all rows, each with the rows as its first extent."""
 
     request_id: str
     model: str
     version_digest: str
-    signature: Signature
-    ends: tuple[RowEnd, ...]
+    outputs: tuple[RawTensor, ...]
     tokens: tuple[int, ...]  # of each row
     usage: Usage
+    clock: StageClock
+    replayed: bool = False  # of an earlier request with the same idempotency key
     # The tenant's rates after this request, where they apply.
     request_rate: RateState | None = None
     token_rate: RateState | None = None
@@ -102,13 +125,14 @@ class _Ready:
 class RowsRun:
     """Drives one request to its answer or its error; the caller's task runs it."""
 
-    def __init__(self, job: RowsJob, parts: RowsParts) -> None:
+    def __init__(self, job: RowsJob, parts: RowsParts, record: RecordedRun | None = None) -> None:
         self.reservation: Reservation | None = None
         self.usage = Usage(0, 0)
         self.buffered_tokens = 0
         self._job = job
         self._parts = parts
         self._ports = parts.ports
+        self._record = record
         self._telemetry = parts.ports.telemetry.begin(job.received)
         self._timer = self._telemetry.timer()
         self._scope: asyncio.Timeout | None = None
@@ -117,9 +141,13 @@ class RowsRun:
     def cancel(self, error: FairwayError | None = None) -> None:
         """End the request now; its caller receives ``error``, by default a cancellation."""
         scope = self._scope
-        if scope is not None and self._cancel_error is None and not scope.expired():
+        if self._cancel_error is None and not (scope is not None and scope.expired()):
             self._cancel_error = error or RequestCancelled("the request was cancelled")
-            scope.reschedule(asyncio.get_running_loop().time())
+            if scope is not None:
+                scope.reschedule(asyncio.get_running_loop().time())
+
+    def credit(self, choice: int, tokens: int) -> None:
+        """The answer comes whole: nothing is credited."""
 
     async def run(self) -> RowsAnswer:
         """Return the answer with the slot settled. Raises the error of the first row that has one."""
@@ -138,6 +166,8 @@ class RowsRun:
     async def _within_deadline(self) -> RowsAnswer:
         try:
             async with asyncio.timeout(self._job.timeout_s) as self._scope:
+                if self._cancel_error is not None:
+                    raise self._cancel_error
                 return await self._admitted()
         except TimeoutError:
             raise self._cancel_error or DeadlineExceeded(
@@ -164,6 +194,8 @@ class RowsRun:
             if claims := claims_of(payer, price, ready.rows.total_tokens):
                 self._enter(Stage.ADMIT)
                 await quota.claim(claims, price)
+            if self._record is not None:
+                await self._record.accept(checked, ready.rows)
         except BaseException as error:
             await quota.undo(error)
             raise
@@ -177,14 +209,14 @@ class RowsRun:
         model = await self._parts.catalog.text_model(route.version_digest)
         signature = model.signature
         operation = signature.operation if signature is not None else "generate"
-        if signature is None or operation not in job.operations:
+        if signature is None or operation not in job.work.operations:
             raise UnsupportedFeature(
                 f"the operation of {route.model} is {operation}; this call takes models of the operation "
-                f"{' or '.join(job.operations)}",
+                f"{' or '.join(job.work.operations)}",
                 field="model",
                 operation=operation,
             )
-        rows = await job.prepare(model, signature)
+        rows = await job.work.prepare(model, signature)
         if self._ports.poisons is not None:
             self._ports.poisons.check_rows(route.model, route.version_digest, rows.rows)
         return _Ready(route, signature, rows)
@@ -203,7 +235,8 @@ class RowsRun:
         finally:
             self.reservation, self.usage = None, _usage_of(ends, ready.rows)
             route, request_id = ready.route, self._job.received.request_id
-            self._ports.report_usage(
+            report = self._ports.report_usage if self._record is None else self._record.report_usage
+            report(
                 usage_of(
                     payer,
                     request_id,
@@ -221,8 +254,6 @@ class RowsRun:
             if end.error is not None:
                 end.error.metadata.setdefault("row", str(index))
                 raise end.error
-            if end.lost:
-                raise StreamBroken("the worker of a row was lost twice; send the request again")
         return self._answer(ready, ends, reservation)
 
     async def _ran(self, checked: Checked, payer: Payer, ready: _Ready) -> tuple[_Ready, tuple[RowEnd, ...]]:
@@ -247,6 +278,8 @@ class RowsRun:
             await self._ports.clock.sleep(_REROUTE_S)
             checked = self._parts.validator.check_rows(self._job.principal, self._job.message)
             ready = await self._prepared(checked)
+            if self._record is not None:
+                await self._record.accept(checked, ready.rows)
             self._accepted(checked, payer, ready)
         raise AssertionError("the last round returns or raises")
 
@@ -267,17 +300,11 @@ class RowsRun:
 
     def _accepted(self, checked: Checked, payer: Payer, ready: _Ready) -> None:
         """Count the request for the version that it runs on."""
-        tenant, route = payer.tenant.meta.name, ready.route
+        route = ready.route
         arm, zone = ArmKey(route.model, route.version_digest), self._ports.telemetry.slis.zone
-        session = session_hash(tenant, session_key_of(self._job.principal, self._job.message))
-        self._telemetry.accepted_as(
-            SliSubject(
-                SliKey(arm, tenant, checked.priority, zone),
-                session,
-                route.step,
-                prompt_size(ready.rows.total_tokens),
-            )
-        )
+        key = SliKey(arm, payer.tenant.meta.name, checked.priority, zone)
+        session_key = session_key_of(self._job.principal, self._job.message)
+        self._telemetry.accepted_as(subject_of(key, session_key, route.step, ready.rows.total_tokens))
 
     async def _condemn(self, ready: _Ready, ends: Sequence[RowEnd]) -> None:
         """Return once the fleet refuses the rows that were found to end the process that computes them."""
@@ -299,27 +326,30 @@ class RowsRun:
             await asyncio.gather(*writes)
 
     def _answer(self, ready: _Ready, ends: tuple[RowEnd, ...], reservation: Reservation) -> RowsAnswer:
+        outputs = self._job.work.join(ends, ready.signature)
         now_s = self._ports.clock.monotonic_s()
         # The whole answer arrives at once: its time is the time to the first output.
         self._telemetry.pace().tokens(1, now_s)
-        self._telemetry.finished(Finished((), self.usage, self._timer.finish(now_s)))
+        clock = self._timer.finish(now_s)
+        self._telemetry.finished(Finished((), self.usage, clock))
         self._timer.leave(now_s)
         self._ports.telemetry.rows_ended(ready.route.model, len(ends))
         return RowsAnswer(
             request_id=self._job.received.request_id,
             model=ready.route.model,
             version_digest=ready.route.version_digest,
-            signature=ready.signature,
-            ends=ends,
+            outputs=outputs,
             tokens=ready.rows.tokens,
             usage=self.usage,
+            clock=clock,
             request_rate=reservation.request_rate,
             token_rate=reservation.token_rate,
         )
 
     async def _settle(self, reservation: Reservation, usage: Usage) -> None:
+        settle = self._ports.limiter.settle if self._record is None else self._record.settle
         try:
-            await self._ports.limiter.settle(reservation, usage)
+            await settle(reservation, usage)
         except FairwayError as error:
             log.warning(
                 "request.settle_failed", request_id=self._job.received.request_id, reason=error.reason
@@ -338,7 +368,5 @@ class RowsRun:
 
 def _usage_of(ends: Sequence[RowEnd], rows: PreparedRows) -> Usage:
     """Return what is charged: the tokens of the rows that were computed, and the device time of all."""
-    tokens = sum(
-        count for count, end in zip(rows.tokens, ends, strict=False) if end.error is None and not end.lost
-    )
+    tokens = sum(count for count, end in zip(rows.tokens, ends, strict=False) if end.error is None)
     return Usage(tokens, 0, device_s=sum(end.device_s for end in ends))

@@ -7,25 +7,30 @@ from dataclasses import dataclass
 from typing import Final
 
 from fairway.v1 import inference_pb2
-from services.core.errors import InvalidInput, Unimplemented, UnsupportedFeature
-from services.core.fixed_cost.rows import RawTensor
+from services.core.errors import InvalidInput, UnsupportedFeature
+from services.core.fixed_cost.rows import RawTensor, RowEnd
 from services.core.fixed_cost.signature import Signature
 from services.core.fixed_cost.tensors import Operation
 from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Received
-from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.rows.inputs import PreparedRows, id_rows
-from services.gateway.rows.results import Vector, check_dimensions, scores, vectors
-from services.gateway.rows.run import Prepare, RowsAnswer, RowsJob, RowsParts, RowsRun
+from services.gateway.rows.results import (
+    Vector,
+    check_dimensions,
+    embedding_output,
+    score_output,
+    scores,
+    vectors,
+)
+from services.gateway.rows.run import RowsAnswer, RowsJob, RowsWork
+from services.gateway.rows.runs import RowsRuns
 from services.gateway.rows.tensors import check_outputs, output_tensors, tensor_rows
 from services.gateway.rows.texts import text_rows
 from services.gateway.service import GatewayService
-from services.gateway.service_types import Ports, RowsMessage
+from services.gateway.service_types import RowsMessage
 from services.gateway.text.text_model import TextModel
-from services.ports.rows import RowRunner
-from services.runtime.identity import KeyDirectory
 
 ALL: Final = tuple(Operation)
 
@@ -54,28 +59,16 @@ class Inferred:
 
 
 class RowsService:
-    """Runs requests of fixed-cost models. Without a runner every call raises Unimplemented."""
+    """Runs requests of fixed-cost models."""
 
     def __init__(
-        self,
-        service: GatewayService,
-        *,
-        validator: Validator,
-        identity: KeyDirectory,
-        catalog: ModelCatalog,
-        ports: Ports,
-        runner: RowRunner | None,
+        self, service: GatewayService, *, validator: Validator, catalog: ModelCatalog, runs: RowsRuns
     ) -> None:
         """``service``: of the same gateway; requests of both kinds share its bounds and its drain."""
         self._service = service
         self._validator = validator
-        self._identity = identity
         self._catalog = catalog
-        self._parts = (
-            RowsParts(validator, catalog, RequestQuotas(identity, ports), ports, runner)
-            if runner is not None
-            else None
-        )
+        self._runs = runs
 
     async def embed(
         self,
@@ -104,8 +97,12 @@ class RowsService:
                 field="token_ids",
             )
 
-        answer = await self._run(principal, request, [Operation.EMBED], prepare, received, timeout_s)
-        return Embeddings(answer, vectors(answer.ends, request.dimensions, answer.signature))
+        def join(ends: Sequence[RowEnd], signature: Signature) -> tuple[RawTensor, ...]:
+            return (embedding_output(ends, request.dimensions, signature),)
+
+        work = RowsWork([Operation.EMBED], prepare, join)
+        answer = await self._run(principal, request, work, received, timeout_s)
+        return Embeddings(answer, vectors(answer.outputs[0]))
 
     async def score(
         self,
@@ -127,8 +124,9 @@ class RowsService:
             pairs = firsts if len(firsts) > 1 else [*firsts] * len(seconds)
             return await self._texts(principal, model, pairs, seconds, _cut_to(request), "seconds")
 
-        answer = await self._run(principal, request, [Operation.SCORE], prepare, received, timeout_s)
-        return Scores(answer, scores(answer.ends))
+        work = RowsWork([Operation.SCORE], prepare, _scored)
+        answer = await self._run(principal, request, work, received, timeout_s)
+        return Scores(answer, scores(answer.outputs[0]))
 
     async def rerank(
         self,
@@ -145,8 +143,9 @@ class RowsService:
             cut_to = _cut_to(request)
             return await self._texts(principal, model, queries, request.documents, cut_to, "documents")
 
-        answer = await self._run(principal, request, [Operation.SCORE], prepare, received, timeout_s)
-        return Scores(answer, scores(answer.ends))
+        work = RowsWork([Operation.SCORE], prepare, _scored)
+        answer = await self._run(principal, request, work, received, timeout_s)
+        return Scores(answer, scores(answer.outputs[0]))
 
     async def infer(
         self,
@@ -162,8 +161,11 @@ class RowsService:
             check_outputs(request.outputs, signature)
             return tensor_rows(request.inputs, signature)
 
-        answer = await self._run(principal, request, ALL, prepare, received, timeout_s)
-        return Inferred(answer, output_tensors(answer.ends, request.outputs, answer.signature))
+        def join(ends: Sequence[RowEnd], signature: Signature) -> tuple[RawTensor, ...]:
+            return output_tensors(ends, request.outputs, signature)
+
+        answer = await self._run(principal, request, RowsWork(ALL, prepare, join), received, timeout_s)
+        return Inferred(answer, answer.outputs)
 
     async def describe(
         self, principal: Principal, request: inference_pb2.InferRequest
@@ -194,23 +196,19 @@ class RowsService:
         self,
         principal: Principal,
         request: RowsMessage,
-        operations: Sequence[Operation],
-        prepare: Prepare,
+        work: RowsWork,
         received: Received,
         timeout_s: float | None,
     ) -> RowsAnswer:
-        if self._parts is None:
-            raise Unimplemented("this server serves no fixed-cost models yet; Generate and Complete work")
         service = self._service
         service.check_open(principal.tenant_id, request.model, received)
         longest_s = service.max_timeout_s(principal, request)
         within_s = min(service.limits.timeout_of(request, timeout_s), longest_s)
-        run = RowsRun(RowsJob(principal, request, received, within_s, operations, prepare), self._parts)
-        leave = service.enter(principal.tenant_id, run)
-        try:
-            return await run.run()
-        finally:
-            leave()
+        return await self._runs.answer(RowsJob(principal, request, received, within_s, work))
+
+
+def _scored(ends: Sequence[RowEnd], _signature: Signature) -> tuple[RawTensor, ...]:
+    return (score_output(ends),)
 
 
 def _cut_to(

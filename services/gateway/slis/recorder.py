@@ -20,7 +20,7 @@ from services.core.arms import (
 )
 from services.core.estimates.sketch import Sketch
 from services.core.faults import Fault, fault_of
-from services.core.generation import GenerationSpec, Usage
+from services.core.generation import Usage
 from services.core.rollouts.routes import SHADOW_TENANT
 from services.runtime.telemetry.metrics import GAP_S, LabelCap, Metrics
 
@@ -57,14 +57,9 @@ class SliSubject:
     prompt_size: int = 0
 
 
-def subject_of(tenant: str, spec: GenerationSpec, zone: str) -> SliSubject:
-    """Return the subject of an admitted request."""
-    return SliSubject(
-        SliKey(ArmKey(spec.model, spec.version_digest), tenant, spec.priority, zone),
-        session_hash(tenant, spec.session_key),
-        spec.step,
-        prompt_size(len(spec.prompt.ids)),
-    )
+def subject_of(key: SliKey, session_key: str, step: str, prompt_tokens: int) -> SliSubject:
+    """Return the subject of an admitted request of any kind. ``step``: of the rollout that routed it."""
+    return SliSubject(key, session_hash(key.tenant, session_key), step, prompt_size(prompt_tokens))
 
 
 class RequestLatencies:

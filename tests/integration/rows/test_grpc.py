@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
-from tests.support.rows_gateway import AUTH, RowsGateway, digest_of, rows_gateway, served
+from tests.support.rows_gateway import AUTH, RowsGateway, digest_of, served
 
 
 async def test_embed_rerank_score_and_infer_return_what_the_model_computes(gateway: RowsGateway) -> None:
@@ -101,13 +100,6 @@ async def test_the_deadline_of_the_rpc_and_a_cancellation_withdraw_the_rows(gate
             while gateway.service.running or await gateway.limiter.concurrency("acme"):
                 await asyncio.sleep(0.005)
         assert not gateway.runner.running
-
-
-async def test_without_a_runner_calls_are_unimplemented(folders: dict[str, Path]) -> None:
-    async with rows_gateway(folders, with_runner=False) as gateway, served(gateway) as sockets:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await sockets.stub.Embed(pb.EmbedRequest(model="embed", inputs=["dog"]), metadata=AUTH)
-        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_fixed_cost_model_generates_no_text(gateway: RowsGateway) -> None:

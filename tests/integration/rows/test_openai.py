@@ -138,7 +138,6 @@ async def test_headers_apply_and_rates_are_returned(gateway: RowsGateway) -> Non
         found = await send()
         assert found.headers["x-ratelimit-limit-requests"] == "2"
         assert (await send(x_model_version="sha256:0")).error["code"] == "version_gone"
-        assert (await send(idempotency_key="k")).error["code"] == "unsupported_feature"
         gateway.runner.gate.clear()
         late = await send(x_request_timeout_s="0.05")
         assert (late.status, late.error["type"]) == (504, "timeout_error")

@@ -18,6 +18,7 @@ def embed_response(found: Embeddings) -> inference_pb2.EmbedResponse:
         ],
         request_id=answer.request_id,
         usage=usage(answer.usage),
+        replayed=answer.replayed,
     )
 
 
@@ -32,6 +33,7 @@ def rerank_response(found: Scores, top_n: int) -> inference_pb2.RerankResponse:
         ],
         request_id=answer.request_id,
         usage=usage(answer.usage),
+        replayed=answer.replayed,
     )
 
 
@@ -43,6 +45,7 @@ def score_response(found: Scores) -> inference_pb2.ScoreResponse:
         scores=found.scores,
         request_id=answer.request_id,
         usage=usage(answer.usage),
+        replayed=answer.replayed,
     )
 
 
@@ -59,4 +62,5 @@ def infer_response(found: Inferred) -> inference_pb2.InferResponse:
         ],
         request_id=answer.request_id,
         usage=usage(answer.usage),
+        replayed=answer.replayed,
     )

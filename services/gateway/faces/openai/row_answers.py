@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
+from services.gateway.faces.openai.event_stream import REPLAYED
 from services.gateway.faces.openai.row_requests import EmbeddingsCall, RerankCall
 from services.gateway.rows.run import RowsAnswer
 from services.gateway.rows.service import Embeddings, Scores
@@ -63,6 +64,11 @@ def score_answer(found: Scores, created_unix_s: int) -> bytes:
             "usage": _usage(answer),
         }
     )
+
+
+def replay_headers(answer: RowsAnswer) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the mark of an answer that an earlier request with the same key received; none for another."""
+    return (REPLAYED,) if answer.replayed else ()
 
 
 def _usage(answer: RowsAnswer) -> dict[str, int]:

@@ -9,7 +9,12 @@ from services.core.errors import FairwayError
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.openai.rate_headers import rate_headers
-from services.gateway.faces.openai.row_answers import embeddings_answer, rerank_answer, score_answer
+from services.gateway.faces.openai.row_answers import (
+    embeddings_answer,
+    replay_headers,
+    rerank_answer,
+    score_answer,
+)
 from services.gateway.faces.openai.row_requests import (
     EmbeddingsCall,
     RerankCall,
@@ -92,7 +97,7 @@ class RowsFace:
             raise _renamed(error) from None
 
     async def _reply(self, exchange: Exchange, found: Embeddings | Scores, body: bytes) -> None:
-        for header in rate_headers(found.answer):
+        for header in (*rate_headers(found.answer), *replay_headers(found.answer)):
             exchange.reply.add_header(*header)
         await exchange.reply.json(200, body)
 

@@ -17,6 +17,10 @@ from services.gateway.faces.predict.http_codec import (
 )
 from services.gateway.rows.service import Inferred
 
+# Of a request: the stream's metadata is of all its requests.
+KEY_PARAMETER: Final = "idempotency_key"
+# Of an answer that an earlier request with the same key received.
+_REPLAYED: Final = {"replayed": v2_pb2.InferParameter(bool_param=True)}
 # The field of typed contents for each data type.
 _CONTENTS: Final = {
     "BOOL": "bool_contents",
@@ -36,9 +40,10 @@ _CONTENTS: Final = {
 def infer_request(request: v2_pb2.ModelInferRequest) -> inference_pb2.InferRequest:
     """Return the request. Raises InvalidInput, UnsupportedFeature."""
     parameters = _parameters(request.parameters)
-    check_parameters(parameters, ("timeout",), "")
+    check_parameters(parameters, ("timeout", KEY_PARAMETER), "")
     message = inference_pb2.InferRequest(model=request.model_name, version=request.model_version)
     timeout_us = parameter(parameters, "timeout", int, "")
+    message.idempotency_key = parameter(parameters, KEY_PARAMETER, str, "") or ""
     if timeout_us:
         message.timeout.CopyFrom(duration_of(timeout_us))
     raw = request.raw_input_contents
@@ -74,6 +79,7 @@ def infer_response(request: v2_pb2.ModelInferRequest, found: Inferred) -> v2_pb2
             for tensor in found.outputs
         ],
         raw_output_contents=[tensor.data for tensor in found.outputs],
+        parameters=_REPLAYED if found.answer.replayed else None,
     )
 
 

@@ -14,6 +14,7 @@ from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange, H
 from services.gateway.faces.openai.errors import public_message
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.openai.rate_headers import rate_headers
+from services.gateway.faces.openai.row_answers import replay_headers
 from services.gateway.faces.predict.http_codec import InferCall, infer_answer, infer_call
 from services.gateway.faces.predict.metadata import EXTENSIONS, NAME, VERSION, metadata_of, require_ready
 from services.gateway.rows.calls import RowsCalls
@@ -87,7 +88,7 @@ class PredictFace:
         )
         found = await unless_disconnected(exchange.receive, exchange.reply, work)
         body, head_bytes = infer_answer(call, found)
-        for header in rate_headers(found.answer):
+        for header in (*rate_headers(found.answer), *replay_headers(found.answer)):
             exchange.reply.add_header(*header)
         if head_bytes is None:
             await exchange.reply.json(200, body)

@@ -10,7 +10,7 @@ from services.core.errors import IntegrityError
 from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling, StageClock, Usage
 from services.gateway.events import Finished
 from services.gateway.idempotency.followers import FollowerBroadcast
-from services.gateway.idempotency.ownership import RecordOwnership
+from services.gateway.idempotency.ownership import RecordOwnership, terms_of
 from services.gateway.idempotency.record_codec import encode, end_in
 from services.gateway.idempotency.record_reader import RecordReader
 from services.gateway.idempotency.telemetry import KeyedTelemetry
@@ -71,7 +71,8 @@ async def test_an_acceptance_by_another_version_replaces_the_first() -> None:
     ownership = RecordOwnership(claim.hold, PORTS, broadcast, lambda: None)
     for digest in ("sha256:x", "sha256:y"):
         spec = GenerationSpec("req_1", "m", digest, 3, Prompt([1]), Sampling(7), OutputLimits(8))
-        terms = await ownership.accept(spec, (), resumed=broadcast.terms is not None)
+        accepted = terms_of(spec, (), 1.0)
+        terms = await ownership.accept(accepted, resumed=broadcast.terms is not None)
         broadcast.accept(terms, fresh=True)
     read = FollowerBroadcast(16, lambda follower, withdrawn: None)
     tail = await PORTS.store.read(claim.hold.key, 0, watch=False)

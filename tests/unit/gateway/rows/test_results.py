@@ -5,7 +5,7 @@ import pytest
 
 from services.core.errors import InternalError
 from services.core.fixed_cost.rows import RawTensor, RowEnd
-from services.gateway.rows.results import scores
+from services.gateway.rows.results import score_output, scores
 
 
 def end(*logits: float, datatype: str = "FP32") -> RowEnd:
@@ -13,7 +13,7 @@ def end(*logits: float, datatype: str = "FP32") -> RowEnd:
 
 
 def test_scores_are_sigmoids_and_never_overflow() -> None:
-    found = scores([end(0.0), end(2.0), end(-2.0), end(1e30), end(-1e30)])
+    found = scores(score_output([end(0.0), end(2.0), end(-2.0), end(1e30), end(-1e30)]))
     assert found[0] == 0.5
     assert found[1] == pytest.approx(1 / (1 + np.exp(-2.0)))
     assert found[1] + found[2] == pytest.approx(1.0)
@@ -21,10 +21,11 @@ def test_scores_are_sigmoids_and_never_overflow() -> None:
 
 
 def test_small_scores_keep_their_order() -> None:
-    assert scores([end(-40.0)])[0] > scores([end(-41.0)])[0] > 0.0
+    near, far = scores(score_output([end(-40.0), end(-41.0)]))
+    assert near > far > 0.0
 
 
-@pytest.mark.parametrize("bad", [RowEnd(), end(1.0, datatype="FP64")])
+@pytest.mark.parametrize("bad", [RowEnd(), end(1.0, datatype="FP64"), end(1.0, 2.0)])
 def test_another_output_is_a_bug(bad: RowEnd) -> None:
     with pytest.raises(InternalError):
-        scores([bad])
+        score_output([end(1.0), bad])

@@ -30,7 +30,6 @@ from services.core.errors import (
     StaleRoute,
     StreamBroken,
     TokenRateExceeded,
-    Unimplemented,
     UnsupportedFeature,
     VersionGone,
 )
@@ -179,7 +178,6 @@ async def test_a_long_input_is_refused_or_cut_when_asked(gateway: RowsGateway) -
         ({"inputs": [], "token_ids": [pb.TokenIds(ids=[53])]}, InvalidInput, "vocabulary has 53"),
         ({"inputs": [], "token_ids": [pb.TokenIds(ids=[4] * 41)]}, PromptTooLong, "at most 40"),
         ({"inputs": ["dog"] * 2049}, InvalidInput, "2049"),
-        ({"idempotency_key": "k"}, UnsupportedFeature, "idempotency_key"),
         ({"priority": common_pb2.PRIORITY_INTERACTIVE}, PermissionDenied, "above"),
         ({"version": "sha256:" + "0" * 64}, VersionGone, "does not serve"),
     ],
@@ -278,7 +276,7 @@ async def test_the_first_error_of_a_row_fails_the_request_and_only_computed_rows
 
 
 async def test_a_row_lost_twice_fails_the_request(gateway: RowsGateway) -> None:
-    gateway.runner.ends = {0: RowEnd(lost=True)}
+    gateway.runner.ends = {0: RowEnd(error=StreamBroken("lost on w1 and on w2"))}
     with pytest.raises(StreamBroken):
         await embed(gateway, "dog")
     assert gateway.reported[0].usage.prompt_tokens == 0
@@ -353,14 +351,6 @@ async def test_a_drain_rejects_new_requests_and_cuts_the_rest(gateway: RowsGatew
     with pytest.raises(Draining, match="over"):
         await call
     await at_rest(gateway)
-
-
-async def test_without_a_runner_every_call_is_unimplemented(folders: dict[str, Path]) -> None:
-    async with rows_gateway(folders, with_runner=False) as gateway:
-        with pytest.raises(Unimplemented):
-            await embed(gateway, "dog")
-        with pytest.raises(Unimplemented):
-            await rerank(gateway, "the", "dog")
 
 
 async def test_no_replica_is_reported_before_anything_is_reserved(gateway: RowsGateway) -> None:

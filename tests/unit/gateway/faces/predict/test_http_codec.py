@@ -8,9 +8,7 @@ import pytest
 
 from services.core.errors import InvalidInput, UnsupportedFeature
 from services.core.fixed_cost.rows import RawTensor
-from services.core.fixed_cost.signature import Signature
-from services.core.fixed_cost.tensors import Operation
-from services.core.generation import Usage
+from services.core.generation import StageClock, Usage
 from services.gateway.faces.predict.http_codec import InferCall, infer_answer, infer_call
 from services.gateway.rows.run import RowsAnswer
 from services.gateway.rows.service import Inferred
@@ -65,9 +63,8 @@ def test_each_output_has_the_form_that_was_asked_for() -> None:
     outputs = [{"name": "a", "parameters": {"binary_data": True}}, {"name": "b"}]
     asked = call({"id": "7", "inputs": [described("x", 48)], "outputs": outputs}, IDS.tobytes())
     values = np.array([1.5, np.nan], np.float32)
-    signature = Signature(Operation.INFER, (), ())
-    answer = RowsAnswer("r", "m", "sha256:0", signature, (), (1, 1), Usage(2, 0))
     tensors = tuple(RawTensor(name, "FP32", (2, 1), values.tobytes()) for name in "ab")
+    answer = RowsAnswer("r", "m", "sha256:0", tensors, (1, 1), Usage(2, 0), StageClock(1))
     body, head_bytes = infer_answer(asked, Inferred(answer, tensors))
     assert body[head_bytes:] == values.tobytes()
     head = json.loads(body[:head_bytes])
