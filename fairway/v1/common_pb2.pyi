@@ -454,6 +454,54 @@ class Error(_message.Message):
 Global___Error: _TypeAlias = Error  # noqa: Y015
 
 @_typing.final
+class BatchWindow(_message.Message):
+    """How long a batch of a fixed-cost model might have waited when it started, and what that was derived from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    LINGER_S_FIELD_NUMBER: _builtins.int
+    OBJECTIVE_S_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
+    TRANSPORT_S_FIELD_NUMBER: _builtins.int
+    REACHED_ROWS_FIELD_NUMBER: _builtins.int
+    RATE_PER_S_FIELD_NUMBER: _builtins.int
+    RETURNING_ROWS_FIELD_NUMBER: _builtins.int
+    width: _builtins.int
+    """Tokens of its length bucket. 0: the model's rows have no length."""
+    linger_s: _builtins.float
+    """The most that it might have waited; below 0 it was late: what is left of the objective to its oldest row, less the
+    compute quantile and the transport.
+    """
+    objective_s: _builtins.float
+    compute_s: _builtins.float
+    transport_s: _builtins.float
+    reached_rows: _builtins.int
+    """That it would have reached by then."""
+    rate_per_s: _builtins.float
+    """Open arrivals of the bucket, and rows that were on their way back from clients that wait for answers."""
+    returning_rows: _builtins.float
+    def __init__(
+        self,
+        *,
+        width: _builtins.int = ...,
+        linger_s: _builtins.float = ...,
+        objective_s: _builtins.float = ...,
+        compute_s: _builtins.float = ...,
+        transport_s: _builtins.float = ...,
+        reached_rows: _builtins.int = ...,
+        rate_per_s: _builtins.float = ...,
+        returning_rows: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "linger_s", b"linger_s", "objective_s", b"objective_s", "rate_per_s", b"rate_per_s", "reached_rows", b"reached_rows", "returning_rows", b"returning_rows", "transport_s", b"transport_s", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchWindow: _TypeAlias = BatchWindow  # noqa: Y015
+
+@_typing.final
 class Tensor(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

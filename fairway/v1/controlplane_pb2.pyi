@@ -3417,6 +3417,7 @@ class ExplainPlacementResponse(_message.Message):
     SINCE_FIELD_NUMBER: _builtins.int
     LEADER_ID_FIELD_NUMBER: _builtins.int
     LEADER_EPOCH_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     leader_id: _builtins.str
     leader_epoch: _builtins.int
     @_builtins.property
@@ -3427,6 +3428,10 @@ class ExplainPlacementResponse(_message.Message):
     def since(self) -> _timestamp_pb2.Timestamp:
         """What began before it may have been forgotten."""
 
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_scheduler_pb2.RowsExplanation]:
+        """Of a request of a fixed-cost model, from the gateways that ran it."""
+
     def __init__(
         self,
         *,
@@ -3434,10 +3439,11 @@ class ExplainPlacementResponse(_message.Message):
         since: _timestamp_pb2.Timestamp | None = ...,
         leader_id: _builtins.str = ...,
         leader_epoch: _builtins.int = ...,
+        rows: _abc.Iterable[_scheduler_pb2.RowsExplanation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "leader_epoch", b"leader_epoch", "leader_id", b"leader_id", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "leader_epoch", b"leader_epoch", "leader_id", b"leader_id", "rows", b"rows", "since", b"since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -304,6 +304,7 @@ class ConnectRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     SLOT_DEMANDS_FIELD_NUMBER: _builtins.int
     SLOT_RETURNS_FIELD_NUMBER: _builtins.int
+    ROWS_EXPLAINED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlaceRequest]: ...
     @_builtins.property
@@ -322,6 +323,10 @@ class ConnectRequest(_message.Message):
     def slot_returns(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotReturn]:
         """One for each lease with a new number, as soon as it is true."""
 
+    @_builtins.property
+    def rows_explained(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowsExplained]:
+        """Answers to ConnectResponse.explain."""
+
     def __init__(
         self,
         *,
@@ -330,14 +335,149 @@ class ConnectRequest(_message.Message):
         hello: Global___GatewayHello | None = ...,
         slot_demands: _abc.Iterable[Global___SlotDemand] | None = ...,
         slot_returns: _abc.Iterable[Global___SlotReturn] | None = ...,
+        rows_explained: _abc.Iterable[Global___RowsExplained] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "places", b"places", "slot_demands", b"slot_demands", "slot_returns", b"slot_returns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "places", b"places", "rows_explained", b"rows_explained", "slot_demands", b"slot_demands", "slot_returns", b"slot_returns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ConnectRequest: _TypeAlias = ConnectRequest  # noqa: Y015
+
+@_typing.final
+class RowTrip(_message.Message):
+    """One stay of a row of a fixed-cost model on a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEASE_NUMBER_FIELD_NUMBER: _builtins.int
+    LEASE_SLOTS_FIELD_NUMBER: _builtins.int
+    SLOT_WAIT_S_FIELD_NUMBER: _builtins.int
+    STAY_S_FIELD_NUMBER: _builtins.int
+    BATCH_WAIT_S_FIELD_NUMBER: _builtins.int
+    BATCH_ROWS_FIELD_NUMBER: _builtins.int
+    BATCH_CAUSE_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    worker_id: _builtins.str
+    epoch: _builtins.int
+    """The lease whose slot it had: the leader's epoch, 0 without a leader, the lease's number and slots."""
+    lease_number: _builtins.int
+    lease_slots: _builtins.int
+    slot_wait_s: _builtins.float
+    """From its arrival at the gateway until it had a slot; from then until the gateway received its end; of that, on the
+    worker until its batch started.
+    """
+    stay_s: _builtins.float
+    batch_wait_s: _builtins.float
+    batch_rows: _builtins.int
+    """Of the batch that answered it."""
+    batch_cause: _builtins.str
+    outcome: _builtins.str
+    """ANSWERED, LOST, or the reason of an error."""
+    @_builtins.property
+    def window(self) -> _common_pb2.BatchWindow: ...
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        worker_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        lease_number: _builtins.int = ...,
+        lease_slots: _builtins.int = ...,
+        slot_wait_s: _builtins.float = ...,
+        stay_s: _builtins.float = ...,
+        batch_wait_s: _builtins.float = ...,
+        batch_rows: _builtins.int = ...,
+        batch_cause: _builtins.str = ...,
+        window: _common_pb2.BatchWindow | None = ...,
+        outcome: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_cause", b"batch_cause", "batch_rows", b"batch_rows", "batch_wait_s", b"batch_wait_s", "epoch", b"epoch", "lease_number", b"lease_number", "lease_slots", b"lease_slots", "outcome", b"outcome", "row", b"row", "slot_wait_s", b"slot_wait_s", "stay_s", b"stay_s", "window", b"window", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowTrip: _TypeAlias = RowTrip  # noqa: Y015
+
+@_typing.final
+class RowsExplanation(_message.Message):
+    """How a gateway ran the rows of one request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    QUEUED_UNIX_S_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    TOOK_S_FIELD_NUMBER: _builtins.int
+    TRIPS_FIELD_NUMBER: _builtins.int
+    GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    model: _builtins.str
+    version_digest: _builtins.str
+    priority: _common_pb2.Priority.ValueType
+    queued_unix_s: _builtins.float
+    rows: _builtins.int
+    took_s: _builtins.float
+    gateway_id: _builtins.str
+    @_builtins.property
+    def trips(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowTrip]:
+        """Of its first rows."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        queued_unix_s: _builtins.float = ...,
+        rows: _builtins.int = ...,
+        took_s: _builtins.float = ...,
+        trips: _abc.Iterable[Global___RowTrip] | None = ...,
+        gateway_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "model", b"model", "priority", b"priority", "queued_unix_s", b"queued_unix_s", "rows", b"rows", "tenant", b"tenant", "took_s", b"took_s", "trips", b"trips", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowsExplanation: _TypeAlias = RowsExplanation  # noqa: Y015
+
+@_typing.final
+class RowsExplained(_message.Message):
+    """What a gateway remembers of a request; nothing of it: not set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def found(self) -> Global___RowsExplanation: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        found: Global___RowsExplanation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowsExplained: _TypeAlias = RowsExplained  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
@@ -580,6 +720,7 @@ class ConnectResponse(_message.Message):
     PRESSURES_FIELD_NUMBER: _builtins.int
     FLEET_FIELD_NUMBER: _builtins.int
     SLOT_LEASES_FIELD_NUMBER: _builtins.int
+    EXPLAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grant]: ...
     @_builtins.property
@@ -596,6 +737,10 @@ class ConnectResponse(_message.Message):
 
     @_builtins.property
     def slot_leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotLease]: ...
+    @_builtins.property
+    def explain(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Requests that an operator asks about; each is answered."""
+
     def __init__(
         self,
         *,
@@ -605,10 +750,11 @@ class ConnectResponse(_message.Message):
         pressures: _abc.Iterable[Global___PoolPressure] | None = ...,
         fleet: Global___FleetSnapshot | None = ...,
         slot_leases: _abc.Iterable[Global___SlotLease] | None = ...,
+        explain: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "grants", b"grants", "leadership", b"leadership", "pressures", b"pressures", "refusals", b"refusals", "slot_leases", b"slot_leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "fleet", b"fleet", "grants", b"grants", "leadership", b"leadership", "pressures", b"pressures", "refusals", b"refusals", "slot_leases", b"slot_leases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1418,6 +1564,7 @@ class ExplainResponse(_message.Message):
     DECISIONS_FIELD_NUMBER: _builtins.int
     LEADERSHIP_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementDecision]:
         """The oldest first. Empty: nothing is remembered."""
@@ -1428,16 +1575,21 @@ class ExplainResponse(_message.Message):
     def since(self) -> _timestamp_pb2.Timestamp:
         """What began before it may have been forgotten."""
 
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowsExplanation]:
+        """Of a request of a fixed-cost model, from the gateways that ran it."""
+
     def __init__(
         self,
         *,
         decisions: _abc.Iterable[Global___PlacementDecision] | None = ...,
         leadership: Global___Leadership | None = ...,
         since: _timestamp_pb2.Timestamp | None = ...,
+        rows: _abc.Iterable[Global___RowsExplanation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership", "since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "leadership", b"leadership", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "leadership", b"leadership", "rows", b"rows", "since", b"since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -202,6 +202,7 @@ class StartSequence(_message.Message):
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     PREFIX_ROOT_FIELD_NUMBER: _builtins.int
     APART_TOKENS_FIELD_NUMBER: _builtins.int
+    EMBED_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The gateway's number on this stream; not in use."""
     request_id: _builtins.str
@@ -222,6 +223,8 @@ class StartSequence(_message.Message):
     prefix_root: _builtins.int
     apart_tokens: _builtins.int
     """Above 0: a suspect of a crash. Its next so many tokens come from engine steps of its own."""
+    embed: _builtins.bool
+    """It ends with its prefill: with the last token's hidden state, and without output."""
     @_builtins.property
     def grant(self) -> _scheduler_pb2.Grant: ...
     @_builtins.property
@@ -275,10 +278,11 @@ class StartSequence(_message.Message):
         prefix_hashes: _abc.Iterable[_builtins.int] | None = ...,
         prefix_root: _builtins.int = ...,
         apart_tokens: _builtins.int = ...,
+        embed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "fallback", b"fallback", "grant", b"grant", "logprobs", b"logprobs", "sampling", b"sampling", "time_left", b"time_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "apart_tokens", b"apart_tokens", "choice", b"choice", "delivered_chars", b"delivered_chars", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "apart_tokens", b"apart_tokens", "choice", b"choice", "delivered_chars", b"delivered_chars", "embed", b"embed", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -478,6 +482,7 @@ class SequenceFinished(_message.Message):
     DEVICE_US_FIELD_NUMBER: _builtins.int
     LOSS_CAUSE_FIELD_NUMBER: _builtins.int
     STEP_ROLE_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     stop: _builtins.str
@@ -497,6 +502,8 @@ class SequenceFinished(_message.Message):
     loss_cause: Global___LossCause.ValueType
     """With FINISH_REASON_ENGINE_LOST: what ended the engine, and the part of the sequence in its last step."""
     step_role: Global___StepRole.ValueType
+    embedding: _builtins.bytes
+    """Of a sequence that embeds: 32-bit little-endian floats."""
     def __init__(
         self,
         *,
@@ -512,10 +519,11 @@ class SequenceFinished(_message.Message):
         device_us: _builtins.int = ...,
         loss_cause: Global___LossCause.ValueType = ...,
         step_role: Global___StepRole.ValueType = ...,
+        embedding: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_us", b"device_us", "engine_wait_us", b"engine_wait_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "loss_cause", b"loss_cause", "output_tokens", b"output_tokens", "prefill_us", b"prefill_us", "reason", b"reason", "step_role", b"step_role", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_us", b"device_us", "embedding", b"embedding", "engine_wait_us", b"engine_wait_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "loss_cause", b"loss_cause", "output_tokens", b"output_tokens", "prefill_us", b"prefill_us", "reason", b"reason", "step_role", b"step_role", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -535,6 +543,7 @@ class RowFinished(_message.Message):
     WAIT_US_FIELD_NUMBER: _builtins.int
     BATCH_ROWS_FIELD_NUMBER: _builtins.int
     BATCH_CAUSE_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     error_reason: _builtins.str
     """Reason of the error tree, such as INVALID_INPUT, QUEUE_FULL, DEADLINE_UNMEETABLE, POISONED_INPUT or ENGINE_LOST: of
@@ -551,6 +560,10 @@ class RowFinished(_message.Message):
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]:
         """Without the batch dimension."""
 
+    @_builtins.property
+    def window(self) -> _common_pb2.BatchWindow:
+        """Of the first row of a request in its batch."""
+
     def __init__(
         self,
         *,
@@ -562,10 +575,11 @@ class RowFinished(_message.Message):
         wait_us: _builtins.int = ...,
         batch_rows: _builtins.int = ...,
         batch_cause: _builtins.str = ...,
+        window: _common_pb2.BatchWindow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_cause", b"batch_cause", "batch_rows", b"batch_rows", "device_us", b"device_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "outputs", b"outputs", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_cause", b"batch_cause", "batch_rows", b"batch_rows", "device_us", b"device_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "outputs", b"outputs", "wait_us", b"wait_us", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -335,6 +335,7 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
         found = await self._scheduler.explain(request_id_of(request.request_id))
         return pb.ExplainPlacementResponse(
             decisions=found.decisions,
+            rows=found.rows,
             since=found.since,
             leader_id=found.leadership.leader_id,
             leader_epoch=found.leadership.epoch,

@@ -219,3 +219,4 @@ class PlacementFrame:
     pressures: tuple[PoolPressure, ...] | None = None
     members: tuple[PoolMember, ...] | None = None
     leases: tuple[SlotLease, ...] = ()
+    questions: tuple[str, ...] = ()  # requests whose rows the gateway is to explain

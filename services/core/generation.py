@@ -191,6 +191,7 @@ class StartSpec:
     time_left_s: float | None = None  # None: no deadline
     traceparent: str = ""
     apart_tokens: int = 0  # of a suspect of a crash: its next tokens come from steps of its own
+    embed: bool = False  # it ends with its prefill: with the last token's hidden state, without output
 
     @property
     def prefill_tokens(self) -> int:
@@ -223,6 +224,7 @@ class SequenceEnd:
     # Of ENGINE_LOST: what ended the engine, and the part of the sequence in the step that ran.
     loss_cause: LossCause = LossCause.OUTSIDE
     step_role: StepRole = StepRole.NONE
+    embedding: bytes = b""  # of a sequence that embeds: 32-bit little-endian floats
 
 
 @dataclass(frozen=True, slots=True)

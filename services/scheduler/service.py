@@ -15,6 +15,7 @@ import structlog
 
 from services.core.decisions import FleetWorker, PlacementDecision, WorkerPool
 from services.core.errors import FairwayError, NoLeader, PermissionDenied
+from services.core.fixed_cost.explained import RowsExplanation
 from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import PlacementFrame, PlacementRefused, PoolSnapshot, ReportSnapshot
 from services.core.generation import PlaceSpec
@@ -25,6 +26,7 @@ from services.ports.streams.report_stream import ReportAnswer
 from services.runtime.secrets import check_ticket
 from services.runtime.supervisor import first_of
 from services.scheduler.explain.decision_log import DecisionLog
+from services.scheduler.explain.row_questions import RowQuestions
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.fleet.worker import NO_SUMS, WorkerState
 from services.scheduler.health.worker_health import WorkerStanding
@@ -76,6 +78,7 @@ class SchedulerService:
         self._rng = rng
         self._term: Term | None = None
         self._decisions = DecisionLog(clock, settings.profile)
+        self.questions = RowQuestions()
 
     @property
     def term(self) -> Term | None:
@@ -147,6 +150,10 @@ class SchedulerService:
         term = self._leading()
         return term.epoch, self._decisions.explain(request_id), self._decisions.since_unix_s
 
+    async def explain_rows(self, request_id: str) -> tuple[RowsExplanation, ...]:
+        """Return what the connected gateways remember of a request of a fixed-cost model. Raises NoLeader."""
+        return await self.questions.ask(request_id, self._leading().streams.sessions.values())
+
     def workers(self, *, size: int, token: str) -> tuple[int, tuple[FleetWorker, ...], str]:
         """Return the epoch and a page of the workers, as of now. Raises NoLeader while not leading."""
         term = self._leading()
@@ -217,6 +224,9 @@ class GatewayPlacementStream:
     def demand(self, demands: Sequence[SlotDemand], returned: Sequence[SlotReturn]) -> None:
         self._send(DemandSlots(self._session, tuple(demands), tuple(returned)))
 
+    def explained(self, request_id: str, found: RowsExplanation | None) -> None:
+        self._service.questions.answered(self._session, request_id, found)
+
     def take(self) -> PlacementFrame | None:
         if self._session.error is not None:
             raise self._session.error
@@ -224,10 +234,11 @@ class GatewayPlacementStream:
         outcomes, session.outbox = session.outbox, []
         pressures, session.pressures = session.pressures, None
         members, session.members = session.members, None
-        leases = session.take_leases()
-        if not outcomes and pressures is None and members is None and not leases:
+        leases, questions = session.take_leases(), tuple(session.questions)
+        session.questions.clear()
+        if not outcomes and pressures is None and members is None and not leases and not questions:
             return None
-        return PlacementFrame(self._term.epoch, tuple(outcomes), pressures, members, leases)
+        return PlacementFrame(self._term.epoch, tuple(outcomes), pressures, members, leases, questions)
 
     def close(self) -> None:
         self._term.streams.close_session(self._session)

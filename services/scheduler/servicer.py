@@ -23,6 +23,8 @@ from services.rpc.bounded_writes import send_headers
 from services.rpc.convert.decisions import decision_to_proto, pool_to_proto, timestamp, worker_to_proto
 from services.rpc.convert.scheduler import (
     counters_to_proto,
+    explained_from_proto,
+    explanation_to_proto,
     frame_to_proto,
     leadership,
     place_from_proto,
@@ -106,10 +108,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.ExplainRequest, context: Context
     ) -> scheduler_pb2.ExplainResponse:
         epoch, decisions, since_unix_s = self._service.explain(request.request_id)
+        rows = () if decisions else await self._service.explain_rows(request.request_id)
         return scheduler_pb2.ExplainResponse(
             decisions=[decision_to_proto(decision) for decision in decisions],
             leadership=leadership(epoch, self._leader_id),
             since=timestamp(since_unix_s),
+            rows=map(explanation_to_proto, rows),
         )
 
     async def ListReporters(
@@ -211,6 +215,8 @@ class _Places:
             self._placements.cancel(message.cancel.placement_ids)
         if message.slot_demands or message.slot_returns:
             self._placements.demand(*slots_from_proto(message))
+        for request_id, found in explained_from_proto(message).items():
+            self._placements.explained(request_id, found)
 
     def _valid(self, places: Iterable[scheduler_pb2.PlaceRequest]) -> Iterator[scheduler_pb2.PlaceRequest]:
         """Yield the valid placements; each invalid one is refused alone."""

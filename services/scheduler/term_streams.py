@@ -71,6 +71,8 @@ class GatewaySession(_Stream):
     listed_s: float = -math.inf
     # By worker, version and tenant.
     leases: dict[tuple[str, str, str], SlotLease] = field(default_factory=dict)
+    # Requests whose rows an operator asks about.
+    questions: list[str] = field(default_factory=list)
 
     def take_leases(self) -> tuple[SlotLease, ...]:
         """Return and remove the leases for the next frame."""

@@ -100,6 +100,8 @@ class Submit(EngineMessage, frozen=True):
     request_id: str = ""
     # Above 0: a suspect of a crash. Its next so many tokens are computed in steps of its own.
     apart_tokens: int = 0
+    # It ends with its prefill, without a token: with the last one's hidden state after the final norm.
+    embed: bool = False
 
 
 class Credit(EngineMessage, frozen=True):
@@ -264,6 +266,8 @@ class Stepped(EngineMessage, frozen=True):
     device_us: dict[int, int] = {}
     # Each handle once, after it finished or was cancelled: it is charged no more.
     settled: list[int] = []
+    # By handle, of those that embed, in the step that finished them: 32-bit little-endian floats.
+    embeddings: dict[int, bytes] = {}
 
 
 class EngineHeartbeat(EngineMessage, frozen=True):

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from fairway.v1 import common_pb2, inference_pb2
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded
+from tests.support.fixed_cost import save_last_token
 from tests.support.row_versions import mlp_version
-from tests.support.stack import Stack, fairway, kill, metadata
+from tests.support.stack import ROOT, Stack, fairway, kill, metadata
 
 MODEL = "mlp"
 Values = NDArray[np.float32]
@@ -64,3 +69,36 @@ async def test_rows_are_computed_by_the_workers_and_outlive_the_leader(stack: St
     kill(scheduler)
     again = await asyncio.gather(*(infer(stack, values[row : row + 1]) for row in range(40)))
     assert np.allclose(np.concatenate(again), found, atol=1e-5)
+
+
+async def test_a_decoder_embeds_texts_by_its_last_token(stack: Stack, tmp_path: Path) -> None:
+    """Published with the modules that declare it; equal to transformers to 1e-5, and it still generates."""
+    folder = tmp_path / "embedder"
+    shutil.copytree(ROOT / "models/tiny/checkpoint", folder)
+    save_last_token(folder)
+    state = ("--state-dir", str(stack.state))
+    fairway("models", "publish", str(folder), "--name", "embedder", *state)
+    fairway("deployments", "create", "embedder", "--wait", *state)
+    texts = ["The order of Ann", "two", "a longer text about an order " * 12]
+    async with stack.inference() as stub:
+        request = inference_pb2.EmbedRequest(model="embedder", inputs=texts, idempotency_key="once")
+        answers = [await stub.Embed(request, metadata=metadata(stack.api_key), timeout=120) for _ in range(2)]
+        generation = inference_pb2.Generation(model="embedder", prompt="The", max_output_tokens=2)
+        generated = await stub.Complete(
+            inference_pb2.CompleteRequest(generation=generation),
+            metadata=metadata(stack.api_key),
+            timeout=120,
+        )
+    assert generated.usage.output_tokens
+    first, again = answers
+    assert (first.replayed, again.replayed) == (False, True)
+    assert [each.values for each in again.embeddings] == [each.values for each in first.embeddings]
+    assert first.usage.output_tokens == 0
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text, found in zip(texts, first.embeddings, strict=True):
+        ids = tokenizer.encode(text).ids
+        assert found.prompt_tokens == len(ids)
+        with torch.inference_mode():
+            hidden = model.model(torch.tensor([ids])).last_hidden_state[0, -1].numpy()
+        np.testing.assert_allclose(found.values, hidden / np.linalg.norm(hidden), atol=1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,9 +19,10 @@ from services.adapters.links.muxed_placement import MuxedPlacement
 from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.links.reporter import Reporter
 from services.adapters.links.scheduler_directory import LeaderAddress
-from services.core.fixed_cost.rows import RawTensor, RowEnd, RowSpec, RowsRequest
+from services.core.fixed_cost.rows import BatchWindow, RawTensor, RowEnd, RowSpec, RowsRequest
 from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantSlots
 from services.core.records import Priority
+from services.gateway.rows.explanations import RowExplanations
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
 from services.gateway.rows.runner import LeasedRows, RowLimits
 from services.runtime.clock import SystemClock
@@ -42,6 +43,9 @@ def rows_request(
     return RowsRequest(
         f"req_{tenant}", tenant, "echo", digest, rows, Priority.STANDARD, deadline_s=deadline_s
     )
+
+
+WINDOW = BatchWindow(8, 0.03, 0.05, 0.02, 0.0, 4, 100.0, 2.0)  # of every batch
 
 
 class EchoRows:
@@ -107,7 +111,8 @@ class EchoRows:
                 device_s = self.batch_s / len(rows)
                 key = row.spec.tenant_id, DIGEST, row.spec.priority
                 self._host.tally.add_rows(key, 1, device_s)
-                row.end(RowEnd(outputs=row.spec.inputs, device_s=device_s, batch_rows=len(rows)))
+                end = RowEnd(outputs=row.spec.inputs, device_s=device_s, batch_rows=len(rows))
+                row.end(replace(end, batch_cause="idle", window=WINDOW))
             if rows:
                 self._host.changed()
 
@@ -182,15 +187,25 @@ class RowGateway:
     ) -> None:
         clock, streams = SystemClock(), GrpcStreams(TOKEN)
         self.leases = GatewayLeases(clock, AloneSettings(after_s=1.0))
+        self.explanations = RowExplanations()
         self.placement = MuxedPlacement(
             StreamPlacementLinks(streams, directory, gateway_id),
             clock,
             supervisor,
             Random(3),
             listener=self.leases,
+            explain=self.explanations.find,
         )
         self.workers = MuxedWorkers(streams, gateway_id, clock, supervisor)
-        self.runner = LeasedRows(self.workers, self.placement, self.leases, clock, supervisor, limits)
+        self.runner = LeasedRows(
+            self.workers,
+            self.placement,
+            self.leases,
+            clock,
+            supervisor,
+            limits,
+            explanations=self.explanations,
+        )
         self.placement.start()
 
     async def close(self) -> None:

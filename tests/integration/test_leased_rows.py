@@ -9,10 +9,11 @@ import pytest
 import pytest_asyncio
 
 from services.core.errors import DeadlineUnmeetable, NoWorkerAvailable, QueueFull, ShareExceeded
+from services.core.fixed_cost.explained import MAX_TRIPS
 from services.core.fixed_cost.rows import RowEnd
 from services.gateway.rows.runner import RowLimits
 from services.runtime.clock import SystemClock
-from tests.integration.leased_rows import RowRig, row_rig, rows_request
+from tests.integration.leased_rows import WINDOW, RowRig, row_rig, rows_request
 from tests.support.waiting import until
 
 
@@ -186,3 +187,28 @@ async def test_rows_run_without_a_leader_on_a_part_of_the_slots(rig: RowRig) -> 
     worker.rows.most = 0
     assert answers(await gateway.runner.run(rows_request(40))) == list(range(40))
     assert worker.rows.most <= 4
+
+
+async def test_the_leader_explains_a_request_by_the_gateway_that_ran_it(rig: RowRig) -> None:
+    worker = await rig.add_worker(row_slots=4)
+    one, other = rig.add_gateway(), rig.add_gateway()
+    await served(rig)
+    await other.runner.run(rows_request(1, "beta"))
+    service = rig.scheduler.service
+    assert await service.explain_rows("req_acme") == ()
+    worker.rows.paused = True
+    running = asyncio.create_task(one.runner.run(rows_request(20)))
+    await until(lambda: len(worker.rows.live) == 4)
+    worker.rows.lose()
+    worker.rows.paused = False
+    await running
+    (found,) = await service.explain_rows("req_acme")
+    assert (found.gateway_id, found.tenant, found.rows) == ("g0", "acme", 20)
+    assert len(found.trips) == MAX_TRIPS
+    lost = [trip for trip in found.trips if trip.outcome == "LOST"]
+    assert len(lost) == 4
+    for trip in found.trips:
+        assert (trip.worker_id, trip.epoch, trip.lease_slots) == ("w0", 1, 4)
+        assert trip.lease_number
+        assert 0 <= trip.slot_wait_s <= found.took_s
+        assert (trip.window, trip.batch_cause) == ((None, "") if trip in lost else (WINDOW, "idle"))

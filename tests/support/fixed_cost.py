@@ -80,11 +80,16 @@ def save_pooling(folder: Path, *, mode: str = "mean_tokens", normalize: bool = T
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens")
+    modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "lasttoken")
     pooling = {f"pooling_mode_{name}": name == mode for name in modes}
     (folder / "1_Pooling" / "config.json").write_text(
         json.dumps(pooling | {"word_embedding_dimension": width})
     )
+
+
+def save_last_token(folder: Path, width: int = 256) -> None:
+    """Declare that a decoder embeds by its last token."""
+    save_pooling(folder, mode="lasttoken", width=width)
 
 
 def token_row(rng: np.random.Generator, length: int, *, types: bool = True) -> Row:

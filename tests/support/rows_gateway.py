@@ -168,7 +168,12 @@ class RowsGateway:
         )
         self.service = IdempotentService(keyed, **parts, limits=GatewayLimits())
         work = RowsParts(
-            validator, self.catalog, RequestQuotas(self.identity, self.ports), self.ports, self.runner
+            validator,
+            self.catalog,
+            RequestQuotas(self.identity, self.ports),
+            self.ports,
+            self.runner,
+            prefills=self.runner,
         )
         runs = IdempotentRows(PlainRows(self.service, work), self.service, self.identity, work)
         self.rows = RowsService(self.service, validator=validator, catalog=self.catalog, runs=runs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Final
 
 import typer
@@ -71,6 +72,54 @@ DECISIONS: Final[tuple[Column[pb.PlacementDecision], ...]] = (
     Column("scores", _parts, wide=True),
     Column("epoch", lambda found: str(found.epoch), wide=True),
     Column("digest", lambda found: found.version_digest, wide=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowLine:
+    """One stay of a row on a worker, and the request that it is of."""
+
+    request: pb.RowsExplanation
+    trip: pb.RowTrip
+
+
+def _lease(line: _RowLine) -> str:
+    trip = line.trip
+    return f"{trip.lease_number} of {trip.lease_slots} slots" if trip.epoch else "without a leader"
+
+
+def _window(line: _RowLine) -> str:
+    """The bound of the window by what it was derived from, and what was expected to arrive."""
+    if not line.trip.HasField("window"):
+        return ""
+    found = line.trip.window
+    return (
+        f"{_s(found.linger_s)} = {_s(found.objective_s)} - {_s(found.compute_s)} compute "
+        f"- {_s(found.transport_s)} transport; {found.rate_per_s:.1f} rows/s, "
+        f"{found.returning_rows:.0f} returning"
+    )
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+ROWS: Final[tuple[Column[_RowLine], ...]] = (
+    Column("row", lambda line: str(line.trip.row)),
+    Column("outcome", lambda line: line.trip.outcome),
+    Column("worker", lambda line: line.trip.worker_id),
+    Column("slot wait", lambda line: _s(line.trip.slot_wait_s)),
+    Column("stay", lambda line: _s(line.trip.stay_s)),
+    Column("batch wait", lambda line: _s(line.trip.batch_wait_s)),
+    Column("batch", lambda line: f"{line.trip.batch_rows} rows" if line.trip.batch_rows else ""),
+    Column("started by", lambda line: line.trip.batch_cause),
+    Column("bucket", lambda line: str(line.trip.window.width or ""), drop=2),
+    Column("window", _window, drop=1),
+    Column("lease", _lease, drop=3),
+    Column("gateway", lambda line: line.request.gateway_id, wide=True),
+    Column("tenant", lambda line: f"{line.request.tenant}/{priority(line.request.priority)}", wide=True),
+    Column("epoch", lambda line: str(line.trip.epoch), wide=True),
+    Column("digest", lambda line: line.request.version_digest, wide=True),
 )
 
 
@@ -158,11 +207,14 @@ def _add_explain(app: typer.Typer) -> None:
         ],
         output: OutputOption = Format.TABLE,
     ) -> None:
-        """Show the placement of a request: candidate workers, their scores, and why it waited."""
+        """Show the placement of a request: candidate workers, their scores, and why it waited.
+
+        Of a fixed-cost model: the slots, batches and windows of its first rows.
+        """
         found = await checked(
             connection.admin.placements.explain(request_id), what="cannot explain the request"
         )
-        if not found.decisions:
+        if not found.decisions and not found.rows:
             raise CliError(
                 "NOT_FOUND",
                 f"the leading scheduler has no record of {request_id}",
@@ -172,6 +224,9 @@ def _add_explain(app: typer.Typer) -> None:
             )
         if output in DOCUMENTS:
             write_document(document_of(found), output)
+        elif found.rows:
+            lines = [_RowLine(each, trip) for each in found.rows for trip in each.trips]
+            show_rows(ROWS, lines, wide=output is Format.WIDE)
         else:
             show_rows(DECISIONS, found.decisions, wide=output is Format.WIDE)
 

@@ -69,4 +69,4 @@ def parse_fixed_cost(names: Collection[str], read: Callable[[str], bytes]) -> Fi
         raise UnsupportedModel(f"{CONFIG}: {refused.field}", refused.value) from refused
     if config.head == "embedding":
         config = pooled(config, names, value_of)
-    return replace(config, max_tokens=max_tokens(config, names, value_of))
+    return replace(config, max_tokens=max_tokens(config.max_positions, names, value_of))

@@ -1,13 +1,13 @@
-"""How an embedding is made of an encoder's output, as ``modules.json`` of sentence-transformers declares it.
+"""How an embedding is made of a model's output, as ``modules.json`` of sentence-transformers declares it.
 
-The modules must be an encoder, a pooling (mean or CLS), and at most a normalisation. Others are rejected: a
-vector that is pooled otherwise is a wrong answer that looks right.
+The modules must be the model, a pooling, and at most a normalisation: mean or CLS of an encoder, the last
+token of a decoder. Others are rejected: a vector that is pooled otherwise is a wrong answer that looks right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from fairway.formats.config_fields import UnsupportedModel, positive_int
@@ -19,6 +19,7 @@ SENTENCES: Final = "sentence_bert_config.json"
 PROMPTS: Final = "config_sentence_transformers.json"
 FILES: Final = (MODULES, POOLING, SENTENCES, PROMPTS)
 
+LAST_TOKEN: Final = "lasttoken"
 _MODES: Final = "pooling_mode_"
 _POOLINGS: Final[Mapping[str, Pooling]] = {"mean_tokens": "mean", "cls_token": "cls"}
 _PLACES: Final = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
@@ -32,23 +33,37 @@ def pooled(config: EncoderConfig, names: Collection[str], read: Read) -> Encoder
         raise UnsupportedModel(
             f"{MODULES}, which declares how an embedding is pooled (mean or CLS)", "missing"
         )
-    normalize = "Normalize" in _modules(read(MODULES))
-    if POOLING not in names:
-        raise UnsupportedModel(POOLING, "missing")
-    prompts = _fields(PROMPTS, read(PROMPTS)) if PROMPTS in names else {}
-    if prompts.get("default_prompt_name") is not None:
-        raise UnsupportedModel(f"{PROMPTS}: default_prompt_name", prompts["default_prompt_name"])
-    pooling = _pooling(_fields(POOLING, read(POOLING)), config)
-    return replace(config, pooling=pooling, normalize=normalize)
+    mode, normalize = _declared(config.hidden_size, names, read)
+    if mode not in _POOLINGS:
+        raise UnsupportedModel(f"{POOLING}: pooling_mode", mode)
+    return replace(config, pooling=_POOLINGS[mode], normalize=normalize)
 
 
-def max_tokens(config: EncoderConfig, names: Collection[str], read: Read) -> int:
+@dataclass(frozen=True, slots=True)
+class LastToken:
+    """A decoder's embedding: the hidden state of the last token, after the final norm."""
+
+    normalize: bool
+    max_tokens: int
+
+
+def last_token(hidden_size: int, max_positions: int, names: Collection[str], read: Read) -> LastToken | None:
+    """Return how a decoder embeds; None if its files declare no embedding. Raises UnsupportedModel."""
+    if MODULES not in names:
+        return None
+    mode, normalize = _declared(hidden_size, names, read)
+    if mode != LAST_TOKEN:
+        raise UnsupportedModel(f"{POOLING}: pooling_mode of a decoder", mode)
+    return LastToken(normalize, max_tokens(max_positions, names, read))
+
+
+def max_tokens(max_positions: int, names: Collection[str], read: Read) -> int:
     """Return the most tokens of a row: ``max_seq_length`` within the positions, else all positions."""
     fields = _fields(SENTENCES, read(SENTENCES)) if SENTENCES in names else {}
     if fields.get("max_seq_length") is None:
-        return config.max_positions
+        return max_positions
     try:
-        return min(config.max_positions, positive_int(fields, "max_seq_length"))
+        return min(max_positions, positive_int(fields, "max_seq_length"))
     except UnsupportedModel as refused:
         raise UnsupportedModel(f"{SENTENCES}: {refused.field}", refused.value) from refused
 
@@ -69,9 +84,20 @@ def _modules(value: Any) -> list[str]:
     return kinds
 
 
-def _pooling(fields: Mapping[str, Any], config: EncoderConfig) -> Pooling:
-    width = fields.get("word_embedding_dimension", fields.get("embedding_dimension", config.hidden_size))
-    if width != config.hidden_size:
+def _declared(hidden_size: int, names: Collection[str], read: Read) -> tuple[str, bool]:
+    """Return the pooling mode, and whether vectors are normalised."""
+    normalize = "Normalize" in _modules(read(MODULES))
+    if POOLING not in names:
+        raise UnsupportedModel(POOLING, "missing")
+    prompts = _fields(PROMPTS, read(PROMPTS)) if PROMPTS in names else {}
+    if prompts.get("default_prompt_name") is not None:
+        raise UnsupportedModel(f"{PROMPTS}: default_prompt_name", prompts["default_prompt_name"])
+    return _mode(_fields(POOLING, read(POOLING)), hidden_size), normalize
+
+
+def _mode(fields: Mapping[str, Any], hidden_size: int) -> str:
+    width = fields.get("word_embedding_dimension", fields.get("embedding_dimension", hidden_size))
+    if width != hidden_size:
         raise UnsupportedModel(f"{POOLING}: word_embedding_dimension", width)
     named = fields.get("pooling_mode")  # what newer releases write
     if isinstance(named, str):
@@ -80,9 +106,9 @@ def _pooling(fields: Mapping[str, Any], config: EncoderConfig) -> Pooling:
         modes = [
             name.removeprefix(_MODES) for name, value in fields.items() if name.startswith(_MODES) and value
         ]
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
+    if len(modes) != 1:
         raise UnsupportedModel(f"{POOLING}: pooling_mode", " and ".join(modes) or named)
-    return _POOLINGS[modes[0]]
+    return modes[0]
 
 
 def _fields(name: str, value: Any) -> Mapping[str, Any]:

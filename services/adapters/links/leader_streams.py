@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 from fairway.v1 import scheduler_pb2
 from services.adapters.links.leader_links import OPEN_S, SILENCE_S
 from services.adapters.links.muxed_placement import PlacementLink
+from services.adapters.links.outgoing_slots import SlotsMessage
 from services.adapters.links.reporter import ReportLink
 from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDirectory
 from services.core.errors import NoLeader
-from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import PlacementFrame, ReportSnapshot
 from services.core.generation import PlaceSpec
 from services.ports.streams.message_stream import ClientStream, StreamClient, StreamLost, StreamMethod
@@ -135,8 +135,8 @@ class _PlacementStreamLink(_LeaderStream[scheduler_pb2.ConnectRequest, scheduler
     async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:
         await self._write(connect_request(places, cancelled))
 
-    async def send_slots(self, demands: Sequence[SlotDemand], returned: Sequence[SlotReturn]) -> None:
-        await self._write(slots_to_proto(demands, returned))
+    async def send_slots(self, message: SlotsMessage) -> None:
+        await self._write(slots_to_proto(message.demands, message.returned, message.explained))
 
     async def receive(self) -> PlacementFrame:
         return frame_from_proto(await self._read(), self.epoch)

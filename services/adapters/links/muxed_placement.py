@@ -18,7 +18,7 @@ import asyncio
 import contextvars
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
@@ -27,9 +27,10 @@ from typing import Final, Protocol, TypeAlias
 import structlog
 
 from services.adapters.links.leader_links import LeaderLink, LeaderLinks, keep_linked
-from services.adapters.links.outgoing_slots import OutgoingSlots
+from services.adapters.links.outgoing_slots import OutgoingSlots, SlotsMessage
 from services.core.backoff import Backoff
 from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout, ShareExceeded
+from services.core.fixed_cost.explained import RowsExplanation
 from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import Granted, PlacementFrame
 from services.core.generation import AnyGrant, FallbackGrant, NotAdmittedReason, PlaceSpec
@@ -55,8 +56,8 @@ class PlacementLink(LeaderLink[PlacementFrame], Protocol):
     async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:
         """Send (placement id, spec, queue time left) and withdrawn ids. Raises FairwayError when broken."""
 
-    async def send_slots(self, demands: Sequence[SlotDemand], returned: Sequence[SlotReturn]) -> None:
-        """Send slot demands and returns. Raises FairwayError when broken."""
+    async def send_slots(self, message: SlotsMessage) -> None:
+        """Send slot demands, returns and explanations. Raises FairwayError when broken."""
 
 
 PlacementLinks: TypeAlias = LeaderLinks[PlacementLink]
@@ -93,9 +94,12 @@ class MuxedPlacement:
         *,
         fallback: FallbackPlacer | None = None,
         listener: SlotListener | None = None,
+        explain: Callable[[str], RowsExplanation | None] = lambda _request_id: None,
     ) -> None:
+        """``explain`` returns how this gateway ran a request of a fixed-cost model."""
         self._links = links
         self._listener = listener
+        self._explain = explain
         self._slots = OutgoingSlots()
         self._fallback = fallback
         self._fallback_task: asyncio.Task[None] | None = None
@@ -347,6 +351,9 @@ class MuxedPlacement:
                 frame = await link.receive()
                 self._on_leader_message(frame)
                 self._settle(frame)
+                for request_id in frame.questions:
+                    self._slots.explained(request_id, self._explain(request_id))
+                    self._woken.set()
         except FairwayError as error:
             return error
         finally:
@@ -378,7 +385,7 @@ class MuxedPlacement:
                     places, cancelled = self._take_outgoing()
                     await link.send(places, cancelled)
                 while self._slots:
-                    await link.send_slots(*self._slots.take())
+                    await link.send_slots(self._slots.take())
         except FairwayError as error:
             log.info("placement.write_failed", reason=error.reason)
             await link.close()

@@ -75,8 +75,10 @@ from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
+from services.gateway.rows.explanations import RowExplanations
 from services.gateway.rows.keyed import IdempotentRows
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
+from services.gateway.rows.prefills import PrefilledRows, PrefillLimits
 from services.gateway.rows.run import RowsParts
 from services.gateway.rows.runner import LeasedRows, RowLimits
 from services.gateway.rows.runs import PlainRows
@@ -338,7 +340,8 @@ def _gateway_services(
         ports=ports,
         limits=limits,
     )
-    parts = RowsParts(validator, catalog, RequestQuotas(identity, ports), ports, runner)
+    prefills = PrefilledRows(ports, PrefillLimits(settings.queue_ttl_s))
+    parts = RowsParts(validator, catalog, RequestQuotas(identity, ports), ports, runner, prefills)
     runs = IdempotentRows(PlainRows(service, parts), service, identity, parts)
     return service, RowsService(service, validator=validator, catalog=catalog, runs=runs)
 
@@ -421,7 +424,11 @@ def _response_cache(environment: Environment, quotas: _Quotas, gateway_id: str) 
 
 
 def _open_placement(
-    environment: Environment, streams: StreamClient, gateway_id: str, leases: GatewayLeases
+    environment: Environment,
+    streams: StreamClient,
+    gateway_id: str,
+    leases: GatewayLeases,
+    explanations: RowExplanations,
 ) -> MuxedPlacement:
     """Return the client of the leading scheduler; its search for the leader has started."""
     settings = environment.settings
@@ -439,6 +446,7 @@ def _open_placement(
             ),
         ),
         listener=leases,
+        explain=explanations.find,
     )
     environment.closing.push_async_callback(placement.close)
     placement.start()  # receives the fleet before the first request
@@ -452,11 +460,18 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
     leases = GatewayLeases(
         clock, AloneSettings(after_s=settings.fallback_after_s, max_age_s=settings.fallback_max_age_s)
     )
-    placement = _open_placement(environment, streams, gateway_id, leases)
+    explanations = RowExplanations()
+    placement = _open_placement(environment, streams, gateway_id, leases, explanations)
     workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=placement.give_back)
     environment.closing.push_async_callback(workers.close)
     rows = LeasedRows(
-        workers, placement, leases, clock, supervisor, RowLimits(queue_ttl_s=settings.queue_ttl_s)
+        workers,
+        placement,
+        leases,
+        clock,
+        supervisor,
+        RowLimits(queue_ttl_s=settings.queue_ttl_s),
+        explanations=explanations,
     )
     environment.closing.push_async_callback(rows.close)
     export_upstream(

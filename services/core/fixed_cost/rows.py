@@ -36,6 +36,20 @@ class RowSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchWindow:
+    """How long a batch might have waited when it started. See BatchWindow in common.proto."""
+
+    width: int  # tokens of its length bucket; 0: rows of the model have no length
+    linger_s: float  # the most that it might have waited; negative: it was late
+    objective_s: float  # what was left of it to the oldest row
+    compute_s: float  # the quantile at the size that it would have reached
+    transport_s: float
+    reached_rows: int
+    rate_per_s: float  # of open arrivals
+    returning_rows: float  # on their way back from clients that wait for answers
+
+
+@dataclass(frozen=True, slots=True)
 class RowEnd:
     """How a row ended on a worker: with its outputs, with an error, or lost with its device process."""
 
@@ -46,6 +60,7 @@ class RowEnd:
     wait_s: float = 0.0  # until its batch started
     batch_rows: int = 0  # of the batch that answered it
     batch_cause: str = ""  # why that batch started
+    window: BatchWindow | None = None  # of that batch, with the first row of a request in it
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from fairway.formats.fixed_cost.config import FixedCostConfig
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
 from fairway.formats.fixed_cost.image_config import VitConfig
 from fairway.formats.fixed_cost.mlp_config import MlpConfig
+from fairway.formats.fixed_cost.pooling import LastToken
 from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
 
 
@@ -24,11 +25,26 @@ class Signature:
     normalized: bool = False
     may_be_cut: bool = False
     dimensions: tuple[int, ...] = ()  # the only sizes of a cut; empty: any
+    # Of a decoder: rows are sequences that end with their prefill.
+    by_prefill: bool = False
 
     @property
     def has_types(self) -> bool:
         """Whether a row may mark which of its two texts a token belongs to."""
         return any(spec.name == "token_type_ids" for spec in self.inputs)
+
+
+def signature_of_decoder(hidden_size: int, vocab_size: int, embeds: LastToken) -> Signature:
+    """Return the signature of a decoder that embeds."""
+    return Signature(
+        Operation.EMBED,
+        (TensorSpec("input_ids", "INT64", (ANY,), has_length=True),),
+        (TensorSpec("embedding", "FP32", (hidden_size,)),),
+        max_tokens=embeds.max_tokens,
+        vocab_size=vocab_size,
+        normalized=embeds.normalize,
+        by_prefill=True,
+    )
 
 
 def signature_of(config: FixedCostConfig) -> Signature:

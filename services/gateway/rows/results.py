@@ -43,10 +43,12 @@ def embedding_output(ends: Sequence[RowEnd], dimensions: int, signature: Signatu
     A cut vector of a model whose vectors have length 1 is scaled to length 1 again.
     """
     found = _floats(ends)
-    if dimensions and dimensions != signature.outputs[0].shape[0]:
+    is_cut = bool(dimensions) and dimensions != signature.outputs[0].shape[0]
+    if is_cut:
         found = found[:, :dimensions]
-        if signature.normalized:
-            found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.float32(1e-12))
+    # An encoder returns whole vectors normalised, a decoder's engine the hidden state.
+    if signature.normalized and (is_cut or signature.by_prefill):
+        found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.float32(1e-12))
     return RawTensor("embedding", "FP32", found.shape, found.tobytes())
 
 

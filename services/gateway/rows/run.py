@@ -62,6 +62,7 @@ class RowsParts:
     quotas: RequestQuotas
     ports: Ports
     runner: RowRunner
+    prefills: RowRunner  # of decoders that embed
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ class RowsRun:
         """Return the rows for the version of a route."""
         self._enter(Stage.VALIDATE)
         route, job = checked.route, self._job
-        model = await self._parts.catalog.text_model(route.version_digest)
+        model = (await self._parts.catalog.text_model(route.version_digest)).of_rows
         signature = model.signature
         operation = signature.operation if signature is not None else "generate"
         if signature is None or operation not in job.work.operations:
@@ -262,7 +263,8 @@ class RowsRun:
             self._enter(Stage.ENGINE_WAIT)
             began_s = self._ports.clock.monotonic_s()
             try:
-                ends = await self._parts.runner.run(self._request(checked, payer, ready))
+                runner = self._parts.prefills if ready.signature.by_prefill else self._parts.runner
+                ends = await runner.run(self._request(checked, payer, ready))
             except StaleRoute:
                 if number == MAX_ROUTES:
                     raise

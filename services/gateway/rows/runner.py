@@ -31,11 +31,13 @@ from services.core.errors import (
     StaleRoute,
     StreamBroken,
 )
+from services.core.fixed_cost.explained import MAX_TRIPS, RowsExplanation, RowTrip
 from services.core.fixed_cost.rows import RowEnd, RowSpec, RowsRequest
 from services.core.generation import NotAdmittedReason
 from services.core.shares import share_of
 from services.gateway.policy.retry import EXCLUDED_S
 from services.gateway.rows.demands import SlotDemands
+from services.gateway.rows.explanations import RowExplanations
 from services.gateway.rows.leases import GatewayLeases, SlotsHere
 from services.gateway.rows.row_queue import QueuedRow, RowQueue
 from services.ports.clock import Clock
@@ -66,6 +68,30 @@ class _Run:
     left: int
     done: asyncio.Future[None]
     sinks: dict[int, _InFlight] = field(default_factory=dict)  # by row
+    trips: list[RowTrip] = field(default_factory=list)  # of the first rows
+
+    def note(self, sink: _InFlight, end: RowEnd, now_s: float) -> None:
+        """Keep how a row ran, of the first ones."""
+        if len(self.trips) >= MAX_TRIPS:
+            return
+        lease = sink.slots.lease
+        outcome = "LOST" if end.lost else "ANSWERED" if end.error is None else end.error.reason
+        self.trips.append(
+            RowTrip(
+                row=sink.row.row,
+                worker_id=lease.worker_id,
+                epoch=lease.epoch,
+                lease_number=lease.number,
+                lease_slots=lease.slots,
+                slot_wait_s=sink.started_s - sink.row.queued_s,
+                stay_s=now_s - sink.started_s,
+                batch_wait_s=end.wait_s,
+                batch_rows=end.batch_rows,
+                batch_cause=end.batch_cause,
+                window=end.window,
+                outcome=outcome,
+            )
+        )
 
 
 class LeasedRows:
@@ -79,14 +105,17 @@ class LeasedRows:
         clock: Clock,
         supervisor: Supervisor,
         limits: RowLimits | None = None,
+        *,
+        explanations: RowExplanations | None = None,
     ) -> None:
-        """``leases`` is the listener of ``slots``."""
+        """``leases`` is the listener of ``slots``; ``explanations`` receives how requests ran."""
         self._workers = workers
         self._slots = slots
         self._leases = leases
         self._clock = clock
         self._supervisor = supervisor
         self._limits = limits if limits is not None else RowLimits()
+        self._explanations = explanations if explanations is not None else RowExplanations()
         self._queues: dict[str, RowQueue] = {}
         self._demands = SlotDemands(slots, clock)
         self._runs: dict[QueuedRow, _Run] = {}
@@ -113,6 +142,7 @@ class LeasedRows:
             await run.done
         finally:
             self._withdraw(run)
+            self._explain(request, run)
             if run.done.done() and not run.done.cancelled():
                 run.done.exception()  # it was retrieved, whoever cancelled meanwhile
         return tuple(end for end in run.ends if end is not None)
@@ -162,6 +192,20 @@ class LeasedRows:
                 self._leases.ended(sink.slots)
             if not row.over:
                 self._leave(row)
+
+    def _explain(self, request: RowsRequest, run: _Run) -> None:
+        took_s = self._clock.monotonic_s() - run.rows[0].queued_s
+        found = RowsExplanation(
+            tenant=request.tenant_id,
+            model=request.model,
+            version_digest=request.version_digest,
+            priority=request.priority,
+            queued_unix_s=self._clock.unix_s() - took_s,
+            rows=len(run.rows),
+            took_s=took_s,
+            trips=tuple(run.trips),
+        )
+        self._explanations.add(request.request_id, found)
 
     def _leave(self, row: QueuedRow) -> None:
         row.over = True
@@ -216,7 +260,7 @@ class LeasedRows:
             time_left_s=0.0 if time_left_s == float("inf") else max(0.001, time_left_s),
             traceparent=request.traceparent,
         )
-        sink = _InFlight(self, row, slots)
+        sink = _InFlight(self, row, slots, self._clock.monotonic_s())
         self._leases.started(slots)
         self._runs[row].sinks[row.row] = sink
         sink.running = self._workers.start_row(lease.address, spec, sink)
@@ -224,6 +268,7 @@ class LeasedRows:
     def ended(self, sink: _InFlight, end: RowEnd) -> None:
         """Store the end of a row; a lost one runs once more."""
         row, worker_id = sink.row, sink.slots.lease.worker_id
+        self._runs[row].note(sink, end, self._clock.monotonic_s())
         self._landed(sink)
         if not end.lost:
             self._settle(row, end)
@@ -322,14 +367,15 @@ class LeasedRows:
 class _InFlight:
     """Implements ``ports.worker.RowSink`` for one row on one worker."""
 
-    __slots__ = ("_runner", "row", "running", "slots")
+    __slots__ = ("_runner", "row", "running", "slots", "started_s")
 
     running: RunningRow
 
-    def __init__(self, runner: LeasedRows, row: QueuedRow, slots: SlotsHere) -> None:
+    def __init__(self, runner: LeasedRows, row: QueuedRow, slots: SlotsHere, started_s: float) -> None:
         self._runner = runner
         self.row = row
         self.slots = slots
+        self.started_s = started_s
 
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:
         self._runner.refused(self, reason)

@@ -175,7 +175,7 @@ class RowsService:
         Raises ModelNotFound, NoWorkerAvailable, UnsupportedFeature for a model that generates text.
         """
         route = self._validator.check_rows(principal, request).route
-        model = await self._catalog.text_model(route.version_digest)
+        model = (await self._catalog.text_model(route.version_digest)).of_rows
         if model.signature is None:
             raise UnsupportedFeature(f"{route.model} generates text and has no tensors", field="model")
         return route, model.signature

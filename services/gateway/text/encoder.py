@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 from tokenizers import Tokenizer
@@ -25,7 +25,7 @@ from services.core.errors import (
 )
 from services.gateway.text.chat_template import ChatTemplate, ControlTokens
 from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES, TemplateRefused, TemplateTooCostly
-from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
+from services.gateway.text.text_model import ChatMessage, EncodedRows, RowTexts, SamplingDefaults, TextModel
 from services.ports.clock import Clock
 
 _MAX_JSON_BYTES: Final = 64 * 1024 * 1024
@@ -56,6 +56,10 @@ _BOUNDS: Final = {
 }
 
 
+class RowTextEncoder(Protocol):
+    def encode_rows(self, rows: RowTexts) -> EncodedRows: ...
+
+
 class TextEncoder:
     """One version's tokenizer and template. One caller at a time.
 
@@ -74,7 +78,8 @@ class TextEncoder:
         """``unknown`` is the token for text without a token of its own; it is not a control token."""
         self.model = model
         self.template = template
-        self._tokenizer = tokenizer
+        self.tokenizer = self._tokenizer = tokenizer
+        self.rows: RowTextEncoder | None = None  # of a decoder that embeds
         self._control = control
         added = tokenizer.get_added_tokens_decoder()
         self._unknown = unknown

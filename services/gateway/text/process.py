@@ -38,7 +38,7 @@ from services.gateway.text.messages import (
     framed,
     refused,
 )
-from services.gateway.text.row_encoder import RowEncoder, load_version
+from services.gateway.text.row_encoder import RowEncoder, load_version, rows_of
 from services.runtime.clock import SystemClock
 from services.runtime.process.child_process import die_with_parent
 
@@ -98,8 +98,7 @@ def _load(order: LoadText) -> TextEncoder | RowEncoder:
 def _encode(encoder: TextEncoder | RowEncoder, order: Order) -> Answer:
     assert not isinstance(order, LoadText)
     if isinstance(order, EncodeRows):
-        assert isinstance(encoder, RowEncoder), "rows of a version that generates text"
-        return RowsEncoded(encoder.encode_rows(order.rows))
+        return RowsEncoded(rows_of(encoder).encode_rows(order.rows))
     assert isinstance(encoder, TextEncoder), "a prompt of a fixed-cost model"
     if isinstance(order, EncodePrompt):
         ids = encoder.encode_prompt(order.text)

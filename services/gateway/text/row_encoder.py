@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 from tokenizers import Tokenizer
 
 from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.decoder_config import parse_config
 from fairway.formats.fixed_cost.config import CONFIG, is_fixed_cost, parse_fixed_cost
+from fairway.formats.fixed_cost.pooling import MODULES, last_token
 from services.core.errors import FailedPrecondition, InvalidInput, UnsupportedFeature
-from services.core.fixed_cost.signature import signature_of
+from services.core.fixed_cost.signature import signature_of, signature_of_decoder
 from services.gateway.text.encoder import TextEncoder, load_encoder, read_json, read_tokenizer
 from services.gateway.text.text_model import EncodedRows, RowTexts, SamplingDefaults, TextModel
 from services.ports.clock import Clock
@@ -65,9 +70,9 @@ def load_version(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
     Raises FailedPrecondition that names the unusable file.
     """
     config = read_json(folder / CONFIG, required=True)
-    if not is_fixed_cost(config):
-        return load_encoder(folder, version_digest, clock)
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    if not is_fixed_cost(config):
+        return _decoder(folder, names, config, load_encoder(folder, version_digest, clock))
     try:
         signature = signature_of(parse_fixed_cost(names, lambda name: _small_file(folder / name)))
     except UnsupportedModel as error:
@@ -85,6 +90,37 @@ def load_version(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
         signature=signature,
     )
     return RowEncoder(model, tokenizer)
+
+
+def _decoder(
+    folder: Path, names: Sequence[str], config: Mapping[str, Any], encoder: TextEncoder
+) -> TextEncoder:
+    """Return the encoder of a decoder, which encodes rows too if the files declare an embedding."""
+    if "architectures" not in config or MODULES not in names:
+        return encoder
+    try:
+        decoder, model = parse_config(config), encoder.model
+        embeds = last_token(
+            # The engine counts a token beside the prompt.
+            decoder.hidden_size,
+            model.max_context_tokens - 1,
+            names,
+            lambda name: msgspec.json.decode(_small_file(folder / name)),
+        )
+    except (UnsupportedModel, msgspec.DecodeError) as error:
+        raise FailedPrecondition(f"the version cannot be served: {error}") from error
+    assert embeds is not None, "the modules are there"
+    signature = signature_of_decoder(decoder.hidden_size, model.vocab_size, embeds)
+    encoder.model = replace(model, embedding=signature)
+    encoder.rows = RowEncoder(encoder.model.of_rows, encoder.tokenizer)
+    return encoder
+
+
+def rows_of(encoder: TextEncoder | RowEncoder | None) -> RowEncoder:
+    """Return what encodes the rows of a version."""
+    found = encoder.rows if isinstance(encoder, TextEncoder) else encoder
+    assert isinstance(found, RowEncoder), "rows of a version that only generates text"
+    return found
 
 
 def _small_file(path: Path) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -58,6 +58,15 @@ class TextModel:
     template_fault: str = ""
     # Of a fixed-cost model; None: the version generates text.
     signature: Signature | None = None
+    # Of a decoder whose files declare an embedding.
+    embedding: Signature | None = None
+
+    @property
+    def of_rows(self) -> TextModel:
+        """The same version as rows see it: a decoder that embeds has a signature, and its most tokens."""
+        if self.embedding is None:
+            return self
+        return replace(self, signature=self.embedding, max_context_tokens=self.embedding.max_tokens)
 
     @property
     def max_prompt_bytes(self) -> int:

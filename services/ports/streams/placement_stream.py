@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from services.core.errors import FairwayError
+from services.core.fixed_cost.explained import RowsExplanation
 from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import PlacementFrame
 from services.core.generation import PlaceSpec
@@ -37,6 +38,9 @@ class PlacementStream(Protocol):
 
         Later frames have the leases: they follow the demands until these are 0 or the stream ends.
         """
+
+    def explained(self, request_id: str, found: RowsExplanation | None) -> None:
+        """Answer a question of an earlier frame: how the gateway ran the request; None: it has no record."""
 
     def refuse(self, placement_id: int, error: FairwayError) -> None:
         """Refuse a placement that is not submitted; a later frame has the error."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 from fairway.v1 import common_pb2, worker_pb2
-from services.core.fixed_cost.rows import RawTensor, RowEnd, RowSpec
+from services.core.fixed_cost.rows import BatchWindow, RawTensor, RowEnd, RowSpec
 from services.rpc.convert.inference import PRIORITY
 from services.rpc.convert.mirror import Mirror, Pair
 from services.rpc.status import by_reason
 
 ENGINE_LOST: Final = "ENGINE_LOST"
 _TENSOR: Final = Mirror(RawTensor, common_pb2.Tensor)
+_WINDOW: Final = Mirror(BatchWindow, common_pb2.BatchWindow)
+window_to_proto: Final = _WINDOW.to_proto
+window_from_proto: Final = _WINDOW.from_proto
 
 
 def _microseconds(seconds: float) -> int:
@@ -56,6 +59,7 @@ def row_end_to_proto(handle: int, end: RowEnd) -> worker_pb2.RowFinished:
         wait_us=_microseconds(end.wait_s),
         batch_rows=end.batch_rows,
         batch_cause=end.batch_cause,
+        window=None if end.window is None else window_to_proto(end.window),
     )
     if end.lost:
         message.error_reason = ENGINE_LOST
@@ -75,4 +79,5 @@ def row_end_from_proto(message: worker_pb2.RowFinished) -> RowEnd:
         wait_s=message.wait_us / 1e6,
         batch_rows=message.batch_rows,
         batch_cause=message.batch_cause,
+        window=window_from_proto(message.window) if message.HasField("window") else None,
     )

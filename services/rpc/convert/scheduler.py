@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from fairway.v1 import scheduler_pb2 as pb
 from services.core.errors import FairwayError, InvalidInput
+from services.core.fixed_cost.explained import RowsExplanation, RowTrip
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.fleet import (
     Granted,
@@ -26,6 +27,7 @@ from services.core.fleet import (
 from services.core.generation import Grant, PlaceSpec
 from services.rpc.convert.inference import DIGEST, PRIORITY, TENANT
 from services.rpc.convert.mirror import Mirror, Pair
+from services.rpc.convert.rows import window_from_proto, window_to_proto
 from services.rpc.status import by_reason
 
 
@@ -109,6 +111,23 @@ _REPORT: Final = Mirror(
 )
 
 
+_TRIP: Final = Mirror(
+    RowTrip,
+    pb.RowTrip,
+    {
+        "window": Pair(
+            "window",
+            lambda window: None if window is None else window_to_proto(window),
+            lambda message: window_from_proto(message) if message.reached_rows else None,
+        )
+    },
+)
+_EXPLANATION: Final = Mirror(
+    RowsExplanation, pb.RowsExplanation, {"priority": PRIORITY, "trips": _TRIP.each("trips")}
+)
+explanation_to_proto: Final = _EXPLANATION.to_proto
+
+
 def place_to_proto(placement_id: int, spec: PlaceSpec, queue_ttl_s: float) -> pb.PlaceRequest:
     """Return the request; ``queue_ttl_s`` is the remaining queue time when it is sent again."""
     message = _PLACE.to_proto(spec, placement_id=placement_id)
@@ -130,10 +149,26 @@ def connect_request(
     return request
 
 
-def slots_to_proto(demands: Iterable[SlotDemand], returned: Iterable[SlotReturn]) -> pb.ConnectRequest:
+def slots_to_proto(
+    demands: Iterable[SlotDemand],
+    returned: Iterable[SlotReturn],
+    explained: Mapping[str, RowsExplanation | None],
+) -> pb.ConnectRequest:
     return pb.ConnectRequest(
-        slot_demands=map(_DEMAND.to_proto, demands), slot_returns=map(_RETURN.to_proto, returned)
+        slot_demands=map(_DEMAND.to_proto, demands),
+        slot_returns=map(_RETURN.to_proto, returned),
+        rows_explained=[
+            pb.RowsExplained(request_id=name, found=None if found is None else explanation_to_proto(found))
+            for name, found in explained.items()
+        ],
     )
+
+
+def explained_from_proto(message: pb.ConnectRequest) -> dict[str, RowsExplanation | None]:
+    return {
+        each.request_id: _EXPLANATION.from_proto(each.found) if each.HasField("found") else None
+        for each in message.rows_explained
+    }
 
 
 def slots_from_proto(message: pb.ConnectRequest) -> tuple[list[SlotDemand], list[SlotReturn]]:
@@ -169,6 +204,7 @@ def frame_to_proto(frame: PlacementFrame) -> pb.ConnectResponse:
         refusals=refusals,
         pressures=map(_PRESSURE.to_proto, frame.pressures or ()),
         slot_leases=map(_LEASE.to_proto, frame.leases),
+        explain=frame.questions,
     )
     if frame.members is not None:
         message.fleet.members.extend(map(_MEMBER.to_proto, frame.members))
@@ -186,6 +222,7 @@ def frame_from_proto(message: pb.ConnectResponse, epoch: int) -> PlacementFrame:
         pressures=tuple(map(_PRESSURE.from_proto, message.pressures)) if beat else None,
         members=tuple(map(_MEMBER.from_proto, message.fleet.members)) if message.HasField("fleet") else None,
         leases=tuple(map(_LEASE.from_proto, message.slot_leases)),
+        questions=tuple(message.explain),
     )
 
 

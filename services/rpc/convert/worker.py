@@ -109,6 +109,7 @@ def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
         prefix_hashes=prompt.prefix_hashes,
         prefix_root=prompt.prefix_root,
         apart_tokens=spec.apart_tokens,
+        embed=spec.embed,
     )
     if isinstance(grant, FallbackGrant):
         message.fallback.CopyFrom(_fallback_to_proto(grant))
@@ -148,6 +149,7 @@ def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec:
         initial_credit_tokens=message.initial_credit_tokens,
         produced_ids=tuple(message.produced_ids),
         delivered_chars=message.delivered_chars,
+        embed=message.embed,
         time_left_s=_seconds(message.time_left) if message.HasField("time_left") else None,
         traceparent=message.traceparent,
         apart_tokens=message.apart_tokens,

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import structlog
 
 from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, PoisonedInput, QueueFull
-from services.core.fixed_cost.rows import RowEnd, RowSpec
+from services.core.fixed_cost.rows import BatchWindow, RowEnd, RowSpec
 from services.core.fixed_cost.tensors import TensorSpec
 from services.core.fleet import PoolSnapshot, TenantSlots
 from services.core.poison.suspicion import LossCause
@@ -33,7 +33,7 @@ from services.worker.batcher.policy.flush import (
     decide,
 )
 from services.worker.batcher.policy.isolation import RunFailure, RunPlace
-from services.worker.batcher.policy.linger import BatchObjective
+from services.worker.batcher.policy.linger import BatchObjective, window_of
 from services.worker.batcher.policy.waiting import TooLate, TooManyRows, WaitingRow, WaitingRows
 from services.worker.batcher.search import RowSearch
 from services.worker.batcher.telemetry import BatcherTelemetry
@@ -91,6 +91,7 @@ class BatchRun:
     limit_s: float
     search: RowSearch | None = None
     hung: bool = False
+    window: BatchWindow | None = None  # None: of a search
 
 
 class Batcher:
@@ -357,9 +358,10 @@ class Batcher:
         device = Device(self.curve, self.limits, self._objective, draining=self._context.draining())
         until_s = math.inf
         for key, group in self._waiting.groups():
-            found = decide(group, device, self._arrivals.expected(group.width, now_s), now_s)
+            expected = self._arrivals.expected(group.width, now_s)
+            found = decide(group, device, expected, now_s)
             if isinstance(found, Flush):
-                self._flush(key, group.width, found)
+                self._flush(key, group.width, found, window_of(group.width, found.bound, expected))
                 return
             until_s = min(until_s, found.until_s)
         if until_s < math.inf:
@@ -372,7 +374,7 @@ class Batcher:
 
         return due
 
-    def _flush(self, key: BatchKey, width: int, found: Flush) -> None:
+    def _flush(self, key: BatchKey, width: int, found: Flush, window: BatchWindow) -> None:
         in_batches = Counter(row.spec.tenant_id for run in self._runs.values() for row in run.rows)
         chosen = self._waiting.select(key, width, found.rows, leases=self._leases, running=in_batches)
         rows, size = [self._live[chosen[0].number]], 0
@@ -384,6 +386,7 @@ class Batcher:
             rows.append(row)
         self._waiting.remove(row.number for row in rows)
         self._run(RunPlace.SERVING, rows, width, found.cause.value, None)
+        self._runs[RunPlace.SERVING].window = window
 
     def _search_on(self, search: RowSearch) -> None:
         assert search.place is not None, "the search is over"
@@ -408,6 +411,7 @@ class Batcher:
         self._context.charges.ran(ran, event.run_s)
         if ran:
             self._measure(run, ran, event.run_s, elapsed_s, now_s)
+        explained: set[str] = set()  # requests that have the window
         for place, row in enumerate(run.rows):
             wait_s = max(0.0, run.began_s - row.accepted_s)
             if (problem := event.problems.get(place)) is not None:
@@ -416,8 +420,17 @@ class Batcher:
             if self._context.telemetry is not None:
                 self._context.telemetry.answered(wait_s=wait_s, run_s=elapsed_s)
             outputs = tuple(event.outputs[place])
+            first = row.spec.request_id not in explained
+            explained.add(row.spec.request_id)
             end = RowEnd(
-                outputs, None, False, row.device_s, wait_s, batch_rows=len(ran), batch_cause=run.cause
+                outputs,
+                None,
+                False,
+                row.device_s,
+                wait_s,
+                batch_rows=len(ran),
+                batch_cause=run.cause,
+                window=run.window if first else None,
             )
             self._end(row, end, "ANSWERED")
         if run.search is not None:

@@ -273,4 +273,5 @@ class Engine:
             prefill_s=prefill_s,
             device_us=device_us,
             settled=settled,
+            embeddings=outcome.embeddings,
         )

@@ -107,6 +107,7 @@ class LiveSequences:
         accepted = accepted_proposals(batch, samples)
         rows = standing_rows(batch, accepted, len(sampled)) if accepted else range(len(sampled))
         kept: list[int] = []
+        embeddings: dict[int, bytes] = {}
         for row in rows:
             sequence = sampled[row]
             if sequence.status is not Status.DECODING:
@@ -116,6 +117,10 @@ class LiveSequences:
                 continue
             token, length = samples.tokens[row], len(sequence.tokens)
             sequence.computed = length
+            if sequence.embeds:
+                embeddings[sequence.handle] = samples.embeddings[row]
+                self._finish(sequence, "length")
+                continue
             sequence.tokens.append(token)
             kept.append(row)
             if length + 1 >= sequence.pause_at or token in sequence.stop_ids:
@@ -125,6 +130,7 @@ class LiveSequences:
         if batch.prefills:
             self._planner.publish(batch.prefills)
         outcome = outcome_of(sampled, samples, kept)
+        outcome.embeddings = embeddings
         outcome.verified += (
             Verified(batch.decodes[index].handle, len(batch.proposals[index]), count)
             for index, count in accepted.items()
@@ -150,11 +156,16 @@ class LiveSequences:
         A row of the batch that follows, whose sequence ends here, is computed for nothing.
         """
         kept: list[int] = []
+        embeddings: dict[int, bytes] = {}
         for row, sequence in enumerate(flight.sampled):
             if sequence.status is Status.FINISHED:
                 continue
             if samples.errors and row in samples.errors:
                 self._fail(sequence, samples.errors[row])
+                continue
+            if sequence.embeds:
+                embeddings[sequence.handle] = samples.embeddings[row]
+                self._finish(sequence, "length")
                 continue
             token = sequence.tokens[-1] = samples.tokens[row]
             kept.append(row)
@@ -162,7 +173,9 @@ class LiveSequences:
                 self._pause(sequence, token)
         if flight.batch.prefills:
             self._planner.publish(flight.batch.prefills)
-        return outcome_of(flight.sampled, samples, kept)
+        outcome = outcome_of(flight.sampled, samples, kept)
+        outcome.embeddings = embeddings
+        return outcome
 
     # --- ends ----------------------------------------------------------------------------------------
 

@@ -65,6 +65,8 @@ class SequenceState:
     sees_output: bool = False
     # Up to that length of tokens it is computed in steps of its own.
     apart_until: int = 0
+    # It ends with its prefill.
+    embeds: bool = False
 
     @property
     def output_tokens(self) -> int:
@@ -116,6 +118,7 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
         prefix_names=[prompt.prefix_root, *names] if prompt.prefix_root else [],
         sees_output=bool(sampling.presence_penalty or sampling.frequency_penalty)
         or sampling.repetition_penalty != 1.0,
+        embeds=submit.embed,
     )
     sequence.set_credit(submit.credit_limit)
     sequence.set_apart(submit.apart_tokens)

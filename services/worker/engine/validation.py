@@ -37,6 +37,8 @@ def size_refusal(submit: Submit, limits: ModelLimits) -> str | None:
         return f"max_tokens is {most}"
     if prompt + most > limits.max_model_len:
         return f"{prompt} prompt tokens and max_tokens {most} exceed {limits.max_model_len}"
+    if submit.embed and (most != 1 or produced):
+        return "a sequence that embeds has no output"
     if produced > most:
         return f"{produced} produced tokens exceed max_tokens {most}"
     return None

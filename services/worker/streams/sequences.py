@@ -389,7 +389,7 @@ class SequenceTable:
                     sequence, FinishReason.ENGINE_LOST, error=(NOT_FINITE, event.errors.get(number, ""))
                 )
             else:
-                self._end(sequence, FinishReason(reason))
+                self._end(sequence, FinishReason(reason), embedding=event.embeddings.get(number, b""))
         self._room_changed()
 
     def _lose_all(self, cause: LossCause, members: Collection[int]) -> None:
@@ -406,6 +406,7 @@ class SequenceTable:
         *,
         error: tuple[str, str] = ("", ""),
         loss: tuple[LossCause, StepRole] = (LossCause.OUTSIDE, StepRole.NONE),
+        embedding: bytes = b"",
     ) -> None:
         """Queue a sequence's end and release its reservation."""
         if reason in FLUSHED and (rest := sequence.text.finish()):
@@ -430,6 +431,7 @@ class SequenceTable:
                 device_us=sequence.device_us,
                 loss_cause=loss[0],
                 step_role=loss[1],
+                embedding=embedding,
             ),
         )
 

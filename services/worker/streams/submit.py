@@ -21,4 +21,5 @@ def submit_command(sequence: WorkerSequence) -> wire.Submit:
         priority=-generation.priority.rank,
         request_id=generation.request_id,
         apart_tokens=spec.apart_tokens,
+        embed=spec.embed,
     )

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 
 from services.core.errors import Unavailable
 from services.gateway.text.encoder import TextEncoder
-from services.gateway.text.row_encoder import RowEncoder, load_version
+from services.gateway.text.row_encoder import RowEncoder, load_version, rows_of
 from services.gateway.text.text_model import (
     ChatMessage,
     EncodedRows,
@@ -56,8 +56,8 @@ class LocalTexts:
         self, model: TextModel, tenant_id: str, rows: RowTexts, *, size_bytes: int
     ) -> EncodedRows:
         encoder = self._encoder(model)
-        assert isinstance(encoder, RowEncoder), "rows of a version that generates text"
-        return await asyncio.get_running_loop().run_in_executor(self._executor, encoder.encode_rows, rows)
+        encode = rows_of(encoder).encode_rows
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encode, rows)
 
     def _encoder(self, model: TextModel) -> TextEncoder | RowEncoder:
         encoder = self._encoders.get(model.version_digest)

@@ -27,6 +27,13 @@ SHARDED: dict[str, Any] = {name: PLAIN[name] for name in ("config.json", "tokeni
 }
 
 
+POOLING = {"pooling_mode_lasttoken": True}
+EMBEDS: dict[str, Any] = PLAIN | {
+    "modules.json": [{"type": "m.Transformer", "path": ""}, {"type": "m.Pooling", "path": "1_Pooling"}],
+    "1_Pooling/config.json": POOLING,
+}
+
+
 def found(files: dict[str, Any]) -> str:
     held = {name: content for name, content in files.items() if content is not ...}
     return checkpoint_problem(held, lambda name: json.dumps(held[name]).encode())
@@ -36,6 +43,7 @@ def test_whole_checkpoints_and_null_models_are_served() -> None:
     draft = {"draft/config.json": CONFIG, "draft/model.safetensors": 0}
     assert [found(files) for files in (PLAIN, SHARDED, PLAIN | draft)] == ["", "", ""]
     assert found({"config.json": {"vocab_size": 7}}) == ""
+    assert found(EMBEDS) == ""
 
 
 @pytest.mark.parametrize(
@@ -49,6 +57,9 @@ def test_whole_checkpoints_and_null_models_are_served() -> None:
         (SHARDED | {"a.safetensors": ..., "b.safetensors": ...}, "a.safetensors and 1 more"),
         (SHARDED | {INDEX: {"weight_map": {"a": 1}}}, "weight_map"),
         (PLAIN | {"draft/config.json": CONFIG | {"hidden_act": "gelu"}}, "draft/config.json: hidden_act"),
+        (EMBEDS | {"1_Pooling/config.json": {"pooling_mode_mean_tokens": True}}, "pooling_mode of a decoder"),
+        (EMBEDS | {"1_Pooling/config.json": ...}, "1_Pooling/config.json"),
+        (EMBEDS | {"1_Pooling/config.json": POOLING | {"word_embedding_dimension": 31}}, "dimension: 31"),
     ],
 )
 def test_what_is_not_served_is_named(files: dict[str, Any], words: str) -> None:

@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from services.core.fixed_cost.rows import BatchWindow
 from services.worker.batcher.policy.cost_curve import CostCurve
 
 GAIN_RATIO: Final = 0.02  # more throughput, for which a device waits
@@ -86,6 +87,20 @@ def linger_bound(
             break
         reached = size
     return LingerBound(linger_s, left_s, compute_s, transport_s, reached)
+
+
+def window_of(width: int, bound: LingerBound, expected: Expected) -> BatchWindow:
+    """Return what explains the bound of a batch that started."""
+    return BatchWindow(
+        width=width,
+        linger_s=bound.linger_s,
+        objective_s=bound.objective_s,
+        compute_s=bound.compute_s,
+        transport_s=bound.transport_s,
+        reached_rows=bound.rows,
+        rate_per_s=expected.rate_per_s,
+        returning_rows=expected.returning[-1][1] if expected.returning else 0.0,
+    )
 
 
 def worthwhile_wait_s(

@@ -15,6 +15,7 @@ import structlog
 import torch
 
 from services.worker.engine.cuda.plan import StepShape
+from services.worker.engine.execute.model import Hidden
 from services.worker.engine.execute.torch_executor import Forward
 
 MAX_GRAPHS: Final = 128  # the one captured longest ago goes first
@@ -92,11 +93,12 @@ class GraphedDecoder:
         positions: torch.Tensor,
         prompt_tokens: torch.Tensor,
         logit_rows: torch.Tensor,
+        hidden: Hidden | None = None,
     ) -> torch.Tensor:
-        """See ``Decoder.forward``."""
+        """See ``Decoder.forward``. A step whose hidden states are asked for runs without a graph."""
         shape = self._attention.shape
-        if shape is None or (graph := self._graph(shape)) is None:
-            return self._decoder.forward(tokens, positions, prompt_tokens, logit_rows)
+        if shape is None or hidden is not None or (graph := self._graph(shape)) is None:
+            return self._decoder.forward(tokens, positions, prompt_tokens, logit_rows, hidden)
         count = len(tokens)
         here = tokens.device == positions.device  # else some are known on the device alone
         rows = torch.zeros(3, shape.rows, dtype=torch.int64)

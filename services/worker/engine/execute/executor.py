@@ -59,6 +59,13 @@ class Batch:
         return [*self.decoded_rows, *(chunk.sequence for chunk in self.prefills if chunk.samples)]
 
     @property
+    def embedded(self) -> list[int]:
+        """Return the sampling rows of sequences that embed: the last rows of their prefills."""
+        if not any(chunk.sequence.embeds for chunk in self.prefills):
+            return []
+        return [row for row, sequence in enumerate(self.sampled) if sequence.embeds]
+
+    @property
     def prefill_tokens(self) -> int:
         return sum(chunk.end - chunk.start for chunk in self.prefills)
 
@@ -70,6 +77,8 @@ class Samples:
     tokens: list[int]
     logprobs: dict[int, SampledLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    # By row of a sequence that embeds: its hidden state after the final norm, as float32.
+    embeddings: dict[int, bytes] = field(default_factory=dict)
 
 
 class Runner(Protocol):

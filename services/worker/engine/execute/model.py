@@ -45,6 +45,13 @@ class Weights:
     bytes: int
 
 
+@dataclass(slots=True)
+class Hidden:
+    """Receives the hidden states of the logit rows, after the final norm: [logit rows, hidden size]."""
+
+    values: torch.Tensor | None = None
+
+
 class Decoder:
     """Computes logits. Holds no state of any sequence: the attention backend has the KV."""
 
@@ -61,11 +68,12 @@ class Decoder:
         positions: torch.Tensor,
         prompt_tokens: torch.Tensor,
         logit_rows: torch.Tensor,
+        hidden: Hidden | None = None,
     ) -> torch.Tensor:
         """Write the KV of all rows; return float32 logits [logit rows, vocabulary].
 
         The arguments are int64, the first three [rows], on the CPU but for ``tokens``, which may be anywhere;
-        the attention's ``begin`` has been called.
+        the attention's ``begin`` has been called. ``hidden`` receives what the logits are computed from.
         """
         device, norm = self._weights.embedding.device, self._operators.norm
         cos, sin = self._rope.cos_sin(positions, prompt_tokens)
@@ -81,7 +89,10 @@ class Decoder:
                 x, attended = x.index_select(0, chosen), attended.index_select(0, chosen)
             x = layer.output.add_to(x, attended)
             x = layer.down.add_to(x, layer.gate_up(norm(x, layer.mlp_norm)))
-        return self._weights.head(norm(x, self._weights.norm)).float()
+        x = norm(x, self._weights.norm)
+        if hidden is not None:
+            hidden.values = x
+        return self._weights.head(x).float()
 
     def _attend(
         self, index: int, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

@@ -48,7 +48,8 @@ class NullExecutor:
         }
         if self._step_s > 0:
             self._pace()
-        return Samples(tokens, logprobs)
+        vectors = {row: bytes(4) for row in batch.embedded}  # of one dimension: there is no model
+        return Samples(tokens, logprobs, embeddings=vectors)
 
     def resize(self, blocks: int) -> None:
         """See ``Runner``: there is no memory behind its blocks."""

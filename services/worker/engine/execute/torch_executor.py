@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from services.worker.engine.execute.attention import Attention
 from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine.execute.kv_cache import KvPool
+from services.worker.engine.execute.model import Hidden
 from services.worker.engine.execute.step_rows import Seats, StepRows
 from services.worker.engine.sample.reductions import Reductions
 from services.worker.engine.sample.sampler import TORCH, Sampled, launch
@@ -25,7 +27,23 @@ class Forward(Protocol):
         positions: torch.Tensor,
         prompt_tokens: torch.Tensor,
         logit_rows: torch.Tensor,
+        hidden: Hidden | None = None,
     ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A step that was not collected. ``hidden``: of the rows ``embedded``, float32 on the device."""
+
+    sampled: Sampled
+    embedded: list[int]
+    hidden: torch.Tensor | None
+
+
+def _rows_of(hidden: Hidden | None, rows: list[int]) -> torch.Tensor | None:
+    if hidden is None or hidden.values is None:
+        return None
+    return hidden.values.index_select(0, torch.tensor(rows, device=hidden.values.device)).float()
 
 
 class TorchExecutor:
@@ -54,7 +72,7 @@ class TorchExecutor:
         self._cache = cache
         self._reductions = reductions
         self._seats = Seats(cache.block_size)
-        self._under_way: deque[Sampled | None] = deque()  # None: nothing is sampled
+        self._under_way: deque[_Running | None] = deque()  # None: nothing is sampled
         self._tokens = torch.empty(0, dtype=torch.int64)  # of the newest batch's rows, on the device
 
     def run(self, batch: Batch) -> Samples:
@@ -67,18 +85,28 @@ class TorchExecutor:
         rows = self._seats.rows(batch)
         with torch.inference_mode():
             self._cache.copy(batch.copies)
-            logits = self._logits(rows)
+            embedded = batch.embedded
+            hidden = Hidden() if embedded else None
+            logits = self._logits(rows, hidden)
             if not len(logits):
                 self._under_way.append(None)
                 return
             sampled = launch(logits, rows.sampling, self._reductions)
             self._tokens = sampled.tokens
-            self._under_way.append(sampled.to_host())
+            self._under_way.append(_Running(sampled.to_host(), embedded, _rows_of(hidden, embedded)))
 
     def collect(self) -> Samples:
         """See ``Executor``."""
-        sampled = self._under_way.popleft()
-        return Samples([]) if sampled is None else sampled.samples()
+        running = self._under_way.popleft()
+        if running is None:
+            return Samples([])
+        samples = running.sampled.samples()
+        if running.hidden is not None:
+            vectors = running.hidden.cpu().numpy()
+            samples.embeddings.update(
+                (row, vector.tobytes()) for row, vector in zip(running.embedded, vectors, strict=True)
+            )
+        return samples
 
     @property
     def contexts_at_once(self) -> int:
@@ -106,13 +134,14 @@ class TorchExecutor:
         """Return the float32 logits [sampling rows, vocabulary] of a step."""
         return self._logits(self._seats.rows(batch))
 
-    def _logits(self, rows: StepRows) -> torch.Tensor:
+    def _logits(self, rows: StepRows, hidden: Hidden | None = None) -> torch.Tensor:
         self._attention.begin(rows.spans, torch.from_numpy(rows.slots))
         return self._decoder.forward(
             self._known(rows),
             torch.from_numpy(rows.positions),
             torch.from_numpy(rows.prompt_tokens),
             torch.from_numpy(rows.logit_rows),
+            hidden,
         )
 
     def _known(self, rows: StepRows) -> torch.Tensor:

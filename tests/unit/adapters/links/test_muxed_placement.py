@@ -11,8 +11,8 @@ import pytest
 import structlog
 
 from services.adapters.links.muxed_placement import MuxedPlacement, PlacementLink, PlacementSettings
+from services.adapters.links.outgoing_slots import SlotsMessage
 from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout, ShareExceeded
-from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import Granted, PlacementFrame, PlacementRefused, PoolMember
 from services.core.generation import FallbackGrant, Grant, NotAdmittedReason, PlaceSpec
 from services.runtime.clock import SystemClock
@@ -42,7 +42,7 @@ class ScriptedLink:
         self.closed = False
         self._frames: asyncio.Queue[PlacementFrame | FairwayError] = asyncio.Queue()
 
-    async def send_slots(self, demands: Sequence[SlotDemand], returned: Sequence[SlotReturn]) -> None:
+    async def send_slots(self, message: SlotsMessage) -> None:
         raise AssertionError("no demand")
 
     async def send(self, places: Sequence[tuple[int, PlaceSpec, float]], cancelled: Sequence[int]) -> None:

@@ -14,11 +14,12 @@ from services.core.errors import FailedPrecondition, InvalidInput, UnsupportedFe
 from services.core.fixed_cost.tensors import Operation
 from services.gateway.rows.texts import text_rows
 from services.gateway.text.pool import TextProcesses
-from services.gateway.text.row_encoder import RowEncoder, load_version
+from services.gateway.text.row_encoder import RowEncoder, load_version, rows_of
 from services.gateway.text.text_model import RowTexts
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
+from tests.support.fixed_cost import save_last_token, save_pooling
 from tests.support.row_versions import embedding_version, mlp_version, reranker_version, tokenizer
 
 CLOCK = SystemClock()
@@ -51,6 +52,35 @@ async def test_text_processes_encode_rows_as_the_tokenizer_does(tmp_path: Path) 
         texts.unload(DIGEST)
         await asyncio.sleep(0)
         await supervisor.close()
+
+
+def test_a_decoder_encodes_rows_where_its_files_declare_an_embedding(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 12,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    plain = load_version(tmp_path, DIGEST, CLOCK)
+    assert plain.model.of_rows.signature is None
+    save_last_token(tmp_path, width=32)
+    found = load_version(tmp_path, DIGEST, CLOCK)
+    assert found.model.signature is None, "it still generates"
+    rows = found.model.of_rows
+    assert rows.signature is not None
+    assert (rows.signature.operation, rows.signature.by_prefill) == (Operation.EMBED, True)
+    assert rows.max_context_tokens == 63
+    encoded = rows_of(found).encode_rows(RowTexts(["the quick fox", "dog"]))
+    assert list(encoded.lengths) == [5, 3]
+    assert rows_of(found).encode_rows(RowTexts(["dog " * 70])).lengths[0] == 72, "longer than it takes"
+    save_pooling(tmp_path, mode="mean_tokens", width=32)
+    with pytest.raises(FailedPrecondition, match="pooling_mode of a decoder"):
+        load_version(tmp_path, DIGEST, CLOCK)
 
 
 def test_a_row_is_cut_with_its_special_tokens(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from fairway.v1 import scheduler_pb2
 from services.core.errors import InvalidInput, QueueFull, QueueTimeout
+from services.core.fixed_cost.explained import RowsExplanation, RowTrip
+from services.core.fixed_cost.rows import BatchWindow
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.fleet import (
     Granted,
@@ -194,10 +196,25 @@ leases = st.builds(SlotLease, NAME, NAME, U64, U64, NAME, NAME, U32, TTL, U64)
 def test_demands_and_returns_survive_and_are_within_bounds(
     wanted: list[SlotDemand], returned: list[SlotReturn]
 ) -> None:
-    message = convert.slots_to_proto(wanted, returned)
+    message = convert.slots_to_proto(wanted, returned, {})
     check(message)
     wire = scheduler_pb2.ConnectRequest.FromString(message.SerializeToString())
     assert convert.slots_from_proto(wire) == (wanted, returned)
+
+
+def test_explanations_survive_and_are_within_bounds() -> None:
+    window = BatchWindow(32, -0.001, 0.04, 0.03, 0.0, 7, 12.5, 3.0)
+    trips = (
+        RowTrip(0, "w1", 7, 3, 16, 0.001, 0.02, outcome="LOST"),
+        RowTrip(0, "w2", 7, 4, 16, 0.03, 0.02, 0.004, 7, "idle", window),
+    )
+    found = RowsExplanation("acme", "m", "sha256:1", Priority.STANDARD, 5.0, 1, 0.05, trips, "g1")
+    message = convert.slots_to_proto((), (), {"req_1": found, "req_2": None})
+    check(message)
+    wire = scheduler_pb2.ConnectRequest.FromString(message.SerializeToString())
+    assert convert.explained_from_proto(wire) == {"req_1": found, "req_2": None}
+    frame = PlacementFrame(5, questions=("req_1",))
+    assert convert.frame_from_proto(convert.frame_to_proto(frame), 5) == frame
 
 
 @given(st.lists(leases, max_size=3).map(tuple))

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.execute.executor import Batch, Executor, Inline, Runner, Samples, unknown_token
+from services.worker.engine.execute.model import Hidden
 from services.worker.engine.execute.torch_executor import TorchExecutor
 from services.worker.engine.sample.sampler import NO_TOKEN, NOT_FINITE
 from services.worker.engine.sequence import sequence_of
@@ -237,9 +238,16 @@ class Recording:
     def __init__(self) -> None:
         self.tokens: list[list[int]] = []
 
-    def forward(self, tokens: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        prompt_tokens: torch.Tensor,
+        logit_rows: torch.Tensor,
+        hidden: Hidden | None = None,
+    ) -> torch.Tensor:
         self.tokens.append(tokens.tolist())
-        logits = torch.zeros(len(rest[-1]), 10)
+        logits = torch.zeros(len(logit_rows), 10)
         logits[0] = math.nan
         logits[1:, 7] = 1.0
         return logits

@@ -10,6 +10,7 @@ import torch
 
 from services.worker.engine.cuda.graphs import MAX_GRAPHS, Graph, GraphedDecoder, batch_sizes
 from services.worker.engine.cuda.plan import Padding, StepShape
+from services.worker.engine.execute.model import Hidden
 
 CPU = torch.device("cpu")
 VOCABULARY = 5
@@ -29,6 +30,7 @@ class Adding:
         positions: torch.Tensor,
         prompt_tokens: torch.Tensor,
         logit_rows: torch.Tensor,
+        hidden: Hidden | None = None,
     ) -> torch.Tensor:
         self.runs.append(len(tokens))
         self.positions.append(int(positions.max()))

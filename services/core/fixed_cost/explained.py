@@ -1,0 +1,43 @@
+"""How the rows of a request ran, for operators: values between roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.core.fixed_cost.rows import BatchWindow
+from services.core.records import Priority
+
+MAX_TRIPS = 16  # in one explanation
+
+
+@dataclass(frozen=True, slots=True)
+class RowTrip:
+    """One stay of a row on a worker. See RowTrip in scheduler.proto."""
+
+    row: int
+    worker_id: str
+    epoch: int  # of the leader whose lease it had; 0: without a leader
+    lease_number: int
+    lease_slots: int
+    slot_wait_s: float  # at the gateway
+    stay_s: float  # from the slot until the gateway received the end
+    batch_wait_s: float = 0.0  # on the worker
+    batch_rows: int = 0
+    batch_cause: str = ""
+    window: BatchWindow | None = None
+    outcome: str = "ANSWERED"
+
+
+@dataclass(frozen=True, slots=True)
+class RowsExplanation:
+    """How a gateway ran the rows of one request. ``trips``: of its first rows."""
+
+    tenant: str
+    model: str
+    version_digest: str
+    priority: Priority
+    queued_unix_s: float
+    rows: int
+    took_s: float
+    trips: tuple[RowTrip, ...] = ()
+    gateway_id: str = ""

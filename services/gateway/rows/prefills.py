@@ -1,0 +1,304 @@
+"""Runs rows of a decoder that embeds: each is a sequence that ends with its prefill, without output.
+
+The scheduler places it as every sequence, by the KV of its tokens, so that it is fair with generations. A
+lost row runs again under the rules of sequences: an input that ends engines is found and condemned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from fairway.task_group import TaskGroup
+from services.core.errors import (
+    DeadlineExceeded,
+    FairwayError,
+    InternalError,
+    NoLeader,
+    NoWorkerAvailable,
+    PoisonedInput,
+    QueueTimeout,
+    StaleRoute,
+    StreamBroken,
+    first_failure,
+)
+from services.core.fixed_cost.rows import RawTensor, RowEnd, RowsRequest
+from services.core.generation import (
+    NOT_FINITE,
+    AnyGrant,
+    FinishReason,
+    GenerationSpec,
+    NotAdmittedReason,
+    OutputLimits,
+    PlaceSpec,
+    Prompt,
+    Sampling,
+    SequenceEnd,
+    StartSpec,
+    TokenLogprobs,
+)
+from services.core.poison.suspicion import Condemned
+from services.gateway.policy.retry import (
+    EXCLUDED_S,
+    GiveUp,
+    PlaceAgain,
+    after_not_finite,
+    after_refusal,
+    after_unreached,
+)
+from services.gateway.requests.losses import Losses
+from services.gateway.service_types import Ports
+from services.runtime.secrets import Ticket
+
+MAX_AT_ONCE: Final = 64  # rows of one request that are placed or run
+_ONE_TOKEN: Final = OutputLimits(1)
+_ANY: Final = Sampling(seed=0, temperature=0.0)
+Outcome = SequenceEnd | NotAdmittedReason | str  # text: why its worker was lost
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLimits:
+    """``queue_ttl_s``: the longest time in the scheduler's queue."""
+
+    queue_ttl_s: float = 30.0
+
+
+class PrefilledRows:
+    """Implements ``ports.rows.RowRunner`` for versions of decoders."""
+
+    def __init__(self, ports: Ports, limits: PrefillLimits | None = None) -> None:
+        self._ports = ports
+        self._limits = limits if limits is not None else PrefillLimits()
+
+    async def run(self, request: RowsRequest) -> tuple[RowEnd, ...]:
+        """See ``ports.rows.RowRunner.run``."""
+        unix_s, now_s = self._ports.clock.unix_s(), self._ports.clock.monotonic_s()
+        longest = max((_length(row) for row in request.rows), default=0)
+        left_s = min(request.deadline_s - now_s, 86_400.0)
+        expire_unix_s, tokens, count = int(unix_s + left_s) + 1, longest + 1, len(request.rows)
+        ticket = self._ports.sign_ticket(
+            Ticket(request.tenant_id, request.request_id, expire_unix_s, tokens, count)
+        )
+        places, ends = asyncio.Semaphore(MAX_AT_ONCE), [RowEnd()] * len(request.rows)
+
+        async def one(row: int) -> None:
+            async with places:
+                sequence = _EmbeddedRow(request, row, ticket, round(unix_s * 1e6), self._ports, self._limits)
+                ends[row] = await sequence.run()
+
+        try:
+            async with TaskGroup() as group:
+                for row in range(len(request.rows)):
+                    group.create_task(one(row))
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+        return tuple(ends)
+
+
+class _EmbeddedRow:
+    """One row, until it ended. Implements ``ports.worker.SequenceSink``."""
+
+    def __init__(
+        self,
+        request: RowsRequest,
+        row: int,
+        ticket: bytes,
+        arrival_unix_us: int,
+        ports: Ports,
+        limits: PrefillLimits,
+    ) -> None:
+        self._request = request
+        self._row = row
+        self._ticket = ticket
+        self._arrival_unix_us = arrival_unix_us
+        self._ports = ports
+        self._limits = limits
+        (ids,) = request.rows[row]
+        self._spec = GenerationSpec(
+            request_id=request.request_id,
+            model=request.model,
+            version_digest=request.version_digest,
+            route_revision=request.route_revision,
+            prompt=Prompt(np.frombuffer(ids.data, np.int64).tolist()),
+            sampling=_ANY,
+            limits=_ONE_TOKEN,
+            priority=request.priority,
+        )
+        self._losses = Losses(ports.kills)
+        self._lost = self._refusals = self._not_finite = self._unreached = 0
+        self._unreached_since_s = 0.0
+        self._accepted = False
+        self._device_us = 0
+        self._began_s = ports.clock.monotonic_s()
+        self._wait_s = 0.0
+        self._outcome: asyncio.Future[Outcome] | None = None
+
+    async def run(self) -> RowEnd:
+        """Return how the row ended. Raises what fails the whole request: nothing can place it."""
+        excluded: tuple[str, ...] = ()
+        while True:
+            grant = await self._place(excluded)
+            outcome = await self._execute(grant)
+            if isinstance(outcome, SequenceEnd) and outcome.embedding:
+                return self._answer(outcome)
+            again = self._decide(outcome, grant)
+            if isinstance(again, FairwayError):
+                return RowEnd(error=again, device_s=self._device_us / 1e6)
+            excluded = (again.exclude_worker,) if again.exclude_worker else ()
+            if again.delay_s > 0:
+                await self._ports.clock.sleep(again.delay_s)
+
+    def _answer(self, end: SequenceEnd) -> RowEnd:
+        vector = RawTensor("embedding", "FP32", (len(end.embedding) // 4,), end.embedding)
+        device_s = (self._device_us + end.device_us) / 1e6
+        return RowEnd((vector,), device_s=device_s, wait_s=self._wait_s, batch_rows=1)
+
+    async def _place(self, excluded: tuple[str, ...]) -> AnyGrant:
+        """Return a grant, without an excluded worker if another becomes available soon."""
+        place, spec = self._ports.placement.place, self._place_spec()
+        if not excluded:
+            return await place(spec)
+        patient_s = min(spec.queue_ttl_s, EXCLUDED_S)
+        try:
+            return await place(replace(spec, excluded_workers=excluded, queue_ttl_s=patient_s))
+        except (QueueTimeout, NoWorkerAvailable, NoLeader):
+            return await place(spec)
+
+    def _place_spec(self) -> PlaceSpec:
+        request = self._request
+        left_s = self._left_s()
+        return PlaceSpec(
+            request_id=request.request_id,
+            choice=self._row,
+            tenant_id=request.tenant_id,
+            priority=request.priority,
+            model=request.model,
+            version_digest=request.version_digest,
+            route_revision=request.route_revision,
+            prompt_tokens=len(self._spec.prompt.ids),
+            max_output_tokens=1,
+            arrival_unix_us=self._arrival_unix_us,
+            queue_ttl_s=min(self._limits.queue_ttl_s, left_s),
+            ticket=self._ticket,
+            traceparent=request.traceparent,
+            deadline_left_s=left_s,
+            tenant_weight=request.tenant_weight,
+            ttft_target_s=self._ports.ttft_target_s(request.model, request.priority),
+        )
+
+    def _left_s(self) -> float:
+        return max(0.001, min(self._request.deadline_s - self._ports.clock.monotonic_s(), 86_400.0))
+
+    async def _execute(self, grant: AnyGrant) -> Outcome:
+        """Start under a grant and wait for the outcome. Leaving early frees the worker's KV."""
+        start = StartSpec(
+            generation=self._spec,
+            choice=self._row,
+            tenant_id=self._request.tenant_id,
+            grant=grant,
+            initial_credit_tokens=1,
+            time_left_s=self._left_s(),
+            traceparent=self._request.traceparent,
+            apart_tokens=self._losses.trial_tokens,
+            embed=True,
+        )
+        now_s = self._ports.clock.monotonic_s()
+        self._wait_s = now_s - self._began_s
+        self._losses.starts(now_s)
+        self._accepted = False
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._outcome = outcome
+        running = self._ports.workers.start(start, self)
+        refusal: NotAdmittedReason | None = None
+        try:
+            found = await outcome
+            if isinstance(found, NotAdmittedReason):
+                refusal = found
+            return found
+        finally:
+            if not outcome.done() or outcome.cancelled() or isinstance(outcome.result(), str):
+                running.cancel()
+            self._ports.placement.over(grant, refusal)
+            self._outcome = None
+
+    def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain | FairwayError:
+        """Return the next placement, or the error of the row."""
+        jitter, now_s = self._ports.rng.random(), self._ports.clock.monotonic_s()
+        if isinstance(outcome, NotAdmittedReason):
+            return self._refused(outcome, grant, jitter)
+        found: PlaceAgain | GiveUp | Condemned
+        if isinstance(outcome, SequenceEnd):
+            self._device_us += outcome.device_us
+            if outcome.reason is FinishReason.PREEMPTED:
+                return PlaceAgain()
+            if outcome.reason is FinishReason.DEADLINE:
+                return DeadlineExceeded("the deadline passed before the row was computed")
+            if outcome.reason is FinishReason.ERROR:
+                return self._ports.error_of(outcome.error_reason, outcome.error_message)
+            if outcome.reason is not FinishReason.ENGINE_LOST:
+                return InternalError(f"{grant.worker_id} returned no embedding")
+        if isinstance(outcome, SequenceEnd) and outcome.error_reason == NOT_FINITE:
+            self._not_finite += 1
+            found = after_not_finite(grant.worker_id, self._not_finite, jitter)
+        elif isinstance(outcome, SequenceEnd) or self._accepted:
+            self._lost += 1
+            end = outcome if isinstance(outcome, SequenceEnd) else None
+            found = self._losses.after(end, grant.worker_id, self._lost, now_s, jitter)
+        else:
+            self._unreached_since_s = self._unreached_since_s if self._unreached else now_s
+            self._unreached += 1
+            waited_s, patience_s = now_s - self._unreached_since_s, self._limits.queue_ttl_s
+            found = after_unreached(grant.worker_id, self._unreached, waited_s, patience_s, jitter)
+        if isinstance(found, Condemned):
+            return PoisonedInput(
+                f"this input ended the engine of version {self._request.version_digest}",
+                version_digest=self._request.version_digest,
+                deaths=found.deaths,
+            )
+        if isinstance(found, GiveUp):
+            return StreamBroken(f"{found.why}; send it again", retry_after_s=1.0)
+        return replace(found, delay_s=found.delay_s + self._ports.retries.take(now_s))
+
+    def _refused(
+        self, reason: NotAdmittedReason, grant: AnyGrant, jitter: float
+    ) -> PlaceAgain | FairwayError:
+        if reason is NotAdmittedReason.INVALID:
+            return InternalError(f"{grant.worker_id} took the start for out of bounds")
+        if reason is NotAdmittedReason.STALE_ROUTE:
+            text = f"{self._request.model} withdrew version {self._request.version_digest}; send it again"
+            raise StaleRoute(text, retry_after_s=1.0, model=self._request.model)
+        self._refusals += 1
+        found = after_refusal(reason, grant.worker_id, self._refusals, jitter)
+        return NoWorkerAvailable(found.why, retry_after_s=1.0) if isinstance(found, GiveUp) else found
+
+    # --- SequenceSink: called by the worker client's reader ---------------------------------------
+
+    def on_accepted(self) -> None:
+        self._accepted = True
+        self._refusals = self._unreached = 0
+
+    def on_not_admitted(self, reason: NotAdmittedReason) -> None:
+        self._resolve(reason)
+
+    def on_tokens(
+        self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        """A worker of an earlier release generates: it sends no embedding, and the row fails."""
+
+    def on_finished(self, end: SequenceEnd) -> None:
+        self._resolve(end)
+
+    def on_lost(self, message: str) -> None:
+        self._resolve(message)
+
+    def _resolve(self, outcome: Outcome) -> None:
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(outcome)
+
+
+def _length(row: tuple[RawTensor, ...]) -> int:
+    return len(row[0].data) // 8

@@ -1,0 +1,66 @@
+"""Asks the connected gateways how they ran a request of a fixed-cost model: its rows pass no scheduler.
+
+Every gateway answers on its stream, whether or not it remembers the request. Single event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from services.core.errors import QueueFull
+from services.core.fixed_cost.explained import RowsExplanation
+from services.scheduler.term_streams import GatewaySession
+
+MAX_QUESTIONS: Final = 64  # that wait for answers
+ANSWER_S: Final = 0.5  # how long gateways are waited for
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    request_id: str
+    missing: dict[int, str]  # gateways that have not answered, by the number of their stream
+    found: list[RowsExplanation] = field(default_factory=list)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class RowQuestions:
+    """The questions that wait for answers."""
+
+    def __init__(self) -> None:
+        self._open: dict[_Question, None] = {}
+
+    async def ask(self, request_id: str, gateways: Iterable[GatewaySession]) -> tuple[RowsExplanation, ...]:
+        """Return what these gateways remember of the request. Raises QueueFull.
+
+        One that does not answer within ``ANSWER_S`` is left out.
+        """
+        if len(self._open) >= MAX_QUESTIONS:
+            raise QueueFull("too many explanations are asked for at once", retry_after_s=1.0)
+        asked = list(gateways)
+        question = _Question(request_id, {session.number: session.gateway_id for session in asked})
+        self._open[question] = None
+        try:
+            for session in asked:
+                session.questions.append(request_id)
+                session.wake()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_S if asked else 0.0):
+                    await question.done.wait()
+        finally:
+            del self._open[question]
+        return tuple(question.found)
+
+    def answered(self, session: GatewaySession, request_id: str, found: RowsExplanation | None) -> None:
+        """Take a gateway's answer."""
+        for question in self._open:
+            if question.request_id != request_id or session.number not in question.missing:
+                continue
+            gateway_id = question.missing.pop(session.number)
+            if found is not None:
+                question.found.append(replace(found, gateway_id=gateway_id))
+            if not question.missing:
+                question.done.set()
