@@ -2,13 +2,18 @@
 
 A batch that raises is searched in the process that serves. One that ends its process, or hangs, is searched
 in a *sacrificial* process, while the serving one goes on with healthy rows: a suspect returns to it never. A
-search halves its suspects. The half that runs decides for both: if it fails, it has a cause and the other
-half is set aside; if it succeeds, its rows are answered and the other half has a cause, without a run. A row
+search divides its suspects. The part that runs decides for both: if it fails, it has a cause and the other
+part is set aside; if it succeeds, its rows are answered and the other part has a cause, without a run. A row
 that fails alone runs alone until it failed as often as condemning takes (``core.poison.suspicion``: faults
 and kills differ). Then what was set aside runs as one batch, and is searched if that fails.
 
-One cause among ``n`` rows takes ``ceil(log2(n))`` runs, those of the row alone, and one of the rest: for 100
-rows at most 7 + 3 + 1 = 11. ``d`` causes take at most ``d`` times as many. Beyond ``most_runs`` the rows
+Where the process that serves runs, the parts are halves. A sacrificial process takes seconds to start, a
+successful run milliseconds: there a search of ``ceil(log2(n)) + SPARE_RUNS`` runs divides so that the fewest
+of them fail. With ``f`` failures in ``r`` runs one cause is found among ``sum(C(r, i), i = 0..f)`` rows: the
+part that runs has as many as ``f - 1`` failures in ``r - 1`` runs find (the puzzle of two eggs, for ``f``).
+
+One cause among 100 rows takes at most 9 runs, 3 of the row alone, and one of the rest: 13, of which at most 5
+fail, instead of 9 by halves. ``d`` causes take at most ``d`` times as many. Beyond ``most_runs`` the rows
 that are left are returned unresolved.
 """
 
@@ -17,11 +22,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import comb
 from typing import Final
 
 from services.core.poison.suspicion import FATAL_FAULTS, FATAL_KILLS
 
 MOST_RUNS: Final = 64
+SPARE_RUNS: Final = 2  # more than halves would take, so that fewer of them fail
 
 
 class RunFailure(StrEnum):
@@ -67,19 +74,23 @@ class Isolation:
     place: RunPlace = RunPlace.SERVING
     lone_failures: int = 0  # of the only suspect
     runs: int = 0
+    left: int = 0  # runs of this search in a sacrificial process
     most_runs: int = MOST_RUNS
 
     @staticmethod
     def begin(rows: Sequence[int], failure: RunFailure, *, most_runs: int = MOST_RUNS) -> Isolation:
         """Return the search after a batch of these rows failed."""
-        state = Isolation(tuple(rows), place=_place_after(RunPlace.SERVING, failure), most_runs=most_runs)
+        place = _place_after(RunPlace.SERVING, failure)
+        state = Isolation(tuple(rows), place=place, left=_runs_of(len(rows)), most_runs=most_runs)
         return state._failed_alone(failure) if len(rows) == 1 else state
 
     @property
     def next_run(self) -> IsolationRun | None:
         """The next run; None: the search is over."""
         if self.suspects:
-            return IsolationRun(self.suspects[: max(1, len(self.suspects) // 2)], self.place)
+            count = len(self.suspects)
+            part = count // 2 if self.place is RunPlace.SERVING else _part(count, self.left)
+            return IsolationRun(self.suspects[: max(1, part)], self.place)
         return IsolationRun(self.aside, self.place) if self.aside else None
 
     def after(self, failure: RunFailure | None) -> Isolation:
@@ -87,7 +98,7 @@ class Isolation:
         run = self.next_run
         assert run is not None, "the search is over"
         ran, others = run.rows, self.suspects[len(run.rows) :]
-        state = replace(self, runs=self.runs + 1)
+        state = replace(self, runs=self.runs + 1, left=self.left - 1)
         if failure is None:
             state = replace(
                 state,
@@ -98,6 +109,8 @@ class Isolation:
             )
         else:
             state = replace(state, place=_place_after(self.place, failure), suspects=ran)
+            if not self.suspects or state.place is not self.place:  # another search begins
+                state = replace(state, left=_runs_of(len(ran)))
             state = replace(state, aside=self.aside + others if self.suspects else ())
             if len(ran) == 1:
                 state = state._failed_alone(failure)
@@ -111,6 +124,24 @@ class Isolation:
 
     def _stopped(self) -> Isolation:
         return replace(self, unresolved=self.suspects + self.aside, suspects=(), aside=())
+
+
+def _runs_of(rows: int) -> int:
+    """Return how many runs a search among so many rows may take until the cause is known."""
+    return max(0, rows - 1).bit_length() + SPARE_RUNS
+
+
+def _reach(failures: int, runs: int) -> int:
+    """Return among how many rows one cause is found with so many failures in so many runs."""
+    return sum(comb(runs, count) for count in range(failures + 1))
+
+
+def _part(rows: int, runs: int) -> int:
+    """Return how many of the rows run, so that the fewest runs fail; 0: too few runs are left to choose."""
+    for failures in range(1, runs + 1):
+        if _reach(failures, runs) >= rows:
+            return min(rows - 1, _reach(failures - 1, runs - 1))
+    return rows // 2
 
 
 def _place_after(place: RunPlace, failure: RunFailure) -> RunPlace:
