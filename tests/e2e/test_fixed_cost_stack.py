@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,12 +90,13 @@ async def test_a_decoder_embeds_texts_by_its_last_token(stack: Stack, tmp_path: 
             metadata=metadata(stack.api_key),
             timeout=120,
         )
-    assert generated.usage.output_tokens
+    assert generated.finished.usage.output_tokens
     first, again = answers
     assert (first.replayed, again.replayed) == (False, True)
     assert [each.values for each in again.embeddings] == [each.values for each in first.embeddings]
     assert first.usage.output_tokens == 0
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for text, found in zip(texts, first.embeddings, strict=True):
         ids = tokenizer.encode(text).ids
