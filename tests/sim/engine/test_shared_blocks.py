@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from services.core.generation import (
@@ -244,7 +244,19 @@ asks = st.lists(
 )
 
 
+# A prefix is evicted and computed again in one step; the last request, which was to share it, does without.
+EVICTED_AND_COMPUTED = [
+    *[Ask(0.0, 1, 0, 1, 1)] * 3,
+    Ask(2.0, 1, 0, 64, 1),
+    Ask(2.0, 2, 320, 1, 1),
+    Ask(1.765625, 1, 448, 140, 31),
+    Ask(2.0, 1, 0, 64, 2),
+    Ask(2.0, 1, 0, 65, 1),
+]
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@example(asks=EVICTED_AND_COMPUTED, predicted=8, report_s=0.0)
 @given(asks=asks, predicted=st.sampled_from([8, 64]), report_s=st.sampled_from([0.0, 0.1, 0.8]))
 def test_no_block_is_counted_by_neither_side(asks: list[Ask], predicted: int, report_s: float) -> None:
     rig = served(asks, predicted_tokens=predicted, report_s=report_s)
