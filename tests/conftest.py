@@ -18,6 +18,7 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import structlog
 
@@ -29,7 +30,12 @@ from tests.support.object_store import ObjectStore
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
 REDIS_IMAGE = "redis:7-alpine"
 ROOT = Path(__file__).parents[1]
+DAILY_EXAMPLES = 50  # of a property that names no number; make test-pythons draws 100
 STARTS = 3  # a port that was free may be taken by the time that the server binds it
+
+
+hypothesis.settings.register_profile("daily", hypothesis.settings(), max_examples=DAILY_EXAMPLES)
+hypothesis.settings.load_profile("daily")
 
 
 class Server:

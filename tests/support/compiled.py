@@ -30,7 +30,7 @@ def all_levels(base: Path, image: Path) -> None:
     folder = compile_folder(base)
     compiler = next(path for path in map(shutil.which, build.COMPILERS) if path is not None)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    makers = [Path(module.__file__).read_text() for module in (build, prebuilt)]
+    makers = [(build.SOURCE.parent / name).read_text() for name in ("build.py", "prebuilt.py")]
     digest = build.digest_of(build.SOURCE, compiler, version, *makers, str(loaded_openmp()))
     made = folder / f"levels-{digest}"
     with _alone(folder):

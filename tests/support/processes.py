@@ -12,7 +12,9 @@ import mmap
 import os
 import pickle
 import random
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import connection
@@ -143,6 +145,7 @@ class Processes:
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed:
             return None  # some were not collected: pytest's own loop ends the run
+        assert threading.active_count() == 1, "a thread that was started at import is in no forked process"
         groups = Groups(session.items, self._group_of)
         if (reporter := self._config.pluginmanager.getplugin("terminalreporter")) is not None:
             reporter.showfspath = False
@@ -150,6 +153,11 @@ class Processes:
         processes = [self._fork(number, session, groups) for number in range(min(self._count, len(groups)))]
         try:
             self._follow(processes, session, groups)
+        except KeyboardInterrupt:  # of the main process alone, when it was not typed
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGINT)
+            raise
         finally:
             groups.stop()
             self._end(processes)
@@ -244,6 +252,7 @@ def run(number: int, session: pytest.Session, groups: Groups, link: connection.C
         status = 0
     except BaseException as raised:
         error = repr(raised)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is open is closed
     try:
         config.hook.pytest_sessionfinish(session=session, exitstatus=status)
         config._ensure_unconfigure()
