@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 ARGS ?=
-# Tests wait more than they compute; a group stays in one process (tests/conftest.py).
+# Tests wait more than they compute; a group stays in one process (tests/support/processes.py).
 TEST_PROCESSES ?= 6
 OPENAI := 3.52.0
 TRITONCLIENT := 2.73.0
@@ -17,7 +17,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-scale sim-escrow sim-batching bench-batch-costs bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-escrow sim-batching bench-batch-costs bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -48,7 +48,7 @@ setup-dev:
 # Hundreds of processes import the tree: it is compiled once, also where the environment says not to store that.
 test floor test-pythons e2e: export PYTHONDONTWRITEBYTECODE =
 
-test: setup-dev e2e-env s3-env ## Run all tests but the chaos drills and those of the containers
+test: setup-dev e2e-env s3-env ## Run all tests but the drills, the containers and the long sweeps of the simulator
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
 
 floor: e2e-env s3-env ## Run what depends on the interpreter on the oldest and the newest Python that are here
@@ -63,7 +63,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -173,6 +173,9 @@ drill-poison: setup-dev ## One row in 100 that ends its batch: raises, kills, al
 sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and 20 rollouts, and check every invariant (about 10 minutes)
 	$(BIN)/python -m simulator rollouts
 	$(BIN)/python -m simulator sim --seeds 500 --workers 20 --processes 2 $(ARGS)
+
+sim-tests: setup-dev ## Run all tests of the simulator, with the seeds and sizes that make test leaves out (about 3 minutes)
+	$(BIN)/python -m pytest tests/sim -m "" -n 2 $(ARGS)
 
 sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run (about an hour)
 	$(BIN)/python -m simulator scale $(ARGS)

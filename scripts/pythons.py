@@ -113,7 +113,8 @@ def run(python: Python, part: str, arguments: Sequence[str]) -> int:
     processes = os.environ.get("TEST_PROCESSES", "4")
     tests = [os.path.join(folder, "bin", "python"), "-m", "pytest", "-n", processes, "-q"]
     print(f"pythons: {'the suite' if full else 'the floor tests'} on {python.name}", flush=True)
-    return subprocess.call([*tests, *([] if full else FLOOR_TESTS), *arguments], cwd=ROOT)
+    chosen_tests = ["--hypothesis-profile=default"] if full else FLOOR_TESTS
+    return subprocess.call([*tests, *chosen_tests, *arguments], cwd=ROOT)
 
 
 if __name__ == "__main__":

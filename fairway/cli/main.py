@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 import signal
@@ -11,6 +12,7 @@ from typing import Final
 
 import grpc
 import typer
+from typer.models import CommandInfo
 
 from fairway.cli.commands import bootstrap as bootstrap_command
 from fairway.cli.commands import (
@@ -65,6 +67,8 @@ def show_version(output: OutputOption = Format.TABLE) -> None:
 
 
 DEBUG: Final = "FAIRWAY_CLI_DEBUG"
+COMPLETION: Final = "_FAIRWAY_COMPLETE"  # set by the shell's completion, which needs all commands
+NEVER_ALONE: Final = ("down", "version")  # typer makes one command alone the whole program
 # Base class of typer's usage errors: bad parameter, missing argument, unknown option.
 _WrongUse: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 
@@ -111,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(commands: typer.Typer, argv: list[str] | None) -> int:
     """Run one of ``commands`` and return its exit code. Every failure becomes a readable message."""
     try:
-        code = commands(args=argv, prog_name="fairway", standalone_mode=False)
+        code = _part_of(commands, argv)(args=argv, prog_name="fairway", standalone_mode=False)
     except CliError as error:
         show_error(error)
         return int(error.exit_code)
@@ -134,6 +138,24 @@ def run(commands: typer.Typer, argv: list[str] | None) -> int:
     if code == ExitCode.INTERRUPTED:
         plain(err(), "interrupted")
     return code if isinstance(code, int) else 0
+
+
+def _part_of(commands: typer.Typer, argv: list[str] | None) -> typer.Typer:
+    """Return the commands without those that the first argument does not name; all if it names none.
+
+    Typer reads the signature of every command that it is given, which takes longer than most commands.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    kept = {arguments[0], *NEVER_ALONE} if arguments else set()
+    part = copy.copy(commands)
+    part.registered_commands = [each for each in commands.registered_commands if _name_of(each) in kept]
+    part.registered_groups = [each for each in commands.registered_groups if each.name in kept]
+    names = {*map(_name_of, part.registered_commands), *(each.name for each in part.registered_groups)}
+    return part if names >= kept and len(names) > 1 and COMPLETION not in os.environ else commands
+
+
+def _name_of(command: CommandInfo) -> str:
+    return command.name or getattr(command.callback, "__name__", "").replace("_", "-")
 
 
 def _wrong_use(exc: Exception) -> int:

@@ -250,7 +250,7 @@ class Stepped(EngineMessage, frozen=True):
     attended_tokens: int = 0
     # Prefix blocks that entered the cache in this step.
     prefix_added: list[int] = []
-    # Prefix blocks that left the cache in this step.
+    # Prefix blocks that left the cache in this step. One that is also in ``prefix_added`` came again.
     prefix_removed: list[int] = []
     # By handle: prompt tokens found in the cache, in the step that first computes the sequence. Empty without
     # a cache.

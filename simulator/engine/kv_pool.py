@@ -169,7 +169,7 @@ class KvPool:
         """Nothing is wrong where nothing is computed."""
 
     def take_changes(self) -> tuple[list[int], list[int]]:
-        """Return the names added and removed since the previous call; one that did both is in neither."""
+        """See ``PrefixReuse``."""
         if not (self._added or self._removed):
             return [], []
         added, removed = list(self._added), list(self._removed)
@@ -204,10 +204,7 @@ class KvPool:
     def _add(self, name: int) -> None:
         self._holders[name] = 0
         self._idle[name] = None
-        if name in self._removed:
-            del self._removed[name]
-        else:
-            self._added[name] = None
+        self._added[name] = None
 
     def _hold(self, name: int) -> None:
         if not self._holders[name]:

@@ -19,6 +19,7 @@ from simulator.invariants.balance import Balance
 from simulator.invariants.poisons import AGAIN, CONDEMNED, DEATHS, MAX_DEATHS, Poisons
 from tests.sim.planted.gateways import AdmitsTheCondemned, RunsSuspectsTogether
 from tests.sim.planted.workers import BlamesBystanders, TakesKillsForFaults
+from tests.support.sweep import daily
 
 NEIGHBOURS = 32
 
@@ -47,7 +48,7 @@ def run(
     return report, poisons, records
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", daily([1, 2, 3], [2]))
 @pytest.mark.parametrize("ending", list(Ending))
 @pytest.mark.parametrize("after_tokens", [0, 20])
 def test_the_neighbours_complete_and_the_poison_is_condemned(

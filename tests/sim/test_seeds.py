@@ -3,6 +3,8 @@
 Four have the size that ``make sim`` gives to all (20 workers, 200 requests); the others are small (6 workers,
 60 requests), so that the fifty take half a minute of a core. The five fairness seeds among these have at most
 three workers at either size. Three more, smaller still, are looked at as a whole at the end of each instant.
+
+``make test`` runs the daily ones, ``make sim-tests`` all fifty.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ from simulator.fleet.chaos import CHAOS_FAULTS, REQUESTS
 from simulator.fleet.saturated import is_saturated
 from simulator.fleet.seeds import REACHES, SeedResult, Total, run_seed
 from simulator.invariants.invariant import Looks
+from tests.support.sweep import daily
 
 SEEDS = range(50)
 FULL = (0, 13, 26, 39)
 LOOKED_AT = (3, 7, 21)
+SATURATED = next(filter(is_saturated, SEEDS))
+DAILY = (*range(6), SATURATED, FULL[1])
 
 # What a client may come to in these runs. Anything else is a bug, INTERNAL above all.
 OUTCOMES = {
@@ -32,7 +37,7 @@ def total() -> Total:
     return Total()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", daily(SEEDS, DAILY))
 def test_invariants_hold(seed: int, total: Total) -> None:
     workers, requests = (20, REQUESTS) if seed in FULL else (6, 60)
     result = run_seed(seed, workers=workers, requests=requests)
@@ -42,6 +47,7 @@ def test_invariants_hold(seed: int, total: Total) -> None:
     )
 
 
+@pytest.mark.sweep
 def test_the_seeds_reach_every_fault_and_outcome(total: Total) -> None:
     """Else the seeds test nothing."""
     assert total.seeds == len(SEEDS), "this test needs those before it"
@@ -51,6 +57,14 @@ def test_the_seeds_reach_every_fault_and_outcome(total: Total) -> None:
     assert {name for name, count in total.reached.items() if count} == set(REACHES)
 
 
+def test_the_daily_seeds_reach_much(total: Total) -> None:
+    assert total.seeds >= len(set(DAILY)), "this test needs those before it"
+    assert total.outcomes["finished"] > total.requests // 2
+    assert len(total.faults) > len(CHAOS_FAULTS) // 2
+    assert total.widest, "one is a fairness seed"
+
+
+@pytest.mark.sweep
 def test_the_fairness_seeds_come_near_the_bound(total: Total) -> None:
     """Else the bound is so far away that no order exceeds it."""
     assert set(total.widest) == set(filter(is_saturated, SEEDS)), "this test needs those before it"
@@ -60,7 +74,7 @@ def test_the_fairness_seeds_come_near_the_bound(total: Total) -> None:
     assert max(total.widest.values()) > 0.3
 
 
-@pytest.mark.parametrize("seed", LOOKED_AT)
+@pytest.mark.parametrize("seed", daily(LOOKED_AT, LOOKED_AT[:1]))
 def test_invariants_hold_at_the_end_of_each_instant(seed: int) -> None:
     assert run_seed(seed, workers=4, requests=30, looks=Looks.ALL).violations == ()
 

@@ -14,6 +14,7 @@ from simulator.lab.cases import GRAY, LONG, WHALE, WHALE_CAPPED, Case, Figures, 
 from simulator.lab.cases import figures as figures_of
 from simulator.lab.runner import run
 from tests.sim.lab.test_traces import HEADER
+from tests.support.sweep import daily
 
 PLAIN = Figures(0.2, 1.0, 2.0, 0.5, 0.05, 8.0, 0.8, 2500.0, 2000.0, 0.1, 0.0, 0.9, 0.6, 4.0, 0.02)
 
@@ -129,7 +130,7 @@ def test_recorded_traces_are_taken_from_their_folder(tmp_path: Path) -> None:
     assert [each.prompt_tokens for each in found.load()] == list(range(300, 350))
 
 
-@pytest.mark.parametrize("workload", ["azure", "mooncake"])
+@pytest.mark.parametrize("workload", daily(["azure", "mooncake"], ["azure"]))
 def test_a_small_comparison_runs(workload: str) -> None:
     found = {policy: run_case(Case(workload, policy, 0, 0.05)) for policy in ("ours", "round-robin")}
     for figures in found.values():
@@ -138,7 +139,7 @@ def test_a_small_comparison_runs(workload: str) -> None:
         assert figures.refused_ratio < 0.5
 
 
-@pytest.mark.parametrize("workload", [WHALE, WHALE_CAPPED])
+@pytest.mark.parametrize("workload", daily([WHALE, WHALE_CAPPED], [WHALE_CAPPED]))
 def test_minnows_are_one_population_without_the_whale(workload: str) -> None:
     case = Case(workload, "ours", 0, 0.05)
     scenario = scenario_of(case)

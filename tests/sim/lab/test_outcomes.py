@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import pytest
+
 from services.core.records import Priority
 from simulator.fleet.clients.client import Record
 from simulator.fleet.fleet import SimFleet, simulate
 from simulator.lab.runner import run
 from simulator.lab.scenario import Options, Scenario, Script, Step
 from simulator.lab.scenarios import catalog
+from tests.support.sweep import daily
 
 MAX_DIFFERENCE_TOKENS = 40_000  # of two that wait; by arrival the whale is 100,000 ahead, with the same load
 
@@ -20,7 +23,7 @@ def small(name: str, *, workers: int, duration_s: float, load_ratio: float | Non
 
 
 def test_a_slow_worker_is_found_and_gets_next_to_nothing_from_then_on() -> None:
-    report = run(small("slow-worker", workers=4, duration_s=48.0))
+    report = run(small("slow-worker", workers=4, duration_s=24.0))
     before, after = report.figures["share_before_ratio"], report.figures["share_after_ratio"]
     found_s = report.figures["found_after_s"]
     assert found_s is not None
@@ -33,8 +36,9 @@ def test_a_slow_worker_is_found_and_gets_next_to_nothing_from_then_on() -> None:
     assert report.violations == ()
 
 
-def test_in_a_burst_batch_is_refused_first_and_most_and_interactive_last() -> None:
-    made = small("burst", workers=4, duration_s=40.0)
+@pytest.mark.parametrize("workers", daily([2, 4], [2]))
+def test_in_a_burst_batch_is_refused_first_and_most_and_interactive_last(workers: int) -> None:
+    made = small("burst", workers=workers, duration_s=40.0)
     (mark,) = made.marks
     records: list[Record] = []
     ran = simulate(made.fleet, made.load(), plans=made.plans, on_record=records.append)
@@ -51,7 +55,10 @@ def test_in_a_burst_batch_is_refused_first_and_most_and_interactive_last() -> No
         by_class[each] / sent[each] for each in (Priority.BATCH, Priority.STANDARD, Priority.INTERACTIVE)
     )
     assert batch > 0.3
-    assert batch > 2 * standard > 4 * interactive
+    if workers == 2:  # so few requests that batch alone is refused
+        assert standard == interactive == 0
+    else:
+        assert batch > 2 * standard > 4 * interactive
     assert all(record.outcome in ("finished", "OVERLOADED", "QUEUE_TIMEOUT") for record in records)
 
 

@@ -92,7 +92,7 @@ class CachedBlocks:
         self._index[key] = block
         self._link(block, parent, root)
         if self._is_named(block):
-            _note(key, into=self._added, out_of=self._removed)
+            self._added[key] = None
 
     def enter_tail(self, block: int, tokens: list[int], *, parent: int, root: int) -> None:
         """Keep a block that holds the KV of these tokens after ``parent``; there is no tail yet."""
@@ -149,7 +149,7 @@ class CachedBlocks:
         return [key for key, block in self._index.items() if self._is_named(block)]
 
     def take_changes(self) -> tuple[list[int], list[int]]:
-        """Return the names that came and went since the call before; one that did both is in neither."""
+        """Return the names added and removed since the previous call; see ``PrefixReuse``."""
         if not (self._added or self._removed):
             return [], []
         added, removed = list(self._added), list(self._removed)
@@ -200,17 +200,17 @@ class CachedBlocks:
             return
         del self._index[key]
         if self._is_named(block):
-            _note(key, into=self._removed, out_of=self._added)
+            _note_removed(key, self._added, self._removed)
 
     def _is_named(self, block: int) -> bool:
         return (self.depth[block] + 1) % self._each == 0
 
 
-def _note(name: int, *, into: dict[int, None], out_of: dict[int, None]) -> None:
-    if name in out_of:
-        del out_of[name]
-    else:
-        into[name] = None
+def _note_removed(name: int, added: dict[int, None], removed: dict[int, None]) -> None:
+    if name not in added:
+        removed[name] = None
+    else:  # unreported so far, unless it was removed before
+        del added[name]
 
 
 def _resize(column: bytearray | array[int], more: int) -> None:

@@ -85,7 +85,11 @@ class PrefixReuse(Protocol):
         """Remove what a sequence has computed from the index: it may be wrong."""
 
     def take_changes(self) -> tuple[list[int], list[int]]:
-        """Return the names of prefix blocks that came and went since the call before."""
+        """Return the names of prefix blocks added and removed since the previous call.
+
+        One in both was removed and then added again: meanwhile, sequences that expected it did without. One
+        that was added and then removed is in neither.
+        """
 
 
 def claims(

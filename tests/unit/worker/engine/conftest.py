@@ -218,11 +218,10 @@ def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[
 
 @pytest.fixture(scope="session")
 def operators_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the run's compiled operators are, one folder for all of its processes."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "operators"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+    """Where the compiled operators are: where installations of this user keep them, compiled once."""
+    from tests.support import compiled
+
+    return compiled.operators(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session")

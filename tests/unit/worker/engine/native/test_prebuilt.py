@@ -21,6 +21,7 @@ from services.worker.engine.native.build import COMPILERS, SOURCE, BuildFailed, 
 from services.worker.engine.native.check import wrong
 from services.worker.engine.native.library import OPENMP, Library, loaded_openmp
 from services.worker.engine.native.operators import NativeOperators
+from tests.support import compiled as compiled_libraries
 
 MakeCompiler = Callable[..., Toolchain]
 
@@ -158,7 +159,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not any(shutil.which(name) for name in COMPILERS):
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("image") / "prebuilt"
-    prebuilt.make(folder, Toolchain(openmp=loaded_openmp()))
+    compiled_libraries.all_levels(tmp_path_factory.getbasetemp(), folder)
     return folder
 
 

@@ -159,10 +159,9 @@ class CacheRig:
         self.engine.check_integrity()
         self.settle()
         added, removed = set(event.prefix_added), set(event.prefix_removed)
-        assert not added & removed
-        assert not added & self.names
         assert removed <= self.names
-        self.names = (self.names | added) - removed
+        assert not added & (self.names - removed)
+        self.names = (self.names - removed) | added
         assert self.names == set(self.cache.names()), "what is reported is not what is there"
         self.cached |= event.cached
         for handle, token in zip(event.handles, event.tokens, strict=True):
