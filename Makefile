@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 ARGS ?=
-# Tests wait more than they compute; a group stays in one process (tests/support/processes.py).
+# Tests wait more than they compute; a group stays in one process (tests/conftest.py).
 TEST_PROCESSES ?= 6
 OPENAI := 3.52.0
 TRITONCLIENT := 2.73.0

@@ -21,10 +21,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 import structlog
+from xdist.remote import Producer
 
 from fairway.cli import embedded
 from services.runtime.telemetry import logging
-from tests.support import groups, local_servers, processes
+from tests.support import groups, local_servers
 from tests.support.object_store import ObjectStore
 
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
@@ -271,14 +272,6 @@ def _docker_accepts() -> bool:
     return True
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    processes.add_option(parser)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    processes.configure(config, groups.group_of)
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     groups.sort(items)
@@ -288,3 +281,8 @@ def pytest_collection_finish() -> None:
     """The tests and what they import stay: a collection that walked them would take a third of a second."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> groups.ByGroup:
+    config.option.loadscopereorder = False  # else the groups with the most tests come first
+    return groups.ByGroup(config, log)

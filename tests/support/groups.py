@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # They share an installation, but for those that start their own on free ports.
 SHARED_INSTALLATION = "tests/e2e/"
@@ -65,3 +66,10 @@ def sort(items: list[pytest.Item]) -> None:
         return places.get(group, len(places)), -counts[group], item.nodeid.partition("::")[0]
 
     items.sort(key=rank)
+
+
+class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
+    """Keeps a group together in a run of several processes."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
