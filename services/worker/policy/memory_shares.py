@@ -15,23 +15,22 @@ from services.worker.agent.memory_ledger import SLAB_BYTES
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """The claim of one version: its KV pool stays between ``least_bytes`` and ``wished_bytes``.
+    """The claim of one engine on the device's memory."""
 
-    ``fixed_bytes`` are its weights and working memory. ``kv_bytes`` is its present pool; 0: it waits for all
-    of its memory.
-    """
-
-    owner: str
-    rank: int
+    owner: str  # the version in whose name it is granted
+    rank: int  # the highest priority of its deployments
+    # Weights and working memory.
     fixed_bytes: int
+    # The pool stays between these two.
     least_bytes: int
     wished_bytes: int
-    # Present or requested.
+    # Its pool, present or requested; 0: it waits for all of its memory.
     kv_bytes: int = 0
     # Granted now: more than the pool while it shrinks.
     held_bytes: int = 0
-    # The deployment whose arms divide KV among themselves (``kv_division``), and its part of their traffic.
+    # The deployment whose arms divide KV among themselves (``kv_division``).
     split: str = ""
+    # Its part of their traffic.
     traffic: int = 0
     # It finishes the requests accepted for it, with the pool that it has.
     retires: bool = False
