@@ -20,7 +20,13 @@ from services.core.rollouts.routes import SplitCaller
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.policy.claims import RequestBound, RequestBounds
 from services.gateway.service_types import AnyRequest, RowsMessage
-from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
+from services.gateway.text.text_model import (
+    ChatMessage,
+    Conversation,
+    SamplingDefaults,
+    TextModel,
+    ToolCall,
+)
 from services.gateway.text.tokenise import INLINE_TOKENS, PrefixNames, Tokeniser
 from services.rpc import bounds
 from services.rpc.convert.inference import PRIORITY_OF
@@ -262,7 +268,7 @@ class Validator:
         if kind == "token_ids":
             return tuple(generation.token_ids.ids)
         if kind == "chat":
-            ids = await self._tokeniser.chat(model, principal.tenant_id, _messages(generation))
+            ids = await self._tokeniser.chat(model, principal.tenant_id, _conversation(generation.chat))
         else:
             ids = await self._tokeniser.prompt(model, principal.tenant_id, generation.prompt)
         if not ids:
@@ -278,7 +284,7 @@ class Validator:
             return tuple(generation.token_ids.ids) if len(generation.token_ids.ids) <= INLINE_TOKENS else ()
         if kind == "chat" and len(generation.chat.messages) > _MAX_SHORT_MESSAGES:
             return ()
-        text = _messages(generation) if kind == "chat" else generation.prompt
+        text = _conversation(generation.chat) if kind == "chat" else generation.prompt
         return self._tokeniser.known(model, principal.tenant_id, text)
 
     def _limits(
@@ -355,8 +361,19 @@ class Validator:
         )
 
 
-def _messages(generation: inference_pb2.Generation) -> list[ChatMessage]:
-    return [ChatMessage(turn.role, turn.content, turn.name) for turn in generation.chat.messages]
+def _conversation(chat: inference_pb2.Chat) -> Conversation:
+    messages = [
+        ChatMessage(
+            turn.role,
+            turn.content,
+            turn.name,
+            tuple(ToolCall(call.id, call.name, call.arguments) for call in turn.tool_calls),
+            turn.tool_call_id,
+            turn.reasoning_content,
+        )
+        for turn in chat.messages
+    ]
+    return Conversation(messages, chat.template_variables)
 
 
 def _check_output(asked: int, longest: RequestBound) -> None:

@@ -174,6 +174,12 @@ async def endless(call: Call) -> AsyncGenerator[Event, None]:
         await asyncio.sleep(0)
 
 
+async def begun(call: Call) -> AsyncGenerator[Event, None]:
+    yield accepted(call)
+    yield Tokens(0, 0, [1], "Hel")
+    await asyncio.sleep(60)
+
+
 async def silent(call: Call) -> AsyncGenerator[Event, None]:
     yield accepted(call)
     await asyncio.sleep(60)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from services.gateway.events import Event, Heartbeat, Tokens
+from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.rate_headers import duration
 from tests.integration.openai.face import (
     CHAT,
+    MAX_BODY,
     STREAM,
     Call,
     Face,
@@ -21,6 +23,7 @@ from tests.integration.openai.face import (
     limited,
     plain,
     rejected,
+    serving,
 )
 
 
@@ -164,19 +167,47 @@ def test_durations_are_rounded_up_to_milliseconds(seconds: float, text: str) -> 
     assert duration(seconds) == text
 
 
-async def test_silence_is_kept_alive_by_comments(face: Face) -> None:
-    async def script(call: Call) -> AsyncGenerator[Event, None]:
-        yield Heartbeat()  # before it is accepted there is no answer to keep alive
-        yield accepted(call)
-        yield Heartbeat()
-        yield Tokens(0, 0, [1], "Hel")
-        yield Heartbeat()
-        yield finished(call)
+async def quiet(call: Call) -> AsyncGenerator[Event, None]:
+    yield Heartbeat()  # before it is accepted there is no answer to keep alive
+    yield accepted(call)
+    yield Heartbeat()
+    yield Tokens(0, 0, [1], "Hel")
+    yield Heartbeat()
+    yield finished(call)
 
-    face.service.script = script
-    answer = await face.chat(STREAM)
-    assert answer.events.count(": keep-alive") == 2
-    assert answer.events[-1] == "[DONE]"
+
+async def test_silence_after_the_first_output_is_kept_alive_by_comments(face: Face) -> None:
+    face.service.script = quiet
+    events = (await face.chat(STREAM)).events
+    assert events.count(": keep-alive") == 1
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert events[-1] == "[DONE]"
+
+
+async def test_after_a_while_the_status_goes_out_without_output() -> None:
+    async with serving(HttpLimits(MAX_BODY, status_wait_s=0.0)) as face:
+        face.service.script = quiet
+        first, role, *rest = (await face.chat(STREAM)).events
+        assert first == ": keep-alive"
+        assert role["choices"][0]["delta"]["role"] == "assistant"
+        assert [rest.count(": keep-alive"), rest[-1]] == [1, "[DONE]"]
+
+
+async def test_usage_so_far_is_in_each_frame(face: Face) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *frames, last, _ = (await face.chat({**STREAM, "n": 2, "stream_options": options})).events
+    counts = [(frame["choices"][0]["index"], frame["usage"]["completion_tokens"]) for frame in frames]
+    assert counts == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (0, 2), (1, 2)]
+    assert {frame["usage"]["prompt_tokens"] for frame in frames} == {3}
+    assert last["usage"]["completion_tokens"] == 4
+
+
+async def test_the_service_tier_is_stated(face: Face) -> None:
+    body = {"service_tier": "flex"}
+    assert (await face.chat({**CHAT, **body})).json["service_tier"] == "flex"
+    assert (await face.chat({**STREAM, **body})).events[0]["service_tier"] == "flex"
+    assert (await face.chat({**CHAT, "service_tier": "auto"})).json["service_tier"] == "default"
+    assert "service_tier" not in (await face.chat(CHAT)).json
 
 
 async def test_models(face: Face) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -35,6 +36,12 @@ class UsageBody(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: _PromptDetails
+
+
+class _RunningUsage(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
 
 
 class _TopToken(Struct, frozen=True):
@@ -108,6 +115,7 @@ class _Head(Struct, frozen=True):
     created: int
     model: str
     system_fingerprint: str
+    service_tier: str | UnsetType = UNSET
     degraded: list[DegradedBody] | UnsetType = UNSET
 
 
@@ -121,6 +129,8 @@ class _Whole(Struct, frozen=True):
     system_fingerprint: str
     choices: list[_ChatChoice] | list[_TextChoice]
     usage: UsageBody
+    # Only when the client named one.
+    service_tier: str | UnsetType = UNSET
     # Only when the client requested it.
     stage_clock: list[StageClock] | UnsetType = UNSET
     # Only when the answer differs from the request.
@@ -136,6 +146,8 @@ class AnswerHead:
     model: str
     version_digest: str
     degradations: tuple[Degradation, ...] = ()
+    # The tier by which the request was served; empty where the client named none.
+    service_tier: str = ""
 
     def head(self, dialect: Dialect, *, chunk: bool) -> _Head:
         return _Head(
@@ -144,6 +156,7 @@ class AnswerHead:
             created=self.created_unix_s,
             model=self.model,
             system_fingerprint="fp_" + self.version_digest.removeprefix("sha256:")[:12],
+            service_tier=self.service_tier or UNSET,
             degraded=_degraded(self.degradations),
         )
 
@@ -170,7 +183,8 @@ def whole_answer(
 ) -> bytes:
     """Return the JSON of an answer that is not streamed."""
     first = completions[0].accepted
-    answer = AnswerHead(request_id, created_unix_s, first.model, first.version_digest)
+    tier = served_tier(request)
+    answer = AnswerHead(request_id, created_unix_s, first.model, first.version_digest, service_tier=tier)
     head = answer.head(request.dialect, chunk=False)
     chat: list[_ChatChoice] = []
     text: list[_TextChoice] = []
@@ -195,10 +209,16 @@ def whole_answer(
         system_fingerprint=head.system_fingerprint,
         choices=chat if request.dialect == "chat" else text,
         usage=usage,
+        service_tier=head.service_tier,
         stage_clock=[one.finished.clock for one in completions] if request.stage_clock else UNSET,
         degraded=_degraded([found for one in completions for found in one.accepted.degradations]),
     )
     return _encode(whole)
+
+
+def served_tier(request: ApiRequest) -> str:
+    """Return the tier that an answer states, as OpenAI does; empty where the client named none."""
+    return "default" if request.service_tier == "auto" else request.service_tier
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
@@ -250,18 +270,24 @@ class Frames:
         # When usage is requested, every frame but the last has a null usage.
         self._after = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
         self._offsets: dict[int, int] = {}
+        # Output tokens so far and prompt tokens, by choice; only for frames that state them.
+        self._tokens: Counter[int] = Counter()
+        self._prompt_tokens: dict[int, int] = {}
 
-    def skip(self, index: int, token_chars: int) -> None:
-        """Continue a choice behind tokens whose texts have that many characters."""
-        self._offsets[index] = token_chars
+    def start(self, index: int, prompt_tokens: int, *, tokens: int = 0, token_chars: int = 0) -> None:
+        """Begin a choice, behind what its client has: tokens, whose texts have that many characters."""
+        self._offsets[index], self._tokens[index] = token_chars, tokens
+        self._prompt_tokens[index] = prompt_tokens
 
     def role(self, index: int) -> bytes:
         """The first frame of a chat choice."""
-        return self._frame(_ChatChunkChoice(index, _Delta(role="assistant", content="")))
+        frame = _ChatChunkChoice(index, _Delta(role="assistant", content=""))
+        return self._before + _encode(frame) + self._ending(index, tokens=0)
 
     def tokens(self, index: int, event: Tokens) -> bytes:
         """The frame of new output; empty while text is held back and no log probabilities were requested."""
         wants = self._request.logprobs and bool(event.logprobs)
+        self._tokens[index] += len(event.ids)
         if not event.text and not wants:
             return b""
         if self._request.dialect == "chat":
@@ -292,4 +318,12 @@ class Frames:
         return self._before + b'],"stage_clock":' + _encode(list(clocks)) + b"}\n\n"
 
     def _frame(self, choice: _ChatChunkChoice | _TextChoice) -> bytes:
-        return self._before + _encode(choice) + self._after
+        return self._before + _encode(choice) + self._ending(choice.index, tokens=self._tokens[choice.index])
+
+    def _ending(self, index: int, *, tokens: int) -> bytes:
+        """Return what follows a choice in its frame."""
+        if not self._request.continuous_usage:
+            return self._after
+        prompt = self._prompt_tokens.get(index, 0)
+        usage = _RunningUsage(prompt, tokens, prompt + tokens)
+        return b'],"usage":' + _encode(usage) + b"}\n\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -125,6 +126,18 @@ def error_body(error: FairwayError) -> bytes:
     if isinstance(error, BudgetExceeded):
         kind = "insufficient_quota"
     return _encode(_Error(_Detail(message, kind, param, _code(error, status))))
+
+
+def rename(error: FairwayError, names: Iterable[tuple[str, str]]) -> None:
+    """Give the field of an error the name that it has in the client's request, by the first that fits."""
+    field = error.metadata.get("field", "")
+    for ours, theirs in names:
+        if field.startswith(ours):
+            named = theirs + field[len(ours) :]
+            error.metadata["field"] = named
+            error.message = error.message.replace(field, named)
+            error.args = (error.message,)
+            return
 
 
 def _code(error: FairwayError, status: int) -> str | None:

@@ -23,6 +23,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 BODY_TIMEOUT_S: Final = 30.0
 WRITE_TIMEOUT_S: Final = 30.0
+STATUS_WAIT_S: Final = 45.0
 MAX_TIMEOUT_S: Final = 86_400.0
 _LENGTH: Final = re.compile(rb"\d{1,15}")
 _SECONDS: Final = re.compile(rb"\d{1,6}(\.\d{1,6})?")
@@ -63,6 +64,8 @@ class HttpLimits:
     max_body_bytes: int
     body_timeout_s: float = BODY_TIMEOUT_S
     write_timeout_s: float = WRITE_TIMEOUT_S
+    # After it a stream begins without output; longer than a request waits in the queue.
+    status_wait_s: float = STATUS_WAIT_S
 
 
 class Headers:

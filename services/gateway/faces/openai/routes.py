@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -28,7 +28,7 @@ from services.core.records import KeyRole
 from services.gateway.events import Event, Received
 from services.gateway.faces.openai.answers import whole_answer
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
-from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
+from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, rename
 from services.gateway.faces.openai.event_ids import HEADER, AnswerPosition
 from services.gateway.faces.openai.event_stream import (
     CACHE_HIT,
@@ -63,6 +63,7 @@ from services.runtime.identity import model_not_found
 
 log = structlog.get_logger()
 _encode: Final = msgspec.json.Encoder().encode
+T = TypeVar("T")
 
 
 class Generations(Protocol):
@@ -251,11 +252,10 @@ class OpenAiFace:
         if request.stream:
             exchange.headers.check_stream()
             work = self._stream(exchange, request, timeout_s)
-            await unless_disconnected(exchange.receive, exchange.reply, work)
+            await _named(request, unless_disconnected(exchange.receive, exchange.reply, work))
             return
-        completions = await unless_disconnected(
-            exchange.receive, exchange.reply, self._complete(exchange, request, timeout_s)
-        )
+        whole = self._complete(exchange, request, timeout_s)
+        completions = await _named(request, unless_disconnected(exchange.receive, exchange.reply, whole))
         request_id, created_unix_s = exchange.received.request_id, int(self._clock.unix_s())
         first = completions[0].accepted
         if first.received_unix_us:
@@ -278,12 +278,14 @@ class OpenAiFace:
             numbered = [
                 replace(each, delivered=position.delivered(number)) for number, each in enumerate(numbered)
             ]
+        due_s = exchange.received.monotonic_s + self._limits.status_wait_s
         stream = EventStream(
             request,
             exchange.reply,
             position,
             request_id=exchange.received.request_id,
             created_unix_s=int(self._clock.unix_s()),
+            status_due=lambda: self._clock.monotonic_s() >= due_s,
         )
         sources = [
             self._service.stream(exchange.caller, generation, received=received, timeout_s=timeout_s)
@@ -320,6 +322,15 @@ class OpenAiFace:
         except BaseExceptionGroup as failures:
             raise primary_failure(failures) from None
         return [task.result() for task in tasks]
+
+
+async def _named(request: ApiRequest, work: Awaitable[T]) -> T:
+    """Return the result of ``work``; an error names its field as the client sent it."""
+    try:
+        return await work
+    except FairwayError as error:
+        rename(error, request.names.items())
+        raise
 
 
 def _numbered(exchange: Exchange, request: ApiRequest) -> Sequence[Received]:
