@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 PREFIX = "FAIRWAY_"
 MIN_SECRET_CHARS = 32
 Address = Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$")]
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/,]+)$")]
 StoreAddress = Annotated[str, Field(pattern=r"^([^\s:]+:\d{1,5}|unix:/[^\s,]+)$")]
 
 
@@ -47,6 +48,10 @@ class Settings(BaseModel):
     advertise: Address | None = None
     # Address of the OpenAI HTTP API.
     http_listen: Address = "127.0.0.1:8080"
+    # Origins of the web pages that may call the HTTP API, `*` for every one. Empty: none.
+    cors_origins: tuple[Origin, ...] = ()
+    # When a stream begins without output; a failure before it is a status that clients retry.
+    status_wait_s: float = Field(default=45.0, gt=0, le=3600)
     # Address of /metrics, /healthz and /readyz, which need no key.
     metrics_listen: Address = "127.0.0.1:0"
     # Folder for the files of this process.

@@ -37,6 +37,7 @@ _LEAST_TOP_P: Final = 1e-6
 _MAX_FANOUT_TOKENS: Final = 1_048_576
 # Longer conversations are not looked up before their request is admitted.
 _MAX_SHORT_MESSAGES: Final = 64
+_MAX_DECODED: Final = 1_048_576
 _UNBOUNDED: Final = RequestBounds()
 
 
@@ -201,6 +202,27 @@ class Validator:
                 raise
             return int(counted)  # a count beyond the context is valid too
 
+    async def token_ids(
+        self, principal: Principal, generation: inference_pb2.Generation, route: Route
+    ) -> Sequence[int]:
+        """Return the prompt tokens of a checked generation. Raises PromptTooLong beyond the context."""
+        model = await self._catalog.text_model(route.version_digest)
+        return await self._prompt_ids(principal, generation, model)
+
+    async def text_of(self, principal: Principal, name: str, ids: Sequence[int]) -> str:
+        """Return the text of token ids of a model. Raises InvalidInput, ModelNotFound, UnsupportedFeature."""
+        if len(ids) > _MAX_DECODED:
+            raise InvalidInput(f"at most {_MAX_DECODED} tokens are decoded at once", field="tokens")
+        route = self._route(principal, inference_pb2.Generation(model=name))
+        model = await self._catalog.text_model(route.version_digest)
+        if model.signature is not None:
+            raise _generates_nothing(name, model.signature.operation)
+        if ids and max(ids) >= model.vocab_size:
+            raise InvalidInput(
+                f"tokens holds {max(ids)}; the model's vocabulary has {model.vocab_size}", field="tokens"
+            )
+        return await self._tokeniser.decode(model, principal.tenant_id, ids)
+
     def check_rows(self, principal: Principal, request: RowsMessage) -> Checked:
         """Return the route and class of a request of a fixed-cost model, before its inputs are processed.
 
@@ -258,12 +280,7 @@ class Validator:
         self, principal: Principal, generation: inference_pb2.Generation, model: TextModel
     ) -> Sequence[int]:
         if model.signature is not None:
-            raise UnsupportedFeature(
-                f"{generation.model} is a fixed-cost model of the operation {model.signature.operation}: it "
-                "generates no text",
-                field="model",
-                operation=model.signature.operation,
-            )
+            raise _generates_nothing(generation.model, model.signature.operation)
         kind = generation.WhichOneof("input")
         if kind == "token_ids":
             return tuple(generation.token_ids.ids)
@@ -359,6 +376,14 @@ class Validator:
             logit_bias=tuple(sorted(asked.logit_bias.items())),
             logprobs=generation.logprobs if generation.HasField("logprobs") else None,
         )
+
+
+def _generates_nothing(name: str, operation: str) -> UnsupportedFeature:
+    return UnsupportedFeature(
+        f"{name} is a fixed-cost model of the operation {operation}: it generates no text",
+        field="model",
+        operation=operation,
+    )
 
 
 def _conversation(chat: inference_pb2.Chat) -> Conversation:

@@ -16,7 +16,7 @@ from typing import Final
 from services.core.errors import PromptTooLong
 from services.core.generation import Prompt
 from services.core.prefix import PREFIX_BLOCK_TOKENS, prefix_chain, prefix_root
-from services.gateway.text.text_model import Conversation, TextModel, Texts
+from services.gateway.text.text_model import Conversation, TextModel, Texts, TokenRun
 
 MAX_CACHED_TOKENS: Final = 500_000
 MAX_CACHED_ENTRIES: Final = 4096
@@ -68,6 +68,10 @@ class Tokeniser:
         if chars > MAX_SHORT_CHARS or (model.depends_on_time and not isinstance(text, str)):
             return ()
         return self._cached(_key_of(model, tenant_id, text))
+
+    async def decode(self, model: TextModel, tenant_id: str, ids: Sequence[int]) -> str:
+        """Return the text of token ids, all within the vocabulary. Raises the errors of ``Texts.read``."""
+        return await self._texts.decode(model, tenant_id, TokenRun(ids))
 
     def check_integrity(self) -> None:
         assert self._cached_tokens == sum(len(ids) for ids in self._cache.values())

@@ -11,6 +11,7 @@ import pytest
 from services.gateway.events import Event, Heartbeat, Tokens
 from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.rate_headers import duration
+from services.gateway.faces.predict.metadata import VERSION
 from tests.integration.openai.face import (
     CHAT,
     MAX_BODY,
@@ -219,10 +220,45 @@ async def test_models(face: Face) -> None:
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
 
 
+async def test_tokens_and_their_text(face: Face) -> None:
+    answer = await face.ask("POST", "/tokenize", {"model": "m", "prompt": "hi", "add_special_tokens": True})
+    assert answer.json == {"count": 2, "max_model_len": 128, "tokens": [104, 105], "token_strs": None}
+    turns = [{"role": "user", "content": "ab"}]
+    neutral = {"add_generation_prompt": True, "add_special_tokens": False, "chat_template_kwargs": {}}
+    chat = await face.ask("POST", "/tokenize", {"model": "m", "messages": turns, **neutral})
+    assert chat.json["tokens"] == [97, 98]
+    text = await face.ask("POST", "/detokenize", {"model": "m", "tokens": [104, 105]})
+    assert text.json == {"prompt": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": []}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": False}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "x", "return_token_strs": True}, "return_token_strs"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+async def test_what_is_not_tokenised_is_named(
+    face: Face, path: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = await face.ask("POST", path, {"model": "m", **fields})
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+async def test_the_version_of_the_server(face: Face) -> None:
+    assert (await face.ask("GET", "/version")).json == {"version": VERSION}
+
+
 async def test_health_and_readiness(face: Face) -> None:
     assert (await face.ask("GET", "/healthz", key=None)).status == 200
     assert (await face.ask("GET", "/readyz", key=None)).status == 200
     face.not_ready.append("no view of the fleet yet")
-    answer = await face.ask("GET", "/readyz", key=None)
-    assert (answer.status, answer.json["status"]) == (503, "no view of the fleet yet")
+    for path in ("/readyz", "/health"):
+        answer = await face.ask("GET", path, key=None)
+        assert (answer.status, answer.json["status"]) == (503, "no view of the fleet yet")
     assert (await face.ask("GET", "/healthz", key=None)).status == 200

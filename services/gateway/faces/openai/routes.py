@@ -15,6 +15,7 @@ import msgspec
 import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -51,9 +52,12 @@ from services.gateway.faces.openai.exchange import (
     read_body,
     unless_disconnected,
 )
+from services.gateway.faces.openai.middleware import WithoutTrailingSlash, cross_origin
 from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.requests import ApiRequest, chat_request, completion_request
 from services.gateway.faces.openai.rows import RowsFace
+from services.gateway.faces.openai.tokens import TokenCalls, TokensFace
+from services.gateway.faces.predict.metadata import VERSION
 from services.gateway.faces.predict.routes import PredictFace
 from services.gateway.requests.streaming import Completion
 from services.gateway.rows.calls import RowsCalls
@@ -66,7 +70,7 @@ _encode: Final = msgspec.json.Encoder().encode
 T = TypeVar("T")
 
 
-class Generations(Protocol):
+class Generations(TokenCalls, Protocol):
     """Whole requests: validates, admits, places and streams; raises the tree of ``core/errors.py``."""
 
     def stream(
@@ -123,12 +127,13 @@ def build_app(
     limits: HttpLimits | None = None,
     not_ready: Callable[[], str] = lambda: "",
     observe: ObserveExchange = lambda _route, _status, _elapsed_s: None,
+    cors_origins: Sequence[str] = (),
 ) -> Starlette:
     """Return the ASGI application.
 
     ``event_secret`` keys the ids of events; the same on every gateway. ``not_ready`` returns why no traffic
-    should arrive now, or an empty text. ``observe`` is called for each exchange when it is over. The
-    endpoints with their rules are in ``app.state.endpoints``.
+    should arrive now, or an empty text. ``observe`` is called for each exchange when it is over. Web pages
+    of ``cors_origins`` may call the server. The endpoints with their rules are in ``app.state.endpoints``.
     """
     if limits is None:
         limits = HttpLimits(max_body_bytes)
@@ -141,6 +146,7 @@ def build_app(
             for endpoint, guard in zip(endpoints, guards, strict=True)
         ],
         exception_handlers={HTTPException: problems.answer},
+        middleware=[*cross_origin(cors_origins), Middleware(WithoutTrailingSlash)],
     )
     # A redirect would use the Host header, which the client controls.
     app.router.redirect_slashes = False
@@ -160,6 +166,7 @@ def endpoints_of(
     bodies = BodyReader(limits.max_body_bytes)
     return (
         *OpenAiFace(service, clock, limits, bodies, not_ready, event_secret).endpoints(),
+        *TokensFace(service, limits, bodies).endpoints(),
         *RowsFace(rows, clock, limits, bodies).endpoints(),
         *PredictFace(rows, limits, bodies, not_ready).endpoints(),
     )
@@ -204,6 +211,8 @@ class OpenAiFace:
             Endpoint("GET", "/v1/models/{model:path}", Access.TENANT, self.model, "the name of a model"),
             Endpoint("GET", "/healthz", Access.PUBLIC, self.healthy, "no body; 200 while the process runs"),
             Endpoint("GET", "/readyz", Access.PUBLIC, self.ready, "no body; 200, or 503 with the reason"),
+            Endpoint("GET", "/health", Access.PUBLIC, self.ready, "the same, where vLLM's clients look"),
+            Endpoint("GET", "/version", Access.TENANT, self.version, "no body; the version of the server"),
         )
 
     async def chat(self, exchange: Exchange) -> None:
@@ -231,6 +240,9 @@ class OpenAiFace:
     async def ready(self, exchange: Exchange) -> None:
         reason = self._not_ready()
         await exchange.reply.json(503 if reason else 200, _encode({"status": reason or "ready"}))
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.reply.json(200, _encode({"version": VERSION}))
 
     async def _generate(self, exchange: Exchange, parse: Callable[[bytes], ApiRequest]) -> None:
         timeout_s, session_key = exchange.headers.timeout_s(), exchange.headers.session_key()
@@ -430,9 +442,7 @@ class _Guard:
     def _authorised(self, exchange: Exchange) -> Exchange:
         if self._endpoint.access is Access.PUBLIC:
             return exchange
-        credentials = exchange.headers.one(b"authorization")
-        text = credentials.decode("latin-1") if credentials is not None else None
-        principal = self._identity.authenticate(text)
+        principal = self._identity.authenticate(exchange.headers.credentials())
         if principal.role is not KeyRole.TENANT:
             raise PermissionDenied("this needs a tenant's API key", role=principal.role)
         mark_authenticated(exchange.scope)

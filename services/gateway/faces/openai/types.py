@@ -200,6 +200,7 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
+    "return_token_strs": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
