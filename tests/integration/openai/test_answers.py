@@ -250,6 +250,14 @@ async def test_what_is_not_tokenised_is_named(
     assert (answer.status, answer.error["param"]) == (400, param)
 
 
+async def test_the_openapi_document(face: Face) -> None:
+    document = (await face.ask("GET", "/openapi.json")).json
+    assert document["openapi"] == "3.1.0"
+    assert {path.replace("{model}", "{model:path}") for path in document["paths"]} == {
+        endpoint.path for endpoint in face.app.state.endpoints
+    }
+
+
 async def test_the_version_of_the_server(face: Face) -> None:
     assert (await face.ask("GET", "/version")).json == {"version": VERSION}
 

@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Finished, Tokens
@@ -27,7 +27,7 @@ _OBJECTS: Final = {
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class _PromptDetails(Struct, frozen=True):
+class PromptDetails(Struct, frozen=True):
     cached_tokens: int
 
 
@@ -35,7 +35,7 @@ class UsageBody(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: _PromptDetails
+    prompt_tokens_details: PromptDetails
 
 
 class _RunningUsage(Struct, frozen=True):
@@ -44,21 +44,21 @@ class _RunningUsage(Struct, frozen=True):
     total_tokens: int
 
 
-class _TopToken(Struct, frozen=True):
+class TopToken(Struct, frozen=True):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class _TokenEntry(Struct, frozen=True):
+class TokenEntry(Struct, frozen=True):
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[_TopToken]
+    top_logprobs: list[TopToken]
 
 
 class ChatLogprobs(Struct, frozen=True):
-    content: list[_TokenEntry]
+    content: list[TokenEntry]
     refusal: None = None
 
 
@@ -69,7 +69,7 @@ class CompletionLogprobs(Struct, frozen=True):
     text_offset: list[int]
 
 
-class _Message(Struct, frozen=True):
+class AnswerMessage(Struct, frozen=True):
     role: str
     content: str
     refusal: None = None
@@ -80,9 +80,9 @@ class _Delta(Struct, frozen=True):
     content: str | UnsetType = UNSET
 
 
-class _ChatChoice(Struct, frozen=True):
+class ChatChoice(Struct, frozen=True):
     index: int
-    message: _Message
+    message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
 
@@ -94,7 +94,7 @@ class _ChatChunkChoice(Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class _TextChoice(Struct, frozen=True):
+class TextChoice(Struct, frozen=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -119,7 +119,7 @@ class _Head(Struct, frozen=True):
     degraded: list[DegradedBody] | UnsetType = UNSET
 
 
-class _Whole(Struct, frozen=True):
+class _Whole(Struct, frozen=True, kw_only=True):
     id: str
     # The object type in the dialect.
     object: str
@@ -127,7 +127,6 @@ class _Whole(Struct, frozen=True):
     created: int
     model: str
     system_fingerprint: str
-    choices: list[_ChatChoice] | list[_TextChoice]
     usage: UsageBody
     # Only when the client named one.
     service_tier: str | UnsetType = UNSET
@@ -135,6 +134,27 @@ class _Whole(Struct, frozen=True):
     stage_clock: list[StageClock] | UnsetType = UNSET
     # Only when the answer differs from the request.
     degraded: list[DegradedBody] | UnsetType = UNSET
+
+
+class ChatCompletion(_Whole, frozen=True, kw_only=True):
+    choices: list[ChatChoice]
+
+
+class TextCompletion(_Whole, frozen=True, kw_only=True):
+    choices: list[TextChoice]
+
+
+class ModelEntry(Struct, frozen=True):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "fairway"
+
+
+class ModelList(Struct, frozen=True):
+    data: list[ModelEntry]
+    object: str = "list"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +191,7 @@ def usage_body(usages: Sequence[Usage]) -> UsageBody:
     prompt = sum(usage.prompt_tokens for usage in usages)
     output = sum(usage.output_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages)
-    return UsageBody(prompt, output, prompt + output, _PromptDetails(cached))
+    return UsageBody(prompt, output, prompt + output, PromptDetails(cached))
 
 
 def finish_reasons(finished: Finished) -> dict[int, str]:
@@ -186,8 +206,8 @@ def whole_answer(
     tier = served_tier(request)
     answer = AnswerHead(request_id, created_unix_s, first.model, first.version_digest, service_tier=tier)
     head = answer.head(request.dialect, chunk=False)
-    chat: list[_ChatChoice] = []
-    text: list[_TextChoice] = []
+    chat: list[ChatChoice] = []
+    text: list[TextChoice] = []
     for number, completion in enumerate(completions):
         reasons = finish_reasons(completion.finished)
         for choice, content in enumerate(completion.texts):
@@ -196,24 +216,19 @@ def whole_answer(
             entries = completion.logprobs[choice] if request.logprobs else ()
             if request.dialect == "chat":
                 found = chat_logprobs(entries) if request.logprobs else None
-                chat.append(_ChatChoice(index, _Message("assistant", content), found, reason))
+                chat.append(ChatChoice(index, AnswerMessage("assistant", content), found, reason))
             else:
                 listed = completion_logprobs(entries, 0) if request.logprobs else None
-                text.append(_TextChoice(index, content, listed, reason))
-    usage = usage_body([completion.finished.usage for completion in completions])
-    whole = _Whole(
-        id=head.id,
-        object=head.object,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.system_fingerprint,
-        choices=chat if request.dialect == "chat" else text,
-        usage=usage,
-        service_tier=head.service_tier,
-        stage_clock=[one.finished.clock for one in completions] if request.stage_clock else UNSET,
-        degraded=_degraded([found for one in completions for found in one.accepted.degradations]),
-    )
-    return _encode(whole)
+                text.append(TextChoice(index, content, listed, reason))
+    common: dict[str, Any] = {
+        **structs.asdict(head),
+        "usage": usage_body([completion.finished.usage for completion in completions]),
+        "stage_clock": [one.finished.clock for one in completions] if request.stage_clock else UNSET,
+        "degraded": _degraded([found for one in completions for found in one.accepted.degradations]),
+    }
+    if request.dialect == "chat":
+        return _encode(ChatCompletion(choices=chat, **common))
+    return _encode(TextCompletion(choices=text, **common))
 
 
 def served_tier(request: ApiRequest) -> str:
@@ -225,10 +240,10 @@ def chat_logprobs(entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
     content = []
     for entry in entries:
         tops = [
-            _TopToken(token, _finite(value), list(token.encode()))
+            TopToken(token, _finite(value), list(token.encode()))
             for token, value in zip(entry.top_tokens, entry.top_logprobs, strict=True)
         ]
-        content.append(_TokenEntry(entry.token, _finite(entry.sampled), list(entry.token.encode()), tops))
+        content.append(TokenEntry(entry.token, _finite(entry.sampled), list(entry.token.encode()), tops))
     return ChatLogprobs(content)
 
 
@@ -297,13 +312,13 @@ class Frames:
         if wants:
             length = sum(len(entry.token) for entry in event.logprobs)
             self._offsets[index] = self._offsets.get(index, 0) + length
-        return self._frame(_TextChoice(index, event.text, listed))
+        return self._frame(TextChoice(index, event.text, listed))
 
     def finish(self, index: int, reason: str) -> bytes:
         """The last frame of a choice."""
         if self._request.dialect == "chat":
             return self._frame(_ChatChunkChoice(index, _Delta(), finish_reason=reason))
-        return self._frame(_TextChoice(index, "", finish_reason=reason))
+        return self._frame(TextChoice(index, "", finish_reason=reason))
 
     def usage(self, usages: Sequence[Usage]) -> bytes:
         """The frame of the whole answer's usage; empty unless requested."""
@@ -317,7 +332,7 @@ class Frames:
             return b""
         return self._before + b'],"stage_clock":' + _encode(list(clocks)) + b"}\n\n"
 
-    def _frame(self, choice: _ChatChunkChoice | _TextChoice) -> bytes:
+    def _frame(self, choice: _ChatChunkChoice | TextChoice) -> bytes:
         return self._before + _encode(choice) + self._ending(choice.index, tokens=self._tokens[choice.index])
 
     def _ending(self, index: int, *, tokens: int) -> bytes:

@@ -40,15 +40,15 @@ class HttpProblem(FairwayError):
         self.close = close
 
 
-class _Detail(msgspec.Struct, frozen=True):
+class ErrorDetail(msgspec.Struct, frozen=True):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class _Error(msgspec.Struct, frozen=True):
-    error: _Detail
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
 
 
 _TYPES: Final = {
@@ -125,7 +125,7 @@ def error_body(error: FairwayError) -> bytes:
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     if isinstance(error, BudgetExceeded):
         kind = "insufficient_quota"
-    return _encode(_Error(_Detail(message, kind, param, _code(error, status))))
+    return _encode(ErrorBody(ErrorDetail(message, kind, param, _code(error, status))))
 
 
 def rename(error: FairwayError, names: Iterable[tuple[str, str]]) -> None:

@@ -12,10 +12,10 @@ from typing import Any, Final, TypeVar
 from fairway.task_group import TaskGroup
 from services.core.errors import FairwayError, InvalidInput, OverQuota, SlowReader
 from services.gateway.events import MAX_ATTEMPT
-from services.gateway.faces.openai.compressed import ENCODINGS, inflated
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, error_headers, status_of
 from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.types import is_cheap
+from services.gateway.faces.transport.compressed import ENCODINGS, inflated
 
 T = TypeVar("T")
 Scope = Mapping[str, Any]

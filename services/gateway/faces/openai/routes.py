@@ -27,7 +27,14 @@ from services.core.errors import FairwayError, InternalError, InvalidInput, Perm
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.events import Event, Received
-from services.gateway.faces.openai.answers import whole_answer
+from services.gateway.faces.description.routes import with_description
+from services.gateway.faces.openai.answers import (
+    ChatCompletion,
+    ModelEntry,
+    ModelList,
+    TextCompletion,
+    whole_answer,
+)
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, rename
 from services.gateway.faces.openai.event_ids import HEADER, AnswerPosition
@@ -39,6 +46,7 @@ from services.gateway.faces.openai.event_stream import (
     original,
 )
 from services.gateway.faces.openai.exchange import (
+    REQUEST_HEADERS,
     BodyReader,
     ClientDisconnected,
     Headers,
@@ -52,13 +60,14 @@ from services.gateway.faces.openai.exchange import (
     read_body,
     unless_disconnected,
 )
-from services.gateway.faces.openai.middleware import WithoutTrailingSlash, cross_origin
 from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.requests import ApiRequest, chat_request, completion_request
 from services.gateway.faces.openai.rows import RowsFace
 from services.gateway.faces.openai.tokens import TokenCalls, TokensFace
+from services.gateway.faces.openai.types import ChatBody, CompletionBody
 from services.gateway.faces.predict.metadata import VERSION
 from services.gateway.faces.predict.routes import PredictFace
+from services.gateway.faces.transport.middleware import WithoutTrailingSlash, cross_origin
 from services.gateway.requests.streaming import Completion
 from services.gateway.rows.calls import RowsCalls
 from services.gateway.service import ServedModel
@@ -164,12 +173,13 @@ def endpoints_of(
 ) -> tuple[Endpoint, ...]:
     """Return every route of the server, of all its APIs. They share the bounds of bodies."""
     bodies = BodyReader(limits.max_body_bytes)
-    return (
+    endpoints = (
         *OpenAiFace(service, clock, limits, bodies, not_ready, event_secret).endpoints(),
         *TokensFace(service, limits, bodies).endpoints(),
         *RowsFace(rows, clock, limits, bodies).endpoints(),
         *PredictFace(rows, limits, bodies, not_ready).endpoints(),
     )
+    return with_description(endpoints, REQUEST_HEADERS)
 
 
 class OpenAiFace:
@@ -199,6 +209,9 @@ class OpenAiFace:
                 Access.TENANT,
                 self.chat,
                 "a chat request; `stream: true` returns server-sent events",
+                body=ChatBody,
+                answer=ChatCompletion,
+                streams=True,
             ),
             Endpoint(
                 "POST",
@@ -206,9 +219,26 @@ class OpenAiFace:
                 Access.TENANT,
                 self.completions,
                 "a completion request, streamed likewise",
+                body=CompletionBody,
+                answer=TextCompletion,
+                streams=True,
             ),
-            Endpoint("GET", "/v1/models", Access.TENANT, self.models, "no body; lists the models of the key"),
-            Endpoint("GET", "/v1/models/{model:path}", Access.TENANT, self.model, "the name of a model"),
+            Endpoint(
+                "GET",
+                "/v1/models",
+                Access.TENANT,
+                self.models,
+                "no body; lists the models of the key",
+                answer=ModelList,
+            ),
+            Endpoint(
+                "GET",
+                "/v1/models/{model:path}",
+                Access.TENANT,
+                self.model,
+                "the name of a model",
+                answer=ModelEntry,
+            ),
             Endpoint("GET", "/healthz", Access.PUBLIC, self.healthy, "no body; 200 while the process runs"),
             Endpoint("GET", "/readyz", Access.PUBLIC, self.ready, "no body; 200, or 503 with the reason"),
             Endpoint("GET", "/health", Access.PUBLIC, self.ready, "the same, where vLLM's clients look"),
@@ -224,7 +254,7 @@ class OpenAiFace:
     async def models(self, exchange: Exchange) -> None:
         served = await self._service.list_models(exchange.caller)
         data = [_model(entry) for entry in served]
-        await exchange.reply.json(200, _encode({"object": "list", "data": data}))
+        await exchange.reply.json(200, _encode(ModelList(data)))
 
     async def model(self, exchange: Exchange) -> None:
         name: str = exchange.scope["path_params"]["model"]
@@ -360,14 +390,8 @@ def _numbered(exchange: Exchange, request: ApiRequest) -> Sequence[Received]:
     ]
 
 
-def _model(entry: ServedModel) -> dict[str, object]:
-    return {
-        "id": entry.name,
-        "object": "model",
-        "created": entry.created_unix_s,
-        "owned_by": "fairway",
-        "max_model_len": entry.max_context_tokens,
-    }
+def _model(entry: ServedModel) -> ModelEntry:
+    return ModelEntry(entry.name, entry.created_unix_s, entry.max_context_tokens)
 
 
 class _Guard:

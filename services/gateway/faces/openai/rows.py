@@ -12,8 +12,11 @@ from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_
 from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.row_answers import embeddings_answer, rerank_answer, score_answer
 from services.gateway.faces.openai.row_requests import (
+    EmbeddingsBody,
     EmbeddingsCall,
+    RerankBody,
     RerankCall,
+    ScoreBody,
     embeddings_request,
     rerank_request,
     score_request,
@@ -45,14 +48,21 @@ class RowsFace:
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         embeddings = Endpoint(
-            "POST", "/v1/embeddings", Access.TENANT, self.embeddings, "texts or token ids to embed"
+            "POST",
+            "/v1/embeddings",
+            Access.TENANT,
+            self.embeddings,
+            "texts or token ids to embed",
+            body=EmbeddingsBody,
         )
         rerank = [
-            Endpoint("POST", path, Access.TENANT, self.rerank, "a query and documents to order")
+            Endpoint(
+                "POST", path, Access.TENANT, self.rerank, "a query and documents to order", body=RerankBody
+            )
             for path in ("/v1/rerank", "/rerank", "/v2/rerank")
         ]
         score = [
-            Endpoint("POST", path, Access.TENANT, self.score, "pairs of texts to score")
+            Endpoint("POST", path, Access.TENANT, self.score, "pairs of texts to score", body=ScoreBody)
             for path in ("/v1/score", "/score")
         ]
         return (embeddings, *rerank, *score)

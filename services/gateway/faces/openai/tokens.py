@@ -78,8 +78,24 @@ class TokensFace:
     def endpoints(self) -> tuple[Endpoint, ...]:
         tenant = Access.TENANT
         return (
-            Endpoint("POST", "/tokenize", tenant, self.tokenize, "a prompt or messages; returns token ids"),
-            Endpoint("POST", "/detokenize", tenant, self.detokenize, "token ids; returns their text"),
+            Endpoint(
+                "POST",
+                "/tokenize",
+                tenant,
+                self.tokenize,
+                "a prompt or messages; returns token ids",
+                body=TokenizeBody,
+                answer=TokenizeAnswer,
+            ),
+            Endpoint(
+                "POST",
+                "/detokenize",
+                tenant,
+                self.detokenize,
+                "token ids; returns their text",
+                body=DetokenizeBody,
+                answer=DetokenizeAnswer,
+            ),
         )
 
     async def tokenize(self, exchange: Exchange) -> None:

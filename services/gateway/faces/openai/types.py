@@ -22,6 +22,13 @@ _UINT32: Final = 0xFFFF_FFFF
 UInt32 = Annotated[int, Meta(ge=0, le=_UINT32)]
 TopK = Annotated[int, Meta(ge=-1, le=_UINT32)]
 Short = Annotated[str, Meta(max_length=4096)]
+
+
+def About(text: str) -> Meta:
+    """Return the meaning of a field, for the OpenAPI document."""
+    return Meta(description=text)
+
+
 # Not offered, except at a neutral value.
 Unserved = Raw | UnsetType
 # OpenAI's bounds of metadata.
@@ -39,7 +46,9 @@ class CacheControl(Struct, forbid_unknown_fields=True, frozen=True):
 
 class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    continuous_usage_stats: Annotated[
+        bool | None, About("With include_usage: each frame has the usage of its choice so far.")
+    ] = None
     include_obfuscation: Unserved = UNSET
 
 
@@ -97,17 +106,22 @@ class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     seed: int | None = None
     user: Short | None = None
-    safety_identifier: Short | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    safety_identifier: Annotated[Short | None, About("The end user, where user is absent.")] = None
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "priority"] | None,
+        About("flex is the class batch, priority the class interactive."),
+    ] = None
 
-    top_k: TopK | None = None
+    top_k: Annotated[TopK | None, About("0 and -1: off.")] = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: UInt32 | None = None
+    min_tokens: Annotated[UInt32 | None, About("No end before so many output tokens.")] = None
     stop_token_ids: list[UInt32] | None = None
-    ignore_eos: bool | None = None
-    cache: bool | None = None
-    priority: Literal["batch", "standard", "interactive"] | int | None = None
+    ignore_eos: Annotated[bool | None, About("Go on past the end of sequence.")] = None
+    cache: Annotated[bool | None, About("The answer of an equal earlier request serves too.")] = None
+    priority: Annotated[
+        Literal["batch", "standard", "interactive"] | int | None, About("A class; of numbers only 0.")
+    ] = None
 
     metadata: Metadata | None = None
     prompt_cache_key: Short | None = None
@@ -140,8 +154,13 @@ class ChatBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=True):
     max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
+        About("A variable of the chat template; without effect where the template does not use it."),
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, About("Variables of the chat template, such as enable_thinking.")
+    ] = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
     tools: Unserved = UNSET
