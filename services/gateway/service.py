@@ -198,20 +198,21 @@ class GatewayService:
             subtract(self._counting, tenant_id)
 
     async def list_models(self, principal: Principal) -> list[ServedModel]:
-        """Return the models that the caller may use, by name."""
-        found = []
+        """Return the models that the caller may use, by name, each followed by its further names."""
+        found: list[ServedModel] = []
         for route in self._catalog.routes():
             if principal.models and route.model not in principal.models:
                 continue
-            found.append(
+            found += [
                 ServedModel(
-                    name=route.model,
+                    name=name,
                     version_digest=route.version_digest,
                     max_context_tokens=self._catalog.max_context_tokens(route.version_digest),
                     ready_replicas=route.ready_replicas,
                     created_unix_s=int(route.deployment.meta.create_unix_s),
                 )
-            )
+                for name in (route.model, *self._catalog.aliases_of(route.model))
+            ]
         return found
 
     def max_timeout_s(self, principal: Principal, generation: AnyRequest) -> float:

@@ -111,6 +111,9 @@ class Prices:
     def has(self, model: str) -> bool:
         return True
 
+    def named(self, model: str) -> str:
+        return model
+
     def price(self, model: str) -> Price:
         return Price()
 

@@ -136,7 +136,7 @@ class Identity:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def authorise_model(self, principal: Principal, model: str) -> None:
+    def authorise_model(self, principal: Principal, model: str, *, asked: str = "") -> None:
         if principal.models and model not in principal.models:
             raise errors.ModelNotFound(f"no model {model}")
 

@@ -313,6 +313,7 @@ def _gateway_services(
         clock,
         texts=texts,
         splits=Splits(environment.informer(ROUTES, ModelRoute), max_age_s=settings.route_max_age_s),
+        aliases=settings.model_aliases,
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     limits = _limits(settings)

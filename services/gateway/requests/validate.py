@@ -247,7 +247,8 @@ class Validator:
         """
         if pinned is not None:
             return self._catalog.resolve_pinned(generation.model, pinned)
-        self._identity.authorise_model(principal, generation.model)
+        asked = generation.model
+        self._identity.authorise_model(principal, self._catalog.named(asked), asked=asked)
         tenant = self._identity.tenant(principal.tenant_id)
         caller = SplitCaller(
             principal.tenant_id,
