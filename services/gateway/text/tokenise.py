@@ -149,10 +149,7 @@ def _check_bytes(model: TextModel, size: int, field: str) -> None:
 
 def _key_of(model: TextModel, tenant_id: str, text: str | Conversation) -> bytes:
     """Return the name of a raw prompt or a conversation in the cache."""
-    if isinstance(text, str):
-        fields = ["prompt", text]
-    else:
-        fields = ["chat", *text.texts()]
+    fields = ("prompt", text) if isinstance(text, str) else ("chat", *text.texts())
     digest = hashlib.sha256()
     for field in (model.version_digest, tenant_id, *fields):
         data = field.encode()
