@@ -69,6 +69,9 @@ class Validator:
             raise errors.ModelNotFound("no model none", model="none")
         return checked_of(model, PinnedVersion(DIGEST, 1))
 
+    def resolve_short(self, *_: Any) -> None:
+        return None
+
     async def resolve(
         self,
         principal: Principal,

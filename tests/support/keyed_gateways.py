@@ -104,6 +104,9 @@ class Validator:
         version = pinned or PinnedVersion(self._fleet.digests.get(model, self._fleet.digest), 1)
         return checked_of(model, version)
 
+    def resolve_short(self, *_: Any) -> None:
+        return None
+
     async def resolve(
         self,
         principal: Principal,
