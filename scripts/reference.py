@@ -7,6 +7,7 @@ python scripts/reference.py --check    exits 1 and names the pages that differ f
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections import Counter
@@ -15,17 +16,15 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args, get_origin
 
 import typer
-from msgspec import Raw, structs
 
 from fairway.cli.main import app as cli_app
 from scripts.metric_list import ALL, metric_list
 from services.core import errors
 from services.core.faults import ERRORS, FINISHED, Fault
+from services.gateway.faces.description.document import NOT_OFFERED, document_of, path_of
 from services.gateway.faces.openai.errors import HttpProblem
 from services.gateway.faces.openai.exchange import REQUEST_HEADERS, HttpLimits
 from services.gateway.faces.openai.routes import endpoints_of
-from services.gateway.faces.openai.row_requests import EmbeddingsBody, RerankBody, RowOptions, ScoreBody
-from services.gateway.faces.openai.types import ChatBody, CompletionBody, Options
 from services.rpc.status import grpc_code, http_status
 from services.runtime.config import PREFIX, Settings
 
@@ -170,37 +169,64 @@ idempotency key and those decided on a [slice](../architecture/quotas.md#leased-
     parts = [_head("HTTP API", "services/gateway/faces", head)]
     nothing = cast(Any, None)
     endpoints = endpoints_of(nothing, nothing, nothing, HttpLimits(0), str, b"")  # only the table is read
-    routes = [
-        (f"`{each.method} {each.path.replace(':path', '')}`", str(each.access), each.accepts)
-        for each in endpoints
-    ]
+    routes = [(f"`{each.method} {path_of(each)}`", str(each.access), each.accepts) for each in endpoints]
     parts.append(_section("Routes", ("route", "caller", "accepts"), routes))
     headers = [(f"`{name}`", text) for name, text in REQUEST_HEADERS.items()]
     parts.append(_section("Request headers", ("header", "meaning"), headers))
-    bodies: list[tuple[str, type[Any]]] = [
-        ("chat and completions", Options),
-        ("chat", ChatBody),
-        ("completions", CompletionBody),
-        ("embeddings, rerank and score", RowOptions),
-        ("embeddings", EmbeddingsBody),
-        ("rerank", RerankBody),
-        ("score", ScoreBody),
-    ]
-    served, neutral = [], []
-    for title, body in bodies:
-        shared = {name for base in body.__bases__ for name in getattr(base, "__struct_fields__", ())}
-        fields = [each for each in structs.fields(body) if each.name not in shared]
-        served.append((title, _names(each.name for each in fields if each.type is not Raw)))
-        without_effect = _names(each.name for each in fields if each.type is Raw)
-        if without_effect:
-            neutral.append((title, without_effect))
-    parts.append(_section("Body fields", ("body", "fields"), served))
+    schemas = document_of(endpoints, REQUEST_HEADERS, version="")["components"]["schemas"]
     text = (
-        "\nA value that requests nothing, such as `tools: []`, is accepted. Any other value and any unknown "
-        "field are rejected.\n"
+        "\nThese sections are made from the OpenAPI document, which the gateway serves at `/openapi.json`. A "
+        "field that is not offered is accepted at null and at the values in brackets. Other values and "
+        "unknown fields are rejected by name.\n"
     )
-    parts.append(_section("Body fields without an effect", ("body", "fields"), neutral, text))
+    parts.append(f"\n## Bodies\n{text}")
+    shown: dict[str, None] = {}
+    for kind in dict.fromkeys(each.body for each in endpoints if each.body is not None):
+        parts += _body_section(kind.__name__, schemas, shown)
     return "".join(parts)
+
+
+def _body_section(name: str, schemas: dict[str, Any], shown: dict[str, None]) -> list[str]:
+    """Return the section of a schema and of those that it refers to, each once."""
+    if name in shown:
+        return []
+    shown[name] = None
+    schema = schemas[name]
+    rows: list[tuple[str, ...]] = []
+    unserved: list[str] = []
+    within: list[str] = []
+    for field, found in schema["properties"].items():
+        if found.get("description") == NOT_OFFERED:
+            values = ", ".join(json.dumps(value) for value in found["enum"] if value is not None)
+            unserved.append(f"`{field}`" + (f" ({values})" if values else ""))
+            continue
+        required = " (required)" if field in schema["required"] else ""
+        rows.append((f"`{field}`{required}", _schema_type(found, within), found.get("description", "")))
+    parts = [f"\n### {name}\n\n", _row(("field", "type", "meaning")), _row(("---",) * 3)]
+    parts += map(_row, rows)
+    if unserved:
+        parts.append(f"\nNot offered: {'; '.join(unserved)}.\n")
+    for other in within:
+        parts += _body_section(other, schemas, shown)
+    return parts
+
+
+def _schema_type(schema: dict[str, Any], within: list[str]) -> str:
+    """Return a schema in a few words; the names of the schemas that it refers to are added to ``within``."""
+    if "anyOf" in schema:
+        kinds = [each for each in schema["anyOf"] if each.get("type") != "null"]
+        return " or ".join(_schema_type(each, within) for each in kinds)
+    if "$ref" in schema:
+        name = str(schema["$ref"]).rpartition("/")[2]
+        within.append(name)
+        return name
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_schema_type(schema.get('items', {}), within)}"
+    if isinstance(schema.get("additionalProperties"), dict):
+        return f"map of {_schema_type(schema['additionalProperties'], within)}"
+    return str(schema.get("type", "any"))
 
 
 PAGES: Final[dict[str, Callable[[], str]]] = {

@@ -104,7 +104,10 @@ class ModelCatalog:
         *,
         texts: Texts,
         splits: Splits,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
+        """``aliases``: further names of deployments, none of which is a deployment's name."""
+        self._aliases = dict(aliases or {})
         self.texts = texts
         self._splits = splits
         self._deployments = deployments
@@ -126,9 +129,10 @@ class ModelCatalog:
         Raises ModelNotFound, with the same message for every name; for a caller that names a version, the
         errors of ``Splits.choose``.
         """
+        asked, model = model, self.named(model)
         held = self._deployments.view.get(DEPLOYMENTS + model)
         if held is None or not held.record.version_digest:
-            raise model_not_found(model)
+            raise model_not_found(asked)
         split = self._splits.of(model)
         if split is not None:
             return self._arm(held.record, split, caller)
@@ -142,6 +146,7 @@ class ModelCatalog:
 
         Raises VersionGone when the name has another route and no worker has the version any more.
         """
+        model = self.named(model)
         held = self._deployments.view.get(DEPLOYMENTS + model)
         if held is not None and held.record.version_digest == pinned.version_digest:
             self._remember(held.record.model, held.record.version_digest)
@@ -157,6 +162,14 @@ class ModelCatalog:
         deployment = Deployment(Meta(model), found.model, "", pinned.version_digest, replicas=1)
         self._remember(found.model, pinned.version_digest)
         return self._route(deployment, pinned.route_revision)
+
+    def named(self, model: str) -> str:
+        """Return the name of the deployment that a client's name of a model stands for."""
+        return self._aliases.get(model, model)
+
+    def aliases_of(self, deployment: str) -> list[str]:
+        """Return the further names of a deployment, sorted."""
+        return sorted(alias for alias, name in self._aliases.items() if name == deployment)
 
     def shadow_of(self, tenant: str, spec: GenerationSpec) -> ShadowArm | None:
         """Return the arm that gets a copy of an admitted request, None for no copy."""
@@ -185,8 +198,8 @@ class ModelCatalog:
         )
 
     def has(self, model: str) -> bool:
-        """Whether a deployment has this name."""
-        return DEPLOYMENTS + model in self._deployments.view
+        """Whether a deployment has this name, or stands behind it."""
+        return DEPLOYMENTS + self.named(model) in self._deployments.view
 
     def price(self, model: str) -> Price:
         """Return the list price of a model name's deployment; nothing costs where it was deleted."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -159,6 +160,29 @@ class GatewayService:
         Raises RequestRateExceeded: counting has its own rate, equal to the tenant's requests per minute.
         """
         route, generation = self._validator.check_count(principal, request)
+        async with self._counted(principal):
+            return route, await self._validator.count_tokens(principal, generation, route)
+
+    async def token_ids(
+        self, principal: Principal, request: inference_pb2.CountTokensRequest
+    ) -> tuple[Route, Sequence[int]]:
+        """Return the route and the token ids of an input. Raises as ``count_tokens``, and PromptTooLong."""
+        route, generation = self._validator.check_count(principal, request)
+        async with self._counted(principal):
+            return route, await self._validator.token_ids(principal, generation, route)
+
+    async def text_of(self, principal: Principal, model: str, ids: Sequence[int]) -> str:
+        """Return the text of token ids of a model. Raises as ``count_tokens``."""
+        async with self._counted(principal):
+            return await self._validator.text_of(principal, model, ids)
+
+    def max_context_tokens(self, route: Route) -> int:
+        """Return the most tokens of a prompt and its output together."""
+        return self._catalog.max_context_tokens(route.version_digest)
+
+    @asynccontextmanager
+    async def _counted(self, principal: Principal) -> AsyncIterator[None]:
+        """Count a call that only tokenises against its bounds. Raises RequestRateExceeded."""
         tenant_id, most = principal.tenant_id, self.limits.max_tenant_counts
         if self._counting[tenant_id] >= most:
             raise RequestRateExceeded(
@@ -169,25 +193,26 @@ class GatewayService:
         self._counting[tenant_id] += 1
         try:
             await self._admission.spend(principal)
-            return route, await self._validator.count_tokens(principal, generation, route)
+            yield
         finally:
             subtract(self._counting, tenant_id)
 
     async def list_models(self, principal: Principal) -> list[ServedModel]:
-        """Return the models that the caller may use, by name."""
-        found = []
+        """Return the models that the caller may use, by name, each followed by its further names."""
+        found: list[ServedModel] = []
         for route in self._catalog.routes():
             if principal.models and route.model not in principal.models:
                 continue
-            found.append(
+            found += [
                 ServedModel(
-                    name=route.model,
+                    name=name,
                     version_digest=route.version_digest,
                     max_context_tokens=self._catalog.max_context_tokens(route.version_digest),
                     ready_replicas=route.ready_replicas,
                     created_unix_s=int(route.deployment.meta.create_unix_s),
                 )
-            )
+                for name in (route.model, *self._catalog.aliases_of(route.model))
+            ]
         return found
 
     def max_timeout_s(self, principal: Principal, generation: AnyRequest) -> float:

@@ -6,15 +6,19 @@ An unknown FAIRWAY_ variable or a bad value stops the start with a message that 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 PREFIX = "FAIRWAY_"
 MIN_SECRET_CHARS = 32
 Address = Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$")]
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/,]+)$")]
+# A capital, `_` or slash: never the name of a deployment.
+_ALIAS: Final = re.compile(r"(?=.*[A-Z_/])[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 StoreAddress = Annotated[str, Field(pattern=r"^([^\s:]+:\d{1,5}|unix:/[^\s,]+)$")]
 
 
@@ -47,6 +51,12 @@ class Settings(BaseModel):
     advertise: Address | None = None
     # Address of the OpenAI HTTP API.
     http_listen: Address = "127.0.0.1:8080"
+    # Origins of the web pages that may call the HTTP API, `*` for every one. Empty: none.
+    cors_origins: tuple[Origin, ...] = ()
+    # Further names of deployments, name=deployment: each has a capital, `_` or one slash, as none of them.
+    model_aliases: dict[str, str] = Field(default_factory=dict, max_length=256)
+    # When a stream begins without output; a failure before it is a status that clients retry.
+    status_wait_s: float = Field(default=45.0, gt=0, le=3600)
     # Address of /metrics, /healthz and /readyz, which need no key.
     metrics_listen: Address = "127.0.0.1:0"
     # Folder for the files of this process.
@@ -201,12 +211,12 @@ class Settings(BaseModel):
     # Most bytes of such answers per tenant.
     response_cache_tenant_bytes: int = Field(default=16 * 1024**2, ge=1024**2)
 
-    @field_validator("etcd_endpoints", mode="before")
+    @field_validator("etcd_endpoints", "cors_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
 
-    @field_validator("labels", mode="before")
+    @field_validator("labels", "model_aliases", mode="before")
     @classmethod
     def _pairs(cls, value: object) -> object:
         """Return `gpu=h100,disk=fast` as a mapping."""
@@ -214,8 +224,16 @@ class Settings(BaseModel):
             return value
         pairs = [part.partition("=") for part in value.split(",") if part]
         if any(not key or not equals for key, equals, _ in pairs):
-            raise ValueError("labels are written key=value,key=value")
+            raise ValueError("pairs are written key=value,key=value")
         return {key: text for key, _, text in pairs}
+
+    @field_validator("model_aliases")
+    @classmethod
+    def _apart(cls, value: dict[str, str]) -> dict[str, str]:
+        for alias in value:
+            if len(alias) > 128 or not _ALIAS.fullmatch(alias):
+                raise ValueError(f"the alias {alias!r} needs a capital, _ or one slash, as no deployment has")
+        return value
 
     @model_validator(mode="after")
     def _a_step_holds_every_sequence(self) -> Settings:

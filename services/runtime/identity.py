@@ -89,8 +89,8 @@ class KeyDirectory:
         models = principal.models if held is None else held.record.models
         return not models or model in models
 
-    def authorise_model(self, principal: Principal, model: str) -> None:
-        """Return if the caller may run this model.
+    def authorise_model(self, principal: Principal, model: str, *, asked: str = "") -> None:
+        """Return if the caller may run this model, which it may have ``asked`` for by another name.
 
         Raises PermissionDenied for a key that belongs to no tenant. A model that the key does not permit gets
         the same ModelNotFound as one that does not exist.
@@ -98,7 +98,7 @@ class KeyDirectory:
         if principal.role is not KeyRole.TENANT:
             raise PermissionDenied("models are run with a tenant's API key", role=principal.role)
         if not self.may_use(principal, model):
-            raise model_not_found(model)
+            raise model_not_found(asked or model)
 
 
 def _require_in_time(key: ApiKey, shown_hash: str, now_s: float) -> None:

@@ -199,6 +199,57 @@ async def rates(client: openai.AsyncOpenAI) -> dict[str, Any]:
     return {"served": found}
 
 
+async def extras(client: openai.AsyncOpenAI) -> dict[str, Any]:
+    """Send what frameworks send beside the question; it is accepted, and the answer is the same."""
+    messages: list[Any] = [{"role": "user", "content": "Write a loop."}]
+    plain: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": 8, "temperature": 0}
+    hints: dict[str, Any] = {
+        "metadata": {"trace": "1"},
+        "store": False,
+        "prompt_cache_key": "k",
+        "safety_identifier": "someone",
+        "service_tier": "default",
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        "tool_choice": "none",
+        "extra_body": {
+            "skip_special_tokens": True,
+            "add_special_tokens": True,
+            "use_beam_search": False,
+            "prompt_logprobs": None,
+            "best_of": None,
+            "echo": False,
+            "chat_template_kwargs": {},
+            "priority": 0,
+        },
+        "extra_headers": {"x-api-key": KEY},
+    }
+    without = await client.chat.completions.create(**plain)
+    hinted = await client.chat.completions.create(**plain, **hints)
+    many = await client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=6, temperature=1.5, seed=7, n=20
+    )
+    usages = []
+    stream = await client.chat.completions.create(
+        **plain, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
+    )
+    async for chunk in stream:
+        usages.append(chunk.usage.completion_tokens)
+    short = await client.completions.create(
+        model=MODEL, prompt="for ", temperature=0, extra_body={"ignore_eos": True}
+    )
+    return {
+        "texts": [found.choices[0].message.content for found in (without, hinted)],
+        "tier": hinted.service_tier,
+        "choices": [choice.index for choice in many.choices],
+        "distinct": len({choice.message.content for choice in many.choices}),
+        "prompt_tokens": [many.usage.prompt_tokens, without.usage.prompt_tokens],
+        "usages": usages,
+        "short": short.usage.completion_tokens,
+    }
+
+
 async def main() -> None:
     client = openai.AsyncOpenAI(base_url=BASE.rstrip("/") + "/v1", api_key=KEY, max_retries=0, timeout=120)
     streams = await asyncio.gather(*(stream_one(client, number) for number in range(32)))
@@ -207,6 +258,7 @@ async def main() -> None:
         "chat": await chat(client),
         "details": await details(client),
         "keyed": await keyed(client),
+        "extras": await extras(client),
         "errors": await errors(client),
         "rates": await rates(client),
     }

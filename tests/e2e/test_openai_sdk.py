@@ -84,6 +84,19 @@ def test_the_rates_are_in_the_headers_of_served_and_rejected_answers(heard: Any)
     assert wait_s < 20, "three a minute: the next fits within 20 s"
 
 
+def test_what_frameworks_send_beside_the_question_is_accepted(heard: Any) -> None:
+    extras = heard["extras"]
+    assert extras["texts"][0] == extras["texts"][1]
+    assert extras["texts"][0]
+    assert extras["tier"] == "default"
+    assert extras["choices"] == list(range(20))
+    assert extras["distinct"] > 5, "each choice has a seed of its own"
+    assert len(set(extras["prompt_tokens"])) == 1, "the prompt counts once"
+    assert extras["usages"] == sorted(extras["usages"])
+    assert extras["usages"][-1] == extras["usages"][-2] > 0
+    assert extras["short"] == 16
+
+
 def test_errors_have_the_shape_that_the_sdk_knows(heard: Any) -> None:
     errors = heard["errors"]
     assert errors["key"][:2] == ["AuthenticationError", 401]

@@ -32,7 +32,7 @@ from services.core.errors import (
 from services.gateway.text import pool
 from services.gateway.text.child import TextLimits
 from services.gateway.text.pool import TextProcesses
-from services.gateway.text.text_model import ChatMessage, TextModel
+from services.gateway.text.text_model import ChatMessage, Conversation, TextModel
 from services.gateway.text.tokenise import Tokeniser
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -191,7 +191,7 @@ async def test_a_template_bomb_ends_its_request_only(bench: Bench, name: str) ->
     template = "{% if messages[0].content == 'x' %}" + BOMBS[name] + "{% endif %}"
     hostile = await bench.version("hostile", template=template)
     found, gap_s, slowest_s = await attacked(
-        bench, honest, bench.tokeniser.chat(hostile, "acme", [ChatMessage("user", "x")])
+        bench, honest, bench.tokeniser.chat(hostile, "acme", Conversation([ChatMessage("user", "x")]))
     )
     assert isinstance(found, InvalidInput), found
     assert gap_s < WORST_GAP_S
@@ -202,7 +202,7 @@ async def test_a_template_that_cannot_be_compiled_leaves_prompts(bench: Bench) -
     model = await bench.version("hostile", template="{{ " + "(" * 60_000)
     assert model.template_fault
     with pytest.raises(FailedPrecondition, match="takes prompts only"):
-        await bench.tokeniser.chat(model, "acme", [ChatMessage("user", "x")])
+        await bench.tokeniser.chat(model, "acme", Conversation([ChatMessage("user", "x")]))
     assert await bench.tokeniser.prompt(model, "acme", "a b")
 
 

@@ -68,6 +68,9 @@ class Validator:
             raise errors.ModelNotFound("no model none", model="none")
         return checked_of(model, PinnedVersion(DIGEST, 1))
 
+    def resolve_short(self, *_: Any) -> None:
+        return None
+
     async def resolve(
         self,
         principal: Principal,
@@ -109,6 +112,9 @@ class Prices:
 
     def has(self, model: str) -> bool:
         return True
+
+    def named(self, model: str) -> str:
+        return model
 
     def price(self, model: str) -> Price:
         return Price()

@@ -104,6 +104,9 @@ class Validator:
         version = pinned or PinnedVersion(self._fleet.digests.get(model, self._fleet.digest), 1)
         return checked_of(model, version)
 
+    def resolve_short(self, *_: Any) -> None:
+        return None
+
     async def resolve(
         self,
         principal: Principal,
@@ -136,7 +139,7 @@ class Identity:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def authorise_model(self, principal: Principal, model: str) -> None:
+    def authorise_model(self, principal: Principal, model: str, *, asked: str = "") -> None:
         if principal.models and model not in principal.models:
             raise errors.ModelNotFound(f"no model {model}")
 

@@ -8,7 +8,7 @@ from scripts.metric_list import metric_list, registrations
 from scripts.reference import FOLDER, PAGES, cli_page, http_page, settings_page, stale_pages
 from services.runtime.config import PREFIX, Settings
 
-MAX_WORDS = 7_600
+MAX_WORDS = 8_400
 
 
 def test_pages_are_current() -> None:
@@ -39,6 +39,13 @@ def test_each_metric_has_a_name_of_its_own_and_a_description() -> None:
 def test_commands_and_routes_are_listed() -> None:
     assert "`fairway keys rotate NAME`" in cli_page()
     assert "`POST /v1/chat/completions` | tenant" in http_page()
+
+
+def test_bodies_are_those_of_the_openapi_document() -> None:
+    page = http_page()
+    assert "`messages` (required) | list of ChatTurn" in page
+    assert "`reasoning_effort` | `high`, `low`" in page
+    assert '`tool_choice` ("none", "auto")' in page
 
 
 def test_metrics_of_a_table_and_with_named_labels_are_found() -> None:

@@ -63,6 +63,7 @@ from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
+from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import ObserveExchange, build_app
 from services.gateway.faces.openai.server import HttpServer
 from services.gateway.faces.predict.servicer import PredictServicer
@@ -210,6 +211,8 @@ def _http_server(
         max_body_bytes=settings.max_body_bytes,
         not_ready=not_ready,
         observe=_http_observer(environment.metrics),
+        cors_origins=settings.cors_origins,
+        limits=HttpLimits(settings.max_body_bytes, status_wait_s=settings.status_wait_s),
     )
     host, _, port = settings.http_listen.rpartition(":")
     return HttpServer(app, host, int(port), max_body_bytes=settings.max_body_bytes)
@@ -316,6 +319,7 @@ def _gateway_services(
         clock,
         texts=texts,
         splits=Splits(environment.informer(ROUTES, ModelRoute), max_age_s=settings.route_max_age_s),
+        aliases=settings.model_aliases,
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     limits = _limits(settings)

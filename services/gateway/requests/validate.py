@@ -20,7 +20,13 @@ from services.core.rollouts.routes import SplitCaller
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.policy.claims import RequestBound, RequestBounds
 from services.gateway.service_types import AnyRequest, RowsMessage
-from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
+from services.gateway.text.text_model import (
+    ChatMessage,
+    Conversation,
+    SamplingDefaults,
+    TextModel,
+    ToolCall,
+)
 from services.gateway.text.tokenise import INLINE_TOKENS, PrefixNames, Tokeniser
 from services.rpc import bounds
 from services.rpc.convert.inference import PRIORITY_OF
@@ -31,6 +37,7 @@ _LEAST_TOP_P: Final = 1e-6
 _MAX_FANOUT_TOKENS: Final = 1_048_576
 # Longer conversations are not looked up before their request is admitted.
 _MAX_SHORT_MESSAGES: Final = 64
+_MAX_DECODED: Final = 1_048_576
 _UNBOUNDED: Final = RequestBounds()
 
 
@@ -195,6 +202,27 @@ class Validator:
                 raise
             return int(counted)  # a count beyond the context is valid too
 
+    async def token_ids(
+        self, principal: Principal, generation: inference_pb2.Generation, route: Route
+    ) -> Sequence[int]:
+        """Return the prompt tokens of a checked generation. Raises PromptTooLong beyond the context."""
+        model = await self._catalog.text_model(route.version_digest)
+        return await self._prompt_ids(principal, generation, model)
+
+    async def text_of(self, principal: Principal, name: str, ids: Sequence[int]) -> str:
+        """Return the text of token ids of a model. Raises InvalidInput, ModelNotFound, UnsupportedFeature."""
+        if len(ids) > _MAX_DECODED:
+            raise InvalidInput(f"at most {_MAX_DECODED} tokens are decoded at once", field="tokens")
+        route = self._route(principal, inference_pb2.Generation(model=name))
+        model = await self._catalog.text_model(route.version_digest)
+        if model.signature is not None:
+            raise _generates_nothing(name, model.signature.operation)
+        if ids and max(ids) >= model.vocab_size:
+            raise InvalidInput(
+                f"tokens holds {max(ids)}; the model's vocabulary has {model.vocab_size}", field="tokens"
+            )
+        return await self._tokeniser.decode(model, principal.tenant_id, ids)
+
     def check_rows(self, principal: Principal, request: RowsMessage) -> Checked:
         """Return the route and class of a request of a fixed-cost model, before its inputs are processed.
 
@@ -213,7 +241,8 @@ class Validator:
         """
         if pinned is not None:
             return self._catalog.resolve_pinned(generation.model, pinned)
-        self._identity.authorise_model(principal, generation.model)
+        asked = generation.model
+        self._identity.authorise_model(principal, self._catalog.named(asked), asked=asked)
         tenant = self._identity.tenant(principal.tenant_id)
         caller = SplitCaller(
             principal.tenant_id,
@@ -246,17 +275,12 @@ class Validator:
         self, principal: Principal, generation: inference_pb2.Generation, model: TextModel
     ) -> Sequence[int]:
         if model.signature is not None:
-            raise UnsupportedFeature(
-                f"{generation.model} is a fixed-cost model of the operation {model.signature.operation}: it "
-                "generates no text",
-                field="model",
-                operation=model.signature.operation,
-            )
+            raise _generates_nothing(generation.model, model.signature.operation)
         kind = generation.WhichOneof("input")
         if kind == "token_ids":
             return tuple(generation.token_ids.ids)
         if kind == "chat":
-            ids = await self._tokeniser.chat(model, principal.tenant_id, _messages(generation))
+            ids = await self._tokeniser.chat(model, principal.tenant_id, _conversation(generation.chat))
         else:
             ids = await self._tokeniser.prompt(model, principal.tenant_id, generation.prompt)
         if not ids:
@@ -272,7 +296,7 @@ class Validator:
             return tuple(generation.token_ids.ids) if len(generation.token_ids.ids) <= INLINE_TOKENS else ()
         if kind == "chat" and len(generation.chat.messages) > _MAX_SHORT_MESSAGES:
             return ()
-        text = _messages(generation) if kind == "chat" else generation.prompt
+        text = _conversation(generation.chat) if kind == "chat" else generation.prompt
         return self._tokeniser.known(model, principal.tenant_id, text)
 
     def _limits(
@@ -349,8 +373,27 @@ class Validator:
         )
 
 
-def _messages(generation: inference_pb2.Generation) -> list[ChatMessage]:
-    return [ChatMessage(turn.role, turn.content, turn.name) for turn in generation.chat.messages]
+def _generates_nothing(name: str, operation: str) -> UnsupportedFeature:
+    return UnsupportedFeature(
+        f"{name} is a fixed-cost model of the operation {operation}: it generates no text",
+        field="model",
+        operation=operation,
+    )
+
+
+def _conversation(chat: inference_pb2.Chat) -> Conversation:
+    messages = [
+        ChatMessage(
+            turn.role,
+            turn.content,
+            turn.name,
+            tuple(ToolCall(call.id, call.name, call.arguments) for call in turn.tool_calls),
+            turn.tool_call_id,
+            turn.reasoning_content,
+        )
+        for turn in chat.messages
+    ]
+    return Conversation(messages, chat.template_variables)
 
 
 def _check_output(asked: int, longest: RequestBound) -> None:

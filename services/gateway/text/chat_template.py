@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import jinja2
+import msgspec
 
 from services.core.errors import FailedPrecondition, InvalidInput
 from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES, BudgetedEnvironment
@@ -31,7 +32,7 @@ from services.gateway.text.template_budget import (
     TemplateRefused,
     TemplateTooCostly,
 )
-from services.gateway.text.text_model import ChatMessage
+from services.gateway.text.text_model import ChatMessage, ToolCall
 from services.gateway.text.traced_text import MESSAGE, OriginText, concat, origin_of
 from services.ports.clock import Clock
 
@@ -40,6 +41,8 @@ MAX_STEPS: Final = 200_000
 RENDER_TIMEOUT_S: Final = 2.0
 # Intermediate characters of one rendering, all operations together.
 MAX_WORK_CHARS: Final = 16 * 1024 * 1024
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_OWN_VARIABLES: Final = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 _TEMPLATE_MISTAKES: Final = (
     jinja2.TemplateError,
     TypeError,
@@ -116,11 +119,11 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self.depends_on_time = "strftime_now" in source
 
-    def render(self, messages: Sequence[ChatMessage], *, max_chars: int) -> Rendered:
+    def render(self, messages: Sequence[ChatMessage], *, max_chars: int, variables: str = "") -> Rendered:
         """Return the text up to the assistant's turn.
 
-        Raises InvalidInput when the template rejects the messages or exceeds its budget, FailedPrecondition
-        when it fails on them.
+        ``variables``: a JSON object of variables that the template has beside its own. Raises InvalidInput
+        when the template rejects the messages or exceeds its budget, FailedPrecondition when it fails.
         """
         budget = TemplateBudget(
             max_chars=8 * max_chars + MAX_WORK_CHARS,
@@ -128,16 +131,16 @@ class ChatTemplate:
             deadline_s=self._clock.monotonic_s() + RENDER_TIMEOUT_S,
             monotonic_s=self._clock.monotonic_s,
         )
-        variables: dict[str, object] = {
+        own: dict[str, object] = {
             **self._tokens,
             BUDGET: budget,
-            "messages": [self._message(message) for message in messages],
+            "messages": [self._message(index, message) for index, message in enumerate(messages)],
             "tools": None,
             "documents": None,
             "add_generation_prompt": True,
         }
         try:
-            text = concat(_bounded(self._template.generate(variables), max_chars))
+            text = concat(_bounded(self._template.generate(self._further(variables) | own), max_chars))
         except TemplateRefused as exc:
             raise InvalidInput(f"the chat template refuses the messages: {exc}", field="messages") from exc
         except TemplateTooCostly as exc:
@@ -151,13 +154,58 @@ class ChatTemplate:
             ) from exc
         return self._control.guarded(text)
 
-    def _message(self, message: ChatMessage) -> dict[str, str]:
+    def _message(self, index: int, message: ChatMessage) -> dict[str, object]:
+        """Return a turn as transformers passes it: without the fields that it does not have."""
         # Templates older than the role ``developer`` use its former name.
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        found: dict[str, str] = {"role": role, "content": OriginText(message.content)}
-        if message.name:
-            found["name"] = OriginText(message.name)
+        content = OriginText(message.content) if message.content or not message.tool_calls else None
+        found: dict[str, object] = {"role": role, "content": content}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if text := getattr(message, name):
+                found[name] = OriginText(text)
+        if message.tool_calls:
+            found["tool_calls"] = [
+                _call(call, f"chat.messages[{index}].tool_calls[{number}].arguments")
+                for number, call in enumerate(message.tool_calls)
+            ]
         return found
+
+    def _further(self, variables: str) -> dict[str, object]:
+        """Return the variables of a request. Raises InvalidInput for the names of the template's own."""
+        field = "chat.template_variables"
+        found = _object(variables, field)
+        for name in found:
+            if not _VARIABLE.fullmatch(name):
+                raise InvalidInput(f"{field} has a name that no template can use", field=field)
+            if name in _OWN_VARIABLES or name in self._tokens or name in self._template.globals:
+                raise InvalidInput(f"{field} may not set {name}", field=field)
+        return {str.__str__(name): value for name, value in found.items()}
+
+
+def _call(call: ToolCall, field: str) -> dict[str, object]:
+    function = {"name": OriginText(call.name), "arguments": _object(call.arguments, field)}
+    found: dict[str, object] = {"type": "function", "function": function}
+    return {"id": OriginText(call.id), **found} if call.id else found
+
+
+def _object(text: str, field: str) -> dict[Any, Any]:
+    """Return a client's JSON object, with every text in it traced; empty for an empty text."""
+    try:
+        found = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+        return {OriginText(name): _traced(value) for name, value in found.items()}
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidInput(f"{field} is not a JSON object", field=field) from None
+
+
+def _traced(value: Any) -> Any:
+    match value:
+        case str():
+            return OriginText(value)
+        case dict():
+            return {OriginText(name): _traced(item) for name, item in value.items()}
+        case list():
+            return [_traced(item) for item in value]
+    return value
 
 
 def _line(exc: BaseException) -> str:

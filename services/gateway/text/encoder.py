@@ -95,12 +95,16 @@ class TextEncoder:
         """
         return self._in_vocabulary(self._ids(text, special=True))
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, control tokens included. Ids without a token have no text."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def encode_chat(self, messages: Sequence[ChatMessage], variables: str = "") -> tuple[int, ...]:
         """Return the ids of a conversation up to the assistant's turn.
 
-        No message text becomes a control token. Raises UnsupportedFeature without a template,
-        FailedPrecondition with one that renders nothing, InvalidInput when it rejects the messages,
-        PromptTooLong beyond its bound.
+        ``variables`` are further ones of the template, a JSON object. No message text becomes a control
+        token. Raises UnsupportedFeature without a template, FailedPrecondition with one that renders nothing,
+        InvalidInput when it rejects the messages, PromptTooLong beyond its bound.
         """
         if self.model.template_fault:
             raise FailedPrecondition(
@@ -109,7 +113,8 @@ class TextEncoder:
             )
         if self.template is None:
             raise UnsupportedFeature("this model has no chat template; send a prompt", field="messages")
-        rendered = self.template.render(messages, max_chars=self.model.max_prompt_bytes + MAX_TEMPLATE_BYTES)
+        most = self.model.max_prompt_bytes + MAX_TEMPLATE_BYTES
+        rendered = self.template.render(messages, max_chars=most, variables=variables)
         if len(rendered.text) > self.model.max_prompt_bytes:
             raise PromptTooLong(
                 f"the rendered messages have {len(rendered.text)} characters, more than the "

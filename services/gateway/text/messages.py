@@ -21,7 +21,14 @@ from services.core.errors import (
     PromptTooLong,
     UnsupportedFeature,
 )
-from services.gateway.text.text_model import ChatMessage, EncodedRows, RowTexts, TextModel
+from services.gateway.text.text_model import (
+    Conversation,
+    DecodedText,
+    EncodedRows,
+    RowTexts,
+    TextModel,
+    TokenRun,
+)
 
 LENGTH: Final = Layout("<I")
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -48,12 +55,17 @@ class EncodePrompt(msgspec.Struct, frozen=True, tag=True):
 
 
 class EncodeChat(msgspec.Struct, frozen=True, tag=True):
-    messages: Sequence[ChatMessage]
+    chat: Conversation
     cpu_s: float
 
 
 class EncodeRows(msgspec.Struct, frozen=True, tag=True):
     rows: RowTexts
+    cpu_s: float
+
+
+class DecodeTokens(msgspec.Struct, frozen=True, tag=True):
+    run: TokenRun
     cpu_s: float
 
 
@@ -72,6 +84,10 @@ class RowsEncoded(msgspec.Struct, frozen=True, tag=True):
     rows: EncodedRows
 
 
+class Decoded(msgspec.Struct, frozen=True, tag=True):
+    decoded: DecodedText
+
+
 class TextRefused(msgspec.Struct, frozen=True, tag="TextRefused"):
     """A domain error by its stable reason."""
 
@@ -80,8 +96,8 @@ class TextRefused(msgspec.Struct, frozen=True, tag="TextRefused"):
     metadata: dict[str, str]
 
 
-Order = LoadText | EncodePrompt | EncodeChat | EncodeRows
-Answer = Loaded | Encoded | RowsEncoded | TextRefused
+Order = LoadText | EncodePrompt | EncodeChat | EncodeRows | DecodeTokens
+Answer = Loaded | Encoded | RowsEncoded | Decoded | TextRefused
 
 encode_message: Final = msgspec.msgpack.Encoder().encode
 # Both raise msgspec.DecodeError.

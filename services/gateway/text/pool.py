@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +31,8 @@ from services.gateway.policy.text_turns import Strikes, TenantRoundRobin
 from services.gateway.text.child import Cause, ProcessEnded, TextLimits, TextProcess, own
 from services.gateway.text.messages import (
     Answer,
+    Decoded,
+    DecodeTokens,
     EncodeChat,
     Encoded,
     EncodePrompt,
@@ -45,12 +46,14 @@ from services.gateway.text.messages import (
     ids_of,
 )
 from services.gateway.text.text_model import (
-    ChatMessage,
+    Conversation,
+    DecodedText,
     EncodedRows,
     EncodedText,
     OpenFolder,
     RowTexts,
     TextModel,
+    TokenRun,
 )
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
@@ -69,15 +72,21 @@ MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
 TICK_S: Final = 0.05
 RETRY_S: Final = (1.0, 60.0)  # the delay before a failed start is retried: first, maximum
 MAX_FAILED: Final = 256
+_ID_BYTES: Final = 4  # what a token id counts as
 _UNLOADED: Final = "the version's tokenizer was unloaded; send the request again"
+
+
+# What is read, and what becomes of it.
+AnyText = str | Conversation | RowTexts | TokenRun
+AnyRead = EncodedText | EncodedRows | DecodedText
 
 
 @dataclass(eq=False, slots=True)
 class _Job:
     tenant_id: str
-    text: str | Sequence[ChatMessage] | RowTexts
+    text: AnyText
     size_bytes: int
-    future: asyncio.Future[EncodedText | EncodedRows]
+    future: asyncio.Future[AnyRead]
     retried: bool = False
 
     @property
@@ -211,11 +220,11 @@ class TextProcesses:
                 process.kill(Cause.STOPPED)
 
     async def read(
-        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
+        self, model: TextModel, tenant_id: str, text: str | Conversation, *, size_bytes: int
     ) -> EncodedText:
         """See ``Texts``."""
         found = await self._read(model, tenant_id, text, size_bytes)
-        assert isinstance(found, EncodedText), "rows for a text"
+        assert isinstance(found, EncodedText), "no tokens for a text"
         return found
 
     async def read_rows(
@@ -226,13 +235,19 @@ class TextProcesses:
         assert isinstance(found, EncodedRows), "a text for rows"
         return found
 
+    async def decode(self, model: TextModel, tenant_id: str, run: TokenRun) -> str:
+        """See ``Texts``."""
+        found = await self._read(model, tenant_id, run, len(run.ids) * _ID_BYTES)
+        assert isinstance(found, DecodedText), "no text for tokens"
+        return found.text
+
     async def _read(
         self,
         model: TextModel,
         tenant_id: str,
-        text: str | Sequence[ChatMessage] | RowTexts,
+        text: AnyText,
         size_bytes: int,
-    ) -> EncodedText | EncodedRows:
+    ) -> AnyRead:
         version = self._versions.get(model.version_digest)
         if version is None:
             raise Unavailable(_UNLOADED, retry_after_s=0.5)
@@ -321,6 +336,8 @@ class TextProcesses:
                     job.future.set_result(EncodedText(count, ids_of(found)))
                 case RowsEncoded(rows=rows):
                     job.future.set_result(rows)
+                case Decoded(decoded=decoded):
+                    job.future.set_result(decoded)
                 case TextRefused() as found:
                     job.future.set_exception(error_of(found))
         self._dispatch(version)
@@ -459,8 +476,10 @@ def _order(job: _Job, cpu_s: float) -> Order:
             return EncodePrompt(text, cpu_s)
         case RowTexts() as rows:
             return EncodeRows(rows, cpu_s)
-        case messages:
-            return EncodeChat(messages, cpu_s)
+        case TokenRun() as run:
+            return DecodeTokens(run, cpu_s)
+        case chat:
+            return EncodeChat(chat, cpu_s)
 
 
 def _fail(job: _Job, error: FairwayError) -> None:

@@ -27,6 +27,8 @@ from services.gateway.text.messages import (
     LENGTH,
     MAX_MESSAGE_BYTES,
     Answer,
+    Decoded,
+    DecodeTokens,
     EncodePrompt,
     EncodeRows,
     Loaded,
@@ -39,6 +41,7 @@ from services.gateway.text.messages import (
     refused,
 )
 from services.gateway.text.row_encoder import RowEncoder, load_version, rows_of
+from services.gateway.text.text_model import DecodedText
 from services.runtime.clock import SystemClock
 from services.runtime.process.child_process import die_with_parent
 
@@ -100,10 +103,12 @@ def _encode(encoder: TextEncoder | RowEncoder, order: Order) -> Answer:
     if isinstance(order, EncodeRows):
         return RowsEncoded(rows_of(encoder).encode_rows(order.rows))
     assert isinstance(encoder, TextEncoder), "a prompt of a fixed-cost model"
+    if isinstance(order, DecodeTokens):
+        return Decoded(DecodedText(encoder.decode(order.run.ids)))
     if isinstance(order, EncodePrompt):
         ids = encoder.encode_prompt(order.text)
     else:
-        ids = encoder.encode_chat(order.messages)
+        ids = encoder.encode_chat(order.chat.messages, order.chat.variables)
     return encoded(ids, encoder.model.max_context_tokens)
 
 

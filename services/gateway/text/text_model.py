@@ -24,12 +24,42 @@ def is_text_file(path: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of an earlier turn; ``arguments`` is a JSON object, or empty."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One turn, as the client sent it."""
 
     role: str
     content: str
     name: str = ""
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str = ""
+    reasoning_content: str = ""
+
+    def texts(self) -> tuple[str, ...]:
+        """Return every text of the turn, in an order that distinguishes turns."""
+        calls = [text for call in self.tool_calls for text in (call.id, call.name, call.arguments)]
+        own = (self.role, self.name, self.content, self.tool_call_id, self.reasoning_content)
+        return (*own, str(len(self.tool_calls)), *calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns, and further variables of the chat template as a JSON object; empty: none."""
+
+    messages: Sequence[ChatMessage]
+    variables: str = ""
+
+    def texts(self) -> tuple[str, ...]:
+        """Return every text, in an order that distinguishes conversations."""
+        return (self.variables, *(text for message in self.messages for text in message.texts()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +143,20 @@ class EncodedRows:
     types: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """Token ids of a version, whose text is wanted."""
+
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedText:
+    """The text of token ids, with the spellings of control tokens."""
+
+    text: str
+
+
 class Texts(Protocol):
     async def load(self, version_digest: str, folder: OpenFolder) -> TextModel:
         """Return the text facts of a version; its texts can be read from then on.
@@ -124,7 +168,7 @@ class Texts(Protocol):
         """Release a version's resources."""
 
     async def read(
-        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
+        self, model: TextModel, tenant_id: str, text: str | Conversation, *, size_bytes: int
     ) -> EncodedText:
         """Return the tokens of a prompt or of a conversation with ``size_bytes`` of text.
 
@@ -136,3 +180,6 @@ class Texts(Protocol):
         self, model: TextModel, tenant_id: str, rows: RowTexts, *, size_bytes: int
     ) -> EncodedRows:
         """Return the tokens of rows with ``size_bytes`` of text. Raises as ``read`` does."""
+
+    async def decode(self, model: TextModel, tenant_id: str, run: TokenRun) -> str:
+        """Return the text of token ids, all within the vocabulary. Raises as ``read`` does."""

@@ -16,7 +16,7 @@ from typing import Final
 from services.core.errors import PromptTooLong
 from services.core.generation import Prompt
 from services.core.prefix import PREFIX_BLOCK_TOKENS, prefix_chain, prefix_root
-from services.gateway.text.text_model import ChatMessage, TextModel, Texts
+from services.gateway.text.text_model import Conversation, TextModel, Texts, TokenRun
 
 MAX_CACHED_TOKENS: Final = 500_000
 MAX_CACHED_ENTRIES: Final = 4096
@@ -52,30 +52,33 @@ class Tokeniser:
         key = _key_of(model, tenant_id, text)
         return self._cached(key) or self._keep(key, await self._read(model, tenant_id, text, size))
 
-    async def chat(self, model: TextModel, tenant_id: str, messages: Sequence[ChatMessage]) -> Ids:
+    async def chat(self, model: TextModel, tenant_id: str, chat: Conversation) -> Ids:
         """Return the ids of a conversation. Raises as ``prompt`` does."""
-        size = sum(len(message.content.encode()) for message in messages)
+        texts = chat.texts()
+        size = sum(len(text.encode()) for text in texts)
         _check_bytes(model, size, "messages")
         if model.depends_on_time or size > MAX_CACHED_BYTES:
-            return await self._read(model, tenant_id, messages, size)
-        key = _key_of(model, tenant_id, messages)
-        return self._cached(key) or self._keep(key, await self._read(model, tenant_id, messages, size))
+            return await self._read(model, tenant_id, chat, size)
+        key = _key_of(model, tenant_id, chat)
+        return self._cached(key) or self._keep(key, await self._read(model, tenant_id, chat, size))
 
-    def known(self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage]) -> Ids:
+    def known(self, model: TextModel, tenant_id: str, text: str | Conversation) -> Ids:
         """Return the cached ids of a short text; empty if it is longer or has none. Takes microseconds."""
-        chars = len(text) if isinstance(text, str) else sum(len(message.content) for message in text)
+        chars = len(text) if isinstance(text, str) else sum(map(len, text.texts()))
         if chars > MAX_SHORT_CHARS or (model.depends_on_time and not isinstance(text, str)):
             return ()
         return self._cached(_key_of(model, tenant_id, text))
+
+    async def decode(self, model: TextModel, tenant_id: str, ids: Sequence[int]) -> str:
+        """Return the text of token ids, all within the vocabulary. Raises the errors of ``Texts.read``."""
+        return await self._texts.decode(model, tenant_id, TokenRun(ids))
 
     def check_integrity(self) -> None:
         assert self._cached_tokens == sum(len(ids) for ids in self._cache.values())
         assert self._cached_tokens <= self._max_cached_tokens
         assert len(self._cache) <= MAX_CACHED_ENTRIES
 
-    async def _read(
-        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], size_bytes: int
-    ) -> Ids:
+    async def _read(self, model: TextModel, tenant_id: str, text: str | Conversation, size_bytes: int) -> Ids:
         tokens = await self._texts.read(model, tenant_id, text, size_bytes=size_bytes)
         if tokens.count > model.max_context_tokens:
             raise PromptTooLong(
@@ -144,12 +147,9 @@ def _check_bytes(model: TextModel, size: int, field: str) -> None:
         )
 
 
-def _key_of(model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage]) -> bytes:
+def _key_of(model: TextModel, tenant_id: str, text: str | Conversation) -> bytes:
     """Return the name of a raw prompt or a conversation in the cache."""
-    if isinstance(text, str):
-        fields = ["prompt", text]
-    else:
-        fields = ["chat", *(part for one in text for part in (one.role, one.name, one.content))]
+    fields = ("prompt", text) if isinstance(text, str) else ("chat", *text.texts())
     digest = hashlib.sha256()
     for field in (model.version_digest, tenant_id, *fields):
         data = field.encode()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from concurrent.futures import Executor
 
 from services.core.errors import Unavailable
 from services.gateway.text.encoder import TextEncoder
 from services.gateway.text.row_encoder import RowEncoder, load_version, rows_of
 from services.gateway.text.text_model import (
-    ChatMessage,
+    Conversation,
     EncodedRows,
     EncodedText,
     OpenFolder,
     RowTexts,
     TextModel,
+    TokenRun,
 )
 from services.ports.clock import Clock
 
@@ -41,7 +41,7 @@ class LocalTexts:
         self._encoders.pop(version_digest, None)
 
     async def read(
-        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
+        self, model: TextModel, tenant_id: str, text: str | Conversation, *, size_bytes: int
     ) -> EncodedText:
         encoder = self._encoder(model)
         assert isinstance(encoder, TextEncoder), "a prompt of a fixed-cost model"
@@ -49,8 +49,15 @@ class LocalTexts:
         if isinstance(text, str):
             ids = await loop.run_in_executor(self._executor, encoder.encode_prompt, text)
         else:
-            ids = await loop.run_in_executor(self._executor, encoder.encode_chat, text)
+            ids = await loop.run_in_executor(
+                self._executor, encoder.encode_chat, text.messages, text.variables
+            )
         return EncodedText(len(ids), ids if len(ids) <= model.max_context_tokens else ())
+
+    async def decode(self, model: TextModel, tenant_id: str, run: TokenRun) -> str:
+        encoder = self._encoder(model)
+        assert isinstance(encoder, TextEncoder), "tokens of a fixed-cost model"
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encoder.decode, run.ids)
 
     async def read_rows(
         self, model: TextModel, tenant_id: str, rows: RowTexts, *, size_bytes: int

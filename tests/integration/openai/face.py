@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +14,8 @@ from fairway.v1 import inference_pb2
 from services.core.errors import TokenRateExceeded
 from services.core.generation import FinishReason, Principal, StageClock, TokenLogprobs, Usage
 from services.core.limits import RateState
-from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
+from services.core.records import KEYS, TENANTS, ApiKey, Deployment, KeyRole, Meta, Tenant
+from services.gateway.catalog import Route
 from services.gateway.events import Accepted, ChoiceResult, Event, Finished, Received, Tokens
 from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import build_app
@@ -121,6 +122,19 @@ class ScriptedService:
         while self.running < count:
             await asyncio.wait_for(self._started.wait(), 5)
 
+    async def token_ids(
+        self, principal: Principal, request: inference_pb2.CountTokensRequest
+    ) -> tuple[Route, list[int]]:
+        deployment = Deployment(Meta(request.model), request.model, "", DIGEST, replicas=1)
+        text = request.prompt or "".join(turn.content for turn in request.chat.messages)
+        return Route(request.model, deployment, DIGEST, 1, ready_replicas=1), list(text.encode())
+
+    async def text_of(self, principal: Principal, model: str, ids: Sequence[int]) -> str:
+        return bytes(ids).decode()
+
+    def max_context_tokens(self, route: Route) -> int:
+        return 128
+
     async def list_models(self, principal: Principal) -> list[ServedModel]:
         return [ServedModel(name, DIGEST, 128, 1, 1_700_000_000) for name in ("m", "org/m")]
 
@@ -172,6 +186,12 @@ async def endless(call: Call) -> AsyncGenerator[Event, None]:
         yield Tokens(0, offset, [1], "x" * 1000)
         offset += 1
         await asyncio.sleep(0)
+
+
+async def begun(call: Call) -> AsyncGenerator[Event, None]:
+    yield accepted(call)
+    yield Tokens(0, 0, [1], "Hel")
+    await asyncio.sleep(60)
 
 
 async def silent(call: Call) -> AsyncGenerator[Event, None]:
@@ -301,7 +321,9 @@ async def read_answer(reader: asyncio.StreamReader) -> Answer:
 
 
 @asynccontextmanager
-async def serving(limits: HttpLimits | None = None, **changes: Any) -> AsyncIterator[Face]:
+async def serving(
+    limits: HttpLimits | None = None, *, cors_origins: Sequence[str] = (), **changes: Any
+) -> AsyncIterator[Face]:
     service, reasons = ScriptedService(), []  # type: ignore[var-annotated]
     app = build_app(
         service,
@@ -313,6 +335,7 @@ async def serving(limits: HttpLimits | None = None, **changes: Any) -> AsyncIter
         max_body_bytes=MAX_BODY,
         limits=limits,
         not_ready=lambda: reasons[0] if reasons else "",
+        cors_origins=cors_origins,
     )
     server = HttpServer(app, "127.0.0.1", 0, **changes)
     await server.start()

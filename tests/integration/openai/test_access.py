@@ -8,7 +8,7 @@ import pytest
 from starlette.routing import Route
 
 from services.gateway.faces.openai.endpoint import Access
-from tests.integration.openai.face import ADMIN_KEY, CHAT, KEY, Face
+from tests.integration.openai.face import ADMIN_KEY, CHAT, KEY, STREAM, Face, serving
 
 
 def routes(face: Face) -> list[tuple[str, str]]:
@@ -23,7 +23,7 @@ async def test_every_route_has_a_rule_and_keeps_it(face: Face) -> None:
     rules = {(e.method, e.path): e.access for e in face.app.state.endpoints}
     assert {pair for pair in routes(face) if pair[0] != "HEAD"} == set(rules)
     public = {path for (_, path), access in rules.items() if access is Access.PUBLIC}
-    assert public == {"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"}
+    assert public == {"/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"}
     for (method, path), access in rules.items():
         target = path.replace("{model:path}", "m")
         for key, status in ((None, 401), (KEY[:-1] + "x", 401), (ADMIN_KEY, 403)):
@@ -47,7 +47,9 @@ async def test_every_route_has_a_rule_and_keeps_it(face: Face) -> None:
         ("//v1/models", ()),
         ("/v1//models", ()),
         ("/v1/models/", ()),
-        ("/healthz/", ()),
+        ("/healthz//", ()),
+        ("/metrics", ()),
+        ("/version/", ()),
         ("/v1/chat/completions/", ()),
         ("/%761/models", ()),
         ("/v1/models%00", ()),
@@ -65,6 +67,53 @@ async def test_no_spelling_of_a_url_opens_anything(
     assert answer.status in (400, 401, 404)
     assert "location" not in answer.headers
     assert b"org/m" not in answer.body
+
+
+async def test_a_key_without_a_scheme_has_a_header_of_its_own(face: Face) -> None:
+    for value, status in ((KEY, 200), (KEY[:-1] + "x", 401), (ADMIN_KEY, 403)):
+        answer = await face.ask("GET", "/v1/models", key=None, headers=(("x-api-key", value),))
+        assert answer.status == status
+    both = (("x-api-key", KEY),)
+    assert (await face.ask("GET", "/v1/models", key="wrong", headers=both)).status == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/models/", 200), ("/v1/models/org/m/", 200), ("/v1/", 404)]
+)
+async def test_one_trailing_slash_does_not_matter(face: Face, path: str, status: int) -> None:
+    assert (await face.ask("GET", path)).status == status
+    assert (await face.ask("GET", path + "/")).status == 404
+    assert (await face.ask("GET", path, key=None)).status == (401 if status == 200 else 404)
+    assert (await face.chat(CHAT)).status == 200
+
+
+async def test_pages_of_other_origins_need_a_setting(face: Face) -> None:
+    page = (("origin", "https://app.example"), ("access-control-request-method", "POST"))
+    refused = await face.ask("OPTIONS", "/v1/chat/completions", key=None, headers=page)
+    assert refused.status == 405
+    plain = await face.chat(CHAT, headers=page[:1])
+    assert not any(name.startswith("access-control") for name in plain.headers)
+
+
+async def test_pages_of_the_origins_in_the_setting_may_call() -> None:
+    async with serving(cors_origins=["https://app.example"]) as face:
+        page = (("origin", "https://app.example"), ("access-control-request-method", "POST"))
+        asked = (*page, ("access-control-request-headers", "authorization, content-type"))
+        allowed = await face.ask("OPTIONS", "/v1/chat/completions", key=None, headers=asked)
+        assert allowed.status == 200
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+        assert "authorization" in allowed.headers["access-control-allow-headers"]
+        streamed = await face.chat(STREAM, headers=page[:1])
+        assert streamed.headers["access-control-allow-origin"] == "https://app.example"
+        assert "access-control-allow-credentials" not in streamed.headers
+        assert "x-request-id" in streamed.headers["access-control-expose-headers"]
+        assert streamed.events[-1] == "[DONE]"
+        other = await face.ask(
+            "OPTIONS", "/v1/models", key=None, headers=(("origin", "https://x"), *page[1:])
+        )
+        assert "access-control-allow-origin" not in other.headers
+        # The rule of the route holds for every origin.
+        assert (await face.ask("GET", "/v1/models", key=None, headers=page[:1])).status == 401
 
 
 async def test_two_authorization_headers_are_none(face: Face) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from services.gateway.events import Event, Heartbeat, Tokens
+from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.rate_headers import duration
+from services.gateway.faces.predict.metadata import VERSION
 from tests.integration.openai.face import (
     CHAT,
+    MAX_BODY,
     STREAM,
     Call,
     Face,
@@ -21,6 +24,7 @@ from tests.integration.openai.face import (
     limited,
     plain,
     rejected,
+    serving,
 )
 
 
@@ -164,19 +168,47 @@ def test_durations_are_rounded_up_to_milliseconds(seconds: float, text: str) -> 
     assert duration(seconds) == text
 
 
-async def test_silence_is_kept_alive_by_comments(face: Face) -> None:
-    async def script(call: Call) -> AsyncGenerator[Event, None]:
-        yield Heartbeat()  # before it is accepted there is no answer to keep alive
-        yield accepted(call)
-        yield Heartbeat()
-        yield Tokens(0, 0, [1], "Hel")
-        yield Heartbeat()
-        yield finished(call)
+async def quiet(call: Call) -> AsyncGenerator[Event, None]:
+    yield Heartbeat()  # before it is accepted there is no answer to keep alive
+    yield accepted(call)
+    yield Heartbeat()
+    yield Tokens(0, 0, [1], "Hel")
+    yield Heartbeat()
+    yield finished(call)
 
-    face.service.script = script
-    answer = await face.chat(STREAM)
-    assert answer.events.count(": keep-alive") == 2
-    assert answer.events[-1] == "[DONE]"
+
+async def test_silence_after_the_first_output_is_kept_alive_by_comments(face: Face) -> None:
+    face.service.script = quiet
+    events = (await face.chat(STREAM)).events
+    assert events.count(": keep-alive") == 1
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert events[-1] == "[DONE]"
+
+
+async def test_after_a_while_the_status_goes_out_without_output() -> None:
+    async with serving(HttpLimits(MAX_BODY, status_wait_s=0.0)) as face:
+        face.service.script = quiet
+        first, role, *rest = (await face.chat(STREAM)).events
+        assert first == ": keep-alive"
+        assert role["choices"][0]["delta"]["role"] == "assistant"
+        assert [rest.count(": keep-alive"), rest[-1]] == [1, "[DONE]"]
+
+
+async def test_usage_so_far_is_in_each_frame(face: Face) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *frames, last, _ = (await face.chat({**STREAM, "n": 2, "stream_options": options})).events
+    counts = [(frame["choices"][0]["index"], frame["usage"]["completion_tokens"]) for frame in frames]
+    assert counts == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (0, 2), (1, 2)]
+    assert {frame["usage"]["prompt_tokens"] for frame in frames} == {3}
+    assert last["usage"]["completion_tokens"] == 4
+
+
+async def test_the_service_tier_is_stated(face: Face) -> None:
+    body = {"service_tier": "flex"}
+    assert (await face.chat({**CHAT, **body})).json["service_tier"] == "flex"
+    assert (await face.chat({**STREAM, **body})).events[0]["service_tier"] == "flex"
+    assert (await face.chat({**CHAT, "service_tier": "auto"})).json["service_tier"] == "default"
+    assert "service_tier" not in (await face.chat(CHAT)).json
 
 
 async def test_models(face: Face) -> None:
@@ -188,10 +220,53 @@ async def test_models(face: Face) -> None:
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
 
 
+async def test_tokens_and_their_text(face: Face) -> None:
+    answer = await face.ask("POST", "/tokenize", {"model": "m", "prompt": "hi", "add_special_tokens": True})
+    assert answer.json == {"count": 2, "max_model_len": 128, "tokens": [104, 105], "token_strs": None}
+    turns = [{"role": "user", "content": "ab"}]
+    neutral = {"add_generation_prompt": True, "add_special_tokens": False, "chat_template_kwargs": {}}
+    chat = await face.ask("POST", "/tokenize", {"model": "m", "messages": turns, **neutral})
+    assert chat.json["tokens"] == [97, 98]
+    text = await face.ask("POST", "/detokenize", {"model": "m", "tokens": [104, 105]})
+    assert text.json == {"prompt": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": []}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": False}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "x", "return_token_strs": True}, "return_token_strs"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+async def test_what_is_not_tokenised_is_named(
+    face: Face, path: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = await face.ask("POST", path, {"model": "m", **fields})
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+async def test_the_openapi_document(face: Face) -> None:
+    document = (await face.ask("GET", "/openapi.json")).json
+    assert document["openapi"] == "3.1.0"
+    assert {path.replace("{model}", "{model:path}") for path in document["paths"]} == {
+        endpoint.path for endpoint in face.app.state.endpoints
+    }
+
+
+async def test_the_version_of_the_server(face: Face) -> None:
+    assert (await face.ask("GET", "/version")).json == {"version": VERSION}
+
+
 async def test_health_and_readiness(face: Face) -> None:
     assert (await face.ask("GET", "/healthz", key=None)).status == 200
     assert (await face.ask("GET", "/readyz", key=None)).status == 200
     face.not_ready.append("no view of the fleet yet")
-    answer = await face.ask("GET", "/readyz", key=None)
-    assert (answer.status, answer.json["status"]) == (503, "no view of the fleet yet")
+    for path in ("/readyz", "/health"):
+        answer = await face.ask("GET", path, key=None)
+        assert (answer.status, answer.json["status"]) == (503, "no view of the fleet yet")
     assert (await face.ask("GET", "/healthz", key=None)).status == 200

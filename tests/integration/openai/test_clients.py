@@ -10,12 +10,12 @@ import pytest
 
 from services.gateway.faces.openai.exchange import HttpLimits
 from services.runtime.clock import SystemClock
-from tests.integration.openai.face import CHAT, MAX_BODY, STREAM, Face, endless, serving, silent
+from tests.integration.openai.face import CHAT, MAX_BODY, STREAM, Face, begun, endless, serving, silent
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_client_that_leaves_ends_its_request_at_once(face: Face, streamed: bool) -> None:
-    face.service.script = silent
+    face.service.script = begun if streamed else silent
     reader, writer = await face.send("/v1/chat/completions", {**CHAT, "stream": streamed})
     if streamed:
         await asyncio.wait_for(reader.readuntil(b"assistant"), 5)

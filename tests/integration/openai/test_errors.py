@@ -55,6 +55,35 @@ async def test_in_the_middle_an_error_is_the_last_frame(face: Face, error: Excep
     assert b"secret" not in answer.body
 
 
+async def test_a_stream_that_finds_no_place_is_a_503_that_clients_retry(face: Face) -> None:
+    """Also after its acceptance: OpenAI's clients retry a status, and no event."""
+    face.service.script = failing(errors.QueueTimeout("no worker had room", retry_after_s=2.0), after=1)
+    answer = await face.chat(STREAM)
+    assert (answer.status, answer.error["code"]) == (503, "queue_timeout")
+    assert answer.headers["retry-after"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("fields", "found", "param"),
+    [
+        ({"max_completion_tokens": 5}, "max_output_tokens", "max_completion_tokens"),
+        ({"max_tokens": 5}, "max_output_tokens", "max_tokens"),
+        ({"logprobs": True, "top_logprobs": 50}, "logprobs", "top_logprobs"),
+        ({"service_tier": "priority"}, "priority", "service_tier"),
+        ({"safety_identifier": "s"}, "user", "safety_identifier"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat.template_variables", "chat_template_kwargs"),
+    ],
+)
+async def test_the_param_is_the_field_that_the_client_sent(
+    face: Face, fields: dict[str, Any], found: str, param: str
+) -> None:
+    for streamed in (False, True):
+        error = errors.InvalidInput(f"{found} is out of bounds", field=found)
+        face.service.script = failing(error, after=0)
+        answer = await face.chat({**CHAT, **fields, "stream": streamed})
+        assert (answer.error["param"], answer.error["message"]) == (param, f"{param} is out of bounds")
+
+
 async def test_an_error_of_one_prompt_ends_its_batch(face: Face) -> None:
     async def script(call: Call) -> AsyncGenerator[Event, None]:
         if call.generation.prompt == "bad":

@@ -13,7 +13,7 @@ import pytest
 from services.core import errors
 from services.gateway.events import Event
 from services.gateway.faces.openai.server import HttpServer
-from tests.integration.openai.face import CHAT, KEY, STREAM, Call, Face, accepted, finished, serving, silent
+from tests.integration.openai.face import CHAT, KEY, STREAM, Call, Face, accepted, begun, finished, serving
 
 
 async def test_many_streams_at_once(face: Face) -> None:
@@ -51,7 +51,7 @@ async def test_connections_that_say_nothing_are_closed(face: Face, monkeypatch: 
 
 async def test_connections_are_bounded() -> None:
     async with serving(max_connections=4) as face:
-        face.service.script = silent
+        face.service.script = begun
         held = [await face.send("/v1/chat/completions", STREAM) for _ in range(2)]
         for reader, _ in held:
             await asyncio.wait_for(reader.readline(), 5)

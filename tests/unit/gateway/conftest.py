@@ -200,7 +200,13 @@ def fleet(model_folder: Path, clock: FakeClock, executor: ThreadPoolExecutor) ->
         files,
         routes,
         ModelCatalog(
-            deployments, workers, files, clock, texts=LocalTexts(executor, clock), splits=Splits(routes)
+            deployments,
+            workers,
+            files,
+            clock,
+            texts=LocalTexts(executor, clock),
+            splits=Splits(routes),
+            aliases={"org/Chat-Small": "chat-small", "org/Gone": "gone"},
         ),
         KeyDirectory(keys, tenants, clock),
         clock,

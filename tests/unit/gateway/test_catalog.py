@@ -40,6 +40,18 @@ def test_other_names_are_not_found_and_reveal_nothing(fleet: Any, name: str) -> 
     assert "chat-small" not in caught.value.message.replace(repr(name), "")
 
 
+def test_an_alias_is_another_name_of_a_deployment(fleet: Any) -> None:
+    assert fleet.catalog.resolve("org/Chat-Small") == fleet.catalog.resolve("chat-small")
+    assert fleet.catalog.has("org/Chat-Small")
+    assert fleet.catalog.aliases_of("chat-small") == ["org/Chat-Small"]
+    pinned = fleet.catalog.resolve_pinned("org/Chat-Small", PinnedVersion(DIGEST, 7))
+    assert (pinned.model, pinned.route_revision) == ("chat-small", 7)
+    for name in ("org/Gone", "org/chat-small", "Chat-Small"):
+        with pytest.raises(ModelNotFound, match=name) as caught:
+            fleet.catalog.resolve(name)
+        assert "gone" not in caught.value.message
+
+
 def test_a_deployment_without_a_version_is_not_served(fleet: Any) -> None:
     fleet.deployments.put(DEPLOYMENTS + "empty", Deployment(Meta("empty"), "tiny", "v9", "", 1))
     assert [route.model for route in fleet.catalog.routes()] == ["chat-small"]

@@ -20,8 +20,12 @@ def test_values_are_parsed() -> None:
             "FAIRWAY_ETCD_ENDPOINTS": "a:1,b:2",
             "FAIRWAY_LISTEN": "127.0.0.1:9000",
             "FAIRWAY_DRAIN_S": "2.5",
+            "FAIRWAY_CORS_ORIGINS": "https://a.example,http://localhost:3000",
+            "FAIRWAY_MODEL_ALIASES": "org/Chat-1B=chat,my_chat=chat",
         }
     )
+    assert settings.cors_origins == ("https://a.example", "http://localhost:3000")
+    assert settings.model_aliases == {"org/Chat-1B": "chat", "my_chat": "chat"}
     assert settings.etcd_endpoints == ("a:1", "b:2")
     assert settings.advertised == "127.0.0.1:9000"
     assert settings.drain_s == 2.5
@@ -40,6 +44,11 @@ def test_values_are_parsed() -> None:
         ("FAIRWAY_METRICS_LISTEN", "9464"),
         ("FAIRWAY_OTLP_ENDPOINT", "collector"),
         ("FAIRWAY_TRACE_RATIO", "1.5"),
+        ("FAIRWAY_CORS_ORIGINS", "a.example"),
+        ("FAIRWAY_CORS_ORIGINS", "https://a.example/"),
+        ("FAIRWAY_MODEL_ALIASES", "chat=other"),
+        ("FAIRWAY_MODEL_ALIASES", "a/B/c=chat"),
+        ("FAIRWAY_MODEL_ALIASES", "/B=chat"),
         ("FAIRWAY_DRIAN_S", "1"),
     ],
 )

@@ -122,6 +122,11 @@ class MuxedSession:
         stream = SessionStream(self, start.stream_id, start.initial_credit_tokens > 0)
         try:
             bounds.check(start, "start.")
+            if start.generation.choices > 1 << CHOICE_BITS:
+                raise InvalidInput(
+                    f"a session's generation has at most {1 << CHOICE_BITS} choices",
+                    field="start.generation.choices",
+                )
             if len(self.streams) >= MAX_STREAMS:
                 raise ConcurrencyExceeded(
                     f"a session runs at most {MAX_STREAMS} generations at once; wait for one to end, "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Finished, Tokens
@@ -26,7 +27,7 @@ _OBJECTS: Final = {
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class _PromptDetails(Struct, frozen=True):
+class PromptDetails(Struct, frozen=True):
     cached_tokens: int
 
 
@@ -34,24 +35,30 @@ class UsageBody(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: _PromptDetails
+    prompt_tokens_details: PromptDetails
 
 
-class _TopToken(Struct, frozen=True):
+class _RunningUsage(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopToken(Struct, frozen=True):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class _TokenEntry(Struct, frozen=True):
+class TokenEntry(Struct, frozen=True):
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[_TopToken]
+    top_logprobs: list[TopToken]
 
 
 class ChatLogprobs(Struct, frozen=True):
-    content: list[_TokenEntry]
+    content: list[TokenEntry]
     refusal: None = None
 
 
@@ -62,7 +69,7 @@ class CompletionLogprobs(Struct, frozen=True):
     text_offset: list[int]
 
 
-class _Message(Struct, frozen=True):
+class AnswerMessage(Struct, frozen=True):
     role: str
     content: str
     refusal: None = None
@@ -73,9 +80,9 @@ class _Delta(Struct, frozen=True):
     content: str | UnsetType = UNSET
 
 
-class _ChatChoice(Struct, frozen=True):
+class ChatChoice(Struct, frozen=True):
     index: int
-    message: _Message
+    message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
 
@@ -87,7 +94,7 @@ class _ChatChunkChoice(Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class _TextChoice(Struct, frozen=True):
+class TextChoice(Struct, frozen=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -108,10 +115,11 @@ class _Head(Struct, frozen=True):
     created: int
     model: str
     system_fingerprint: str
+    service_tier: str | UnsetType = UNSET
     degraded: list[DegradedBody] | UnsetType = UNSET
 
 
-class _Whole(Struct, frozen=True):
+class _Whole(Struct, frozen=True, kw_only=True):
     id: str
     # The object type in the dialect.
     object: str
@@ -119,12 +127,34 @@ class _Whole(Struct, frozen=True):
     created: int
     model: str
     system_fingerprint: str
-    choices: list[_ChatChoice] | list[_TextChoice]
     usage: UsageBody
+    # Only when the client named one.
+    service_tier: str | UnsetType = UNSET
     # Only when the client requested it.
     stage_clock: list[StageClock] | UnsetType = UNSET
     # Only when the answer differs from the request.
     degraded: list[DegradedBody] | UnsetType = UNSET
+
+
+class ChatCompletion(_Whole, frozen=True, kw_only=True):
+    choices: list[ChatChoice]
+
+
+class TextCompletion(_Whole, frozen=True, kw_only=True):
+    choices: list[TextChoice]
+
+
+class ModelEntry(Struct, frozen=True):
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "fairway"
+
+
+class ModelList(Struct, frozen=True):
+    data: list[ModelEntry]
+    object: str = "list"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +166,8 @@ class AnswerHead:
     model: str
     version_digest: str
     degradations: tuple[Degradation, ...] = ()
+    # The tier by which the request was served; empty where the client named none.
+    service_tier: str = ""
 
     def head(self, dialect: Dialect, *, chunk: bool) -> _Head:
         return _Head(
@@ -144,6 +176,7 @@ class AnswerHead:
             created=self.created_unix_s,
             model=self.model,
             system_fingerprint="fp_" + self.version_digest.removeprefix("sha256:")[:12],
+            service_tier=self.service_tier or UNSET,
             degraded=_degraded(self.degradations),
         )
 
@@ -158,7 +191,7 @@ def usage_body(usages: Sequence[Usage]) -> UsageBody:
     prompt = sum(usage.prompt_tokens for usage in usages)
     output = sum(usage.output_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages)
-    return UsageBody(prompt, output, prompt + output, _PromptDetails(cached))
+    return UsageBody(prompt, output, prompt + output, PromptDetails(cached))
 
 
 def finish_reasons(finished: Finished) -> dict[int, str]:
@@ -170,10 +203,11 @@ def whole_answer(
 ) -> bytes:
     """Return the JSON of an answer that is not streamed."""
     first = completions[0].accepted
-    answer = AnswerHead(request_id, created_unix_s, first.model, first.version_digest)
+    tier = served_tier(request)
+    answer = AnswerHead(request_id, created_unix_s, first.model, first.version_digest, service_tier=tier)
     head = answer.head(request.dialect, chunk=False)
-    chat: list[_ChatChoice] = []
-    text: list[_TextChoice] = []
+    chat: list[ChatChoice] = []
+    text: list[TextChoice] = []
     for number, completion in enumerate(completions):
         reasons = finish_reasons(completion.finished)
         for choice, content in enumerate(completion.texts):
@@ -182,33 +216,34 @@ def whole_answer(
             entries = completion.logprobs[choice] if request.logprobs else ()
             if request.dialect == "chat":
                 found = chat_logprobs(entries) if request.logprobs else None
-                chat.append(_ChatChoice(index, _Message("assistant", content), found, reason))
+                chat.append(ChatChoice(index, AnswerMessage("assistant", content), found, reason))
             else:
                 listed = completion_logprobs(entries, 0) if request.logprobs else None
-                text.append(_TextChoice(index, content, listed, reason))
-    usage = usage_body([completion.finished.usage for completion in completions])
-    whole = _Whole(
-        id=head.id,
-        object=head.object,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.system_fingerprint,
-        choices=chat if request.dialect == "chat" else text,
-        usage=usage,
-        stage_clock=[one.finished.clock for one in completions] if request.stage_clock else UNSET,
-        degraded=_degraded([found for one in completions for found in one.accepted.degradations]),
-    )
-    return _encode(whole)
+                text.append(TextChoice(index, content, listed, reason))
+    common: dict[str, Any] = {
+        **structs.asdict(head),
+        "usage": usage_body([completion.finished.usage for completion in completions]),
+        "stage_clock": [one.finished.clock for one in completions] if request.stage_clock else UNSET,
+        "degraded": _degraded([found for one in completions for found in one.accepted.degradations]),
+    }
+    if request.dialect == "chat":
+        return _encode(ChatCompletion(choices=chat, **common))
+    return _encode(TextCompletion(choices=text, **common))
+
+
+def served_tier(request: ApiRequest) -> str:
+    """Return the tier that an answer states, as OpenAI does; empty where the client named none."""
+    return "default" if request.service_tier == "auto" else request.service_tier
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
     content = []
     for entry in entries:
         tops = [
-            _TopToken(token, _finite(value), list(token.encode()))
+            TopToken(token, _finite(value), list(token.encode()))
             for token, value in zip(entry.top_tokens, entry.top_logprobs, strict=True)
         ]
-        content.append(_TokenEntry(entry.token, _finite(entry.sampled), list(entry.token.encode()), tops))
+        content.append(TokenEntry(entry.token, _finite(entry.sampled), list(entry.token.encode()), tops))
     return ChatLogprobs(content)
 
 
@@ -250,18 +285,24 @@ class Frames:
         # When usage is requested, every frame but the last has a null usage.
         self._after = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
         self._offsets: dict[int, int] = {}
+        # Output tokens so far and prompt tokens, by choice; only for frames that state them.
+        self._tokens: Counter[int] = Counter()
+        self._prompt_tokens: dict[int, int] = {}
 
-    def skip(self, index: int, token_chars: int) -> None:
-        """Continue a choice behind tokens whose texts have that many characters."""
-        self._offsets[index] = token_chars
+    def start(self, index: int, prompt_tokens: int, *, tokens: int = 0, token_chars: int = 0) -> None:
+        """Begin a choice, behind what its client has: tokens, whose texts have that many characters."""
+        self._offsets[index], self._tokens[index] = token_chars, tokens
+        self._prompt_tokens[index] = prompt_tokens
 
     def role(self, index: int) -> bytes:
         """The first frame of a chat choice."""
-        return self._frame(_ChatChunkChoice(index, _Delta(role="assistant", content="")))
+        frame = _ChatChunkChoice(index, _Delta(role="assistant", content=""))
+        return self._before + _encode(frame) + self._ending(index, tokens=0)
 
     def tokens(self, index: int, event: Tokens) -> bytes:
         """The frame of new output; empty while text is held back and no log probabilities were requested."""
         wants = self._request.logprobs and bool(event.logprobs)
+        self._tokens[index] += len(event.ids)
         if not event.text and not wants:
             return b""
         if self._request.dialect == "chat":
@@ -271,13 +312,13 @@ class Frames:
         if wants:
             length = sum(len(entry.token) for entry in event.logprobs)
             self._offsets[index] = self._offsets.get(index, 0) + length
-        return self._frame(_TextChoice(index, event.text, listed))
+        return self._frame(TextChoice(index, event.text, listed))
 
     def finish(self, index: int, reason: str) -> bytes:
         """The last frame of a choice."""
         if self._request.dialect == "chat":
             return self._frame(_ChatChunkChoice(index, _Delta(), finish_reason=reason))
-        return self._frame(_TextChoice(index, "", finish_reason=reason))
+        return self._frame(TextChoice(index, "", finish_reason=reason))
 
     def usage(self, usages: Sequence[Usage]) -> bytes:
         """The frame of the whole answer's usage; empty unless requested."""
@@ -291,5 +332,13 @@ class Frames:
             return b""
         return self._before + b'],"stage_clock":' + _encode(list(clocks)) + b"}\n\n"
 
-    def _frame(self, choice: _ChatChunkChoice | _TextChoice) -> bytes:
-        return self._before + _encode(choice) + self._after
+    def _frame(self, choice: _ChatChunkChoice | TextChoice) -> bytes:
+        return self._before + _encode(choice) + self._ending(choice.index, tokens=self._tokens[choice.index])
+
+    def _ending(self, index: int, *, tokens: int) -> bytes:
+        """Return what follows a choice in its frame."""
+        if not self._request.continuous_usage:
+            return self._after
+        prompt = self._prompt_tokens.get(index, 0)
+        usage = _RunningUsage(prompt, tokens, prompt + tokens)
+        return b'],"usage":' + _encode(usage) + b"}\n\n"

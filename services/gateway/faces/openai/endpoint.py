@@ -6,10 +6,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from msgspec import Struct
+
 from services.core.errors import FairwayError
 from services.core.generation import Principal
 from services.gateway.events import Received
-from services.gateway.faces.openai.errors import error_body
+from services.gateway.faces.openai.errors import ErrorBody, error_body
 from services.gateway.faces.openai.exchange import Headers, Receive, Reply, Scope
 
 
@@ -47,5 +49,11 @@ class Endpoint:
     access: Access
     handler: Handler
     accepts: str
-    # The shape of its errors.
+    # Writes its errors.
     error_body: Callable[[FairwayError], bytes] = error_body
+    # What its body is read as, and what its answer and its errors are written from; None: not described.
+    body: type[Struct] | None = None
+    answer: type[Struct] | None = None
+    error: type[Struct] | None = ErrorBody
+    # Whether the answer may be server-sent events.
+    streams: bool = False

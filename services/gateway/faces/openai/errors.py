@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -39,15 +40,15 @@ class HttpProblem(FairwayError):
         self.close = close
 
 
-class _Detail(msgspec.Struct, frozen=True):
+class ErrorDetail(msgspec.Struct, frozen=True):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class _Error(msgspec.Struct, frozen=True):
-    error: _Detail
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
 
 
 _TYPES: Final = {
@@ -124,7 +125,19 @@ def error_body(error: FairwayError) -> bytes:
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     if isinstance(error, BudgetExceeded):
         kind = "insufficient_quota"
-    return _encode(_Error(_Detail(message, kind, param, _code(error, status))))
+    return _encode(ErrorBody(ErrorDetail(message, kind, param, _code(error, status))))
+
+
+def rename(error: FairwayError, names: Iterable[tuple[str, str]]) -> None:
+    """Give the field of an error the name that it has in the client's request, by the first that fits."""
+    field = error.metadata.get("field", "")
+    for ours, theirs in names:
+        if field.startswith(ours):
+            named = theirs + field[len(ours) :]
+            error.metadata["field"] = named
+            error.message = error.message.replace(field, named)
+            error.args = (error.message,)
+            return
 
 
 def _code(error: FairwayError, status: int) -> str | None:

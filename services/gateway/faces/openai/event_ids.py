@@ -95,8 +95,10 @@ class AnswerPosition:
     def ends(self, number: int) -> int:
         return self._position.parts[number].ends
 
-    def token_chars(self, number: int, choice: int) -> int:
-        return self._position.parts[number].choices[choice].token_chars
+    def tokens(self, number: int, choice: int) -> tuple[int, int]:
+        """Return the tokens of a choice, and the characters of their own texts."""
+        found = self._position.parts[number].choices[choice]
+        return found.tokens, found.token_chars
 
     def on_accepted(self, number: int, request_id: str) -> None:
         self._position.parts[number].request = request_tag(request_id)
@@ -125,5 +127,6 @@ class AnswerPosition:
 def _context_of(request: ApiRequest, tenant_id: str) -> bytes:
     """Return what must be equal for an id to be of the same answer."""
     key = request.generations[0].idempotency_key if request.generations else ""
-    form = (request.dialect, request.choices, len(request.generations), request.include_usage)
+    usage = (request.include_usage, request.continuous_usage)
+    form = (request.dialect, request.choices, len(request.generations), *usage)
     return _encode((tenant_id, key, form, request.logprobs, request.stage_clock))

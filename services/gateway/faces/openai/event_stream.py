@@ -4,6 +4,10 @@ The order is OpenAI's: a role frame per chat choice, content, a finish frame per
 ``[DONE]``. An error in the middle is raised, and the exchange's owner ends the stream with its frame
 (``Reply.error``).
 
+The status waits for the first output, at most until a stated time, so that a request that finds no place is a
+503 that clients retry. Role frames go with the first output: the time to the first frame is the time to the
+first token.
+
 A write waits while the client does not read, and the next event is taken only after it. So the service merges
 the events that accumulate meanwhile and withholds credit from the worker.
 """
@@ -11,14 +15,14 @@ the events that accumulate meanwhile and withholds credit from the worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Final
 
 from fairway.task_group import TaskGroup
 from services.core.generation import StageClock, Usage
 from services.gateway.events import Accepted, Event, Finished, Tokens
-from services.gateway.faces.openai.answers import AnswerHead, Frames, finish_reasons
+from services.gateway.faces.openai.answers import AnswerHead, Frames, finish_reasons, served_tier
 from services.gateway.faces.openai.event_ids import AnswerPosition
 from services.gateway.faces.openai.exchange import Reply, primary_failure
 from services.gateway.faces.openai.rate_headers import rate_headers
@@ -50,8 +54,13 @@ class EventStream:
         *,
         request_id: str,
         created_unix_s: int,
+        status_due: Callable[[], bool],
     ) -> None:
-        """``position``: what the client has of the answer. With it, every event has an id."""
+        """``position``: what the client has of the answer. With it, every event has an id.
+
+        ``status_due``: whether the status goes out without output.
+        """
+        self._status_due = status_due
         self._position = position
         self._request = request
         self._reply = reply
@@ -59,7 +68,7 @@ class EventStream:
         self._created_unix_s = created_unix_s
         self._turn = asyncio.Lock()
         self._frames: Frames | None = None
-        self._opening: list[bytes] = []
+        self._begun: dict[int, None] = {}  # the generations whose role frames were made
         self._accepted: list[Accepted] = []
         self._usages: list[Usage] = []
         self._clocks: list[StageClock] = []
@@ -84,23 +93,19 @@ class EventStream:
 
     async def _write(self, number: int, event: Event) -> None:
         if isinstance(event, Accepted):
-            await self._on_accepted(number, event)
+            self._on_accepted(number, event)
             return
         if self._frames is None:  # a heartbeat during admission: the status is still undecided
             return
-        await self._open()
         if isinstance(event, Tokens):
-            if self._position is not None:
-                self._position.on_tokens(number, event)
-            data = self._frames.tokens(number * self._request.choices + event.choice, event)
-            if data:
-                await self._reply.write(self._with_id(data))
+            await self._on_tokens(number, event, self._frames)
         elif isinstance(event, Finished):
             await self._on_finished(number, event, self._frames)
-        else:
+        elif self._reply.started or self._status_due():
+            await self._open()
             await self._reply.write(KEEP_ALIVE)
 
-    async def _on_accepted(self, number: int, event: Accepted) -> None:
+    def _on_accepted(self, number: int, event: Accepted) -> None:
         if self._frames is None:
             request_id, created_unix_s = self._request_id, self._created_unix_s
             if event.received_unix_us:
@@ -110,41 +115,58 @@ class EventStream:
             if event.degradations:
                 self._reply.add_header(*degraded_header(event.degradations))
             answer = AnswerHead(
-                request_id, created_unix_s, event.model, event.version_digest, event.degradations
+                request_id,
+                created_unix_s,
+                event.model,
+                event.version_digest,
+                event.degradations,
+                served_tier(self._request),
             )
             self._frames = Frames(self._request, answer)
-        choices, position = range(self._request.choices), self._position
+        position, first = self._position, number * self._request.choices
         if position is not None:
             position.on_accepted(number, event.request_id)
-            for choice in choices:
-                self._frames.skip(number * len(choices) + choice, position.token_chars(number, choice))
-        if self._request.dialect == "chat":
-            for choice in choices[position.roles(number) if position is not None else 0 :]:
-                if position is not None:
-                    position.on_role(number)
-                self._opening.append(self._with_id(self._frames.role(number * len(choices) + choice)))
+        for choice in range(self._request.choices):
+            had = (0, 0) if position is None else position.tokens(number, choice)
+            self._frames.start(first + choice, event.prompt_tokens, tokens=had[0], token_chars=had[1])
         self._accepted.append(event)
-        # Until all are accepted, a rejection can still be a plain status.
-        if len(self._accepted) == len(self._request.generations):
+
+    async def _on_tokens(self, number: int, event: Tokens, frames: Frames) -> None:
+        data = frames.tokens(number * self._request.choices + event.choice, event)
+        roles = self._roles(number, frames) if data else []
+        if self._position is not None:
+            self._position.on_tokens(number, event)
+        if data:
             await self._open()
+            await self._reply.write(b"".join((*roles, self._with_id(data))))
+
+    def _roles(self, number: int, frames: Frames) -> list[bytes]:
+        """Return the role frames of a generation, once, without those that its client has."""
+        if number in self._begun or self._request.dialect != "chat":
+            return []
+        self._begun[number] = None
+        choices, position, found = range(self._request.choices), self._position, []
+        for choice in choices[position.roles(number) if position is not None else 0 :]:
+            if position is not None:
+                position.on_role(number)
+            found.append(self._with_id(frames.role(number * len(choices) + choice)))
+        return found
 
     async def _open(self) -> None:
-        """Begin the answer, and send the waiting role frames. The caller holds the lock."""
-        if not self._reply.started:
-            if all(accepted.cached for accepted in self._accepted):
-                self._reply.add_header(*CACHE_HIT)
-            for header in rate_headers(self._accepted[-1]):
-                self._reply.add_header(*header)
-            await self._reply.start_events()
-        if self._opening:
-            opening, self._opening = b"".join(self._opening), []
-            await self._reply.write(opening)
+        """Begin the answer, unless it has begun. The caller holds the lock."""
+        if self._reply.started:
+            return
+        if all(accepted.cached for accepted in self._accepted):
+            self._reply.add_header(*CACHE_HIT)
+        for header in rate_headers(self._accepted[-1]):
+            self._reply.add_header(*header)
+        await self._reply.start_events()
 
     async def _on_finished(self, number: int, event: Finished, frames: Frames) -> None:
         self._usages.append(event.usage)
         self._clocks.append(event.clock)
         first, position = number * self._request.choices, self._position
-        parts = []
+        parts = self._roles(number, frames)
         for choice, reason in list(finish_reasons(event).items())[
             position.ends(number) if position is not None else 0 :
         ]:
@@ -158,6 +180,7 @@ class EventStream:
                 if position is not None:
                     position.on_tail()
                 parts.append(self._with_id(frame))
+        await self._open()
         await self._reply.write(b"".join(parts), last=last)
 
     def _with_id(self, frame: bytes) -> bytes:

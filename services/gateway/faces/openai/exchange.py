@@ -15,6 +15,7 @@ from services.gateway.events import MAX_ATTEMPT
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, error_headers, status_of
 from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.types import is_cheap
+from services.gateway.faces.transport.compressed import ENCODINGS, inflated
 
 T = TypeVar("T")
 Scope = Mapping[str, Any]
@@ -23,6 +24,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 BODY_TIMEOUT_S: Final = 30.0
 WRITE_TIMEOUT_S: Final = 30.0
+STATUS_WAIT_S: Final = 45.0
 MAX_TIMEOUT_S: Final = 86_400.0
 _LENGTH: Final = re.compile(rb"\d{1,15}")
 _SECONDS: Final = re.compile(rb"\d{1,6}(\.\d{1,6})?")
@@ -40,6 +42,8 @@ _RETRY_S: Final = 1.0
 # The meaning of each request header, for docs/reference/http.md.
 REQUEST_HEADERS: Final = {
     "authorization": "`Bearer KEY`",
+    "x-api-key": "the key, where there is no `authorization`",
+    "content-encoding": "`gzip`; the inflated body has the same bound",
     "idempotency-key": "1 to 128 visible ASCII characters; a repeated request with it runs once",
     "last-event-id": "the last `id` of a stream with an idempotency key: the answer continues behind it",
     "x-request-timeout-s": f"seconds until the request ends, at most {MAX_TIMEOUT_S:g}",
@@ -63,6 +67,8 @@ class HttpLimits:
     max_body_bytes: int
     body_timeout_s: float = BODY_TIMEOUT_S
     write_timeout_s: float = WRITE_TIMEOUT_S
+    # After it a stream begins without output; longer than a request waits in the queue.
+    status_wait_s: float = STATUS_WAIT_S
 
 
 class Headers:
@@ -82,6 +88,13 @@ class Headers:
         """Return if the answer may be a stream. Raises HttpProblem for HTTP/1.0, which has no chunks."""
         if self._version == "1.0":
             raise HttpProblem(400, "a stream needs HTTP/1.1; without `stream` the answer comes whole")
+
+    def credentials(self) -> str | None:
+        """Return the text that holds the caller's key; None without one."""
+        found = self.one(b"authorization")
+        if found is None:  # as Anthropic's clients send it
+            found = self.one(b"x-api-key")
+        return found.decode("latin-1") if found is not None else None
 
     def client_request_id(self) -> bytes | None:
         """The client's id of its request: echoed and logged, never used as a key. None unless harmless."""
@@ -231,7 +244,7 @@ async def read_body(
     *,
     is_binary: bool = False,
 ) -> bytes:
-    """Return the body. Raises HttpProblem before it exceeds the limit, or after the timeout.
+    """Return the body, inflated. Raises HttpProblem before it exceeds the limit, or after the timeout.
 
     ``is_binary``: bytes may follow its JSON. ``hold`` is called with the size so far; an error
     that it raises ends the reading. Raises ClientDisconnected when the client disconnects in the middle.
@@ -240,18 +253,20 @@ async def read_body(
     as_bytes = is_binary and content_type == b"application/octet-stream"
     if content_type is not None and not as_bytes and not _JSON_TYPE.fullmatch(content_type.strip()):
         raise HttpProblem(415, "the content type must be application/json", close=True)
-    if headers.one(b"content-encoding") not in (None, b"identity"):
-        raise HttpProblem(415, "a compressed body is not taken", close=True)
+    encoding = (headers.one(b"content-encoding") or b"identity").strip().lower()
+    if encoding != b"identity" and encoding not in ENCODINGS:
+        raise HttpProblem(415, "of compressed bodies, only those in gzip are accepted", close=True)
     length = headers.one(b"content-length")
     if length is not None and (not _LENGTH.fullmatch(length) or int(length) > limits.max_body_bytes):
         raise _too_large(limits)
     try:
         async with asyncio.timeout(limits.body_timeout_s):
-            return await _read_all(receive, limits, hold)
+            body = await _read_all(receive, limits, hold)
     except TimeoutError:
         raise HttpProblem(
             408, f"the body did not arrive within {limits.body_timeout_s:g} s", close=True
         ) from None
+    return body if encoding == b"identity" else await inflated(body, limits.max_body_bytes, hold)
 
 
 async def _read_all(receive: Receive, limits: HttpLimits, hold: Callable[[int], None]) -> bytes:

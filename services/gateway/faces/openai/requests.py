@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import Raw
 
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, UnsupportedFeature
@@ -12,7 +16,9 @@ from services.gateway.faces.openai.types import (
     ChatBody,
     ChatTurn,
     CompletionBody,
+    MadeCall,
     Options,
+    is_neutral,
     parse_body,
     require_neutral,
 )
@@ -24,12 +30,15 @@ MAX_OUTPUTS: Final = 128
 _MAX_STOPS: Final = 16
 _MAX_BIASES: Final = 1024  # as in the proto
 _TOKEN_ID: Final = re.compile(r"\d{1,10}")
-_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME: Final = re.compile(r"[^<>|\\/\x00-\x1f\x7f]{1,64}")
 PRIORITIES: Final = {
     "batch": common_pb2.PRIORITY_BATCH,
     "standard": common_pb2.PRIORITY_STANDARD,
     "interactive": common_pb2.PRIORITY_INTERACTIVE,
 }
+_TIERS: Final = {"flex": "batch", "priority": "interactive"}
+# OpenAI's, where a completion states no max_tokens.
+DEFAULT_COMPLETION_TOKENS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +58,38 @@ class ApiRequest:
     include_usage: bool
     # Whether the answer includes log probabilities.
     logprobs: bool
+    # Whether each frame of the stream has the usage so far.
+    continuous_usage: bool = False
+    # The service tier that the client named; empty without one.
+    service_tier: str = ""
+    # Fields of fairway.v1 that the client sent by another of their names.
+    names: Mapping[str, str] = field(default_factory=dict)
     # Whether the answer includes the stage times.
     stage_clock: bool = False
 
 
 def chat_request(data: bytes) -> ApiRequest:
     """Return the request of a /v1/chat/completions body. Raises InvalidInput, UnsupportedFeature."""
-    body = parse_body(data, ChatBody)
+    body = parse_body(data, ChatBody, waived=_without_effect)
     generation = _generation(body, _chat_max_tokens(body))
-    for index, turn in enumerate(body.messages):
-        generation.chat.messages.add(role=turn.role, content=_content(turn, index), name=_name(turn, index))
     if not body.messages:
         raise InvalidInput("messages is empty", field="messages")
+    set_chat(generation.chat, body.messages, _template_variables(body))
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidInput("top_logprobs needs logprobs to be true", field="top_logprobs")
     if body.logprobs:
         generation.logprobs = body.top_logprobs or 0
-    return _api_request(body, "chat", (generation,), logprobs=bool(body.logprobs))
+    names = {"logprobs": "top_logprobs", "chat.template_variables": "chat_template_kwargs"}
+    if body.max_completion_tokens is not None:
+        names["max_output_tokens"] = "max_completion_tokens"
+    return _api_request(body, "chat", (generation,), logprobs=bool(body.logprobs), names=names)
 
 
 def completion_request(data: bytes) -> ApiRequest:
     """Return the request of a /v1/completions body. Raises InvalidInput, UnsupportedFeature."""
-    body = parse_body(data, CompletionBody)
-    template = _generation(body, body.max_tokens)
+    body = parse_body(data, CompletionBody, waived=_without_effect)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    template = _generation(body, max_tokens)
     if body.logprobs is not None:
         template.logprobs = body.logprobs
     generations = []
@@ -83,11 +101,54 @@ def completion_request(data: bytes) -> ApiRequest:
         else:
             generation.token_ids.ids.extend(prompt)
         generations.append(generation)
-    return _api_request(body, "completions", tuple(generations), logprobs=body.logprobs is not None)
+    logprobs = body.logprobs is not None
+    return _api_request(body, "completions", tuple(generations), logprobs=logprobs, names={})
+
+
+def set_chat(chat: inference_pb2.Chat, turns: Sequence[ChatTurn], variables: Mapping[str, Any]) -> None:
+    """Write a conversation. Raises InvalidInput, UnsupportedFeature."""
+    for index, turn in enumerate(turns):
+        path = f"messages[{index}]."
+        message = chat.messages.add(
+            role=turn.role,
+            content=_content(turn, path),
+            name=_name(turn, path),
+            tool_call_id=turn.tool_call_id or "",
+            reasoning_content=turn.reasoning_content or "",
+        )
+        for number, call in enumerate(turn.tool_calls or ()):
+            arguments = _arguments(call, f"{path}tool_calls[{number}].")
+            message.tool_calls.add(id=call.id, name=call.function.name, arguments=arguments)
+    if variables:
+        chat.template_variables = msgspec.json.encode(dict(variables), order="deterministic").decode()
+
+
+def _without_effect(body: Options) -> tuple[str, ...]:
+    """Return the fields that have no effect beside the others of the body, whatever their value."""
+    found = []
+    choice = body.tool_choice if isinstance(body, ChatBody) else None
+    if isinstance(choice, Raw) and bytes(choice).strip() == b'"none"':  # no tool may be called
+        found.append("tools")
+    if isinstance(body.best_of, Raw) and is_neutral(body.best_of, (body.n,)):  # all are returned
+        found.append("best_of")
+    return tuple(found)
+
+
+def _template_variables(body: ChatBody) -> dict[str, Any]:
+    """Return what the chat template gets beside the messages. Raises InvalidInput."""
+    found, effort = dict(body.chat_template_kwargs or {}), body.reasoning_effort
+    if effort is not None and found.setdefault("reasoning_effort", effort) != effort:
+        raise InvalidInput("reasoning_effort and chat_template_kwargs disagree", field="reasoning_effort")
+    return found
 
 
 def _api_request(
-    body: Options, dialect: Dialect, generations: tuple[inference_pb2.Generation, ...], *, logprobs: bool
+    body: Options,
+    dialect: Dialect,
+    generations: tuple[inference_pb2.Generation, ...],
+    *,
+    logprobs: bool,
+    names: Mapping[str, str],
 ) -> ApiRequest:
     choices = 1 if body.n is None else body.n
     if choices * len(generations) > MAX_OUTPUTS:
@@ -100,18 +161,33 @@ def _api_request(
         require_neutral(options, "stream_options.")
         if not body.stream:
             raise InvalidInput("stream_options needs stream to be true", field="stream_options")
+    usage = options is not None and bool(options.include_usage)
     return ApiRequest(
         dialect=dialect,
         generations=generations,
         choices=choices,
         stream=bool(body.stream),
-        include_usage=options is not None and bool(options.include_usage),
+        include_usage=usage,
         logprobs=logprobs,
+        continuous_usage=usage and options is not None and bool(options.continuous_usage_stats),
+        service_tier=body.service_tier or "",
+        names={**names, **_own_names(body)},
     )
+
+
+def _own_names(body: Options) -> dict[str, str]:
+    """Return the fields of fairway.v1 that the body states by another name than the usual one."""
+    found: dict[str, str] = {}
+    if body.user is None and body.safety_identifier is not None:
+        found |= {"user": "safety_identifier", "session_key": "safety_identifier"}
+    if body.service_tier in _TIERS:
+        found["priority"] = "service_tier"
+    return found
 
 
 def _generation(body: Options, max_tokens: int | None) -> inference_pb2.Generation:
     """Everything except the input. Absent fields stay absent: the validator has the defaults."""
+    user = body.user or body.safety_identifier or ""
     generation = inference_pb2.Generation(
         model=body.model,
         sampling=_sampling(body),
@@ -120,14 +196,33 @@ def _generation(body: Options, max_tokens: int | None) -> inference_pb2.Generati
         stop=_stops(body.stop),
         stop_token_ids=body.stop_token_ids or (),
         choices=body.n,
-        session_key=body.user or "",
-        user=body.user or "",
+        session_key=user,
+        user=user,
         ignore_eos=bool(body.ignore_eos),
         cache=bool(body.cache),
     )
-    if body.priority is not None:
-        generation.priority = PRIORITIES[body.priority]
+    priority = _priority(body)
+    if priority:
+        generation.priority = PRIORITIES[priority]
     return generation
+
+
+def _priority(body: Options) -> str:
+    """Return the class that the body names, by itself or by OpenAI's tier; empty for none."""
+    asked = body.priority
+    if isinstance(asked, int):
+        if asked:
+            raise UnsupportedFeature(
+                "priority names a class here: batch, standard or interactive; of numbers only 0 is accepted",
+                field="priority",
+            )
+        asked = None
+    tier = _TIERS.get(body.service_tier or "")
+    if asked and tier and asked != tier:
+        raise InvalidInput(
+            f"priority {asked} and service_tier {body.service_tier} disagree", field="priority"
+        )
+    return asked or tier or ""
 
 
 def _sampling(body: Options) -> common_pb2.Sampling:
@@ -179,9 +274,10 @@ def _stops(stop: str | list[str] | None) -> list[str]:
     return stops
 
 
-def _content(turn: ChatTurn, index: int) -> str:
-    path = f"messages[{index}]."
+def _content(turn: ChatTurn, path: str) -> str:
     require_neutral(turn, path)
+    if turn.tool_calls and turn.role != "assistant":
+        raise InvalidInput(f"{path}tool_calls is of an assistant's turn", field=f"{path}tool_calls")
     if turn.content is None:
         if turn.role != "assistant":
             raise InvalidInput(f"{path}content is required", field=f"{path}content")
@@ -201,10 +297,22 @@ def _content(turn: ChatTurn, index: int) -> str:
     return "".join(texts)
 
 
-def _name(turn: ChatTurn, index: int) -> str:
+def _arguments(call: MadeCall, path: str) -> str:
+    """Return the arguments of a call, a JSON object. Raises InvalidInput."""
+    text = call.function.arguments
+    try:
+        if text:
+            msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        field = f"{path}function.arguments"
+        raise InvalidInput(f"{field} is not a JSON object", field=field) from None
+    return text
+
+
+def _name(turn: ChatTurn, path: str) -> str:
     if turn.name is not None and not _NAME.fullmatch(turn.name):
-        field = f"messages[{index}].name"
-        raise InvalidInput(f"{field} must be 1 to 64 letters, digits, _ or -", field=field)
+        field = f"{path}name"
+        raise InvalidInput(f"{field} must be 1 to 64 characters, none of < > | / \\", field=field)
     return turn.name or ""
 
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -26,9 +27,16 @@ from services.core.errors import FairwayError, InternalError, InvalidInput, Perm
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.events import Event, Received
-from services.gateway.faces.openai.answers import whole_answer
+from services.gateway.faces.description.routes import with_description
+from services.gateway.faces.openai.answers import (
+    ChatCompletion,
+    ModelEntry,
+    ModelList,
+    TextCompletion,
+    whole_answer,
+)
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
-from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
+from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, rename
 from services.gateway.faces.openai.event_ids import HEADER, AnswerPosition
 from services.gateway.faces.openai.event_stream import (
     CACHE_HIT,
@@ -38,6 +46,7 @@ from services.gateway.faces.openai.event_stream import (
     original,
 )
 from services.gateway.faces.openai.exchange import (
+    REQUEST_HEADERS,
     BodyReader,
     ClientDisconnected,
     Headers,
@@ -54,7 +63,11 @@ from services.gateway.faces.openai.exchange import (
 from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.requests import ApiRequest, chat_request, completion_request
 from services.gateway.faces.openai.rows import RowsFace
+from services.gateway.faces.openai.tokens import TokenCalls, TokensFace
+from services.gateway.faces.openai.types import ChatBody, CompletionBody
+from services.gateway.faces.predict.metadata import VERSION
 from services.gateway.faces.predict.routes import PredictFace
+from services.gateway.faces.transport.middleware import WithoutTrailingSlash, cross_origin
 from services.gateway.requests.streaming import Completion
 from services.gateway.rows.calls import RowsCalls
 from services.gateway.service import ServedModel
@@ -63,9 +76,10 @@ from services.runtime.identity import model_not_found
 
 log = structlog.get_logger()
 _encode: Final = msgspec.json.Encoder().encode
+T = TypeVar("T")
 
 
-class Generations(Protocol):
+class Generations(TokenCalls, Protocol):
     """Whole requests: validates, admits, places and streams; raises the tree of ``core/errors.py``."""
 
     def stream(
@@ -122,12 +136,13 @@ def build_app(
     limits: HttpLimits | None = None,
     not_ready: Callable[[], str] = lambda: "",
     observe: ObserveExchange = lambda _route, _status, _elapsed_s: None,
+    cors_origins: Sequence[str] = (),
 ) -> Starlette:
     """Return the ASGI application.
 
     ``event_secret`` keys the ids of events; the same on every gateway. ``not_ready`` returns why no traffic
-    should arrive now, or an empty text. ``observe`` is called for each exchange when it is over. The
-    endpoints with their rules are in ``app.state.endpoints``.
+    should arrive now, or an empty text. ``observe`` is called for each exchange when it is over. Web pages
+    of ``cors_origins`` may call the server. The endpoints with their rules are in ``app.state.endpoints``.
     """
     if limits is None:
         limits = HttpLimits(max_body_bytes)
@@ -140,6 +155,7 @@ def build_app(
             for endpoint, guard in zip(endpoints, guards, strict=True)
         ],
         exception_handlers={HTTPException: problems.answer},
+        middleware=[*cross_origin(cors_origins), Middleware(WithoutTrailingSlash)],
     )
     # A redirect would use the Host header, which the client controls.
     app.router.redirect_slashes = False
@@ -157,11 +173,13 @@ def endpoints_of(
 ) -> tuple[Endpoint, ...]:
     """Return every route of the server, of all its APIs. They share the bounds of bodies."""
     bodies = BodyReader(limits.max_body_bytes)
-    return (
+    endpoints = (
         *OpenAiFace(service, clock, limits, bodies, not_ready, event_secret).endpoints(),
+        *TokensFace(service, limits, bodies).endpoints(),
         *RowsFace(rows, clock, limits, bodies).endpoints(),
         *PredictFace(rows, limits, bodies, not_ready).endpoints(),
     )
+    return with_description(endpoints, REQUEST_HEADERS)
 
 
 class OpenAiFace:
@@ -191,6 +209,9 @@ class OpenAiFace:
                 Access.TENANT,
                 self.chat,
                 "a chat request; `stream: true` returns server-sent events",
+                body=ChatBody,
+                answer=ChatCompletion,
+                streams=True,
             ),
             Endpoint(
                 "POST",
@@ -198,11 +219,30 @@ class OpenAiFace:
                 Access.TENANT,
                 self.completions,
                 "a completion request, streamed likewise",
+                body=CompletionBody,
+                answer=TextCompletion,
+                streams=True,
             ),
-            Endpoint("GET", "/v1/models", Access.TENANT, self.models, "no body; lists the models of the key"),
-            Endpoint("GET", "/v1/models/{model:path}", Access.TENANT, self.model, "the name of a model"),
+            Endpoint(
+                "GET",
+                "/v1/models",
+                Access.TENANT,
+                self.models,
+                "no body; lists the models of the key",
+                answer=ModelList,
+            ),
+            Endpoint(
+                "GET",
+                "/v1/models/{model:path}",
+                Access.TENANT,
+                self.model,
+                "the name of a model",
+                answer=ModelEntry,
+            ),
             Endpoint("GET", "/healthz", Access.PUBLIC, self.healthy, "no body; 200 while the process runs"),
             Endpoint("GET", "/readyz", Access.PUBLIC, self.ready, "no body; 200, or 503 with the reason"),
+            Endpoint("GET", "/health", Access.PUBLIC, self.ready, "the same, where vLLM's clients look"),
+            Endpoint("GET", "/version", Access.TENANT, self.version, "no body; the version of the server"),
         )
 
     async def chat(self, exchange: Exchange) -> None:
@@ -214,7 +254,7 @@ class OpenAiFace:
     async def models(self, exchange: Exchange) -> None:
         served = await self._service.list_models(exchange.caller)
         data = [_model(entry) for entry in served]
-        await exchange.reply.json(200, _encode({"object": "list", "data": data}))
+        await exchange.reply.json(200, _encode(ModelList(data)))
 
     async def model(self, exchange: Exchange) -> None:
         name: str = exchange.scope["path_params"]["model"]
@@ -230,6 +270,9 @@ class OpenAiFace:
     async def ready(self, exchange: Exchange) -> None:
         reason = self._not_ready()
         await exchange.reply.json(503 if reason else 200, _encode({"status": reason or "ready"}))
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.reply.json(200, _encode({"version": VERSION}))
 
     async def _generate(self, exchange: Exchange, parse: Callable[[bytes], ApiRequest]) -> None:
         timeout_s, session_key = exchange.headers.timeout_s(), exchange.headers.session_key()
@@ -251,11 +294,10 @@ class OpenAiFace:
         if request.stream:
             exchange.headers.check_stream()
             work = self._stream(exchange, request, timeout_s)
-            await unless_disconnected(exchange.receive, exchange.reply, work)
+            await _named(request, unless_disconnected(exchange.receive, exchange.reply, work))
             return
-        completions = await unless_disconnected(
-            exchange.receive, exchange.reply, self._complete(exchange, request, timeout_s)
-        )
+        whole = self._complete(exchange, request, timeout_s)
+        completions = await _named(request, unless_disconnected(exchange.receive, exchange.reply, whole))
         request_id, created_unix_s = exchange.received.request_id, int(self._clock.unix_s())
         first = completions[0].accepted
         if first.received_unix_us:
@@ -278,12 +320,14 @@ class OpenAiFace:
             numbered = [
                 replace(each, delivered=position.delivered(number)) for number, each in enumerate(numbered)
             ]
+        due_s = exchange.received.monotonic_s + self._limits.status_wait_s
         stream = EventStream(
             request,
             exchange.reply,
             position,
             request_id=exchange.received.request_id,
             created_unix_s=int(self._clock.unix_s()),
+            status_due=lambda: self._clock.monotonic_s() >= due_s,
         )
         sources = [
             self._service.stream(exchange.caller, generation, received=received, timeout_s=timeout_s)
@@ -322,6 +366,15 @@ class OpenAiFace:
         return [task.result() for task in tasks]
 
 
+async def _named(request: ApiRequest, work: Awaitable[T]) -> T:
+    """Return the result of ``work``; an error names its field as the client sent it."""
+    try:
+        return await work
+    except FairwayError as error:
+        rename(error, request.names.items())
+        raise
+
+
 def _numbered(exchange: Exchange, request: ApiRequest) -> Sequence[Received]:
     """Every generation is a separate request with an id of its own."""
     received = exchange.received
@@ -337,14 +390,8 @@ def _numbered(exchange: Exchange, request: ApiRequest) -> Sequence[Received]:
     ]
 
 
-def _model(entry: ServedModel) -> dict[str, object]:
-    return {
-        "id": entry.name,
-        "object": "model",
-        "created": entry.created_unix_s,
-        "owned_by": "fairway",
-        "max_model_len": entry.max_context_tokens,
-    }
+def _model(entry: ServedModel) -> ModelEntry:
+    return ModelEntry(entry.name, entry.created_unix_s, entry.max_context_tokens)
 
 
 class _Guard:
@@ -419,9 +466,7 @@ class _Guard:
     def _authorised(self, exchange: Exchange) -> Exchange:
         if self._endpoint.access is Access.PUBLIC:
             return exchange
-        credentials = exchange.headers.one(b"authorization")
-        text = credentials.decode("latin-1") if credentials is not None else None
-        principal = self._identity.authenticate(text)
+        principal = self._identity.authenticate(exchange.headers.credentials())
         if principal.role is not KeyRole.TENANT:
             raise PermissionDenied("this needs a tenant's API key", role=principal.role)
         mark_authenticated(exchange.scope)

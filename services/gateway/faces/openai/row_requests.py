@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Struct
 
 from fairway.v1 import inference_pb2
 from services.core.errors import InvalidInput
 from services.gateway.faces.openai.requests import PRIORITIES
-from services.gateway.faces.openai.types import Short, UInt32, parse_body
+from services.gateway.faces.openai.types import Short, UInt32, Unserved, parse_body
 from services.gateway.rows.inputs import MAX_ROWS
 from services.gateway.service_types import RowsMessage
 
@@ -26,7 +26,7 @@ class RowOptions(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     priority: Literal["batch", "standard", "interactive"] | None = None
     truncate_prompt_tokens: Cut | None = None
 
-    add_special_tokens: Raw = Raw()
+    add_special_tokens: Unserved = UNSET
 
 
 class EmbeddingsBody(RowOptions, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -45,9 +45,9 @@ class RerankBody(RowOptions, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     top_n: UInt32 | None = None
     return_documents: bool | None = None
 
-    rank_fields: Raw = Raw()
-    max_chunks_per_doc: Raw = Raw()
-    max_tokens_per_doc: Raw = Raw()
+    rank_fields: Unserved = UNSET
+    max_chunks_per_doc: Unserved = UNSET
+    max_tokens_per_doc: Unserved = UNSET
 
 
 class ScoreBody(RowOptions, forbid_unknown_fields=True, frozen=True, kw_only=True):

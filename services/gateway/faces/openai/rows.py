@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 
 from services.core.errors import FairwayError
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.errors import rename
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.row_answers import (
@@ -16,8 +17,11 @@ from services.gateway.faces.openai.row_answers import (
     score_answer,
 )
 from services.gateway.faces.openai.row_requests import (
+    EmbeddingsBody,
     EmbeddingsCall,
+    RerankBody,
     RerankCall,
+    ScoreBody,
     embeddings_request,
     rerank_request,
     score_request,
@@ -49,14 +53,21 @@ class RowsFace:
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         embeddings = Endpoint(
-            "POST", "/v1/embeddings", Access.TENANT, self.embeddings, "texts or token ids to embed"
+            "POST",
+            "/v1/embeddings",
+            Access.TENANT,
+            self.embeddings,
+            "texts or token ids to embed",
+            body=EmbeddingsBody,
         )
         rerank = [
-            Endpoint("POST", path, Access.TENANT, self.rerank, "a query and documents to order")
+            Endpoint(
+                "POST", path, Access.TENANT, self.rerank, "a query and documents to order", body=RerankBody
+            )
             for path in ("/v1/rerank", "/rerank", "/v2/rerank")
         ]
         score = [
-            Endpoint("POST", path, Access.TENANT, self.score, "pairs of texts to score")
+            Endpoint("POST", path, Access.TENANT, self.score, "pairs of texts to score", body=ScoreBody)
             for path in ("/v1/score", "/score")
         ]
         return (embeddings, *rerank, *score)
@@ -94,7 +105,8 @@ class RowsFace:
         try:
             return await unless_disconnected(exchange.receive, exchange.reply, call)
         except FairwayError as error:
-            raise _renamed(error) from None
+            rename(error, _NAMES)
+            raise
 
     async def _reply(self, exchange: Exchange, found: Embeddings | Scores, body: bytes) -> None:
         for header in (*rate_headers(found.answer), *replay_headers(found.answer)):
@@ -109,16 +121,3 @@ def _with_headers(message: RowsMessage, exchange: Exchange) -> RowsMessage:
     if (session_key := headers.session_key()) is not None:
         message.session_key = session_key
     return message
-
-
-def _renamed(error: FairwayError) -> FairwayError:
-    """Return the error with the field's name in these dialects."""
-    field = error.metadata.get("field", "")
-    for ours, theirs in _NAMES:
-        if field.startswith(ours):
-            named = theirs + field[len(ours) :]
-            error.metadata["field"] = named
-            error.message = error.message.replace(field, named)
-            error.args = (error.message,)
-            break
-    return error

@@ -1,18 +1,20 @@
 """The request bodies of the OpenAI dialects, parsed strictly.
 
-Fields are of three kinds. Supported fields have their type. OpenAI fields that this server does not support
-are accepted at a neutral value (``tools: []``), because some clients always send them, and rejected by name
-otherwise. Any other field is rejected by name: a silently dropped option is a wrong answer.
+Fields are of four kinds. Served fields have their type. Hints cannot change the answer: they are checked and
+have no effect. Fields that this server does not offer are accepted at a neutral value (``tools: []``),
+because some clients always send them, and rejected by name otherwise. Any other field is rejected by name: a
+silently dropped option is a wrong answer.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from services.core.errors import InvalidInput, UnsupportedFeature
 
@@ -22,34 +24,74 @@ TopK = Annotated[int, Meta(ge=-1, le=_UINT32)]
 Short = Annotated[str, Meta(max_length=4096)]
 
 
+def About(text: str) -> Meta:
+    """Return the meaning of a field, for the OpenAPI document."""
+    return Meta(description=text)
+
+
+# Not offered, except at a neutral value.
+Unserved = Raw | UnsetType
+# OpenAI's bounds of metadata.
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+
+
+class CacheControl(Struct, forbid_unknown_fields=True, frozen=True):
+    """A hint of Anthropic's and LiteLLM's clients: prompts are cached here without one."""
+
+    type: Literal["ephemeral"]
+    ttl: Short | None = None
+
+
 class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
     include_usage: bool | None = None
-    include_obfuscation: Raw = Raw()
+    continuous_usage_stats: Annotated[
+        bool | None, About("With include_usage: each frame has the usage of its choice so far.")
+    ] = None
+    include_obfuscation: Unserved = UNSET
 
 
 class ContentPart(Struct, forbid_unknown_fields=True, frozen=True):
     type: str
     text: str | None = None
-    refusal: Raw = Raw()
-    image_url: Raw = Raw()
-    input_audio: Raw = Raw()
-    file: Raw = Raw()
+    cache_control: CacheControl | None = None
+    refusal: Unserved = UNSET
+    image_url: Unserved = UNSET
+    input_audio: Unserved = UNSET
+    file: Unserved = UNSET
+
+
+class CalledFunction(Struct, forbid_unknown_fields=True, frozen=True):
+    name: str
+    arguments: str = ""
+
+
+class MadeCall(Struct, forbid_unknown_fields=True, frozen=True):
+    """A call of an earlier turn. ``index`` is of streamed deltas that a client put together."""
+
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+    index: UInt32 | None = None
 
 
 class ChatTurn(Struct, forbid_unknown_fields=True, frozen=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    refusal: Raw = Raw()
-    annotations: Raw = Raw()
-    audio: Raw = Raw()
-    function_call: Raw = Raw()
-    tool_calls: Raw = Raw()
-    tool_call_id: Raw = Raw()
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    cache_control: CacheControl | None = None
+    refusal: Unserved = UNSET
+    annotations: Unserved = UNSET
+    audio: Unserved = UNSET
+    function_call: Unserved = UNSET
 
 
 class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """The fields of both dialects. The second block is this server's own, with vLLM's names."""
+    """The fields of both dialects: OpenAI's, this server's own with vLLM's names, hints, and the rest."""
 
     model: str
     stream: bool | None = None
@@ -64,25 +106,47 @@ class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     seed: int | None = None
     user: Short | None = None
+    safety_identifier: Annotated[Short | None, About("The end user, where user is absent.")] = None
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "priority"] | None,
+        About("flex is the class batch, priority the class interactive."),
+    ] = None
 
-    top_k: TopK | None = None
+    top_k: Annotated[TopK | None, About("0 and -1: off.")] = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: UInt32 | None = None
+    min_tokens: Annotated[UInt32 | None, About("No end before so many output tokens.")] = None
     stop_token_ids: list[UInt32] | None = None
-    ignore_eos: bool | None = None
-    cache: bool | None = None
-    priority: Literal["batch", "standard", "interactive"] | None = None
+    ignore_eos: Annotated[bool | None, About("Go on past the end of sequence.")] = None
+    cache: Annotated[bool | None, About("The answer of an equal earlier request serves too.")] = None
+    priority: Annotated[
+        Literal["batch", "standard", "interactive"] | int | None, About("A class; of numbers only 0.")
+    ] = None
 
-    metadata: Raw = Raw()
-    store: Raw = Raw()
-    service_tier: Raw = Raw()
-    response_format: Raw = Raw()
-    safety_identifier: Raw = Raw()
-    prompt_cache_key: Raw = Raw()
-    prompt_cache_retention: Raw = Raw()
-    chat_template: Raw = Raw()
-    chat_template_kwargs: Raw = Raw()
+    metadata: Metadata | None = None
+    prompt_cache_key: Short | None = None
+    prompt_cache_retention: Short | None = None
+
+    store: Unserved = UNSET
+    response_format: Unserved = UNSET
+    chat_template: Unserved = UNSET
+    best_of: Unserved = UNSET
+    echo: Unserved = UNSET
+    prompt_logprobs: Unserved = UNSET
+    use_beam_search: Unserved = UNSET
+    length_penalty: Unserved = UNSET
+    early_stopping: Unserved = UNSET
+    skip_special_tokens: Unserved = UNSET
+    spaces_between_special_tokens: Unserved = UNSET
+    add_special_tokens: Unserved = UNSET
+    include_stop_str_in_output: Unserved = UNSET
+    truncate_prompt_tokens: Unserved = UNSET
+    return_tokens_as_token_ids: Unserved = UNSET
+    return_token_ids: Unserved = UNSET
+    allowed_token_ids: Unserved = UNSET
+    bad_words: Unserved = UNSET
+    logits_processors: Unserved = UNSET
+    cache_salt: Unserved = UNSET
 
 
 class ChatBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -90,53 +154,83 @@ class ChatBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=True):
     max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
+    reasoning_effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
+        About("A variable of the chat template; without effect where the template does not use it."),
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, About("Variables of the chat template, such as enable_thinking.")
+    ] = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
-    tools: Raw = Raw()
-    tool_choice: Raw = Raw()
-    parallel_tool_calls: Raw = Raw()
-    functions: Raw = Raw()
-    function_call: Raw = Raw()
-    audio: Raw = Raw()
-    modalities: Raw = Raw()
-    prediction: Raw = Raw()
-    reasoning_effort: Raw = Raw()
-    verbosity: Raw = Raw()
-    web_search_options: Raw = Raw()
+    tools: Unserved = UNSET
+    tool_choice: Unserved = UNSET
+    parallel_tool_calls: Unserved = UNSET
+    functions: Unserved = UNSET
+    function_call: Unserved = UNSET
+    audio: Unserved = UNSET
+    modalities: Unserved = UNSET
+    prediction: Unserved = UNSET
+    web_search_options: Unserved = UNSET
+    add_generation_prompt: Unserved = UNSET
+    continue_final_message: Unserved = UNSET
+    documents: Unserved = UNSET
+    mm_processor_kwargs: Unserved = UNSET
 
 
 class CompletionBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[UInt32]]
     logprobs: UInt32 | None = None
 
-    suffix: Raw = Raw()
-    echo: Raw = Raw()
-    best_of: Raw = Raw()
+    suffix: Unserved = UNSET
+    chat_template_kwargs: Unserved = UNSET
 
 
-# The neutral values, besides absence and null.
+# Served fields that cannot change the answer.
+HINTS: Final = (
+    "cache_control",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "verbosity",
+)
+# The neutral values, besides absence and null. Of a field whose meaning differs, by its class.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
+    # A chat template writes the special tokens itself.
+    "ChatBody.add_special_tokens": (True, False),
+    "allowed_token_ids": ([],),
     "annotations": ([],),
+    "bad_words": ([],),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "early_stopping": (False,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_obfuscation": (False,),
-    "metadata": ({},),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
+    "return_token_ids": (False,),
+    "return_token_strs": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_calls": ([],),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": ("medium",),
+    "use_beam_search": (False,),
 }
 _MAX_NEUTRAL_BYTES: Final = 64
-_PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
+_PATH: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"Object missing required field `([^`]*)`")
 
@@ -187,8 +281,12 @@ def _counts(data: bytes) -> tuple[int, int, int]:
     return quotes // 2, outside.count(b"{") + outside.count(b"["), outside.count(b",")
 
 
-def parse_body(data: bytes, kind: type[Body]) -> Body:
+def parse_body(
+    data: bytes, kind: type[Body], *, waived: Callable[[Body], Collection[str]] = lambda _: ()
+) -> Body:
     """Return the body of a request. Raises InvalidInput or UnsupportedFeature naming the field.
+
+    ``waived`` returns the fields that have no effect in a body, so that they may have any value.
 
     Rejects what the standard library accepts: NaN and infinities, numbers out of range, duplicate keys,
     invalid UTF-8, lone surrogates, nesting beyond the parser's depth.
@@ -203,7 +301,7 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
         raise InvalidInput("the body is not valid JSON in UTF-8") from exc
     except RecursionError:
         raise InvalidInput("the body is nested too deeply") from None
-    require_neutral(body, "")
+    require_neutral(body, "", waived=waived(body))
     # After the type checks the body has no more objects than messages, so this pass is cheap.
     try:
         json.loads(data, object_pairs_hook=_unique)
@@ -212,24 +310,33 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
     return body
 
 
-def require_neutral(found: Struct, path: str) -> None:
+def require_neutral(found: Struct, path: str, *, waived: Collection[str] = ()) -> None:
     """Return if every unsupported option has a neutral value. Raises UnsupportedFeature."""
     for name in found.__struct_fields__:
         value = getattr(found, name)
-        if isinstance(value, Raw) and not _is_neutral(name, bytes(value).strip()):
+        if name in waived or not isinstance(value, Raw):
+            continue
+        if not is_neutral(value, neutral_values(type(found), name)):
             raise UnsupportedFeature(f"{path}{name} is not offered by this server", field=path + name)
 
 
-def _is_neutral(name: str, raw: bytes) -> bool:
+def neutral_values(kind: type[Struct], name: str) -> tuple[object, ...]:
+    """Return the values of a field that is not offered which request nothing, besides null."""
+    return _NEUTRAL.get(f"{kind.__name__}.{name}", _NEUTRAL.get(name, ()))
+
+
+def is_neutral(value: Raw, neutral: tuple[object, ...]) -> bool:
+    """Return whether a value is null or one of the neutral ones."""
+    raw = bytes(value).strip()
     if raw in (b"", b"null"):
         return True
     if len(raw) > _MAX_NEUTRAL_BYTES:
         return False
     try:
-        value = msgspec.json.decode(raw)
+        decoded = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return False
-    return any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(name, ()))
+    return any(type(decoded) is type(each) and decoded == each for each in neutral)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> None:

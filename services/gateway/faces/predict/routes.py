@@ -25,9 +25,15 @@ _NUMBER: Final = re.compile(rb"\d{1,9}")
 _MODEL: Final = "/v2/models/{model:path}"
 
 
+class PredictError(msgspec.Struct, frozen=True):
+    """An error as the protocol has it."""
+
+    error: str
+
+
 def predict_error(error: FairwayError) -> bytes:
-    """Return the JSON of an error as the protocol has it."""
-    return _encode({"error": public_message(error)})
+    """Return the JSON of an error."""
+    return _encode(PredictError(public_message(error)))
 
 
 class PredictFace:
@@ -55,7 +61,7 @@ class PredictFace:
                 ("GET", path, tenant, self.model, "no body; the tensors of a fixed-cost model"),
             ]
         routes.append(("GET", "/v2", tenant, self.server, "no body; what the server supports"))
-        return tuple(Endpoint(*route, error_body=predict_error) for route in routes)
+        return tuple(Endpoint(*route, error_body=predict_error, error=PredictError) for route in routes)
 
     async def live(self, exchange: Exchange) -> None:
         await exchange.reply.json(200, b'{"live":true}')

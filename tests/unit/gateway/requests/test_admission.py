@@ -40,7 +40,7 @@ from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import GatewayTelemetry
-from services.gateway.text.text_model import ChatMessage, EncodedText, OpenFolder, TextModel, Texts
+from services.gateway.text.text_model import Conversation, EncodedText, OpenFolder, TextModel, Texts
 from services.ports.limiter import NO_PRICE, Reservation
 from services.ports.worker import SequenceSink
 from services.rpc.status import by_reason, http_status
@@ -78,7 +78,7 @@ class CountedTexts:
         self._texts.unload(version_digest)
 
     async def read(
-        self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage], *, size_bytes: int
+        self, model: TextModel, tenant_id: str, text: str | Conversation, *, size_bytes: int
     ) -> EncodedText:
         self.encoded += 1
         await self.gate.wait()

@@ -221,6 +221,13 @@ async def test_a_key_for_other_models_gets_not_found(resolve: Resolve) -> None:
         await resolve(Principal("alpha", KeyRole.TENANT, "acme", ("another",)))
 
 
+async def test_a_key_permits_the_deployment_behind_an_alias(resolve: Resolve) -> None:
+    permitted = Principal("alpha", KeyRole.TENANT, "acme", ("chat-small",))
+    assert (await resolve(permitted, model="org/Chat-Small")).model == "chat-small"
+    with pytest.raises(ModelNotFound, match="org/Chat-Small"):
+        await resolve(Principal("alpha", KeyRole.TENANT, "acme", ("another",)), model="org/Chat-Small")
+
+
 async def test_an_operator_s_key_runs_nothing(resolve: Resolve) -> None:
     with pytest.raises(PermissionDenied):
         await resolve(Principal("root", KeyRole.ADMIN))

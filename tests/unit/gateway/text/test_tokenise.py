@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.core.errors import PromptTooLong
-from services.gateway.text.text_model import ChatMessage, EncodedText, TextModel
+from services.gateway.text.text_model import ChatMessage, Conversation, EncodedText, TextModel
 from services.gateway.text.tokenise import Tokeniser
 from simulator.fleet.nodes.local_texts import LocalTexts
 from tests.unit.gateway.conftest import write_folder
@@ -42,7 +42,7 @@ async def model(texts: CountingTexts, model_folder: Path) -> TextModel:
 
 async def test_the_same_text_is_tokenised_once_per_tenant(model: TextModel, texts: CountingTexts) -> None:
     tokeniser = Tokeniser(texts)
-    turns = [ChatMessage("user", "hello")]
+    turns = Conversation([ChatMessage("user", "hello")])
     first = await tokeniser.chat(model, "acme", turns)
     assert await tokeniser.chat(model, "acme", turns) == first
     assert texts.count == 1
@@ -68,18 +68,19 @@ async def test_different_conversations_share_no_entry(
     model: TextModel, texts: CountingTexts, one: list[ChatMessage], other: list[ChatMessage]
 ) -> None:
     tokeniser = Tokeniser(texts)
-    await tokeniser.chat(model, "acme", one)
-    found = await tokeniser.chat(model, "acme", other)
-    assert found == (await texts.read(model, "acme", other, size_bytes=0)).ids
+    await tokeniser.chat(model, "acme", Conversation(one))
+    found = await tokeniser.chat(model, "acme", Conversation(other))
+    assert found == (await texts.read(model, "acme", Conversation(other), size_bytes=0)).ids
     assert texts.count == 3
 
 
 async def test_the_cache_is_bounded_in_tokens(model: TextModel, texts: CountingTexts) -> None:
     tokeniser = Tokeniser(texts, max_cached_tokens=100)
     for number in range(50):
-        await tokeniser.chat(model, "acme", [ChatMessage("user", f"number {number}")])
+        await tokeniser.chat(model, "acme", Conversation([ChatMessage("user", f"number {number}")]))
         tokeniser.check_integrity()
-    await tokeniser.chat(model, "acme", [ChatMessage("user", "x" * 100)])  # a quarter of the cache at most
+    long = Conversation([ChatMessage("user", "x" * 100)])  # a quarter of the cache at most
+    await tokeniser.chat(model, "acme", long)
     tokeniser.check_integrity()
 
 
@@ -90,7 +91,8 @@ async def test_text_that_cannot_fit_is_refused_unread(model: TextModel, texts: C
         await tokeniser.prompt(model, "acme", huge)
     assert caught.value.metadata["size_bytes"] == str(len(huge))
     with pytest.raises(PromptTooLong):
-        await tokeniser.chat(model, "acme", [ChatMessage("user", huge[:-5]), ChatMessage("user", "12345")])
+        turns = [ChatMessage("user", huge[:-5]), ChatMessage("user", "12345")]
+        await tokeniser.chat(model, "acme", Conversation(turns))
     assert texts.count == 0
 
 
@@ -104,10 +106,8 @@ async def test_blanks_that_the_tokenizer_drops_are_no_tokens(
     tokeniser = Tokeniser(texts)
     short = await tokeniser.prompt(model, "acme", "a b")
     assert await tokeniser.prompt(model, "acme", " " * 20_000 + "a b" + " " * 20_000) == short
-    blank = [ChatMessage("user", "a" + " " * 20_000)]
-    assert await tokeniser.chat(model, "acme", blank) == await tokeniser.chat(
-        model, "acme", [ChatMessage("user", "a")]
-    )
+    blank, plain = (Conversation([ChatMessage("user", "a" + end)]) for end in (" " * 20_000, ""))
+    assert await tokeniser.chat(model, "acme", blank) == await tokeniser.chat(model, "acme", plain)
 
 
 async def test_a_text_beyond_the_context_is_an_error_with_its_count(

@@ -163,9 +163,9 @@ def test_a_large_batch_is_refused_before_it_is_built() -> None:
     ],
 )
 def test_content_as_text_or_parts(content: Any, expected: str) -> None:
-    wanted = chat(messages=[{"role": "user", "content": content, "name": "bob"}])
+    wanted = chat(messages=[{"role": "user", "content": content, "name": "Bob B."}])
     message = wanted.generations[0].chat.messages[0]
-    assert (message.content, message.name) == (expected, "bob")
+    assert (message.content, message.name) == (expected, "Bob B.")
 
 
 def test_an_answer_of_ours_can_be_sent_back() -> None:
@@ -189,16 +189,17 @@ UNSUPPORTED = {
     "audio": {"voice": "a"},
     "modalities": ["text", "audio"],
     "prediction": {"type": "content"},
-    "reasoning_effort": "high",
-    "service_tier": "flex",
     "store": True,
-    "metadata": {"a": "b"},
     "web_search_options": {},
-    "verbosity": "low",
-    "prompt_cache_key": "salt",
     "chat_template": "{{ 1 }}",
-    "chat_template_kwargs": {"chat_template": "{{ 1 }}"},
     "parallel_tool_calls": 1,
+    "use_beam_search": True,
+    "skip_special_tokens": False,
+    "echo": True,
+    "best_of": 2,
+    "prompt_logprobs": 0,
+    "priority": 3,
+    "cache_salt": "salt",
 }
 
 
@@ -209,16 +210,141 @@ def test_options_that_are_not_offered_are_named(name: str) -> None:
     assert caught.value.metadata["field"] == name
 
 
-@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("echo", True), ("best_of", 2)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("suffix", "x"), ("echo", True), ("best_of", 2), ("add_special_tokens", False)]
+)
 def test_options_of_completions_that_are_not_offered(name: str, value: Any) -> None:
-    with pytest.raises(UnsupportedFeature):
+    with pytest.raises(UnsupportedFeature) as caught:
         completion(**{name: value})
+    assert caught.value.metadata["field"] == name
 
 
 def test_options_that_ask_for_nothing_pass() -> None:
     chat(tools=[], tool_choice="auto", functions=[], response_format={"type": "text"}, modalities=["text"])
     chat(parallel_tool_calls=True, store=False, metadata={}, service_tier="auto", reasoning_effort="none")
     completion(suffix="", echo=False, best_of=1)
+    completion(n=3, best_of=3)
+
+
+def test_defaults_of_vllm_pass() -> None:
+    neutral = {
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "add_special_tokens": True,
+        "use_beam_search": False,
+        "prompt_logprobs": None,
+        "best_of": None,
+        "echo": False,
+        "length_penalty": 1.0,
+        "early_stopping": False,
+        "include_stop_str_in_output": False,
+        "priority": 0,
+    }
+    assert (
+        chat(**neutral, chat_template_kwargs={}, add_generation_prompt=True).generations == chat().generations
+    )
+    assert completion(**neutral, chat_template_kwargs={}).generations == completion().generations
+
+
+HINTED = {
+    "metadata": {"trace": "7"},
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "verbosity": "low",
+    "store": False,
+    "service_tier": "default",
+}
+
+
+def test_hints_have_no_effect() -> None:
+    assert chat(**HINTED).generations == chat().generations
+    hinted = {"type": "ephemeral"}
+    content = [{"type": "text", "text": "hi", "cache_control": hinted}]
+    turn = {"role": "user", "content": content, "cache_control": hinted}
+    assert chat(messages=[turn]).generations == chat().generations
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metadata", {"a": 1}),
+        ("metadata", {"a" * 65: "b"}),
+        ("metadata", {f"k{number}": "" for number in range(17)}),
+        ("verbosity", "loud"),
+        ("service_tier", "scale"),
+        ("reasoning_effort", "huge"),
+        ("prompt_cache_key", 5),
+    ],
+)
+def test_hints_are_checked(name: str, value: Any) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        chat(**{name: value})
+    assert caught.value.metadata["field"].startswith(name)
+
+
+def test_the_service_tier_is_a_class() -> None:
+    found = {tier: chat(service_tier=tier).generations[0].priority for tier in ("auto", "flex", "priority")}
+    assert found == {
+        "auto": common_pb2.PRIORITY_UNSPECIFIED,
+        "flex": common_pb2.PRIORITY_BATCH,
+        "priority": common_pb2.PRIORITY_INTERACTIVE,
+    }
+    assert chat(service_tier="flex", priority="batch").generations[0].priority == common_pb2.PRIORITY_BATCH
+    with pytest.raises(InvalidInput, match="disagree"):
+        chat(service_tier="flex", priority="interactive")
+
+
+def test_the_safety_identifier_is_the_end_user_where_no_user_is_named() -> None:
+    assert chat(safety_identifier="s").generations[0].user == "s"
+    assert chat(safety_identifier="s", user="u").generations[0].user == "u"
+
+
+def test_reasoning_effort_and_template_options_reach_the_template() -> None:
+    options = {"enable_thinking": False, "depth": [1, {"a": "b"}]}
+    chat_input = chat(reasoning_effort="low", chat_template_kwargs=options).generations[0].chat
+    assert json.loads(chat_input.template_variables) == {**options, "reasoning_effort": "low"}
+    with pytest.raises(InvalidInput, match="disagree"):
+        chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
+
+
+def test_an_error_names_the_field_that_the_client_sent() -> None:
+    assert chat(max_completion_tokens=5).names["max_output_tokens"] == "max_completion_tokens"
+    assert "max_output_tokens" not in chat(max_tokens=5).names
+    assert chat(service_tier="priority").names["priority"] == "service_tier"
+    assert chat(safety_identifier="s").names["user"] == "safety_identifier"
+
+
+def test_a_completion_without_max_tokens_has_those_of_openai() -> None:
+    assert completion().generations[0].max_output_tokens == 16
+    assert completion(max_tokens=5).generations[0].max_output_tokens == 5
+    assert not chat().generations[0].HasField("max_output_tokens")
+
+
+CALLS = [
+    TURNS[0],
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "look it up",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"q": "x"}'}},
+            {"id": "c2", "type": "function", "index": 1, "function": {"name": "now", "arguments": ""}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "found"},
+]
+
+
+def test_a_conversation_with_tools_is_replayed() -> None:
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+    _, made, answer = chat(messages=CALLS, tools=tools, tool_choice="none").generations[0].chat.messages
+    calls = [(call.id, call.name, call.arguments) for call in made.tool_calls]
+    assert calls == [("c1", "find", '{"q": "x"}'), ("c2", "now", "")]
+    assert (made.content, made.reasoning_content) == ("", "look it up")
+    assert (answer.role, answer.tool_call_id, answer.content) == ("tool", "c1", "found")
+    for choice in (None, "auto", "required"):
+        with pytest.raises(UnsupportedFeature):
+            chat(messages=CALLS, tools=tools, tool_choice=choice)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +357,16 @@ def test_options_that_ask_for_nothing_pass() -> None:
             "messages[0].content[0].type",
         ),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
-        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "messages[0].tool_calls"),
-        ({"role": "tool", "content": "x", "tool_call_id": "c"}, "messages[0].tool_call_id"),
+        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]},
+            "messages[0].tool_calls",
+        ),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "messages[0].function_call"),
         ({"role": "user", "content": "x", "name": "<|end|>"}, "messages[0].name"),
     ],
 )

@@ -1,0 +1,120 @@
+"""The OpenAPI document of the HTTP API, from the declarations by which bodies are read and answers written.
+
+A field that is not offered has the values at which it is accepted. So a client that is generated from the
+document sends what the server takes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, get_args
+
+import msgspec
+from msgspec import Raw, Struct, structs
+
+from services.gateway.faces.openai.endpoint import Access, Endpoint
+from services.gateway.faces.openai.types import HINTS, neutral_values
+
+OPENAPI: Final = "3.1.0"
+NOT_OFFERED: Final = "Not offered: accepted at these values only."
+NO_EFFECT: Final = "A hint without an effect."
+_REFERENCE: Final = "#/components/schemas/{name}"
+_PARAMETER: Final = re.compile(r"\{([a-z_]+)(?::path)?\}")
+# Headers that OpenAPI describes otherwise, or that every HTTP client sets itself.
+_UNLISTED: Final = ("authorization", "x-api-key", "content-encoding")
+
+
+def document_of(
+    endpoints: Sequence[Endpoint], headers: Mapping[str, str], *, version: str, title: str = "Fairway"
+) -> dict[str, Any]:
+    """Return the document of these routes. ``headers``: the request headers with their meaning."""
+    kinds = list(
+        dict.fromkeys(kind for each in endpoints for kind in (each.body, each.answer, each.error) if kind)
+    )
+    listed = {name: text for name, text in headers.items() if name not in _UNLISTED}
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in endpoints:
+        found = paths.setdefault(path_of(endpoint), {})
+        found[endpoint.method.lower()] = _operation(endpoint, listed)
+    return {
+        "openapi": OPENAPI,
+        "info": {"title": title, "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": schemas_of(kinds),
+            "parameters": {
+                name: {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
+                for name, text in listed.items()
+            },
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def path_of(endpoint: Endpoint) -> str:
+    return _PARAMETER.sub(r"{\1}", endpoint.path)
+
+
+def schemas_of(kinds: Sequence[type[Struct]]) -> dict[str, Any]:
+    """Return the schema of each type, and of those within them, by name."""
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
+    for kind in _structs_within(kinds):
+        properties = schemas[kind.__name__]["properties"]
+        for field in structs.fields(kind):
+            shown = properties[field.encode_name]
+            if _is_unserved(field.type):
+                values = [*neutral_values(kind, field.name), None]
+                properties[field.encode_name] = {"enum": values, "description": NOT_OFFERED}
+            elif field.name in HINTS:
+                shown["description"] = NO_EFFECT
+    return schemas
+
+
+def _is_unserved(kind: Any) -> bool:
+    return kind is Raw or Raw in get_args(kind)
+
+
+def _structs_within(kinds: Iterable[Any]) -> Iterator[type[Struct]]:
+    """Yield every Struct among these types and within them, once."""
+    seen: dict[Any, None] = {}
+    waiting = list(kinds)
+    while waiting:
+        kind = waiting.pop()
+        if isinstance(kind, type) and issubclass(kind, Struct) and kind not in seen:
+            seen[kind] = None
+            waiting += [field.type for field in structs.fields(kind)]
+            yield kind
+        waiting += [inner for inner in get_args(kind) if inner not in seen]
+
+
+def _operation(endpoint: Endpoint, headers: Mapping[str, str]) -> dict[str, Any]:
+    path = path_of(endpoint)
+    name = re.sub(r"[^a-z0-9]+", "_", f"{endpoint.method} {path}".lower()).strip("_")
+    parameters: list[dict[str, Any]] = [
+        {"name": found, "in": "path", "required": True, "schema": {"type": "string"}}
+        for found in _PARAMETER.findall(endpoint.path)
+    ]
+    operation: dict[str, Any] = {"operationId": name, "summary": endpoint.accepts, "security": []}
+    if endpoint.access is Access.TENANT:
+        operation["security"] = [{"bearer": []}, {"key": []}]
+    if endpoint.method == "POST":
+        parameters += [{"$ref": f"#/components/parameters/{header}"} for header in headers]
+        operation["requestBody"] = {"required": True, "content": _json(endpoint.body)}
+    content = _json(endpoint.answer)
+    if endpoint.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    operation["parameters"] = parameters
+    operation["responses"] = {
+        "200": {"description": "The answer.", "content": content},
+        "default": {"description": "An error.", "content": _json(endpoint.error)},
+    }
+    return operation
+
+
+def _json(kind: type[Struct] | None) -> dict[str, Any]:
+    schema = {"type": "object"} if kind is None else {"$ref": _REFERENCE.format(name=kind.__name__)}
+    return {"application/json": {"schema": schema}}

@@ -1,0 +1,140 @@
+"""The routes of vLLM that tokenise: a prompt or a conversation to token ids, and token ids to text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+from msgspec import UNSET, Struct
+
+from fairway.v1 import inference_pb2
+from services.core.errors import InvalidInput
+from services.core.generation import Principal
+from services.gateway.catalog import Route
+from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.errors import rename
+from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
+from services.gateway.faces.openai.requests import set_chat
+from services.gateway.faces.openai.types import ChatTurn, UInt32, Unserved, parse_body
+
+_encode: Final = msgspec.json.Encoder().encode
+_NAMES: Final = (("chat.template_variables", "chat_template_kwargs"),)
+
+
+class TokenizeBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    model: str
+    prompt: str | None = None
+    messages: list[ChatTurn] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    add_special_tokens: Unserved = UNSET
+    add_generation_prompt: Unserved = UNSET
+    continue_final_message: Unserved = UNSET
+    return_token_strs: Unserved = UNSET
+    chat_template: Unserved = UNSET
+    tools: Unserved = UNSET
+    mm_processor_kwargs: Unserved = UNSET
+
+
+class DetokenizeBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    model: str
+    tokens: list[UInt32]
+
+
+class TokenizeAnswer(Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: Sequence[int]
+    token_strs: None = None
+
+
+class DetokenizeAnswer(Struct, frozen=True):
+    prompt: str
+
+
+class TokenCalls(Protocol):
+    """What the routes need of the service; raises the tree of ``core/errors.py``."""
+
+    async def token_ids(
+        self, principal: Principal, request: inference_pb2.CountTokensRequest
+    ) -> tuple[Route, Sequence[int]]:
+        """Return the route and the token ids of an input, within the model's context."""
+
+    async def text_of(self, principal: Principal, model: str, ids: Sequence[int]) -> str:
+        """Return the text of token ids of a model."""
+
+    def max_context_tokens(self, route: Route) -> int: ...
+
+
+class TokensFace:
+    """The handlers of the routes."""
+
+    def __init__(self, service: TokenCalls, limits: HttpLimits, bodies: BodyReader) -> None:
+        self._service = service
+        self._limits = limits
+        self._bodies = bodies
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        tenant = Access.TENANT
+        return (
+            Endpoint(
+                "POST",
+                "/tokenize",
+                tenant,
+                self.tokenize,
+                "a prompt or messages; returns token ids",
+                body=TokenizeBody,
+                answer=TokenizeAnswer,
+            ),
+            Endpoint(
+                "POST",
+                "/detokenize",
+                tenant,
+                self.detokenize,
+                "token ids; returns their text",
+                body=DetokenizeBody,
+                answer=DetokenizeAnswer,
+            ),
+        )
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        with self._bodies.account(exchange.caller.tenant_id) as hold:
+            body = await read_body(exchange.headers, exchange.receive, self._limits, hold)
+            request = await self._bodies.parse(tokenize_request, body)
+        work = self._service.token_ids(exchange.caller, request)
+        try:
+            route, ids = await unless_disconnected(exchange.receive, exchange.reply, work)
+        except InvalidInput as error:
+            rename(error, _NAMES)
+            raise
+        most = self._service.max_context_tokens(route)
+        await exchange.reply.json(200, _encode(TokenizeAnswer(len(ids), most, ids)))
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        with self._bodies.account(exchange.caller.tenant_id) as hold:
+            data = await read_body(exchange.headers, exchange.receive, self._limits, hold)
+            body = await self._bodies.parse(lambda data: parse_body(data, DetokenizeBody), data)
+        work = self._service.text_of(exchange.caller, body.model, body.tokens)
+        text = await unless_disconnected(exchange.receive, exchange.reply, work)
+        await exchange.reply.json(200, _encode(DetokenizeAnswer(text)))
+
+
+def tokenize_request(data: bytes) -> inference_pb2.CountTokensRequest:
+    """Return the request of a /tokenize body. Raises InvalidInput, UnsupportedFeature."""
+    body = parse_body(data, TokenizeBody, waived=_without_effect)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidInput("send either prompt or messages", field="prompt")
+    request = inference_pb2.CountTokensRequest(model=body.model)
+    if body.messages is not None:
+        if not body.messages:
+            raise InvalidInput("messages is empty", field="messages")
+        set_chat(request.chat, body.messages, body.chat_template_kwargs or {})
+    else:
+        request.prompt = body.prompt or ""
+    return request
+
+
+def _without_effect(body: TokenizeBody) -> tuple[str, ...]:
+    """A chat template writes the special tokens itself."""
+    return ("add_special_tokens",) if body.messages is not None else ()

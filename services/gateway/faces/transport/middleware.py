@@ -1,0 +1,59 @@
+"""What applies before the route of an HTTP request: the spelling of its path, pages of other origins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from services.gateway.faces.openai.exchange import Receive, Send
+
+_MAX_AGE_S: Final = 600
+# Headers of an answer that a page may read.
+_EXPOSED: Final = (
+    "retry-after",
+    "retry-after-ms",
+    "x-request-id",
+    "x-client-request-id",
+    "x-fairway-cache",
+    "x-fairway-degraded",
+    *(
+        f"x-ratelimit-{what}-{of}"
+        for what in ("limit", "remaining", "reset")
+        for of in ("requests", "tokens")
+    ),
+)
+
+
+class WithoutTrailingSlash:
+    """Routes a path with one slash at its end as the path without it. Access depends on the route alone."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        path: str = scope.get("path", "")
+        if len(path) > 1 and path.endswith("/") and not path.endswith("//"):
+            scope = {**scope, "path": path[:-1]}
+        await self._app(scope, receive, send)
+
+
+def cross_origin(origins: Sequence[str]) -> list[Middleware]:
+    """Return what lets web pages of these origins call the server; nothing without one.
+
+    No cookies: a page sends its key itself.
+    """
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=list(_EXPOSED),
+            max_age=_MAX_AGE_S,
+        )
+    ]
