@@ -15,6 +15,7 @@ from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
     NODES,
+    OBJECTIVES,
     ROLLOUTS,
     ROOT,
     WORKERS,
@@ -23,6 +24,7 @@ from services.core.records import (
     Deployment,
     LoadedVersion,
     Node,
+    Objective,
     VersionState,
     Worker,
     load,
@@ -32,7 +34,7 @@ from services.ports.store import Entry, Store
 
 log = structlog.get_logger()
 
-FleetRecord = Deployment | Worker | Node | Assignment | RevisedRoute | Rollout
+FleetRecord = Deployment | Worker | Node | Assignment | RevisedRoute | Rollout | Objective
 R = TypeVar("R")
 
 
@@ -46,6 +48,7 @@ class Fleet:
     assignments: tuple[Assignment, ...] = ()
     routes: tuple[RevisedRoute, ...] = ()
     rollouts: tuple[Rollout, ...] = ()
+    objectives: tuple[Objective, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,8 @@ def decode(entry: Entry) -> FleetRecord | None:
         return RevisedRoute(load(entry.value, ModelRoute), entry.mod_revision)
     if entry.key.startswith(ROLLOUTS):
         return load(entry.value, Rollout)
+    if entry.key.startswith(OBJECTIVES):
+        return load(entry.value, Objective)
     return None
 
 
@@ -127,6 +132,7 @@ def fleet_of(records: Iterable[FleetRecord | None]) -> Fleet:
         tuple(record for record in found if isinstance(record, Assignment)),
         tuple(record for record in found if isinstance(record, RevisedRoute)),
         tuple(record for record in found if isinstance(record, Rollout)),
+        tuple(record for record in found if isinstance(record, Objective)),
     )
 
 

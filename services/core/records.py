@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from services.core.errors import IntegrityError
+from services.core.estimates.traffic_shapes import RequestShape
 from services.core.limits import Limit, LimitKind, Price, Scope, UsageLimits
 
 ROOT: Final = "/fairway/v1/"
@@ -329,6 +330,10 @@ class AssignedVersion:
     retiring: bool = False
     # Requests that were resolved before it are not started.
     least_route_revision: int = 0
+    # Between two tokens of a stream, by the model's objectives; 0: the worker's own setting.
+    itl_target_s: float = 0.0
+    # Of the model's traffic when the version was assigned: it is probed with them before it is READY.
+    probes: tuple[RequestShape, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

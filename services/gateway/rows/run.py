@@ -21,6 +21,7 @@ from services.core.errors import (
     StreamBroken,
     UnsupportedFeature,
 )
+from services.core.estimates.traffic_shapes import RequestShape, SamplingKind
 from services.core.fixed_cost.rows import RowEnd, RowsRequest
 from services.core.fixed_cost.signature import Signature
 from services.core.fixed_cost.tensors import Operation
@@ -47,6 +48,7 @@ log = structlog.get_logger()
 # A worker may observe that a version is withdrawn shortly before this gateway does.
 MAX_ROUTES: Final = 8
 _REROUTE_S: Final = 0.05
+_SHAPED_ROWS: Final = 64  # of a request, whose widths are recorded
 # Returns the rows of the request for a version, within the tenant's quotas.
 Prepare = Callable[[TextModel, Signature], Awaitable[PreparedRows]]
 
@@ -276,6 +278,9 @@ class RowsRun:
                 session,
                 route.step,
                 prompt_size(ready.rows.total_tokens),
+                tuple(
+                    RequestShape(tokens, 0, SamplingKind.ROW) for tokens in ready.rows.tokens[:_SHAPED_ROWS]
+                ),
             )
         )
 

@@ -66,7 +66,9 @@ class SequenceTable:
         changed: Callable[[], None],
         slow_reader_s: float = 30.0,
         telemetry: VersionTelemetry | None = None,
+        used_handles: int = 0,
     ) -> None:
+        """``used_handles``: the engine has seen these many, from 1 on."""
         self.version_digest = version_digest
         self.limits = limits
         self.stats = PoolStats()
@@ -84,7 +86,7 @@ class SequenceTable:
         self._slow_reader_s = slow_reader_s
         self._telemetry = telemetry
         self._live: dict[int, WorkerSequence] = {}
-        self._last_number = 0
+        self._last_number = used_handles
         self._charged_s = clock.monotonic_s()
         self._silence = StallDetector(clock.monotonic_s(), limits.full_step_s)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from services.controlplane.rollouts.records import STABLE, Rollout
 from services.core.records import LoadedVersion, VersionState, Worker
+
+PROBE_FAILED: Final = "PROBE_FAILED"  # of a version: what it answers will not do, however often it is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +17,7 @@ class ArmFacts:
     """One arm on the workers. ``ready``: replicas that take requests.
 
     ``loaded``: workers that report it in any state. ``failed``: those on which it failed for good, and
-    ``why``.
+    ``why``. ``unanswered``: the probe that its version fails on a worker.
     """
 
     ready: int = 0
@@ -22,6 +25,7 @@ class ArmFacts:
     failed: int = 0
     why: str = ""
     engine_restarts: int = 0
+    unanswered: str = ""
     alarm: str = ""  # the objectives that its requests alone miss too fast
 
 
@@ -70,4 +74,5 @@ def _with(facts: ArmFacts, version: LoadedVersion, *, draining: bool) -> ArmFact
         facts.failed + lost,
         why,
         facts.engine_restarts + version.engine_restarts,
+        version.message if version.reason == PROBE_FAILED else facts.unanswered,
     )
