@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.controlplane.objectives.policy.gates import Verdict
@@ -98,3 +100,25 @@ def test_each_worker_has_a_step_of_its_own() -> None:
     assert [step.weight_bp for step in wished(5).steps] == [100, 4000, 5000, WHOLE_BP]
     assert [step.weight_bp for step in wished(2).steps] == list(WEIGHTS)
     assert [step.weight_bp for step in wished(3, (WHOLE_BP,)).steps] == [3333, WHOLE_BP]
+
+
+def at_once(rooms: int) -> Driven:
+    """A single step moves all of four workers."""
+    steps = (RolloutStep(100, hold_s=5.0), RolloutStep(WHOLE_BP, hold_s=5.0))
+    return Driven(replace(rollout(steps=steps, soak_s=5.0), by_worker=True), rooms=(rooms,) * 4)
+
+
+def test_several_workers_are_taken_one_after_the_other() -> None:
+    driven = at_once(1)
+    while driven.phase is not RolloutPhase.SOAKING:
+        driven.tick()
+        assert ready(driven, OLD) + ready(driven, NEW) >= 3, driven.rollout.message
+    assert (ready(driven, OLD), ready(driven, NEW)) == (1, 3)
+
+
+def test_no_worker_gets_two_versions_also_with_memory_for_both() -> None:
+    driven = at_once(2)
+    while driven.phase in (RolloutPhase.LOADING, RolloutPhase.RUNNING):
+        driven.tick()
+        assert all(len(one.versions) <= 1 for one in driven.fleet.assignments.values())
+    assert driven.phase is RolloutPhase.SOAKING
