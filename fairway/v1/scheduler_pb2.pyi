@@ -643,6 +643,7 @@ class PoolReport(_message.Message):
     YIELDS_TO_RANK_FIELD_NUMBER: _builtins.int
     ROW_SLOTS_FIELD_NUMBER: _builtins.int
     ROW_US_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     kv_blocks_total: _builtins.int
     kv_blocks_reserved: _builtins.int
@@ -679,6 +680,10 @@ class PoolReport(_message.Message):
     """
     row_us: _builtins.int
     """Measured device time of a row, a recent mean. 0: none was measured."""
+    engine: _builtins.str
+    """Pools of one worker with the same value are versions of one engine: each has all its levels, and a sequence of
+    any takes room and places of all. Empty: an engine of its own.
+    """
     @_builtins.property
     def prefix_added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prefix blocks (of 64 tokens) that appeared in and disappeared from the cache since the last report. In
@@ -722,10 +727,11 @@ class PoolReport(_message.Message):
         yields_to_rank: _builtins.int = ...,
         row_slots: _builtins.int = ...,
         row_us: _builtins.int = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_tokens", b"attended_tokens", "block_size", b"block_size", "decode_tokens", b"decode_tokens", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "long_prefills", b"long_prefills", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "prefill_tokens", b"prefill_tokens", "prefix_added", b"prefix_added", "prefix_removed", b"prefix_removed", "prefix_shared", b"prefix_shared", "prefix_unshared", b"prefix_unshared", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "row_slots", b"row_slots", "row_us", b"row_us", "running", b"running", "step_seconds", b"step_seconds", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting", "yields_to_rank", b"yields_to_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_tokens", b"attended_tokens", "block_size", b"block_size", "decode_tokens", b"decode_tokens", "engine", b"engine", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "long_prefills", b"long_prefills", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "prefill_tokens", b"prefill_tokens", "prefix_added", b"prefix_added", "prefix_removed", b"prefix_removed", "prefix_shared", b"prefix_shared", "prefix_unshared", b"prefix_unshared", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "row_slots", b"row_slots", "row_us", b"row_us", "running", b"running", "step_seconds", b"step_seconds", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting", "yields_to_rank", b"yields_to_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

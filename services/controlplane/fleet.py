@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from services.core.errors import IntegrityError
 from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
+    MODELS,
     NODES,
     OBJECTIVES,
     ROLLOUTS,
@@ -25,6 +26,7 @@ from services.core.records import (
     LoadedVersion,
     Node,
     Objective,
+    VersionRecord,
     VersionState,
     Worker,
     load,
@@ -34,7 +36,7 @@ from services.ports.store import Entry, Store
 
 log = structlog.get_logger()
 
-FleetRecord = Deployment | Worker | Node | Assignment | RevisedRoute | Rollout | Objective
+FleetRecord = Deployment | Worker | Node | Assignment | RevisedRoute | Rollout | VersionRecord | Objective
 R = TypeVar("R")
 
 
@@ -48,6 +50,8 @@ class Fleet:
     assignments: tuple[Assignment, ...] = ()
     routes: tuple[RevisedRoute, ...] = ()
     rollouts: tuple[Rollout, ...] = ()
+    # By version digest: what its engine computes. Without those that were registered without it.
+    engines: Mapping[str, str] = field(default_factory=dict)
     objectives: tuple[Objective, ...] = ()
 
 
@@ -117,6 +121,8 @@ def decode(entry: Entry) -> FleetRecord | None:
         return RevisedRoute(load(entry.value, ModelRoute), entry.mod_revision)
     if entry.key.startswith(ROLLOUTS):
         return load(entry.value, Rollout)
+    if entry.key.startswith(MODELS) and "/versions/" in entry.key:
+        return load(entry.value, VersionRecord)
     if entry.key.startswith(OBJECTIVES):
         return load(entry.value, Objective)
     return None
@@ -132,6 +138,11 @@ def fleet_of(records: Iterable[FleetRecord | None]) -> Fleet:
         tuple(record for record in found if isinstance(record, Assignment)),
         tuple(record for record in found if isinstance(record, RevisedRoute)),
         tuple(record for record in found if isinstance(record, Rollout)),
+        {
+            record.digest: f"{record.model} {record.computation}"
+            for record in found
+            if isinstance(record, VersionRecord) and record.computation
+        },
         tuple(record for record in found if isinstance(record, Objective)),
     )
 

@@ -114,6 +114,7 @@ class Reconciler:
             fleet.assignments,
             fleet.routes,
             terms=serving_terms(fleet.objectives, self._probes()),
+            engines=fleet.engines,
         )
         unplaced = [action for action in actions if isinstance(action, Unplaced)]
         self._telemetry.unplaced(len(unplaced))

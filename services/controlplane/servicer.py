@@ -13,14 +13,18 @@ import grpc
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import scheduler_pb2
 from services.controlplane.event_log import Filter, page_of_events, watch_events
+from services.controlplane.messages import (
+    budget_message,
+    change_message,
+    deployment_message,
+    key_message,
+    node_message,
+    objective_message,
+    tenant_message,
+)
 from services.controlplane.reliability import ReliabilityMethods, SliPages
-from services.controlplane.resources.budgets import BudgetView
-from services.controlplane.resources.objectives import ObjectiveView
 from services.controlplane.resources.resources import Stored
-from services.controlplane.resources.status import DeploymentView, NodeView
-from services.controlplane.rollouts import convert as convert_rollout
 from services.controlplane.rollouts.methods import RolloutMethods
-from services.controlplane.rollouts.records import Rollout
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.watcher import (
     Name,
@@ -33,7 +37,7 @@ from services.controlplane.watcher import (
 from services.core.errors import InvalidInput
 from services.core.generation import Principal
 from services.core.paging import page_of
-from services.core.records import ApiKey, Budget, Objective, Tag, Tenant, VersionRecord
+from services.core.records import Budget, Objective
 from services.ports.store import Store
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert import controlplane as convert
@@ -105,16 +109,20 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
     ) -> pb.CreateTenantResponse:
         tenant = convert.tenant_from_proto(request.tenant)
         stored = await self._service.accounts.create_tenant(tenant, request_id=request.request_id)
-        return pb.CreateTenantResponse(tenant=_tenant(stored))
+        return pb.CreateTenantResponse(tenant=tenant_message(stored))
 
     async def GetTenant(self, request: pb.GetTenantRequest, context: Context) -> pb.GetTenantResponse:
-        return pb.GetTenantResponse(tenant=_tenant(await self._service.accounts.get_tenant(request.name)))
+        return pb.GetTenantResponse(
+            tenant=tenant_message(await self._service.accounts.get_tenant(request.name))
+        )
 
     async def ListTenants(self, request: pb.ListTenantsRequest, context: Context) -> pb.ListTenantsResponse:
         page, token = await self._service.accounts.list_tenants(
             size=request.page_size, token=request.page_token
         )
-        return pb.ListTenantsResponse(tenants=[_tenant(stored) for stored in page], next_page_token=token)
+        return pb.ListTenantsResponse(
+            tenants=[tenant_message(stored) for stored in page], next_page_token=token
+        )
 
     async def UpdateTenant(
         self, request: pb.UpdateTenantRequest, context: Context
@@ -123,7 +131,7 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
         stored = await self._service.accounts.update_tenant(
             tenant, etag=request.tenant.metadata.etag, request_id=request.request_id
         )
-        return pb.UpdateTenantResponse(tenant=_tenant(stored))
+        return pb.UpdateTenantResponse(tenant=tenant_message(stored))
 
     async def DeleteTenant(
         self, request: pb.DeleteTenantRequest, context: Context
@@ -136,14 +144,14 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Context) -> pb.CreateKeyResponse:
         key = convert.key_from_proto(request.key)
         stored, text = await self._service.accounts.create_key(key, request_id=request.request_id)
-        return pb.CreateKeyResponse(key=_key(stored), secret=text)
+        return pb.CreateKeyResponse(key=key_message(stored), secret=text)
 
     async def GetKey(self, request: pb.GetKeyRequest, context: Context) -> pb.GetKeyResponse:
-        return pb.GetKeyResponse(key=_key(await self._service.accounts.get_key(request.name)))
+        return pb.GetKeyResponse(key=key_message(await self._service.accounts.get_key(request.name)))
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysResponse:
         page, token = await self._service.accounts.list_keys(size=request.page_size, token=request.page_token)
-        return pb.ListKeysResponse(keys=[_key(stored) for stored in page], next_page_token=token)
+        return pb.ListKeysResponse(keys=[key_message(stored) for stored in page], next_page_token=token)
 
     async def UpdateKey(self, request: pb.UpdateKeyRequest, context: Context) -> pb.UpdateKeyResponse:
         stored = await self._service.accounts.update_key(
@@ -151,7 +159,7 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
             etag=request.key.metadata.etag,
             request_id=request.request_id,
         )
-        return pb.UpdateKeyResponse(key=_key(stored))
+        return pb.UpdateKeyResponse(key=key_message(stored))
 
     async def DeleteKey(self, request: pb.DeleteKeyRequest, context: Context) -> pb.DeleteKeyResponse:
         await self._service.accounts.delete_key(
@@ -164,27 +172,27 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
         stored, text = await self._service.accounts.rotate_key(
             request.name, grace_s=grace_s, etag=request.etag, request_id=request.request_id
         )
-        return pb.RotateKeyResponse(key=_key(stored), secret=text)
+        return pb.RotateKeyResponse(key=key_message(stored), secret=text)
 
     async def CreateDeployment(
         self, request: pb.CreateDeploymentRequest, context: Context
     ) -> pb.CreateDeploymentResponse:
         deployment = convert.deployment_from_proto(request.deployment)
         view = await self._service.deployments.create(deployment, request_id=request.request_id)
-        return pb.CreateDeploymentResponse(deployment=_deployment(view))
+        return pb.CreateDeploymentResponse(deployment=deployment_message(view))
 
     async def GetDeployment(
         self, request: pb.GetDeploymentRequest, context: Context
     ) -> pb.GetDeploymentResponse:
         view = await self._service.deployments.get(request.name)
-        return pb.GetDeploymentResponse(deployment=_deployment(view))
+        return pb.GetDeploymentResponse(deployment=deployment_message(view))
 
     async def ListDeployments(
         self, request: pb.ListDeploymentsRequest, context: Context
     ) -> pb.ListDeploymentsResponse:
         page, token = await self._service.deployments.page(size=request.page_size, token=request.page_token)
         return pb.ListDeploymentsResponse(
-            deployments=[_deployment(view) for view in page], next_page_token=token
+            deployments=[deployment_message(view) for view in page], next_page_token=token
         )
 
     async def UpdateDeployment(
@@ -194,7 +202,7 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
         view = await self._service.deployments.update(
             deployment, etag=request.deployment.metadata.etag, request_id=request.request_id
         )
-        return pb.UpdateDeploymentResponse(deployment=_deployment(view))
+        return pb.UpdateDeploymentResponse(deployment=deployment_message(view))
 
     async def ListDeploymentRevisions(
         self, request: pb.ListDeploymentRevisionsRequest, context: Context
@@ -227,14 +235,14 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
     ) -> pb.CreateBudgetResponse:
         budget = convert.budget_from_proto(request.budget)
         view = await self._service.budgets.create(budget, request_id=request.request_id)
-        return pb.CreateBudgetResponse(budget=_budget(view))
+        return pb.CreateBudgetResponse(budget=budget_message(view))
 
     async def GetBudget(self, request: pb.GetBudgetRequest, context: Context) -> pb.GetBudgetResponse:
-        return pb.GetBudgetResponse(budget=_budget(await self._service.budgets.get(request.name)))
+        return pb.GetBudgetResponse(budget=budget_message(await self._service.budgets.get(request.name)))
 
     async def ListBudgets(self, request: pb.ListBudgetsRequest, context: Context) -> pb.ListBudgetsResponse:
         page, token = await self._service.budgets.page(size=request.page_size, token=request.page_token)
-        return pb.ListBudgetsResponse(budgets=[_budget(view) for view in page], next_page_token=token)
+        return pb.ListBudgetsResponse(budgets=[budget_message(view) for view in page], next_page_token=token)
 
     async def UpdateBudget(
         self, request: pb.UpdateBudgetRequest, context: Context
@@ -244,7 +252,7 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
             etag=request.budget.metadata.etag,
             request_id=request.request_id,
         )
-        return pb.UpdateBudgetResponse(budget=_budget(view))
+        return pb.UpdateBudgetResponse(budget=budget_message(view))
 
     async def DeleteBudget(
         self, request: pb.DeleteBudgetRequest, context: Context
@@ -257,18 +265,20 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
     ) -> pb.CreateObjectiveResponse:
         objective = convert.objective_from_proto(request.objective)
         view = await self._service.objectives.create(objective, request_id=request.request_id)
-        return pb.CreateObjectiveResponse(objective=_objective(view))
+        return pb.CreateObjectiveResponse(objective=objective_message(view))
 
     async def GetObjective(
         self, request: pb.GetObjectiveRequest, context: Context
     ) -> pb.GetObjectiveResponse:
-        return pb.GetObjectiveResponse(objective=_objective(await self._service.objectives.get(request.name)))
+        return pb.GetObjectiveResponse(
+            objective=objective_message(await self._service.objectives.get(request.name))
+        )
 
     async def ListObjectives(
         self, request: pb.ListObjectivesRequest, context: Context
     ) -> pb.ListObjectivesResponse:
         page, token = await self._service.objectives.page(size=request.page_size, token=request.page_token)
-        return pb.ListObjectivesResponse(objectives=map(_objective, page), next_page_token=token)
+        return pb.ListObjectivesResponse(objectives=map(objective_message, page), next_page_token=token)
 
     async def UpdateObjective(
         self, request: pb.UpdateObjectiveRequest, context: Context
@@ -278,7 +288,7 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
             etag=request.objective.metadata.etag,
             request_id=request.request_id,
         )
-        return pb.UpdateObjectiveResponse(objective=_objective(view))
+        return pb.UpdateObjectiveResponse(objective=objective_message(view))
 
     async def DeleteObjective(
         self, request: pb.DeleteObjectiveRequest, context: Context
@@ -287,17 +297,17 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
         return pb.DeleteObjectiveResponse()
 
     async def GetNode(self, request: pb.GetNodeRequest, context: Context) -> pb.GetNodeResponse:
-        return pb.GetNodeResponse(node=_node(await self._service.nodes.get(request.name)))
+        return pb.GetNodeResponse(node=node_message(await self._service.nodes.get(request.name)))
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesResponse:
         page, token = await self._service.nodes.page(size=request.page_size, token=request.page_token)
-        return pb.ListNodesResponse(nodes=[_node(view) for view in page], next_page_token=token)
+        return pb.ListNodesResponse(nodes=[node_message(view) for view in page], next_page_token=token)
 
     async def CordonNode(self, request: pb.CordonNodeRequest, context: Context) -> pb.CordonNodeResponse:
         view = await self._service.nodes.cordon(
             request.name, etag=request.etag, request_id=request.request_id
         )
-        return pb.CordonNodeResponse(node=_node(view))
+        return pb.CordonNodeResponse(node=node_message(view))
 
     async def UncordonNode(
         self, request: pb.UncordonNodeRequest, context: Context
@@ -305,11 +315,11 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
         view = await self._service.nodes.uncordon(
             request.name, etag=request.etag, request_id=request.request_id
         )
-        return pb.UncordonNodeResponse(node=_node(view))
+        return pb.UncordonNodeResponse(node=node_message(view))
 
     async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.DrainNodeResponse:
         view = await self._service.nodes.drain(request.name, etag=request.etag, request_id=request.request_id)
-        return pb.DrainNodeResponse(node=_node(view))
+        return pb.DrainNodeResponse(node=node_message(view))
 
     async def DeleteNode(self, request: pb.DeleteNodeRequest, context: Context) -> pb.DeleteNodeResponse:
         await self._service.nodes.delete(request.name, etag=request.etag, request_id=request.request_id)
@@ -400,7 +410,7 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
             await stream.write(
                 pb.WatchResourcesResponse(
                     revision=batch.revision if last else 0,
-                    changes=[_change(change) for change in await self._with_amounts(chunk)],
+                    changes=[change_message(change) for change in await self._with_amounts(chunk)],
                     snapshot_end=batch.snapshot_end and last,
                 )
             )
@@ -416,97 +426,3 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
         for objective in await self._service.objectives.views(objectives):
             views[ResourceKind.OBJECTIVE, objective.stored.record.meta.name] = objective
         return [replace(one, view=views.get((one.kind, one.name), one.view)) for one in changes]
-
-
-def _tenant(stored: Stored[Tenant]) -> pb.Tenant:
-    return convert.tenant_to_proto(stored.record, stored.etag)
-
-
-def _key(stored: Stored[ApiKey]) -> pb.Key:
-    return convert.key_to_proto(stored.record, stored.etag)
-
-
-def _deployment(view: DeploymentView) -> pb.Deployment:
-    status = pb.DeploymentStatus(
-        assigned_replicas=len(view.replicas) - len(view.before),
-        ready_replicas=view.ready,
-        message=view.message,
-        replicas=[
-            convert.replica_to_proto(
-                replica.worker_id, replica.loaded, version_digest=replica.assigned.version_digest
-            )
-            for replica in view.replicas
-        ],
-        tag_digest=view.tag_digest,
-    )
-    return convert.deployment_to_proto(view.stored.record, view.stored.etag, status)
-
-
-def _budget(view: BudgetView) -> pb.Budget:
-    amounts = (view.spent_micros, view.reserved_micros, view.day_spent_micros)
-    return convert.budget_to_proto(view.stored.record, view.stored.etag, amounts, view.message)
-
-
-def _objective(view: ObjectiveView) -> pb.Objective:
-    return convert.objective_to_proto(view.stored.record, view.stored.etag, view.status)
-
-
-def _node(view: NodeView) -> pb.Node:
-    drain = None
-    if view.drain is not None:
-        drain = pb.DrainProgress(
-            done=view.drain.done,
-            assigned_versions=view.drain.assigned,
-            ending_versions=view.drain.ending,
-            waiting_for=view.drain.waiting_for,
-        )
-    return convert.node_to_proto(view.node, str(view.mod_revision), view.worker, view.incarnation, drain)
-
-
-def _change(change: ResourceChange) -> pb.ResourceChange:
-    found, view = pb.ResourceChange(deleted=change.view is None), change.view
-    match view:
-        case None:
-            _name_deleted(found, change)
-        case DeploymentView():
-            found.deployment.CopyFrom(_deployment(view))
-        case NodeView():
-            found.node.CopyFrom(_node(view))
-        case BudgetView():
-            found.budget.CopyFrom(_budget(view))
-        case ObjectiveView():
-            found.objective.CopyFrom(_objective(view))
-        case VersionRecord():
-            found.model_version.CopyFrom(convert.model_version_to_proto(view))
-        case Tag():
-            found.model_tag.CopyFrom(convert.model_tag_to_proto(view))
-        case Stored(record=Tenant() as tenant):
-            found.tenant.CopyFrom(convert.tenant_to_proto(tenant, view.etag))
-        case Stored(record=ApiKey() as key):
-            found.key.CopyFrom(convert.key_to_proto(key, view.etag))
-        case Stored(record=Rollout() as rollout):
-            found.rollout.CopyFrom(convert_rollout.stored_to_proto(rollout, view.etag))
-    return found
-
-
-def _name_deleted(found: pb.ResourceChange, change: ResourceChange) -> None:
-    model, _, rest = change.name.partition("/")
-    match change.kind:
-        case ResourceKind.TENANT:
-            found.tenant.metadata.name = change.name
-        case ResourceKind.KEY:
-            found.key.metadata.name = change.name
-        case ResourceKind.BUDGET:
-            found.budget.metadata.name = change.name
-        case ResourceKind.OBJECTIVE:
-            found.objective.metadata.name = change.name
-        case ResourceKind.DEPLOYMENT:
-            found.deployment.metadata.name = change.name
-        case ResourceKind.ROLLOUT:
-            found.rollout.metadata.name = change.name
-        case ResourceKind.NODE:
-            found.node.metadata.name = change.name
-        case ResourceKind.MODEL_VERSION:
-            found.model_version.model, found.model_version.version_digest = model, rest
-        case ResourceKind.MODEL_TAG:
-            found.model_tag.model, found.model_tag.tag = model, rest

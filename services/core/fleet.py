@@ -9,6 +9,8 @@ counted by exactly one of the two sides.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -16,7 +18,7 @@ from msgspec import Struct
 from services.core.errors import FairwayError
 from services.core.fixed_cost.slots import SlotLease
 from services.core.generation import Grant
-from services.core.records import Priority
+from services.core.records import Priority, VersionState, Worker
 
 LONG_PROMPT_TOKENS = 4096
 MAX_COUNTER_TOKENS = 1e18  # the leader rejects a report with a larger counter
@@ -67,6 +69,9 @@ class PoolSnapshot:
     row_slots: int = 0
     # Device time of a row, a recent mean; 0: none was measured.
     row_us: int = 0
+    # Pools of one worker with the same value are versions of one engine: its levels, room and slots are in
+    # each of them. Empty: an engine of its own.
+    engine: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,3 +221,13 @@ class PlacementFrame:
     pressures: tuple[PoolPressure, ...] | None = None
     members: tuple[PoolMember, ...] | None = None
     leases: tuple[SlotLease, ...] = ()
+
+
+def replicas_in(state: VersionState, workers: Iterable[Worker]) -> dict[str, Counter[str]]:
+    """Return the replicas in a state on workers that are not draining, by deployment and version digest."""
+    found: dict[str, Counter[str]] = {}
+    for worker in workers:
+        for version in worker.versions if not worker.draining else ():
+            if version.state is state:
+                found.setdefault(version.deployment, Counter())[version.version_digest] += 1
+    return found

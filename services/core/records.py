@@ -5,8 +5,7 @@ A reader takes ``mod_revision`` and ``create_revision`` from the store, so they 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, TypeVar
@@ -330,6 +329,8 @@ class AssignedVersion:
     retiring: bool = False
     # Requests that were resolved before it are not started.
     least_route_revision: int = 0
+    # Of an arm of a split: its part of the KV memory that the arms divide here, relative to the others'.
+    kv_share: int = 0
     # Between two tokens of a stream, by the model's objectives; 0: the worker's own setting.
     itl_target_s: float = 0.0
     # Of the model's traffic when the version was assigned: it is probed with them before it is READY.
@@ -393,16 +394,6 @@ class Worker:
             if (version.deployment, version.version_digest) == (assigned.deployment, assigned.version_digest):
                 return version
         return None
-
-
-def replicas_in(state: VersionState, workers: Iterable[Worker]) -> dict[str, Counter[str]]:
-    """Return the replicas in a state on workers that are not draining, by deployment and version digest."""
-    found: dict[str, Counter[str]] = {}
-    for worker in workers:
-        for version in worker.versions if not worker.draining else ():
-            if version.state is state:
-                found.setdefault(version.deployment, Counter())[version.version_digest] += 1
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,6 +469,8 @@ class VersionRecord:
     digest: str
     size_bytes: int
     create_unix_s: float
+    # See ``core.rollouts.computation``; empty: of a version that was registered without it.
+    computation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

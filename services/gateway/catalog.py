@@ -17,6 +17,7 @@ from typing import Final, Protocol
 import structlog
 
 from services.core.errors import FairwayError, NoWorkerAvailable, Unavailable, VersionGone
+from services.core.fleet import replicas_in
 from services.core.generation import GenerationSpec
 from services.core.limits import Price
 from services.core.records import (
@@ -26,7 +27,6 @@ from services.core.records import (
     Meta,
     VersionState,
     Worker,
-    replicas_in,
 )
 from services.core.rollouts.routes import ModelRoute, SplitCaller, is_drawn
 from services.gateway.splits import ShadowArm, Splits, pin_refused
@@ -236,6 +236,10 @@ class ModelCatalog:
         loaded = self._loaded.get(version_digest)
         known = [size for size in (on_workers, loaded.max_context_tokens if loaded else 0) if size]
         return min(known, default=0)
+
+    def loaded_text_model(self, version_digest: str) -> TextModel | None:
+        """Return what ``text_model`` returns, if it is loaded."""
+        return self._loaded.get(version_digest)
 
     async def text_model(self, version_digest: str) -> TextModel:
         """Return the tokenizer, template and defaults of a version.

@@ -40,6 +40,10 @@ class PoisonGate:
         self._supervisor = supervisor
         self._telemetry = telemetry
 
+    def may_refuse(self, version_digest: str) -> bool:
+        """Whether an input of the version is quarantined."""
+        return self._quarantine.holds(version_digest)
+
     def check(self, spec: GenerationSpec) -> None:
         """Return if the input may run. Raises PoisonedInput. Without an entry of the version nothing is
         hashed."""

@@ -36,7 +36,7 @@ from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import ShadowArm
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
-from services.ports.limiter import Reservation, Spent
+from services.ports.limiter import NO_PRICE, Reservation, Spent
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
 
@@ -209,7 +209,14 @@ def _copies_ports(ports: Ports) -> Ports:
 class Unlimited:
     """A limiter without limits and without state."""
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
+    async def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> Reservation:
         return Reservation(tenant_id, request_id)
 
     async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:

@@ -51,11 +51,22 @@ class Limiter(Protocol):
     its id (resumed after a release) reserves and pays only what is new.
     """
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
+    async def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> Reservation:
         """Count the request against every limit of requests and slots, or against none if one is exceeded.
 
         Raises RequestRateExceeded or ConcurrencyExceeded, with ``retry_after_s``. A repeated request id is
         admitted while it holds its slot, and counts once. Settles a few lapsed reservations of the tenant.
+
+        ``claims`` are those of ``reserve``, where the caller can state them already. They may be reserved in
+        the same step, if all of them fit; the reservation then contains them. Otherwise ``reserve`` decides
+        on them, so that they reject no request here.
         """
 
     async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:

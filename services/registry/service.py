@@ -64,7 +64,7 @@ from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
 from services.ports.text_check import TextCheck
 from services.registry.garbage import Collected, Collector, SweepFence
-from services.registry.verification import VerificationLimiter, verify
+from services.registry.verification import VerificationLimiter, computation_of, verify
 from services.runtime.idempotent_writes import Answer, RequestLog, WriteRequest, WriteSet, fingerprint_of
 
 log = structlog.get_logger()
@@ -132,7 +132,8 @@ class RegistryService:
             await verify(self._blobs, manifest)
             if self._texts is not None and not for_another_engine:
                 await require_servable(self._blobs, manifest, sha256_of(body), self._texts)
-        record = VersionRecord(model, sha256_of(body), manifest.size_bytes, self._clock.unix_s())
+            computation = await computation_of(self._blobs, manifest)
+        record = VersionRecord(model, sha256_of(body), manifest.size_bytes, self._clock.unix_s(), computation)
         for _ in range(_TRIES):
             await self._keep_manifest(record.digest, body)
             conditions = await self._fence.conditions()

@@ -13,6 +13,7 @@ from fairway.formats.contents import Checker, ContentRefused, checker_for
 from services.adapters.threads import in_thread
 from services.core.errors import FailedPrecondition, IntegrityError, InvalidInput, NotFound, Unavailable
 from services.core.manifest import Manifest, ManifestFile
+from services.core.rollouts.computation import GENERATION_CONFIG, computation_digest
 from services.ports.blob_store import BlobStore
 
 PARALLEL: Final = 2
@@ -65,6 +66,17 @@ async def verify(blobs: BlobStore, manifest: Manifest) -> None:
             missing=len(lost),
             first=lost[0],
         )
+
+
+async def computation_of(blobs: BlobStore, manifest: Manifest) -> str:
+    """Return the digest of the computation of a verified version."""
+    content = bytearray()
+    for file in manifest.files:
+        for chunk in file.chunks if file.path == GENERATION_CONFIG else ():
+            async with aclosing(blobs.get(chunk)) as pieces:
+                async for piece in pieces:
+                    content += piece
+    return computation_digest(manifest, bytes(content))
 
 
 class _File:

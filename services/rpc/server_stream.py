@@ -36,3 +36,13 @@ class GrpcServerStream(Generic[In]):
         async for request in self._requests:
             receive(request)
         raise StreamLost("the client ended the stream")
+
+
+async def woken_within(woken: asyncio.Event, timeout_s: float) -> None:
+    """Return when the event is set or after ``timeout_s``, and clear the event."""
+    alarm = asyncio.get_running_loop().call_later(timeout_s, woken.set)
+    try:
+        await woken.wait()
+    finally:
+        alarm.cancel()
+    woken.clear()

@@ -30,7 +30,7 @@ from services.rpc.convert.scheduler import (
     slots_from_proto,
     tenant_slots_to_proto,
 )
-from services.rpc.server_stream import GrpcServerStream
+from services.rpc.server_stream import GrpcServerStream, woken_within
 from services.scheduler.service import SchedulerService
 
 log = structlog.get_logger()
@@ -139,7 +139,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 await stream.write(scheduler_pb2.ConnectResponse(leadership=leader, pressures=pressures))
                 beat_s = self._clock.monotonic_s()
                 continue
-            await _wait(woken, due_s)
+            await woken_within(woken, due_s)
             while (frame := placements.take()) is not None:
                 message = frame_to_proto(frame)
                 if frame.pressures is not None:
@@ -154,7 +154,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Write answers, each for several reports, and heartbeats."""
         answered = 0
         while True:
-            await _wait(woken, self._heartbeat_s)
+            await woken_within(woken, self._heartbeat_s)
             answer = reports.take() or ReportAnswer(reports.epoch, answered)
             answered = answer.report
             await stream.write(self._answer(answer))
@@ -238,14 +238,3 @@ class _Reports:
             raise InvalidInput(text, field="report")
         self._expected += 1
         self._reports.report(message.report, report_from_proto(message))
-
-
-async def _wait(woken: asyncio.Event, timeout_s: float) -> None:
-    """Return when the event is set or after ``timeout_s``, and clear the event; pending data stays in the
-    stream."""
-    alarm = asyncio.get_running_loop().call_later(timeout_s, woken.set)
-    try:
-        await woken.wait()
-    finally:
-        alarm.cancel()
-    woken.clear()

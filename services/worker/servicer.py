@@ -20,11 +20,13 @@ from services.rpc.bounded_writes import send_headers
 from services.rpc.convert.rows import row_from_proto
 from services.rpc.convert.times import seconds_of
 from services.rpc.convert.worker import frame_to_proto, start_from_proto, version_to_proto
-from services.rpc.server_stream import GrpcServerStream
+from services.rpc.server_stream import GrpcServerStream, woken_within
 from services.worker.agent.agent import WorkerStatus
 
 log = structlog.get_logger()
 HEARTBEAT_S: Final = 1.0
+# How long an acceptance waits for its first tokens, which would otherwise wait for its write.
+ACCEPTED_S: Final = 0.002
 HEARTBEAT: Final = worker_pb2.ExecuteResponse(heartbeat=worker_pb2.ExecuteResponse.Heartbeat())
 
 
@@ -127,6 +129,8 @@ class _Writer:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            if self._sequences.only_accepted:
+                await woken_within(self._wake, ACCEPTED_S)
             while (frame := self._sequences.take()) is not None:
                 self._silent = False
                 await self._stream.write(frame_to_proto(frame))

@@ -128,6 +128,9 @@ class SimFiles:
     async def kind(self) -> str:
         return "causal-lm"
 
+    async def computation(self, folder: Path) -> str:
+        return ""
+
     async def vocabulary(self, folder: Path) -> Vocabulary:
         return self._vocabulary
 

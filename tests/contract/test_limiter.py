@@ -355,3 +355,32 @@ async def test_a_rejection_states_what_its_rates_have_left(limiter: AnyLimiter, 
         await limiter.take(tenant, [Claim(output, 50), Claim(tokens, 5500)])
     assert taken.value.token_rate is not None
     assert taken.value.token_rate.limit == 6000
+
+
+async def test_an_admission_reserves_what_it_is_given_or_leaves_it_to_reserve(
+    limiter: AnyLimiter, tenant: str
+) -> None:
+    most, rate = limits(60, 3), Limit(LimitKind.TOKENS, 6000)
+    held = await limiter.admit(tenant, "r1", most, [Claim(rate, 5000)], PRICE)
+    assert held.claims == (Claim(most[1]), Claim(rate, 5000))
+    assert await limiter.reserve(held, [Claim(rate, 5000)], PRICE) is held
+    assert (held.request_rate, held.token_rate) != (None, None)
+    assert held.token_rate is not None
+    assert held.token_rate.remaining == 1000
+    assert (await limiter.admit(tenant, "r1", most, [Claim(rate, 5000)], PRICE)).claims == held.claims
+    for number, tokens in ((2, 2000), (3, 9000)):  # has no room now, never fits
+        left = await limiter.admit(tenant, f"r{number}", most, [Claim(rate, tokens)], PRICE)
+        assert left.claims == (Claim(most[1]),)
+        assert left.request_rate is not None
+        assert left.request_rate.remaining == 60 - number, "it is counted like any other"
+        with pytest.raises(TokenRateExceeded):
+            await limiter.reserve(left, [Claim(rate, tokens)], PRICE)
+        await limiter.settle(left, NOTHING)
+    await limiter.settle(held, Usage(10, 20))
+    last = await limiter.admit(tenant, "r4", most, [Claim(rate, 5900)], PRICE)
+    assert last.token_rate is not None, "the settlement replaced the claim by the use"
+    assert await limiter.concurrency(tenant) == 1
+    full = [await limiter.admit(tenant, f"f{number}", most) for number in range(2)]
+    with pytest.raises(ConcurrencyExceeded):
+        await limiter.admit(tenant, "r5", most, [Claim(rate, 1)], PRICE)
+    assert len(full) == 2

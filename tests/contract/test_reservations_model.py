@@ -113,12 +113,15 @@ class Lives(RuleBasedStateMachine):
             self.run(self.raw.aclose())
         self.runner.close()
 
-    @rule(number=IDS, extra=st.integers(0, 30))
-    def begin(self, number: int, extra: int) -> None:
-        """A new request, one that is resumed, or one that another gateway takes over."""
+    @rule(number=IDS, extra=st.integers(0, 30), at_once=st.booleans())
+    def begin(self, number: int, extra: int, at_once: bool) -> None:
+        """A new request, one that is resumed, or one that another gateway takes over.
+
+        ``at_once``: the claims come with the admission.
+        """
         life, request_id = self.lives[number], f"r{number}"
         claims = [Claim(TENANT, WORST + extra), Claim(KEYS[number % 2], WORST + extra)]
-        slot = self.run(self.limiter.admit(self.tenant, request_id, ()))
+        slot = self.run(self.limiter.admit(self.tenant, request_id, (), claims if at_once else (), PRICE))
         running = life.state == "running"
         if not running:  # an admission settles lapsed requests, a repeated one does not
             self._lapsed_are_settled()

@@ -41,6 +41,7 @@ from services.worker.servicer import WorkerServicer
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
+from services.worker.streams.served_versions import ServedVersion
 from services.worker.text.detokenizer import ByteLevelVocabulary, byte_of_char
 from simulator.kernel.links.streams import SimStreams
 from tests.support.simulated import Check, World, checks_of, serve_sequences, simulate
@@ -148,12 +149,12 @@ def new_host(clock: Clock, sent: list[wire.Command]) -> tuple[SequenceHost, Sequ
     host = SequenceHost(changed=lambda: None)
     host.grants.registered(5)
     table = SequenceTable(
-        DIGEST,
+        ServedVersion(DIGEST),
         limits=PoolLimits(kv_blocks_total=64, block_size=16, max_model_len=1000, max_sequences=64),
         vocabulary=ByteLevelVocabulary(tokenizer),
         send=send,
         clock=clock,
-        charges=UsageAccounting(DIGEST, host.tally),
+        charges=UsageAccounting(host.tally),
         changed=host.note_change,
     )
     host.add(table)

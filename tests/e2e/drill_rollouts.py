@@ -6,10 +6,11 @@ another length and one that crashes on some prompts must be rolled back without 
 are shortened. ``--runs N``: per kind; ``--kinds a,b``: only these.
 
 Measured: ``actuation_s``, from an abort until the last new request of the aborted version began;
-``rollback_s``, from a rollback until its last request ended. ``ab_memory_ratio``: the device memory of an A/B
-test of two versions with equal weights, over that of one version; null where it was not measured. The last
-line is ``RESULT {json}``. The drill fails where a kind ended otherwise, an abort took more than 5 s or a
-rollback more than 60 s.
+``rollback_s``, from a rollback until its last request ended; ``ab_memory_ratio``, the memory of an A/B test
+of two versions with equal weights on one worker, over that of one version (``arms_memory``; kind ``memory``).
+What was not measured is null. The last line is ``RESULT {json}``. The drill fails where a kind ended
+otherwise, an abort took more than 5 s, a rollback more than 60 s, or the memory is more than 1.1 times that
+of one version.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from fairway.client import AdminClient
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
+from tests.e2e.arms_memory import measure
 from tests.support.faulty_versions import CRASHING_ID, VersionFault, write_version
 from tests.support.stack import ROOT, Stack, fairway, metadata
 from tests.support.updating import admin_of
@@ -43,8 +45,9 @@ NAME: Final = "drill"
 SESSIONS: Final = 600
 TOKENS: Final = 10
 LONGEST_S: Final = 240.0
-# What an abort, and a rollback as a whole, may take.
-LARGEST_S: Final = {"actuation_p95_s": 5.0, "rollback_p95_s": 60.0}
+# What an abort and a rollback as a whole may take, in seconds, and an A/B test of what one version takes.
+LARGEST: Final = {"actuation_p95_s": 5.0, "rollback_p95_s": 60.0, "ab_memory_ratio": 1.1}
+MEMORY: Final = "memory"
 # At a third, a replica of the candidate has the traffic of each of the two stable ones: the cost counts.
 STEPS: Final = (0.1, 0.34, 1.0)
 SETTINGS: Final = {
@@ -255,12 +258,22 @@ def run_installation(installation: Installation, kinds: list[VersionFault], runs
         return asyncio.run(drill(stack, Path(folder), kinds, runs, installation.clients))
 
 
+def measure_memory() -> float:
+    with (
+        tempfile.TemporaryDirectory(prefix="fairway-arms-") as folder,
+        Stack.started(Path(folder) / "state", workers=1, replicas=1, options=["--no-model"]) as stack,
+    ):
+        return asyncio.run(measure(stack, Path(folder)))["same"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="drill_rollouts")
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--kinds", default=",".join(VersionFault))
+    parser.add_argument("--kinds", default=",".join([MEMORY, *VersionFault]))
     arguments = parser.parse_args()
-    kinds = {VersionFault(kind) for kind in arguments.kinds.split(",")}
+    named = arguments.kinds.split(",")
+    kinds = {VersionFault(kind) for kind in named if kind != MEMORY}
+    memory_ratio = round(measure_memory(), 3) if MEMORY in named else None
     found: list[Run] = []
     for installation in INSTALLATIONS:
         wanted = [kind for kind in installation.kinds if kind in kinds]
@@ -275,7 +288,7 @@ def main() -> int:
         "bad_rolled_back_ratio": _ratio(bad),
         "actuation_p95_s": round(quantile(actuations, 0.95), 3) if actuations else None,
         "rollback_p95_s": round(quantile(rollbacks, 0.95), 3) if rollbacks else None,
-        "ab_memory_ratio": None,
+        "ab_memory_ratio": memory_ratio,
     }
     failures = failures_of(result)
     for failure in failures:
@@ -292,9 +305,9 @@ def failures_of(result: Mapping[str, float | None]) -> list[str]:
         if (value := result[name]) is not None and value < 1.0
     ]
     return missed + [
-        f"{name} is {value}, above {most_s:g}"
-        for name, most_s in LARGEST_S.items()
-        if (value := result[name]) is not None and value > most_s
+        f"{name} is {value}, above {most:g}"
+        for name, most in LARGEST.items()
+        if (value := result[name]) is not None and value > most
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Price
-from services.ports.limiter import Limiter, Reservation
+from services.ports.limiter import NO_PRICE, Limiter, Reservation
 
 # A month's cost is prompt + 10^4 * cached + 10^8 * output tokens.
 METER: Final = Limit(LimitKind.MONTH_MICROS, 10**15)
@@ -46,7 +46,14 @@ class MeteredLimiter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
+    async def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> Reservation:
         return await admit_metered(self._inner, tenant_id, request_id, limits)
 
     async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:

@@ -38,6 +38,7 @@ class UsageRecords:
         return await self._service.pages(
             "ListUsage",
             "records",
+            quick=False,  # a standby waits for a leader, which reads the ledger
             limit=limit,
             timeout_s=timeout_s,
             tenant=tenant,

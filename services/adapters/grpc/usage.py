@@ -13,7 +13,7 @@ from services.adapters.links.scheduler_directory import LeaderDirectory
 from services.ports.clock import Clock
 
 REPORT_S: Final = 15.0
-LIST_S: Final = 15.0
+LIST_S: Final = 15.0  # a client's attempt lasts as long, so that a change of the leader may pass
 
 
 class GrpcUsage(LeaderCalls):

@@ -65,14 +65,20 @@ ReportLinks: TypeAlias = LeaderLinks[ReportLink]
 
 @dataclass(frozen=True, slots=True)
 class ReporterSettings:
-    """``max_unanswered``: reports in flight; beyond it none is sent, since a later one contains more.
-    ``answer_s``: a leader that sends heartbeats but no answer for this long counts as unresponsive."""
-
+    # Seconds between two reports.
     gap_s: float = 0.02
+    # The same while requests may wait for room.
     tight_gap_s: float = 0.004
+    # How long a change of an idle worker waits, so that the first tokens of a sequence go before the report
+    # of its start; where requests may wait for room, a change waits for nothing.
+    lag_s: float = 0.003
+    # The longest time without a report.
     beat_s: float = 1.0
+    # Reports in flight; beyond it none is sent, since a later one contains more.
     max_unanswered: int = 64
+    # A leader that sends heartbeats but no answer for this long counts as unresponsive.
     answer_s: float = 4.0
+    # Between attempts to reach a leader.
     backoff: Backoff = _BACKOFF
 
 
@@ -251,6 +257,8 @@ class Reporter:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(settings.beat_s):
                     await self._changed.wait()
+                if not self._tight:
+                    await self._clock.sleep(settings.lag_s)
         while self._deltas.unconfirmed >= settings.max_unanswered:
             self._answered.clear()
             await self._answered.wait()  # ends with the link: its reader waits for a bounded time

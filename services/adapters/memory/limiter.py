@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Final
@@ -23,6 +24,7 @@ from services.adapters.quotas.quota import (
     unclaimed,
     used_of,
 )
+from services.core.errors import OverQuota
 from services.core.generation import Usage
 from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Price, RateState, Scope
 from services.ports.clock import Clock
@@ -122,7 +124,14 @@ class MemoryLimiter:
         self._settled_keep_us = round(settled_keep_s * 1e6)
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
+    async def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> Reservation:
         tenant, now_us = self._tenant(tenant_id), self._now_us()
         held = tenant.records.get(request_id)
         if held is not None and held.state is _State.RUNNING:
@@ -133,23 +142,26 @@ class MemoryLimiter:
                     tenant_id, request_id, self._local, held.claims, held.price, held.admitted_us
                 )
             self._lapse(tenant, request_id, held)
-        claims = limited(Claim(limit) for limit in limits)
-        slots = tuple(claim for claim in claims if claim.limit.kind is LimitKind.CONCURRENCY)
+        due = limited(Claim(limit) for limit in limits)
+        slots = tuple(claim for claim in due if claim.limit.kind is LimitKind.CONCURRENCY)
         admitted_us = 0 if self._local else round(self._clock.unix_s() * 1e6)
         record = _Record(_State.LAPSED, admitted_us)
-        if (over := self._first_over(tenant, record, claims)) is not None:
-            raise rejection(*over, self._rates(tenant, claims))
+        if (over := self._first_over(tenant, record, due)) is not None:
+            raise rejection(*over, self._rates(tenant, due))
         times = self._times(record.admitted_us)
         rates = [
             rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, claim.amount, times))
-            for claim in claims
+            for claim in due
             if claim.limit.kind is LimitKind.REQUESTS
         ]
         self._begin(tenant, request_id, record, slots, NO_PRICE)
         self._settle_lapsed(tenant, LAPSED_AT_ONCE)
-        return Reservation(
+        admitted = Reservation(
             tenant_id, request_id, self._local, slots, admitted_us=admitted_us, request_rate=tightest(rates)
         )
+        with suppress(OverQuota):
+            return await self.reserve(admitted, claims, price) if claims else admitted
+        return admitted
 
     async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         claims = limited(unclaimed(reservation, claims))

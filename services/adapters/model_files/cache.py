@@ -31,6 +31,7 @@ from services.adapters.model_files.folders import ModelFolders, chunks_are_good
 from services.adapters.threads import in_thread
 from services.core.errors import FailedPrecondition, IntegrityError, NotFound, StoreUnavailable
 from services.core.manifest import Manifest, ManifestFile, canonical_json, is_digest, parse, sha256_of
+from services.core.rollouts.computation import computation_digest
 from services.ports.clock import Clock
 from services.ports.registry import VersionSource
 
@@ -48,9 +49,12 @@ _OWNED: Final = "the folder of model files is owned by another process: give eac
 
 @dataclass(slots=True)
 class _Kept:
-    """A complete folder. ``use`` orders folders by last use; ``checked``: verified in this process."""
+    """A complete folder. ``use`` orders folders by last use; ``checked``: verified in this process.
 
-    size_bytes: int
+    ``inodes``: the sizes of its files, which other folders may share.
+    """
+
+    inodes: dict[int, int]
     use: int
     pins: int = 0
     checked: bool = False
@@ -89,6 +93,7 @@ class ModelFiles:
         self._kept: dict[str, _Kept] = {}
         self._turns: dict[str, _Turn] = {}
         self._reserved: dict[str, int] = {}
+        self._linked: dict[str, dict[int, int]] = {}  # by folder being fetched: sizes of its links, by inode
         self._uses = 0
         self._opened = False
         self._room = asyncio.Lock()
@@ -143,6 +148,10 @@ class ModelFiles:
         """Return the kind that the manifest states. Raises as ``fetch`` does."""
         return (await self._manifest_of(model, digest)).kind
 
+    async def computation(self, model: str, digest: str, *, generation_config: bytes) -> str:
+        """Return the digest of the version's computation. Raises as ``fetch`` does."""
+        return computation_digest(await self._manifest_of(model, digest), generation_config)
+
     async def _manifest_of(self, model: str, digest: str) -> Manifest:
         try:
             await self._open()
@@ -165,8 +174,11 @@ class ModelFiles:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the complete folders and of those being fetched."""
-        return sum(kept.size_bytes for kept in self._kept.values()) + sum(self._reserved.values())
+        """Bytes of the complete folders, what they share once, and of the files being fetched."""
+        inodes: dict[int, int] = {}
+        for one in (*(kept.inodes for kept in self._kept.values()), *self._linked.values()):
+            inodes |= one
+        return sum(inodes.values()) + sum(self._reserved.values())
 
     def check_integrity(self) -> None:
         assert self.kept_bytes <= self._max_bytes, "more is kept than the bound allows"
@@ -184,7 +196,7 @@ class ModelFiles:
             found = await in_thread(self._folders.open)
             for name, _ in sorted(found.items(), key=lambda item: item[1]):
                 self._uses += 1
-                self._kept[name] = _Kept(await in_thread(self._folders.size_bytes, name), self._uses)
+                self._kept[name] = _Kept(await in_thread(self._folders.inodes, name), self._uses)
             self._opened = True
 
     async def _manifest(self, model: str, digest: str) -> Manifest:
@@ -249,10 +261,31 @@ class ModelFiles:
 
     async def _download(self, name: str, files: Sequence[ManifestFile], progress: Progress) -> None:
         total = sum(file.size_bytes for file in files)
-        await self._make_room(name, total)
+        self._require_bound(total)
+        meter, linked = _Meter(total, progress), self._linked.setdefault(name, {})
         try:
-            meter = _Meter(total, progress)
-            for file in files:
+            missing = [file for file in files if not await self._link(name, file, meter, linked)]
+            await self._fetch_missing(name, files, missing, meter)
+        finally:
+            del self._linked[name]
+        log.info("model_folder.completed", folder=name, size_bytes=total, linked=len(files) - len(missing))
+
+    async def _link(self, name: str, file: ManifestFile, meter: _Meter, linked: dict[int, int]) -> bool:
+        """Link the file to an equal one that is here, and count it: the other may be evicted meanwhile."""
+        inode = await in_thread(self._folders.link_twin, name, file)
+        if not inode:
+            return False
+        linked[inode] = file.size_bytes
+        meter.add(file.size_bytes)
+        return True
+
+    async def _fetch_missing(
+        self, name: str, files: Sequence[ManifestFile], missing: Sequence[ManifestFile], meter: _Meter
+    ) -> None:
+        """Fetch what no folder has; complete the folder."""
+        await self._make_room(name, sum(file.size_bytes for file in missing))
+        try:
+            for file in missing:
                 await self._fetch_file(name, file, meter)
             try:
                 await in_thread(self._folders.promote, name, files)
@@ -260,14 +293,13 @@ class ModelFiles:
                 # The caller was cancelled after the rename: the folder exists and counts.
                 if self._folders.ready(name).exists():
                     self._uses += 1
-                    self._kept[name] = _Kept(total, self._uses, checked=True)
+                    self._kept[name] = _Kept(self._folders.inodes(name), self._uses, checked=True)
         except OSError:
             # On a full disk no partial file stays. After a kill or a lost connection, verified chunks do.
             await in_thread(self._folders.drop_partial, name)
             raise
         finally:
             del self._reserved[name]
-        log.info("model_folder.completed", folder=name, size_bytes=total)
 
     async def _fetch_file(self, name: str, file: ManifestFile, meter: _Meter) -> None:
         path = await in_thread(self._folders.begin_file, name, file)
@@ -286,8 +318,8 @@ class ModelFiles:
         if "sha256:" + whole.hexdigest() != file.digest:
             raise IntegrityError(f"the chunks of {file.path} are not the file {file.digest}", path=file.path)
 
-    async def _make_room(self, name: str, size_bytes: int) -> None:
-        """Reserve the size, evicting the least recently used folders. Raises when it can never fit."""
+    def _require_bound(self, size_bytes: int) -> None:
+        """Raise FailedPrecondition for a version that can never fit."""
         if size_bytes > self._max_bytes:
             raise FailedPrecondition(
                 f"the version has {size_bytes} bytes; the cache of model files holds {self._max_bytes}: "
@@ -295,6 +327,9 @@ class ModelFiles:
                 size_bytes=size_bytes,
                 max_bytes=self._max_bytes,
             )
+
+    async def _make_room(self, name: str, size_bytes: int) -> None:
+        """Reserve the size, evicting the least recently used folders."""
         async with self._room:
             while self.kept_bytes + size_bytes > self._max_bytes:
                 await self._evict_one(size_bytes)

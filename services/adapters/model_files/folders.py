@@ -5,6 +5,7 @@
     root/partial/<folder>/<path>   files being fetched; only verified chunks are ever appended
     root/ready/<folder>/<path>     complete: a folder is renamed here at the end, never written again
 
+Equal files of two folders are one on the disk: a hard link. No file with another link is written to.
 A folder's name is the version's hex digest, plus a hash of the selected paths if only some were selected.
 Every function may raise OSError; the caller turns it into a domain error.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import os
 import shutil
 import threading
@@ -80,8 +82,29 @@ class ModelFolders:
         entries = sorted((entry.stat().st_mtime, entry.name) for entry in (self._root / "partial").iterdir())
         return [name for _, name in entries]
 
-    def size_bytes(self, folder: str) -> int:
-        return sum(path.stat().st_size for path in self.ready(folder).rglob("*") if path.is_file())
+    def inodes(self, folder: str) -> dict[int, int]:
+        """Return the sizes of a complete folder's files by inode: what folders share has one."""
+        stats = [path.stat() for path in self.ready(folder).rglob("*") if path.is_file()]
+        return {stat.st_ino: stat.st_size for stat in stats}
+
+    def link_twin(self, folder: str, file: ManifestFile) -> int:
+        """Make the partial file a link to an equal file of a complete folder, every chunk of which is good.
+
+        Return its inode, 0 where there is none.
+        """
+        path = self.partial(folder) / file.path
+        for other in sorted((self._root / "ready").iterdir()):
+            twin = other / file.path
+            try:
+                if not is_equal(twin, file):
+                    continue
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)
+                os.link(twin, path)
+            except OSError:  # it was evicted meanwhile, or the disk has no links
+                continue
+            return path.stat().st_ino
+        return 0
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self._root).free
@@ -149,9 +172,11 @@ class ModelFolders:
         shutil.rmtree(self.partial(folder), ignore_errors=True)
 
     def begin_file(self, folder: str, file: ManifestFile) -> Path:
-        """Return the path of a partial file, which exists and is no longer than the file's size."""
+        """Return the path of a partial file, which exists, and which no other folder has."""
         path = self.partial(folder) / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_nlink > 1:
+            path.unlink()
         path.touch()
         return path
 
@@ -170,6 +195,18 @@ def chunk_is_good(path: Path, file: ManifestFile, index: int, whole: Hash | None
     if whole is not None:
         whole.update(data)
     return True
+
+
+def is_equal(path: Path, file: ManifestFile) -> bool:
+    """Return whether a file has these bytes. Raises OSError."""
+    try:
+        if not file.size_bytes or path.stat().st_size != file.size_bytes:
+            return False
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    whole = hashlib.sha256()
+    good = all(chunk_is_good(path, file, index, whole) for index in range(len(file.chunks)))
+    return good and "sha256:" + whole.hexdigest() == file.digest
 
 
 def append_chunk(path: Path, index: int, data: bytes, whole: Hash) -> None:

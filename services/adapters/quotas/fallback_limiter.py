@@ -20,7 +20,7 @@ from services.core.errors import (
 from services.core.generation import Usage
 from services.core.limits import BUDGETS, Claim, Limit, LimitKind, Price
 from services.ports.clock import Clock
-from services.ports.limiter import Limiter, Reservation, Spent
+from services.ports.limiter import NO_PRICE, Limiter, Reservation, Spent
 
 log = structlog.get_logger()
 _MAX_UNSETTLED: Final = 100_000
@@ -92,10 +92,17 @@ class FallbackLimiter:
         if self._unsettled:
             self._waiting.set()
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
+    async def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> Reservation:
         self._require_room(tenant_id)
         try:
-            return await self._admit_shared(tenant_id, request_id, limits)
+            return await self._admit_shared(tenant_id, request_id, limits, claims, price)
         except StoreUnavailable as error:
             self._on_store_failure("admit", error)
             shares = self._without_store(limits)
@@ -180,16 +187,23 @@ class FallbackLimiter:
         """Number of settlements that wait for the store; ``renew`` and ``settle_forever`` retry them."""
         return len(self._unsettled)
 
-    async def _admit_shared(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
+    async def _admit_shared(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim],
+        price: Price,
+    ) -> Reservation:
         """Admit in the shared store. If it rejects, release the slots of ended requests and try again."""
         try:
-            return await self._primary.admit(tenant_id, request_id, limits)
+            return await self._primary.admit(tenant_id, request_id, limits, claims, price)
         except ConcurrencyExceeded:
             if not self._unsettled:
                 raise
         async with self._settling:
             await self._settle_kept()
-        return await self._primary.admit(tenant_id, request_id, limits)
+        return await self._primary.admit(tenant_id, request_id, limits, claims, price)
 
     async def _settle_kept(self) -> None:
         """Try every waiting settlement once. A failed one moves behind the rest, so that it blocks none.

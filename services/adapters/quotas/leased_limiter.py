@@ -12,7 +12,7 @@ from services.core.errors import OverQuota
 from services.core.generation import Usage
 from services.core.limits import TOKEN_RATES, Claim, Limit, Price
 from services.ports.clock import Clock
-from services.ports.limiter import Limiter, Reservation, Spent
+from services.ports.limiter import NO_PRICE, Limiter, Reservation, Spent
 
 _MAX_TENANTS: Final = 10_000
 # Leased requests without a settlement here: those that run, and those that end with an idempotency record.
@@ -77,16 +77,23 @@ class LeasedLimiter:
         """How many leased requests are not settled here."""
         return len(self._leased)
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
-        claims = _leasable(limits)
-        if not claims:
-            return await self._inner.admit(tenant_id, request_id, limits)
+    async def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> Reservation:
+        rates = _leasable(limits)
+        if not rates:
+            return await self._inner.admit(tenant_id, request_id, limits, claims, price)
         tenant, now_s = self._tenant(tenant_id), self._clock.monotonic_s()
-        tenant.observe(now_s, claims, decision=True)
+        tenant.observe(now_s, rates, decision=True)
         if not tenant.hot and tenant.empty:
-            return await self._inner.admit(tenant_id, request_id, limits)
-        if not tenant.take(claims, now_s):
-            await self._refill(tenant_id, tenant, claims)
+            return await self._inner.admit(tenant_id, request_id, limits, claims, price)
+        if not tenant.take(rates, now_s):
+            await self._refill(tenant_id, tenant, rates)
         self._leased[request_id] = ()
         if len(self._leased) > _MAX_LEASED:
             self._leased.popitem(last=False)

@@ -9,7 +9,7 @@ from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Price
 from services.ports.clock import Clock
-from services.ports.limiter import Limiter, Reservation, Spent
+from services.ports.limiter import NO_PRICE, Limiter, Reservation, Spent
 from services.runtime.telemetry.metrics import SHORT_S, Metrics
 
 T = TypeVar("T")
@@ -65,8 +65,15 @@ class ObservedLimiter:
     def decided_without_store(self, kind: LimitKind, admitted: bool) -> None:
         self._outages.add(kind.value, "open" if admitted else "closed")
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
-        return await self._timed("admit", self._inner.admit(tenant_id, request_id, limits))
+    async def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> Reservation:
+        return await self._timed("admit", self._inner.admit(tenant_id, request_id, limits, claims, price))
 
     async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         return await self._timed("reserve", self._inner.reserve(reservation, claims, price))

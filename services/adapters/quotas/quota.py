@@ -50,6 +50,12 @@ def limited(claims: Iterable[Claim]) -> tuple[Claim, ...]:
     return found
 
 
+def fitting(claims: Sequence[Claim]) -> tuple[Claim, ...]:
+    """Return the claims on a limit; none of them if one never fits."""
+    found = tuple(claim for claim in claims if claim.limit.limit > 0)
+    return found if all(claim.amount <= most(claim.limit) for claim in found) else ()
+
+
 def unclaimed(reservation: Reservation, claims: Iterable[Claim]) -> list[Claim]:
     """Return the claims on limits that the reservation, admitted again while it runs, does not claim yet."""
     claimed = {(held.limit.kind, held.limit.scope, held.limit.name) for held in reservation.claims}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from services.adapters.quotas.quota import (
     LAPSED_AT_ONCE,
     LAPSED_BATCH,
     SETTLED_KEEP_S,
+    fitting,
     limited,
     most,
     rate_state,
@@ -45,7 +46,7 @@ from services.core.errors import OverQuota, RequestRateExceeded, StoreUnavailabl
 from services.core.generation import Usage
 from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Price, RateState
 from services.ports.clock import Clock
-from services.ports.limiter import Reservation, Spent
+from services.ports.limiter import NO_PRICE, Reservation, Spent
 
 # A Redis that syncs every write answers no call during the sync: a third of a second on a busy disk. A limit
 # that fails open during a sync would not be exact.
@@ -105,7 +106,14 @@ class RedisLimiter:
         """Return once Redis responded and has the scripts. Raises StoreUnavailable."""
         await self._scripts.connect()
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
+    async def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> Reservation:
         if self._admitting[tenant_id] >= MAX_ADMITTING:
             raise RequestRateExceeded(
                 f"{MAX_ADMITTING} requests of this tenant wait to be admitted here, the most that may",
@@ -114,7 +122,8 @@ class RedisLimiter:
             )
         self._admitting[tenant_id] += 1
         try:
-            return await self._admit(tenant_id, request_id, limited(Claim(limit) for limit in limits))
+            due = limited(Claim(limit) for limit in limits)
+            return await self._admit(tenant_id, request_id, due, fitting(claims), price)
         finally:
             self._admitting[tenant_id] -= 1
             if not self._admitting[tenant_id]:
@@ -134,9 +143,7 @@ class RedisLimiter:
             if not (answer[3] and await self._settle_requests(reservation.tenant_id, answer[3])):
                 raise _rejected(wanted.claims, answer[1:])
         rates = _rates(wanted.claims, answer[2])
-        return replace(
-            wanted, token_rate=tightest(state for limit, state in rates if limit.kind in TOKEN_RATES)
-        )
+        return replace(wanted, token_rate=_tightest_of(rates, TOKEN_RATES))
 
     async def spend(self, tenant_id: str, per_minute: int) -> None:
         limit = Limit(LimitKind.REQUESTS, per_minute)
@@ -202,20 +209,36 @@ class RedisLimiter:
 
     # --- the scripts -------------------------------------------------------------------------------
 
-    async def _admit(self, tenant_id: str, request_id: str, claims: tuple[Claim, ...]) -> Reservation:
+    async def _admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        claims: tuple[Claim, ...],
+        more: tuple[Claim, ...],
+        price: Price,
+    ) -> Reservation:
+        """``more`` are claims that ``reserve`` decides on, unless all of them fit now."""
         slots = tuple(claim for claim in claims if claim.limit.kind is LimitKind.CONCURRENCY)
-        wanted = Reservation(tenant_id, request_id, claims=slots)
+        wanted = Reservation(tenant_id, request_id, claims=slots + more, price=price)
         for _ in range(_ATTEMPTS):
-            answer = await self._call_reserve("admit", wanted, claims, 0)
+            answer = await self._call_reserve("admit", wanted, claims + more, 0)
             match answer[0]:
                 case b"held":
                     return decoded(replace(wanted, admitted_us=answer[1]), answer[2])
+                case b"over" if answer[1] > len(claims):
+                    more, wanted = (), Reservation(tenant_id, request_id, claims=slots)
+                    continue
                 case b"over":
-                    raise _rejected(claims, answer[1:])
+                    raise _rejected(claims + more, answer[1:])
                 case b"ok":
                     await self._settle_few(tenant_id, answer[3])
-                    rate = tightest(state for _, state in _rates(claims, answer[2]))
-                    return replace(wanted, admitted_us=answer[1], request_rate=rate)
+                    rates = _rates(claims + more, answer[2])
+                    return replace(
+                        wanted,
+                        admitted_us=answer[1],
+                        request_rate=_tightest_of(rates, (LimitKind.REQUESTS,)),
+                        token_rate=_tightest_of(rates, TOKEN_RATES),
+                    )
             await self._settle_recorded("lapse", tenant_id, request_id, _NOTHING)
         raise StoreUnavailable("the request's earlier admission changes all the time", retry_after_s=1.0)
 
@@ -308,3 +331,7 @@ def _rates(claims: Sequence[Claim], units: Sequence[int]) -> list[tuple[Limit, R
         for claim, used in zip(claims, units, strict=True)
         if used >= 0
     ]
+
+
+def _tightest_of(rates: Sequence[tuple[Limit, RateState]], kinds: Collection[LimitKind]) -> RateState | None:
+    return tightest(state for limit, state in rates if limit.kind in kinds)

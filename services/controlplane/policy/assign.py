@@ -24,7 +24,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from services.controlplane.policy.host import Host, arm_deployment, base_name, hosts_of
+from services.controlplane.policy.host import (
+    Host,
+    arm_deployment,
+    base_name,
+    hosts_of,
+    kv_share_of,
+)
 from services.controlplane.policy.memory import no_memory
 from services.controlplane.policy.terms import NO_TERMS, ServingTerms
 from services.controlplane.policy.update import free_memory_for_update, retire_previous
@@ -62,6 +68,7 @@ class Unplaced:
 Action = PutAssignment | DropAssignment | Unplaced
 _MEASURED: Final[Mapping[str, int]] = {}
 _NONE: Final[Mapping[str, ServingTerms]] = {}
+_UNKNOWN: Final[Mapping[str, str]] = {}
 
 
 def plan(
@@ -72,17 +79,19 @@ def plan(
     routes: Sequence[RevisedRoute] = (),
     *,
     estimates: Mapping[str, int] = _MEASURED,
+    engines: Mapping[str, str] = _UNKNOWN,
     terms: Mapping[str, ServingTerms] = _NONE,
 ) -> tuple[Action, ...]:
     """Return the actions that move ``assignments`` towards the deployments' replicas. Deterministic.
 
-    ``workers`` are the live ones. ``estimates``: the memory of versions that none has measured. ``terms``: by
-    deployment. After the actions are applied, another plan writes nothing until a state changes. Higher
-    priority is placed first, then by name; no worker gets two replicas of one version.
+    ``workers`` are the live ones. ``estimates``: the memory of versions that none has measured. ``engines``:
+    by version, what it computes: versions with the same share the memory of one. ``terms``: by deployment.
+    After the actions are applied, another plan writes nothing until a state changes. Higher priority is
+    placed first, then by name; no worker gets two replicas of one version.
     """
     splits = {one.route.deployment: one for one in routes}
     arms = [arm for deployment in deployments for arm in _arms(deployment, splits.get(deployment.meta.name))]
-    hosts = hosts_of([*deployments, *arms], workers, nodes, assignments, estimates)
+    hosts = hosts_of([*deployments, *arms], workers, nodes, assignments, estimates, engines)
     wanted = {deployment.meta.name: deployment for deployment in (*deployments, *arms)}
     _drop_unwanted(hosts, wanted)
     unplaced: list[Unplaced] = []
@@ -142,6 +151,8 @@ def _settle(
     name = deployment.meta.name
     version = terms.of(_version_of(deployment))
     is_arm = name != version.deployment
+    route = None if split is None else split.route
+    version = replace(version, kv_share=kv_share_of(route, version.version_digest))
     if not is_arm:
         retire_previous(deployment, version, hosts, split)
     for host in hosts:
@@ -229,12 +240,12 @@ def _choose(
 ) -> Host | tuple[tuple[str, str], ...]:
     """Return the eligible worker in the zone with the fewest replicas, then the least loaded.
 
-    A worker that has to evict a lower priority is the last choice. ``alone``: none with another version of
-    the deployment is eligible.
+    First come workers whose engine the version joins; last, those that have to evict a lower priority.
+    ``alone``: none with another version of the deployment is eligible.
     """
     version = _version_of(deployment)
     rejected: list[tuple[str, str]] = []
-    ranking: list[tuple[bool, int, int, str]] = []
+    ranking: list[tuple[bool, bool, int, int, str]] = []
     by_id: dict[str, Host] = {}
     for host in hosts:
         if not host.live:
@@ -253,8 +264,9 @@ def _choose(
             rejected.append((worker_id, why))
             continue
         by_id[worker_id] = host
-        ranking.append((crowded, _in_zone(staying, host.worker.zone), len(host.assigned), worker_id))
-    return by_id[min(ranking)[3]] if ranking else tuple(rejected)
+        new = not host.memory.joins(version)
+        ranking.append((crowded, new, _in_zone(staying, host.worker.zone), len(host.assigned), worker_id))
+    return by_id[min(ranking)[-1]] if ranking else tuple(rejected)
 
 
 def _in_zone(hosts: Sequence[Host], zone: str) -> int:

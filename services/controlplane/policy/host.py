@@ -15,10 +15,11 @@ from services.core.records import (
     VersionState,
     Worker,
 )
-from services.core.rollouts.routes import RouteArm
+from services.core.rollouts.routes import ModelRoute, RouteArm
 
 MAX_VERSIONS_PER_WORKER: Final = 16
 _MEASURED: Final[Mapping[str, int]] = {}
+_UNKNOWN: Final[Mapping[str, str]] = {}
 
 
 def arm_deployment(deployment: Deployment, arm: RouteArm) -> Deployment:
@@ -26,6 +27,14 @@ def arm_deployment(deployment: Deployment, arm: RouteArm) -> Deployment:
     name = f"{deployment.meta.name}@{arm.version_digest}"
     meta, replicas = replace(deployment.meta, name=name), arm.replicas if deployment.replicas else 0
     return replace(deployment, meta=meta, version_digest=arm.version_digest, replicas=replicas)
+
+
+def kv_share_of(split: ModelRoute | None, version_digest: str) -> int:
+    """Return a version's part of the arms' KV on a worker that runs it: its traffic there. 0 without a
+    split."""
+    arms = () if split is None else split.arms
+    arm = next((one for one in arms if one.version_digest == version_digest), None)
+    return 0 if arm is None or len(arms) < 2 else arm.kv_bp // max(1, arm.replicas)
 
 
 def base_name(name: str) -> str:
@@ -51,6 +60,8 @@ class Host:
     before: dict[str, tuple[AssignedVersion, ...]] = field(default_factory=dict)
     # The causes of the changes.
     reasons: list[str] = field(default_factory=list)
+    # What a version computes, by digest, as far as it is known.
+    engines: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def leaving(self) -> bool:
@@ -64,7 +75,7 @@ class Host:
 
     @property
     def memory(self) -> MemoryView:
-        return MemoryView(self.worker, self.assigned, self.needs)
+        return MemoryView(self.worker, self.assigned, self.needs, self.engines)
 
     def rejection(self, deployment: Deployment) -> str:
         """Return the reason against a replica of the deployment's version here, empty if it may be placed."""
@@ -114,23 +125,33 @@ def hosts_of(
     nodes: Sequence[Node],
     assignments: Sequence[Assignment],
     estimates: Mapping[str, int] = _MEASURED,
+    engines: Mapping[str, str] = _UNKNOWN,
 ) -> tuple[Host, ...]:
     """Return every worker that is live or has an assignment, by id. ``deployments`` include those of arms.
 
-    ``estimates``: the memory of versions that no worker has measured, by digest.
+    ``estimates``: the memory of versions that no worker has measured, by digest. ``engines``: what each
+    computes.
     """
     wanted = {(base_name(one.meta.name), one.version_digest): one.meta.name for one in deployments}
     names = {base_name(one.meta.name) for one in deployments}
     by_node = {node.worker_id: node for node in nodes}
     by_worker = {assignment.worker_id: assignment for assignment in assignments}
     needs = {**estimates, **needs_of(workers)}
+    # Versions with one computation need the same.
+    by_engine = {engines[digest]: size_bytes for digest, size_bytes in needs.items() if digest in engines}
+    for deployment in deployments:
+        digest = deployment.version_digest
+        if digest not in needs and engines.get(digest) in by_engine:
+            needs[digest] = by_engine[engines[digest]]
     live = {worker.worker_id: worker for worker in workers}
     hosts: list[Host] = []
     for worker_id in sorted({*live, *by_worker}):
         worker = live.get(worker_id, Worker(worker_id, address=""))
         assigned = by_worker.get(worker_id)
         stored = None if assigned is None else assigned.versions
-        host = Host(worker, worker_id in live, by_node.get(worker_id, Node(worker_id)), stored, needs)
+        host = Host(
+            worker, worker_id in live, by_node.get(worker_id, Node(worker_id)), stored, needs, engines=engines
+        )
         for version in stored or ():
             name = version.deployment
             key = wanted.get((name, version.version_digest), "" if name in names else name)

@@ -1,14 +1,16 @@
 """Device memory in the plan: what workers report, and what assignments will take. Pure.
 
-An engine serves every deployment of a version on its worker, so memory is counted by version digest, at the
-highest priority of its deployments. A worker that reports no memory size has no bound.
+An engine serves every deployment of a version on its worker, and every version with the same computation: one
+that joins another takes no memory. Memory is counted by version digest, at the highest priority of the
+engine's deployments; a worker reports it with one of the engine's versions. A worker that reports no memory
+size has no bound.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from services.core.errors import DoesNotFit
@@ -29,11 +31,20 @@ def needs_of(workers: Iterable[Worker]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryView:
-    """The memory of one worker, with ``held`` assigned to it. ``needs`` is the result of ``needs_of``."""
+    """The memory of one worker, with ``held`` assigned to it. ``needs`` is the result of ``needs_of``.
+
+    ``engines``: by version, what it computes; versions with the same share an engine, others have their own.
+    """
 
     worker: Worker
     held: Sequence[AssignedVersion]
     needs: Mapping[str, int]
+    engines: Mapping[str, str] = field(default_factory=dict)
+
+    def joins(self, version: AssignedVersion) -> bool:
+        """Whether another assigned version has the engine that the version would run on."""
+        digest = version.version_digest
+        return version.executor != "null" and any(other != digest for other in self._together(digest))
 
     def granted_bytes(self, digest: str) -> int:
         loaded = self._loaded(digest)
@@ -75,9 +86,14 @@ class MemoryView:
         left = self.worker.memory_bytes - sum(
             self.retained_bytes(digest, rank) for digest in digests if ranks[digest] >= held_from_rank
         )
+        counted = set(self._together(but))
         for digest in digests:
             due = self.needs.get(digest, 0)
-            if ranks[digest] >= due_from_rank and due <= left and not self.granted_bytes(digest):
+            together = self._together(digest)
+            if digest in counted or any(map(self.granted_bytes, together)):
+                continue
+            if ranks[digest] >= due_from_rank and due <= left:
+                counted.update(together)
                 left -= due
         return left
 
@@ -86,7 +102,7 @@ class MemoryView:
 
         A version that is being unloaded still needs its present memory; it can shrink only after that.
         """
-        if version.executor == "null":
+        if version.executor == "null" or self.joins(version):
             return 0
         digest = version.version_digest
         return max(self.needs.get(digest, 0), self.granted_bytes(digest))
@@ -122,15 +138,34 @@ class MemoryView:
             if short + one[1] <= 0:
                 evicted.remove(one)
                 short += one[1]
-        return tuple(evicted)
+        # The engine ends with the last of its versions.
+        return tuple((each, size_bytes) for other, size_bytes in evicted for each in self._together(other))
 
     def _ranks(self) -> dict[str, int]:
         ranks: dict[str, int] = {}
         for version in self.held:
             if version.executor != "null":
-                rank = version.priority.rank
-                ranks[version.version_digest] = max(rank, ranks.get(version.version_digest, 0))
-        return ranks
+                engine = self._engine(version.version_digest)
+                ranks[engine] = max(version.priority.rank, ranks.get(engine, 0))
+        return {
+            version.version_digest: ranks[self._engine(version.version_digest)]
+            for version in self.held
+            if version.executor != "null"
+        }
+
+    def _engine(self, digest: str) -> str:
+        return self.engines.get(digest) or digest
+
+    def _together(self, digest: str) -> tuple[str, ...]:
+        """Return the assigned versions of the version's engine."""
+        engine = self._engine(digest)
+        return tuple(
+            dict.fromkeys(
+                one.version_digest
+                for one in self.held
+                if one.executor != "null" and self._engine(one.version_digest) == engine
+            )
+        )
 
     def _loaded(self, digest: str) -> LoadedVersion | None:
         return next((one for one in self.worker.versions if one.version_digest == digest), None)

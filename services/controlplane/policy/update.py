@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from services.controlplane.policy.host import Host
 from services.controlplane.policy.memory import no_memory
-from services.core.records import AssignedVersion, Deployment, VersionState, replicas_in
+from services.core.fleet import replicas_in
+from services.core.records import AssignedVersion, Deployment, VersionState
 from services.core.rollouts.routes import RevisedRoute
 
 # RESTARTING counts: requests placed for a version that reloads soon wait for it.
@@ -45,6 +46,7 @@ def retire_previous(
                 old,
                 priority=deployment.priority,
                 least_route_revision=least,
+                kv_share=0,
                 itl_target_s=version.itl_target_s,
             )
             if not deployment.replicas:

@@ -83,7 +83,14 @@ class NodeView:
 
 def unplaced_in(fleet: Fleet) -> dict[str, Unplaced]:
     """Return what the planner cannot place, by deployment: one plan for the whole fleet."""
-    actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments, fleet.routes)
+    actions = plan(
+        fleet.deployments,
+        fleet.workers,
+        fleet.nodes,
+        fleet.assignments,
+        fleet.routes,
+        engines=fleet.engines,
+    )
     return {action.deployment: action for action in actions if isinstance(action, Unplaced)}
 
 

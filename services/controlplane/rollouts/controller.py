@@ -113,7 +113,14 @@ class RolloutController:
             self._message_s.clear()
             return 0
         fleet = fleet_of(held.record for held in view.values())
-        actions = plan(fleet.deployments, fleet.workers, fleet.nodes, fleet.assignments, fleet.routes)
+        actions = plan(
+            fleet.deployments,
+            fleet.workers,
+            fleet.nodes,
+            fleet.assignments,
+            fleet.routes,
+            engines=fleet.engines,
+        )
         unplaced = {one.deployment: one for one in actions if isinstance(one, Unplaced)}
         for key, held in open_:
             assert isinstance(held.record, Rollout)

@@ -1,7 +1,8 @@
 """Whether a rollout's versions fit beside what serves, worked out before it starts. Pure.
 
 The placement planner plans the rollout's largest route. A version that no worker has loaded yet is taken to
-need its files' size, and as much working memory and KV as the stable version at least.
+need its files' size, and as much working memory and KV as the stable version at least. One that computes the
+same as the stable version needs nothing beside that.
 
 Where a canary does not fit beside the stable version, it may still fit in its place: then the rollout goes
 worker by worker.
@@ -18,7 +19,7 @@ from services.controlplane.policy.host import arm_deployment
 from services.controlplane.policy.memory import MemoryView, needs_of, no_memory
 from services.controlplane.rollouts.policy.effects import replicas_by_worker, replicas_for, route_of
 from services.controlplane.rollouts.records import Rollout, RolloutPhase, RolloutStep, RolloutStrategy
-from services.core.records import AssignedVersion, Deployment
+from services.core.records import AssignedVersion, Assignment, Deployment
 from services.core.rollouts.routes import WHOLE_BP, RevisedRoute, RouteArm
 
 
@@ -30,7 +31,7 @@ class ArmFit:
     version_digest: str
     # The most that it runs in any step.
     replicas: int
-    # On each worker: as a worker measured it, otherwise from the size of its files.
+    # On each worker: as measured, otherwise from the size of its files; 0 where it joins an engine.
     needed_bytes: int
     measured: bool
     workers: tuple[str, ...]
@@ -59,6 +60,7 @@ def fit_of(
         fleet.assignments,
         [*fleet.routes, RevisedRoute(replace(route, arms=arms), 1)],
         estimates=estimates,
+        engines=fleet.engines,
     )
     missing = {one.deployment: one for one in actions if isinstance(one, Unplaced)}
     puts = [one.assignment for one in actions if isinstance(one, PutAssignment)]
@@ -66,16 +68,16 @@ def fit_of(
     for arm in arms[1:]:
         digest = arm.version_digest
         short = missing.get(arm_deployment(deployment, arm).meta.name)
+        mine = [put for put in puts if any(one.version_digest == digest for one in put.versions)]
+        joins = bool(mine) and all(_joins(put, digest, fleet.engines) for put in mine)
         fits.append(
             ArmFit(
                 arm.name,
                 digest,
                 arm.replicas,
-                0 if null else measured.get(digest, estimates.get(digest, 0)),
-                digest in measured or null,
-                tuple(
-                    put.worker_id for put in puts if any(one.version_digest == digest for one in put.versions)
-                ),
+                0 if null or joins else measured.get(digest, estimates.get(digest, 0)),
+                digest in measured or null or joins,
+                tuple(put.worker_id for put in mine),
                 0 if short is None else short.missing,
                 () if short is None else short.rejected,
             )
@@ -142,6 +144,14 @@ def _estimates(deployment: Deployment, fleet: Fleet, sizes: Mapping[str, int]) -
         if loaded.version_digest == deployment.version_digest and loaded.weight_bytes
     ]
     return {digest: size + max(0, *beside, 0) for digest, size in sizes.items()}
+
+
+def _joins(planned: Assignment, digest: str, engines: Mapping[str, str]) -> bool:
+    """Whether the worker gets another version whose engine serves this one too."""
+    return any(
+        one.version_digest != digest and engines.get(one.version_digest, "") == engines.get(digest)
+        for one in planned.versions
+    )
 
 
 def _most(rollout: Rollout, arm: RouteArm, replicas: int) -> int:

@@ -23,6 +23,7 @@ from services.controlplane.rollouts.policy.operate import Promotion, abort, paus
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.controlplane.rollouts.writes import RolloutContext, effects
 from services.core.errors import Conflict, DoesNotFit, EtagMismatch, FailedPrecondition
+from services.core.fleet import replicas_in
 from services.core.records import (
     DEPLOYMENTS,
     ROLLOUTS,
@@ -31,7 +32,6 @@ from services.core.records import (
     VersionState,
     dump,
     load,
-    replicas_in,
     version_key,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute

@@ -25,7 +25,8 @@ class RouteArm:
     """One version of a split. ``weight_bp``: its share in basis points; the stable arm takes the rest.
 
     ``replicas``: on how many workers it runs. ``closed``: it was aborted; workers refuse to start a request
-    that was resolved before the route's revision.
+    that was resolved before the route's revision. ``kv_bp``: the traffic that it gets KV memory for, which
+    may come soon.
     """
 
     name: str
@@ -33,6 +34,7 @@ class RouteArm:
     weight_bp: int = 0
     replicas: int = 1
     closed: bool = False
+    kv_bp: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Admission: from a request to a runnable one, within its tenant's quotas and validated.
 
 The cheapest checks run first, then the quotas; only requests within them are tokenised. Token rates and
-budgets follow, because they need the exact prompt. A request that is rejected after its admission releases
-its slot, but still counts against the rate of requests.
+budgets follow, because they need the exact prompt; where it is known without text work, the store takes them
+with the slot. A request that is rejected after its admission releases its slot, but still counts against the
+rate of requests.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import structlog
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.generation import GenerationSpec, Principal
+from services.core.limits import Claim, Price
 from services.core.records import Priority, Tenant
 from services.gateway.catalog import ModelCatalog
 from services.gateway.policy.claims import (
+    Payer,
     RequestBounds,
     admission_limits,
     bounds_of,
@@ -28,9 +31,10 @@ from services.gateway.policy.degrade import Degradation, DegradationKind, output
 from services.gateway.requests.quotas import RequestQuotas, check_timeout
 from services.gateway.requests.stage_timer import Stage, StageTimer
 from services.gateway.requests.terms import Admitted, RunTerms
-from services.gateway.requests.validate import Validator
+from services.gateway.requests.validate import Checked, Validator
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
+from services.ports.limiter import NO_PRICE
 from services.rpc.convert.inference import PRIORITY_OF
 from services.rpc.convert.times import seconds_of
 from services.runtime.identity import KeyDirectory
@@ -79,19 +83,27 @@ class RequestAdmission:
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
         # A resumed request was counted against the rates when it began.
         due = admission_limits(payer, anew=resume is None)
-        quota = await self._quotas.reserve(principal.tenant_id, request_id, due)
+        short = (
+            None if resume is not None else self._short(principal, generation, request_id, checked, bounds)
+        )
+        early = ((), NO_PRICE) if short is None else self._claims(payer, short)
+        quota = await self._quotas.reserve(principal.tenant_id, request_id, due, *early)
         try:
             timer.enter(Stage.VALIDATE, self._ports.clock.monotonic_s())
-            spec = await self._validator.resolve(principal, generation, request_id, checked, bounds)
-            if resume is None:
-                spec, degradations = await self._degraded(principal, generation, spec, payer.tenant, bounds)
-            else:  # a resumed request keeps its terms, regardless of the present pressure
-                degradations = resume.degradations
+            degradations: tuple[Degradation, ...] = ()
+            if short is not None:
+                spec = short
+            else:
+                spec = await self._validator.resolve(principal, generation, request_id, checked, bounds)
+                if resume is None:
+                    spec, degradations = await self._degraded(
+                        principal, generation, spec, payer.tenant, bounds
+                    )
+                else:  # a resumed request keeps its terms, regardless of the present pressure
+                    degradations = resume.degradations
             telemetry.degraded(degradations, anew=resume is None)
             self._check_quarantine(spec)
-            price = self._catalog.price(spec.model)
-            predicted = self._ports.outputs.predict(payer.tenant.meta.name, spec.version_digest)
-            claims = usage_claims(payer, spec, price, predicted)
+            claims, price = early if short is not None else self._claims(payer, spec)
             if claims:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
                 await quota.claim(claims, price)
@@ -109,6 +121,34 @@ class RequestAdmission:
         )
         reroute = partial(self._reroute, principal, generation, bounds)
         return replace(admitted, price=price, reroute=reroute)
+
+    def _short(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        request_id: str,
+        checked: Checked,
+        bounds: RequestBounds,
+    ) -> GenerationSpec | None:
+        """Return the request if it is known without text work, and is neither changed nor rejected.
+
+        What rejects it counts against its rate of requests, so it happens after the admission.
+        """
+        digest, poisons = checked.route.version_digest, self._ports.poisons
+        if self._ports.pressure(digest) >= self._limits.degrade.cap_from_ratio:
+            return None
+        if poisons is not None and poisons.may_refuse(digest):
+            return None
+        try:
+            return self._validator.resolve_short(principal, generation, request_id, checked, bounds)
+        except FairwayError:
+            return None
+
+    def _claims(self, payer: Payer, spec: GenerationSpec) -> tuple[tuple[Claim, ...], Price]:
+        """Return what the request claims of token rates and budgets, and its price."""
+        price = self._catalog.price(spec.model)
+        predicted = self._ports.outputs.predict(payer.tenant.meta.name, spec.version_digest)
+        return usage_claims(payer, spec, price, predicted), price
 
     async def _reroute(
         self,

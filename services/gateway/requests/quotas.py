@@ -15,8 +15,9 @@ from services.core.errors import FairwayError, InvalidInput, OverQuota, UsageUnr
 from services.core.generation import Principal, Usage
 from services.core.limits import Claim, Limit, Price
 from services.gateway.policy.claims import Payer, RequestBound
+from services.gateway.requests.terms import Settle
 from services.gateway.service_types import Ports
-from services.ports.limiter import Reservation
+from services.ports.limiter import NO_PRICE, Reservation
 from services.runtime.identity import KeyDirectory
 
 log = structlog.get_logger()
@@ -45,11 +46,22 @@ class RequestQuotas:
             self._ports.telemetry.admission(error.reason)
             raise error
 
-    async def reserve(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> HeldQuota:
-        """Return the slot. A call cancelled before the store's answer releases the slot afterwards."""
+    async def reserve(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> HeldQuota:
+        """Return the slot, with the claims if the store reserves them at once.
+
+        A call cancelled before the store's answer releases all of it afterwards.
+        """
         ports = self._ports
         admission = ports.supervisor.spawn(
-            f"admit {request_id}", _as_value(ports.limiter.admit(tenant_id, request_id, limits))
+            f"admit {request_id}",
+            _as_value(ports.limiter.admit(tenant_id, request_id, limits, claims, price)),
         )
         try:
             reservation = granted(await asyncio.shield(admission), ports)
@@ -74,7 +86,12 @@ class HeldQuota:
         self._claiming: asyncio.Task[Reservation | FairwayError] | None = None
 
     async def claim(self, claims: Sequence[Claim], price: Price) -> None:
-        """Reserve tokens and budgets too, at most once. Raises TokenRateExceeded, BudgetExceeded."""
+        """Reserve tokens and budgets too, at most once, unless the admission reserved all of them.
+
+        Raises TokenRateExceeded, BudgetExceeded.
+        """
+        if all(claim in self.reservation.claims for claim in claims):
+            return
         self._claiming = self._ports.supervisor.spawn(
             f"reserve {self.reservation.request_id}",
             _as_value(self._ports.limiter.reserve(self.reservation, claims, price)),
@@ -95,10 +112,17 @@ class HeldQuota:
         """Release what the request holds, including the tokens that ``claim`` may have reserved."""
         if self._claiming is not None and isinstance(outcome := await self._claiming, Reservation):
             self.reservation = outcome
-        try:
-            await self._ports.limiter.settle(self.reservation, Usage(prompt_tokens=0, output_tokens=0))
-        except FairwayError as error:
-            log.info("reservation.undo_failed", reason=error.reason)
+        await _settle_or_log(self._ports.limiter.settle, self.reservation, Usage(0, 0))
+
+
+async def settled(ports: Ports, reservation: Reservation, usage: Usage, settle: Settle | None = None) -> None:
+    """Return once the slot is released, before the terminal event: the client's next request finds it free.
+
+    It is released as well when the caller is cancelled meanwhile. A store that does not answer must not delay
+    a finished output: the reservation expires by itself. ``settle`` replaces the limiter's.
+    """
+    settling = _settle_or_log(settle or ports.limiter.settle, reservation, usage)
+    await asyncio.shield(ports.supervisor.spawn(f"settle {reservation.request_id}", settling))
 
 
 def granted(outcome: Reservation | FairwayError, ports: Ports) -> Reservation:
@@ -118,6 +142,13 @@ def check_timeout(asked_s: float, longest: RequestBound) -> None:
             timeout_s=asked_s,
             limit_s=longest.value,
         )
+
+
+async def _settle_or_log(settle: Settle, reservation: Reservation, usage: Usage) -> None:
+    try:
+        await settle(reservation, usage)
+    except FairwayError as error:
+        log.warning("request.settle_failed", request_id=reservation.request_id, reason=error.reason)
 
 
 async def _as_value(call: Awaitable[Reservation]) -> Reservation | FairwayError:

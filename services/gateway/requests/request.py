@@ -21,6 +21,7 @@ from services.core.errors import (
 from services.core.generation import Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, RequestSink
 from services.gateway.requests.choice import ChoiceRun
+from services.gateway.requests.quotas import settled
 from services.gateway.requests.stage_timer import StageTimer
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.response_cache import CachedAnswer, CollectedAnswer
@@ -236,22 +237,11 @@ class Request:
         )
 
     async def _settle(self, admitted: Admitted, usage: Usage) -> None:
-        """Release the slot before the terminal event, so that the client's next request finds it free.
-
-        A store that does not answer must not delay a finished output: the reservation expires by itself.
-        """
+        """Report the usage and release the slot."""
         self.reservation = None
         report = self._terms.report_usage or self._ports.report_usage
         report(admitted.usage_report(usage))
-        settling = self._try_settle(admitted.reservation, usage)
-        await asyncio.shield(self._ports.supervisor.spawn(f"settle {self.request_id}", settling))
-
-    async def _try_settle(self, reservation: Reservation, usage: Usage) -> None:
-        settle = self._terms.settle or self._ports.limiter.settle
-        try:
-            await settle(reservation, usage)
-        except FairwayError as error:
-            log.warning("request.settle_failed", request_id=self.request_id, reason=error.reason)
+        await settled(self._ports, admitted.reservation, usage, self._terms.settle)
 
     def _cancelled(self) -> FairwayError:
         """The cause of the task's cancellation: the face's error, otherwise the shutdown of the process."""

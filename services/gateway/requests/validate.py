@@ -21,7 +21,7 @@ from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.policy.claims import RequestBound, RequestBounds
 from services.gateway.service_types import AnyRequest, RowsMessage
 from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
-from services.gateway.text.tokenise import PrefixNames, Tokeniser
+from services.gateway.text.tokenise import INLINE_TOKENS, PrefixNames, Tokeniser
 from services.rpc import bounds
 from services.rpc.convert.inference import PRIORITY_OF
 from services.runtime.identity import KeyDirectory
@@ -29,6 +29,8 @@ from services.runtime.identity import KeyDirectory
 # A nucleus without mass means the most likely token alone.
 _LEAST_TOP_P: Final = 1e-6
 _MAX_FANOUT_TOKENS: Final = 1_048_576
+# Longer conversations are not looked up before their request is admitted.
+_MAX_SHORT_MESSAGES: Final = 64
 _UNBOUNDED: Final = RequestBounds()
 
 
@@ -114,6 +116,45 @@ class Validator:
         prompt = Prompt(ids)
         if self._prefixes is not None:
             prompt = await self._prefixes.prompt(ids, principal.tenant_id, route.version_digest)
+        return self._spec(principal, generation, request_id, checked, prompt, limits, model)
+
+    def resolve_short(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        request_id: str,
+        checked: Checked,
+        request_bounds: RequestBounds,
+    ) -> GenerationSpec | None:
+        """Return what ``resolve`` returns, if that takes no work: a short prompt of ids, or a cached one.
+
+        Raises InvalidInput or PromptTooLong.
+        """
+        route = checked.route
+        model = self._catalog.loaded_text_model(route.version_digest)
+        if model is None or model.signature is not None:
+            return None
+        ids = self._known_ids(principal, generation, model)
+        if not 0 < len(ids) <= INLINE_TOKENS:
+            return None
+        _check_ids(generation, model.vocab_size)
+        limits = self._limits(generation, len(ids), self._context(route, model), request_bounds)
+        prompt = Prompt(ids)
+        if self._prefixes is not None:
+            prompt = self._prefixes.short_prompt(ids, principal.tenant_id, route.version_digest)
+        return self._spec(principal, generation, request_id, checked, prompt, limits, model)
+
+    def _spec(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        request_id: str,
+        checked: Checked,
+        prompt: Prompt,
+        limits: OutputLimits,
+        model: TextModel,
+    ) -> GenerationSpec:
+        route = checked.route
         return GenerationSpec(
             request_id=request_id,
             model=route.model,
@@ -221,13 +262,24 @@ class Validator:
         if kind == "token_ids":
             return tuple(generation.token_ids.ids)
         if kind == "chat":
-            messages = [ChatMessage(turn.role, turn.content, turn.name) for turn in generation.chat.messages]
-            ids = await self._tokeniser.chat(model, principal.tenant_id, messages)
+            ids = await self._tokeniser.chat(model, principal.tenant_id, _messages(generation))
         else:
             ids = await self._tokeniser.prompt(model, principal.tenant_id, generation.prompt)
         if not ids:
             raise InvalidInput("the prompt has no tokens", field="prompt")
         return ids
+
+    def _known_ids(
+        self, principal: Principal, generation: inference_pb2.Generation, model: TextModel
+    ) -> Sequence[int]:
+        """Return the ids of a prompt without text work; empty if it needs some."""
+        kind = generation.WhichOneof("input")
+        if kind == "token_ids":
+            return tuple(generation.token_ids.ids) if len(generation.token_ids.ids) <= INLINE_TOKENS else ()
+        if kind == "chat" and len(generation.chat.messages) > _MAX_SHORT_MESSAGES:
+            return ()
+        text = _messages(generation) if kind == "chat" else generation.prompt
+        return self._tokeniser.known(model, principal.tenant_id, text)
 
     def _limits(
         self,
@@ -301,6 +353,10 @@ class Validator:
             logit_bias=tuple(sorted(asked.logit_bias.items())),
             logprobs=generation.logprobs if generation.HasField("logprobs") else None,
         )
+
+
+def _messages(generation: inference_pb2.Generation) -> list[ChatMessage]:
+    return [ChatMessage(turn.role, turn.content, turn.name) for turn in generation.chat.messages]
 
 
 def _check_output(asked: int, longest: RequestBound) -> None:

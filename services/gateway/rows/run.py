@@ -31,7 +31,7 @@ from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Finished, Received
 from services.gateway.policy.claims import Payer, admission_limits, bounds_of, claims_of
 from services.gateway.requests.admission import class_of
-from services.gateway.requests.quotas import HeldQuota, RequestQuotas, check_timeout
+from services.gateway.requests.quotas import HeldQuota, RequestQuotas, check_timeout, settled
 from services.gateway.requests.stage_timer import Stage
 from services.gateway.requests.terms import usage_of
 from services.gateway.requests.validate import Checked, Validator, session_key_of
@@ -216,8 +216,7 @@ class RowsRun:
                     self._ports.clock.unix_s(),
                 )
             )
-            settling = self._settle(reservation, self.usage)
-            await asyncio.shield(self._ports.supervisor.spawn(f"settle {request_id}", settling))
+            await settled(self._ports, reservation, self.usage)
         await self._condemn(ready, ends)
         for index, end in enumerate(ends):
             if end.error is not None:
@@ -321,14 +320,6 @@ class RowsRun:
             request_rate=reservation.request_rate,
             token_rate=reservation.token_rate,
         )
-
-    async def _settle(self, reservation: Reservation, usage: Usage) -> None:
-        try:
-            await self._ports.limiter.settle(reservation, usage)
-        except FairwayError as error:
-            log.warning(
-                "request.settle_failed", request_id=self._job.received.request_id, reason=error.reason
-            )
 
     def _failed(self, error: FairwayError) -> None:
         error.metadata.setdefault("request_id", self._job.received.request_id)

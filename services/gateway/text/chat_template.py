@@ -24,10 +24,9 @@ from typing import Final
 import jinja2
 
 from services.core.errors import FailedPrecondition, InvalidInput
-from services.gateway.text.sandbox import (
+from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES, BudgetedEnvironment
+from services.gateway.text.template_budget import (
     BUDGET,
-    MAX_TEMPLATE_BYTES,
-    BudgetedEnvironment,
     TemplateBudget,
     TemplateRefused,
     TemplateTooCostly,

@@ -24,7 +24,8 @@ from services.core.errors import (
     UnsupportedFeature,
 )
 from services.gateway.text.chat_template import ChatTemplate, ControlTokens
-from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES, TemplateRefused, TemplateTooCostly
+from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES
+from services.gateway.text.template_budget import TemplateRefused, TemplateTooCostly
 from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
 from services.ports.clock import Clock
 

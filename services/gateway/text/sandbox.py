@@ -29,16 +29,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Cycler, Joiner, Namespace
 from markupsafe import Markup
 
+from services.gateway.text.template_budget import (
+    MAX_INT_BITS,
+    TemplateBudget,
+    TemplateRefused,
+    TemplateTooCostly,
+    budget_of,
+    weight,
+)
 from services.gateway.text.traced_text import OriginText, concat, join, replaced, settled
 
 MAX_TEMPLATE_BYTES: Final = 128 * 1024
 MAX_LIST_ITEMS: Final = 100_000
-MAX_INT_BITS: Final = 128
 MAX_WIDTH: Final = 4096
 MAX_FORMAT_CHARS: Final = 16 * 1024 * 1024
-
-# A name that no template can spell: it contains a blank.
-BUDGET: Final = "fairway budget"
 
 # Filters that only select, order or count their input: its text keeps its origin without help.
 # fmt: off
@@ -71,68 +75,10 @@ _WIDTH: Final = re.compile(r"[0-9]+")
 _PERCENT_WIDTH: Final = re.compile(r"%(?:\([^)]*\))?[#0\- +]*([0-9]*\*?)(?:\.([0-9]*\*?))?")
 
 
-class TemplateRefused(Exception):
-    """The template called ``raise_exception``; the text is from its author."""
-
-
-class TemplateTooCostly(Exception):
-    """The template exceeded its characters, steps or time."""
-
-
-class TemplateBudget:
-    """The remaining budget of one rendering. Any thread, one at a time."""
-
-    def __init__(
-        self, *, max_chars: int, max_steps: int, deadline_s: float, monotonic_s: Callable[[], float]
-    ) -> None:
-        self._chars_left = max_chars
-        self._steps_left = max_steps
-        self._deadline_s = deadline_s
-        self._monotonic_s = monotonic_s
-
-    def charge(self, chars: int = 0) -> None:
-        """Count one step and some characters. Raises TemplateTooCostly."""
-        self._steps_left -= 1
-        self._chars_left -= chars
-        if self._chars_left < 0:
-            raise TemplateTooCostly("too much text")
-        if self._steps_left < 0:
-            raise TemplateTooCostly("too many steps")
-        if self._monotonic_s() > self._deadline_s:
-            raise TemplateTooCostly("too much time")
-
-
-def weight(value: object, budget: TemplateBudget) -> int:
-    """Charge and return the approximate length of ``str(value)``, without building it."""
-    if isinstance(value, str):
-        budget.charge(len(value))
-        return len(value)
-    size = 24
-    if isinstance(value, int):
-        _check_int(value)
-    budget.charge(size)
-    if isinstance(value, Mapping):
-        size += sum(weight(key, budget) + weight(item, budget) for key, item in value.items())
-    elif isinstance(value, list | tuple):
-        size += sum(weight(item, budget) for item in value)
-    return size
-
-
-def _check_int(value: int) -> None:
-    if value.bit_length() > MAX_INT_BITS:
-        raise TemplateTooCostly("a number is too large")
-
-
-def _budget(context: Context) -> TemplateBudget:
-    found = context.resolve_or_missing(BUDGET)
-    assert isinstance(found, TemplateBudget), "a template is rendered without a budget"
-    return found
-
-
 @jinja2.pass_context
 def _each(context: Context, items: Iterable[Any]) -> Iterator[Any]:
     """The iterator of every loop: the same items, each charged."""
-    budget = _budget(context)
+    budget = budget_of(context)
     for item in items:
         budget.charge()
         yield item
@@ -141,7 +87,7 @@ def _each(context: Context, items: Iterable[Any]) -> Iterator[Any]:
 @jinja2.pass_context
 def _text(context: Context, data: str) -> str:
     """Literal text inside a loop or a macro, charged."""
-    _budget(context).charge(len(data))
+    budget_of(context).charge(len(data))
     return data
 
 
@@ -154,16 +100,16 @@ def _concat(context: Context, *parts: Any) -> str:
 def _finalize(context: Context, value: Any) -> str:
     """The text of any value in the output; charged."""
     if isinstance(value, str):
-        _budget(context).charge(len(value))
+        budget_of(context).charge(len(value))
         return str(value)
-    weight(value, _budget(context))
+    weight(value, budget_of(context))
     text: str = settled(str, (value,), {})
     return text
 
 
 @jinja2.pass_context
 def _join(context: Context, value: Iterable[Any], d: Any = "", attribute: str | int | None = None) -> str:
-    budget = _budget(context)
+    budget = budget_of(context)
     items: Iterable[Any] = _each(context, value)
     if attribute is not None:
         items = map(make_attrgetter(context.environment, attribute), items)
@@ -179,7 +125,7 @@ def _replace(context: Context, s: Any, old: Any, new: Any, count: int | None = N
     times = source.count(before)
     if count is not None and count >= 0:
         times = min(times, count)
-    _budget(context).charge(times * max(0, len(after) - len(before)))
+    budget_of(context).charge(times * max(0, len(after) - len(before)))
     return replaced(source, before, after, -1 if count is None else count)
 
 
@@ -191,7 +137,7 @@ def _string(context: Context, value: Any) -> str:
 @jinja2.pass_context
 def _trim(context: Context, value: Any, chars: str | None = None) -> str:
     text = _string(context, value)
-    _budget(context).charge(len(text))
+    budget_of(context).charge(len(text))
     return text.strip(chars)
 
 
@@ -210,7 +156,7 @@ def _tojson(
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    budget, parts = _budget(context), []
+    budget, parts = budget_of(context), []
     for part in encoder.iterencode(x):
         budget.charge(len(part))
         parts.append(part)
@@ -225,7 +171,7 @@ def _indent(context: Context, s: Any, width: Any = 4, first: bool = False, blank
     text = _finalize(context, s)
     # Jinja appends a newline, so that an empty last line counts as a line.
     lines = (text + "\n").splitlines()
-    _budget(context).charge(len(text) + (len(width) + 1) * len(lines))
+    budget_of(context).charge(len(text) + (len(width) + 1) * len(lines))
     wanted = [first, *(bool(line) or blank for line in lines[1:])]
     return join("\n", [width + line if pads else line for line, pads in zip(lines, wanted, strict=True)])
 
@@ -241,7 +187,7 @@ def _format(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
     if args and kwargs:
         raise jinja2.exceptions.FilterArgumentError("format takes values by position or by name")
     text = value if isinstance(value, str) else str(value)
-    _check_percent(text, kwargs or args, _budget(context))
+    _check_percent(text, kwargs or args, budget_of(context))
     return text % (kwargs or args)
 
 
@@ -251,7 +197,7 @@ def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @jinja2.pass_context
     def run(context: Context, *args: Any, **kwargs: Any) -> Any:
-        weight((args, kwargs), _budget(context))
+        weight((args, kwargs), budget_of(context))
         found = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
         filled = functools.partial(function, found[wants]) if wants else function
         return settled(filled, args, kwargs)
@@ -390,7 +336,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return format_map if value.__name__ == "format_map" else format
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = _budget(__context)
+        budget = budget_of(__context)
         budget.charge()
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(__obj, LoopContext) and args:  # a recursive loop
@@ -422,7 +368,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return _join(context, parts, text) if name == "join" else _replace(context, text, *args)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        budget = _budget(context)
+        budget = budget_of(context)
         if operator == "+" and type(left) in _EXACT and type(right) in _EXACT:
             budget.charge(len(left) + len(right))
             return left + right

@@ -24,6 +24,8 @@ MAX_CACHED_ENTRIES: Final = 4096
 MAX_CACHED_BYTES: Final = 1024 * 1024
 # Up to this size naming takes less time than a thread switch under load: 0.2 ms; 100,000 tokens take 4 ms.
 INLINE_TOKENS: Final = 64 * PREFIX_BLOCK_TOKENS
+# Up to this size a text is looked up before its request is admitted.
+MAX_SHORT_CHARS: Final = 16 * 1024
 
 Ids = tuple[int, ...]
 
@@ -47,7 +49,7 @@ class Tokeniser:
         _check_bytes(model, size, "prompt")
         if size > MAX_CACHED_BYTES:
             return await self._read(model, tenant_id, text, size)
-        key = _key(model.version_digest, tenant_id, "prompt", (text,))
+        key = _key_of(model, tenant_id, text)
         return self._cached(key) or self._keep(key, await self._read(model, tenant_id, text, size))
 
     async def chat(self, model: TextModel, tenant_id: str, messages: Sequence[ChatMessage]) -> Ids:
@@ -56,9 +58,15 @@ class Tokeniser:
         _check_bytes(model, size, "messages")
         if model.depends_on_time or size > MAX_CACHED_BYTES:
             return await self._read(model, tenant_id, messages, size)
-        fields = [part for message in messages for part in (message.role, message.name, message.content)]
-        key = _key(model.version_digest, tenant_id, "chat", fields)
+        key = _key_of(model, tenant_id, messages)
         return self._cached(key) or self._keep(key, await self._read(model, tenant_id, messages, size))
+
+    def known(self, model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage]) -> Ids:
+        """Return the cached ids of a short text; empty if it is longer or has none. Takes microseconds."""
+        chars = len(text) if isinstance(text, str) else sum(len(message.content) for message in text)
+        if chars > MAX_SHORT_CHARS or (model.depends_on_time and not isinstance(text, str)):
+            return ()
+        return self._cached(_key_of(model, tenant_id, text))
 
     def check_integrity(self) -> None:
         assert self._cached_tokens == sum(len(ids) for ids in self._cache.values())
@@ -110,14 +118,17 @@ class PrefixNames:
 
     async def prompt(self, ids: Sequence[int], tenant_id: str, version_digest: str) -> Prompt:
         """Return the prompt with the names of its whole blocks."""
+        if len(ids) <= INLINE_TOKENS:
+            return self.short_prompt(ids, tenant_id, version_digest)
         root = prefix_root(self._secret, tenant_id, version_digest)
-        if len(ids) < PREFIX_BLOCK_TOKENS:
-            names: tuple[int, ...] = ()
-        elif len(ids) <= INLINE_TOKENS:
-            names = prefix_chain(root, ids)
-        else:
-            loop = asyncio.get_running_loop()
-            names = await loop.run_in_executor(self._executor, prefix_chain, root, ids)
+        loop = asyncio.get_running_loop()
+        names = await loop.run_in_executor(self._executor, prefix_chain, root, ids)
+        return Prompt(ids, names, root)
+
+    def short_prompt(self, ids: Sequence[int], tenant_id: str, version_digest: str) -> Prompt:
+        """The same at once, for at most ``INLINE_TOKENS``."""
+        root = prefix_root(self._secret, tenant_id, version_digest)
+        names = prefix_chain(root, ids) if len(ids) >= PREFIX_BLOCK_TOKENS else ()
         return Prompt(ids, names, root)
 
 
@@ -133,9 +144,14 @@ def _check_bytes(model: TextModel, size: int, field: str) -> None:
         )
 
 
-def _key(version_digest: str, tenant_id: str, kind: str, fields: Sequence[str]) -> bytes:
+def _key_of(model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage]) -> bytes:
+    """Return the name of a raw prompt or a conversation in the cache."""
+    if isinstance(text, str):
+        fields = ["prompt", text]
+    else:
+        fields = ["chat", *(part for one in text for part in (one.role, one.name, one.content))]
     digest = hashlib.sha256()
-    for field in (version_digest, tenant_id, kind, *fields):
+    for field in (model.version_digest, tenant_id, *fields):
         data = field.encode()
         # The length prefix makes different lists of fields distinct.
         digest.update(len(data).to_bytes(8, "little"))

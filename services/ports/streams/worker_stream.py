@@ -61,6 +61,10 @@ class WorkerStream(Protocol):
         """Cancel sequences and free their KV within one engine step, and drop rows that no batch contains.
         Later frames contain none of them."""
 
+    @property
+    def only_accepted(self) -> bool:
+        """Whether nothing but acceptances is pending, which may wait for the first tokens."""
+
     def take(self) -> StepFrame | None:
         """Return and clear the pending changes; None when there are none. Call again until None."""
 

@@ -42,6 +42,7 @@ from msgspec.structs import replace
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.core.generation import Grant
 from services.core.prefix import PREFIX_BLOCK_TOKENS
+from services.scheduler.fleet.engine_groups import EngineGroups
 from services.scheduler.fleet.levels import Candidates, PoolLevels, PrefixTokens, levels_of
 from services.scheduler.fleet.roster import Roster
 from services.scheduler.fleet.worker import (
@@ -90,6 +91,7 @@ class FleetView:
         self.prefixes = PrefixIndex(max(1, limits.prefix_blocks))
         self.shared = SharedPrefixes()
         self.prefix_tokens = PrefixTokens()
+        self._engines = EngineGroups()
         self.ends_trial = ends_trial
         self._roster = Roster(limits)
         self._workers: Mapping[str, WorkerState] = self._roster.workers
@@ -176,7 +178,16 @@ class FleetView:
         self._learn_prefixes(worker, report, whole=whole)
         self._learn_shared(worker, report, whole=whole)
         self._refresh(worker, changed)
+        self._engines.learn(worker.worker_id, report.pools)
         return tuple(changed)
+
+    def any_shared(self, digest: str) -> bool:
+        """Whether sequences share a block of any engine that serves the version."""
+        return any(self.shared.any_in(engine) for engine in self.sharing(digest))
+
+    def sharing(self, digest: str) -> tuple[str, ...]:
+        """Return the versions that compete with this one for room on some engine, itself included."""
+        return self._engines.versions_of(digest)
 
     def close_stream(self, stream: int) -> tuple[str, ...]:
         """Stop placements on the worker of this stream until it reports again."""
@@ -204,7 +215,7 @@ class FleetView:
         seats = self._pools.get(digest)
         if seats is None:
             return _NO_POOL
-        shared = self.shared.run_of(digest, query.prefix_hashes, query.demand.prompt_tokens)
+        shared = self.shared.run_of(query.prefix_hashes, query.demand.prompt_tokens)
         if shared is not NOTHING_SHARED:
             query = replace(query, shared=shared)
         chain = query.prefix_hashes if self.limits.prefix_blocks else ()
@@ -229,10 +240,10 @@ class FleetView:
             cached_tokens=cached_tokens,
         )
 
-    def shareable_tokens(self, digest: str, query: PlaceQuery) -> int:
+    def shareable_tokens(self, query: PlaceQuery) -> int:
         """Return an upper bound of the prompt tokens that a worker may share."""
         chain, tokens = query.prefix_hashes, query.demand.prompt_tokens
-        if self.shared.run_of(digest, chain, tokens) is NOTHING_SHARED:
+        if self.shared.run_of(chain, tokens) is NOTHING_SHARED:
             return 0
         return shareable_blocks(chain, tokens) * PREFIX_BLOCK_TOKENS
 
@@ -263,7 +274,7 @@ class FleetView:
         kv_blocks = blocks_for(demand.reserved_tokens, pool.block_size)
         sequence = self._roster.next_sequence(worker_id)
         chain = query.prefix_hashes
-        if self.shared.free_blocks_on(worker_id, digest, chain, demand.prompt_tokens):
+        if self.shared.free_blocks_on(worker_id, chain, demand.prompt_tokens):
             self.shared.attach(worker_id, chain, sequence)
         else:
             chain = ()
@@ -288,7 +299,8 @@ class FleetView:
             self.prefix_tokens.predicted += cached_tokens
         hold_s = self.limits.grant_ttl_s + self.limits.transit_margin_s
         self._lapses.append((now_s + hold_s, worker_id, sequence))
-        self._pools[digest].take(worker_id, level_of(worker, pool))
+        for other in worker.together(digest):
+            self._pools[other].take(worker_id, level_of(worker, worker.pools[other]))
         if self.ends_trial(worker_id, digest, now_s):
             self.bar(worker_id, digest, barred=True)
         return Grant(
@@ -325,7 +337,7 @@ class FleetView:
             if worker is not None and (lapsed := worker.outstanding.get(sequence)) is not None:
                 self._settle(worker, sequence)
                 self._refresh(worker, (lapsed.digest,))
-                changed[lapsed.digest] = None
+                changed.update(dict.fromkeys(worker.together(lapsed.digest)))
         while (worker := self._roster.next_silent(now_s)) is not None:
             self._refresh(worker, worker.pools)
             changed.update(dict.fromkeys(worker.pools))
@@ -397,7 +409,8 @@ class FleetView:
             divides = PREFIX_BLOCK_TOKENS % pool.block_size == 0
             if divides and (pool.prefix_shared or pool.prefix_unshared):
                 heard = True
-                self.shared.change(worker.worker_id, pool.digest, pool.prefix_shared, pool.prefix_unshared)
+                engine = pool.engine or pool.digest
+                self.shared.change(worker.worker_id, engine, pool.prefix_shared, pool.prefix_unshared)
         for number in self.shared.leaning_on(worker.worker_id) if heard else ():
             grant = worker.outstanding[number]
             counted = self._counted(worker.worker_id, grant)
@@ -408,7 +421,7 @@ class FleetView:
 
     def _counted(self, worker_id: str, grant: Outstanding) -> Outstanding:
         """Return the grant with the blocks that it needs in addition to the worker's last report."""
-        shared = self.shared.blocks_on(worker_id, grant.digest, grant.chain, grant.prompt_tokens)
+        shared = self.shared.blocks_on(worker_id, grant.chain, grant.prompt_tokens)
         kv_blocks = grant.whole_blocks - shared * grant.each_blocks
         return grant if kv_blocks == grant.kv_blocks else replace(grant, kv_blocks=kv_blocks)
 
@@ -429,8 +442,9 @@ class FleetView:
         return True
 
     def _refresh(self, worker: WorkerState, digests: Iterable[str]) -> None:
-        """Update the seats of these versions from the worker's state."""
-        for digest in digests:
+        """Update the seats of these versions, and of those that share their engines, from the worker's
+        state."""
+        for digest in dict.fromkeys(other for each in digests for other in worker.together(each)):
             pool, seats = worker.pools.get(digest), self._pools.get(digest)
             if pool is not None:
                 if seats is None:
@@ -463,6 +477,7 @@ class FleetView:
     def _forget(self, worker: WorkerState) -> None:
         digests = tuple(worker.pools)
         worker.pools = {}
+        self._engines.learn(worker.worker_id, ())
         self._refresh(worker, digests)
         self.step_times.forget(worker.worker_id, digests)
         self.prefixes.drop(worker.worker_id)

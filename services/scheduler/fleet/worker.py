@@ -128,6 +128,26 @@ class WorkerState:
             return "silent"
         return "draining" if self.draining else "placed_on"
 
+    def together(self, digest: str) -> tuple[str, ...]:
+        """Return the versions that share the engine of this one, itself included."""
+        pool = self.pools.get(digest)
+        if pool is None or not pool.engine:
+            return (digest,)
+        return tuple(other for other, one in self.pools.items() if one.engine == pool.engine)
+
+    def sums_of(self, digest: str) -> Sums:
+        """Return the totals of the outstanding grants that take room of the version's engine."""
+        together = self.together(digest)
+        if len(together) == 1:
+            return self.sums.get(digest, NO_SUMS)
+        found = Sums()
+        for sums in (self.sums.get(other, NO_SUMS) for other in together):
+            found.grants += sums.grants
+            found.kv_blocks += sums.kv_blocks
+            found.prefill_tokens += sums.prefill_tokens
+            found.long_prefills += sums.long_prefills
+        return found
+
     def check_integrity(self, counted: Callable[[Outstanding], Outstanding]) -> None:
         """Raise AssertionError when sums and outstanding grants disagree. ``counted`` returns a grant with
         the blocks that it needs in addition to the last report."""
@@ -146,7 +166,7 @@ class WorkerState:
 
 def level_of(worker: WorkerState, pool: PoolSnapshot) -> SeatLevel:
     """Return the entry of the seat index: reported room less outstanding grants."""
-    sums = worker.sums.get(pool.digest, NO_SUMS)
+    sums = worker.sums_of(pool.digest)
     if not pool.ready:
         standing = filters.ready.__name__
     elif not worker.heard:
@@ -172,7 +192,7 @@ def candidate_of(
     worker: WorkerState, pool: PoolSnapshot, level: SeatLevel, *, model: StepModel, slowness_ratio: float
 ) -> Candidate:
     """Return the pool as a candidate for filters and scorers. ``level`` is its present ``level_of``."""
-    sums = worker.sums.get(pool.digest, NO_SUMS)
+    sums = worker.sums_of(pool.digest)
     return Candidate(
         worker_id=worker.worker_id,
         kv_tokens_total=level.kv_tokens_total,

@@ -174,19 +174,23 @@ class FlowQueue:
         return self.ledger.report(snapshot)
 
     def run_pass(self, now_s: float) -> None:
-        """Grant what fits, on the versions that changed since the last pass."""
+        """Grant what fits, on the versions that changed since the last pass.
+
+        Versions that share an engine take turns.
+        """
         while self._dirty:
-            digest = next(iter(self._dirty))
-            del self._dirty[digest]
-            pool = self.waiting.pool(digest)
-            if pool is None:
-                continue
-            for item, found in self._pass.run(pool, digest, self._unix_us(now_s)):
+            pools: dict[str, Pool] = {}
+            for digest in self._fleet.sharing(next(iter(self._dirty))):
+                self._dirty.pop(digest, None)
+                if (pool := self.waiting.pool(digest)) is not None:
+                    pools[digest] = pool
+            for item, found in self._pass.run_together(pools, self._unix_us(now_s)):
                 if isinstance(found, Chosen):
-                    self._grant(item, pool, found, now_s)
+                    self._grant(item, pools[item.spec.version_digest], found, now_s)
                 else:
                     self._end(item, found, now_s)
-            self.waiting.drop_empty(digest)
+            for digest in pools:
+                self.waiting.drop_empty(digest)
 
     def expire(self, now_s: float) -> None:
         """Refuse placements whose queue time has ended."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from random import Random
 from typing import Final
@@ -51,6 +51,22 @@ class GrantPass:
         # Placements granted the slot of another tenant, newest last.
         self._reclaimed: dict[tuple[str, int], None] = {}
 
+    def run_together(self, pools: Mapping[str, Pool], now_us: int) -> Iterator[Tried]:
+        """As ``run``, over the queues of versions that share engines.
+
+        The queue whose next placement has the highest class is tried, and of these the one that arrived
+        first, so that no version takes all the room of what they share.
+        """
+        passes = {digest: self.run(pool, digest, now_us) for digest, pool in pools.items()}
+        while passes:
+            digest = min(passes, key=lambda each: _turn(pools[each], now_us)) if len(passes) > 1 else ""
+            digest = digest or next(iter(passes))
+            tried = next(passes[digest], None)
+            if tried is None:
+                del passes[digest]
+            else:
+                yield tried
+
     def run(self, pool: Pool, digest: str, now_us: int) -> Iterator[Tried]:
         """Yield each placement that has room, and each that no worker can ever hold. The caller removes it
         from the pool before it continues."""
@@ -58,7 +74,7 @@ class GrantPass:
         room, yields = fleet.room(digest), fleet.any_yields(digest)
         if not room.serving:
             self._report_unserved(pool, digest, now_us)
-        elif not yields and pool.is_hopeless(room, sharing=fleet.shared.any_in(digest)):
+        elif not yields and pool.is_hopeless(room, sharing=fleet.any_shared(digest)):
             return  # the usual case of a full pool
         rules = self._rules(pool, digest, room)
         if room.serving:
@@ -84,7 +100,7 @@ class GrantPass:
 
     def _in_order(self, pool: Pool, digest: str, rules: Sequence[QueueRule], now_us: int) -> Iterator[Tried]:
         fleet, skipped = self._fleet, 0
-        room, sharing = fleet.room(digest), fleet.shared.any_in(digest)
+        room, sharing = fleet.room(digest), fleet.any_shared(digest)
         for item in pool.order.in_order(now_us):
             if not room.serving or skipped >= self._order.lookahead:
                 return
@@ -142,7 +158,7 @@ class GrantPass:
         self, item: QueuedPlacement, query: PlaceQuery, digest: str, room: RoomSummary
     ) -> Chosen | NoWorker:
         if not query.excluded_workers and room.is_short_for(item.demand):
-            shared_tokens = self._fleet.shareable_tokens(digest, query)
+            shared_tokens = self._fleet.shareable_tokens(query)
             if not shared_tokens or room.is_short_for(item.demand, shared_tokens=shared_tokens):
                 return NO_ROOM
         return self.choose(digest, query)
@@ -159,6 +175,12 @@ class GrantPass:
         for item in islice(pool.order.in_order(now_us), self._order.lookahead):
             query = PlaceQuery(item.demand, item.spec.excluded_workers)  # cached blocks do not matter
             self._decisions.decided(item, self.choose(digest, query))
+
+
+def _turn(pool: Pool, now_us: int) -> tuple[int, int]:
+    """Return the sort key of a queue among those that it takes turns with: that of its next placement."""
+    first = next(pool.order.in_order(now_us), None)
+    return (0, 0) if first is None else (-first.priority.rank, first.arrival_us)
 
 
 def _restricted(item: QueuedPlacement, rules: Sequence[QueueRule]) -> PlaceQuery | NoWorker:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -38,6 +38,7 @@ from services.runtime.supervisor import Supervisor
 from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.agent.report import WorkerIdentity, record_of, take_snapshot
 from services.worker.kv.pool import PoolStats
+from services.worker.policy.kv_division import divided
 from services.worker.policy.lifecycle import (
     Action,
     CancelRemoval,
@@ -299,18 +300,26 @@ class WorkerAgent:
 
     def _share_memory(self, desired: Mapping[str, AssignedVersion], observed: Mapping[str, Slot]) -> None:
         """Move every KV pool towards its share of the device."""
+        together: dict[str, list[VersionSlot]] = {}  # the versions of one engine, by its memory's owner
+        for slot in self._slots.values():
+            together.setdefault(slot.memory.owner, []).append(slot)
         shares = {
-            digest: share
-            for digest, slot in self._slots.items()
-            if (share := _share(slot, desired.get(digest), observed[digest])) is not None
+            owner: share
+            for owner, slots in together.items()
+            if (share := _share(slots, desired, observed)) is not None
         }
-        staying = {digest for digest, version in desired.items() if not version.retiring}
-        targets = kv_targets(self._ledger.total_bytes, list(shares.values()))
+        staying = {
+            self._slots[digest].memory.owner
+            for digest, version in desired.items()
+            if digest in self._slots and not version.retiring
+        }
+        targets = divided(kv_targets(self._ledger.total_bytes, list(shares.values())), list(shares.values()))
         later = kv_targets(
-            self._ledger.total_bytes, [share for digest, share in shares.items() if digest in staying]
+            self._ledger.total_bytes, [share for owner, share in shares.items() if owner in staying]
         )
-        for digest, slot in self._slots.items():
-            slot.share_memory(targets.get(digest), comes=digest in later)
+        for owner, slots in together.items():
+            for slot in slots:
+                slot.share_memory(targets.get(owner), comes=owner in later)
 
     async def _publish_forever(self) -> None:
         """Write the public record when it changed, and follow the registration's incarnation.
@@ -394,7 +403,9 @@ class WorkerAgent:
         return tuple(records)
 
     def _levels_of(self, slot: VersionSlot) -> EngineLevels:
-        table, rows, grant = slot.table, slot.rows, self._ledger.held_by(slot.digest)
+        # What an engine serves several versions with is counted once.
+        table = slot.table if slot.leads else None
+        rows, grant = slot.rows, self._ledger.held_by(slot.digest)
         stats = PoolStats() if table is None else table.stats
         return EngineLevels(
             model=slot.version.deployment,
@@ -407,7 +418,7 @@ class WorkerAgent:
             parked=0 if table is None else table.slots.parked,
             queued_prefill_tokens=0 if table is None else table.prefills.queued_tokens,
             silent_s=slot.engine.silent_s,
-            rss_bytes=resident_bytes(slot.engine.pid),
+            rss_bytes=resident_bytes(slot.engine.pid) if slot.leads else 0,
             device_bytes=0 if grant is None else grant.bytes,
             rows_running=0 if rows is None else rows.running,
             rows_waiting=0 if rows is None else len(rows) - rows.running,
@@ -441,13 +452,32 @@ def _assignment(entry: Entry) -> Assignment:
     return load(entry.value, Assignment)
 
 
-def _share(slot: VersionSlot, wanted: AssignedVersion | None, observed: Slot) -> MemoryShare | None:
-    """Return a version's claim on memory; for one that leaves or needs no memory, what it holds."""
-    stays = wanted is not None and wanted.executor == slot.version.executor and not observed.final
-    if slot.memory.granted is None and not (stays and observed.unbooked):
+def _share(
+    slots: Sequence[VersionSlot], desired: Mapping[str, AssignedVersion], observed: Mapping[str, Slot]
+) -> MemoryShare | None:
+    """Return an engine's claim on memory: of the versions that share it, those that stay decide.
+
+    Where all leave, or need no memory, it is what they hold.
+    """
+    memory = slots[0].memory
+    staying = [slot for slot in slots if _stays(slot, desired.get(slot.digest), observed[slot.digest])]
+    if memory.granted is None and not any(observed[slot.digest].unbooked for slot in staying):
         return None
-    rank = slot.version.priority.rank if wanted is None else wanted.priority.rank
-    return slot.memory.share(rank, movable=stays and slot.phase in RESIZABLE)
+    versions = [desired.get(slot.digest, slot.version) for slot in staying or slots]
+    rank = max(version.priority.rank for version in versions)
+    share = memory.share(rank, movable=any(slot.phase in RESIZABLE for slot in staying))
+    if share is None or not staying:
+        return share
+    return replace(
+        share,
+        split=versions[0].deployment,
+        traffic=sum(version.kv_share for version in versions),
+        retires=all(version.retiring for version in versions),
+    )
+
+
+def _stays(slot: VersionSlot, wanted: AssignedVersion | None, observed: Slot) -> bool:
+    return wanted is not None and wanted.executor == slot.version.executor and not observed.final
 
 
 def _digest(action: Action) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from services.core.errors import DoesNotFit
@@ -93,6 +93,12 @@ class MemoryLedger:
         grant = self._grants[owner]
         fixed = {"weight_bytes": grant.weight_bytes, "working_bytes": grant.working_bytes}
         return self.settle(owner, kv_bytes=kv_bytes, **fixed)
+
+    def rename(self, owner: str, heir: str, label: str) -> None:
+        """Let another owner have the grant, if there is one."""
+        if (grant := self._grants.pop(owner, None)) is not None:
+            assert heir not in self._grants, "an owner has one grant"
+            self._grants[heir] = replace(grant, owner=heir, label=label)
 
     def release(self, owner: str) -> None:
         """Release an owner's memory; without a grant it does nothing."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from services.core import fleet
@@ -56,7 +57,7 @@ def take_snapshot(host: SequenceHost, identity: WorkerIdentity, *, whole: bool) 
         zone=identity.zone,
         draining=host.draining,
         pools=(
-            *(_pool(host, table, whole=whole) for table in host.tables()),
+            *(pool for table in host.tables() for pool in _pools(host, table, whole=whole)),
             *(rows.report(ready=host.takes(rows.version_digest)) for rows in host.row_tables()),
         ),
         epoch=epoch,
@@ -70,12 +71,27 @@ def take_snapshot(host: SequenceHost, identity: WorkerIdentity, *, whole: bool) 
     )
 
 
-def _pool(host: SequenceHost, table: SequenceTable, *, whole: bool) -> PoolSnapshot:
-    stats = table.stats
+def _pools(host: SequenceHost, table: SequenceTable, *, whole: bool) -> Iterator[PoolSnapshot]:
+    """Yield one pool for each version of the engine, each with all its levels. The first has its prefixes."""
     added, removed = table.kv.cached.take(whole=whole)
     shared, unshared = table.kv.shared.reported.take(whole=whole)
+    for digest in table.versions:
+        pool = _pool(host, table, digest)
+        if digest == table.versions.first:
+            pool = replace(
+                pool,
+                prefix_added=added,
+                prefix_removed=removed,
+                prefix_shared=shared,
+                prefix_unshared=unshared,
+            )
+        yield pool
+
+
+def _pool(host: SequenceHost, table: SequenceTable, version_digest: str) -> PoolSnapshot:
+    stats = table.stats
     return PoolSnapshot(
-        digest=table.version_digest,
+        digest=version_digest,
         kv_blocks_total=table.limits.kv_blocks_total,
         kv_blocks_reserved=table.kv.blocks,
         block_size=table.limits.block_size,
@@ -85,31 +101,28 @@ def _pool(host: SequenceHost, table: SequenceTable, *, whole: bool) -> PoolSnaps
         max_model_len=table.limits.max_model_len,
         yields_to_rank=table.slots.yields_to_rank,
         queued_prefill_tokens=table.prefills.queued_tokens,
-        ready=host.takes(table.version_digest),
+        ready=host.takes(version_digest),
         steps=stats.steps,
         step_seconds=stats.step_seconds,
         prefill_tokens=stats.prefill_tokens,
         decode_tokens=stats.decode_tokens,
         attended_tokens=stats.attended_tokens,
         long_prefills=table.prefills.long,
-        prefix_added=added,
-        prefix_removed=removed,
-        prefix_shared=shared,
-        prefix_unshared=unshared,
+        engine=table.versions.shared_as,
     )
 
 
 def _all_live(host: SequenceHost) -> tuple[fleet.ReportedSequence, ...]:
-    return tuple(_live(table, sequence) for table in host.tables() for sequence in table.sequences())
+    return tuple(_live(sequence) for table in host.tables() for sequence in table.sequences())
 
 
-def _live(table: SequenceTable, sequence: WorkerSequence) -> fleet.ReportedSequence:
+def _live(sequence: WorkerSequence) -> fleet.ReportedSequence:
     generation = sequence.spec.generation
     return fleet.ReportedSequence(
         request_id=generation.request_id,
         choice=sequence.spec.choice,
         tenant=sequence.spec.tenant_id,
-        digest=table.version_digest,
+        digest=sequence.version_digest,
         kv_blocks=sequence.reserved_blocks,
         priority=generation.priority,
         placed_alone=sequence.fallback,
@@ -120,7 +133,7 @@ def record_of(slot: VersionSlot, deployment: str) -> LoadedVersion:
     """Return the public record of the slot's version for a deployment."""
     table, memory, failures = slot.table, slot.memory, slot.failures
     limits = None if table is None else table.limits
-    grant = memory.granted
+    grant = memory.granted if slot.leads else None
     broken = slot.phase is VersionPhase.BROKEN and not _expects_memory(slot)
     return LoadedVersion(
         deployment=deployment,
@@ -140,7 +153,7 @@ def record_of(slot: VersionSlot, deployment: str) -> LoadedVersion:
         working_bytes=0 if grant is None else grant.working_bytes,
         kv_bytes=0 if grant is None else grant.kv_bytes,
         needed_bytes=memory.needed_bytes,
-        spare_bytes=memory.spare_bytes if slot.phase in RESIZABLE else 0,
+        spare_bytes=memory.spare_bytes if grant is not None and slot.phase in RESIZABLE else 0,
     )
 
 
@@ -164,7 +177,7 @@ def _state_of(slot: VersionSlot) -> VersionState:
         case VersionPhase.FETCHING | VersionPhase.FETCHED:
             return VersionState.FETCHING
         case VersionPhase.LOADING:
-            return VersionState.RESTARTING if slot.restarts else VersionState.LOADING
+            return VersionState.RESTARTING if slot.restarting else VersionState.LOADING
         case VersionPhase.PROBING:
             return VersionState.LOADING
         case VersionPhase.READY:

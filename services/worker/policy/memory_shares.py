@@ -26,7 +26,15 @@ class MemoryShare:
     fixed_bytes: int
     least_bytes: int
     wished_bytes: int
+    # Present or requested.
     kv_bytes: int = 0
+    # Granted now: more than the pool while it shrinks.
+    held_bytes: int = 0
+    # The deployment whose arms divide KV among themselves (``kv_division``), and its part of their traffic.
+    split: str = ""
+    traffic: int = 0
+    # It finishes the requests accepted for it, with the pool that it has.
+    retires: bool = False
 
     @property
     def waits(self) -> bool:

@@ -367,7 +367,7 @@ class EngineProcess:
             elif now_s - self._last_message_s > (
                 self._patience_s() if self._ready else self._timeouts.load_silence_s
             ):
-                self.kill(f"nothing heard for {now_s - self._last_message_s:.1f} s")
+                self.kill(f"no message for {now_s - self._last_message_s:.1f} s")
 
     def _patience_s(self) -> float:
         """Return the silence after which it is killed; its sequences are handed back earlier."""

@@ -1,11 +1,18 @@
-"""The engine of one version on this worker: its process, its sequences, its memory."""
+"""One engine of this worker: its process, its sequences, its memory, and the versions that it serves.
+
+Versions with the same computation (``core.rollouts.computation``) share an engine. The first that loads
+starts it, the others join; each leaves by itself, and the last ends it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
+
+import structlog
 
 from services.core.errors import DoesNotFit
 from services.core.records import AssignedVersion
@@ -31,16 +38,21 @@ from services.worker.slots.engine_process import (
     EngineExit,
     EngineLauncher,
     RunningEngine,
+    Stopped,
 )
 from services.worker.slots.engine_settings import EngineSettings
+from services.worker.slots.shared_engines import SharedEngines
 from services.worker.slots.version_files import LocalFiles
 from services.worker.slots.version_memory import VersionMemory
 from services.worker.slots.version_probe import ProbeContext, ProbeFailed, PromptProbe
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
+from services.worker.streams.served_versions import ServedVersion
 from services.worker.telemetry import WorkerTelemetry
 from services.worker.text.detokenizer import Vocabulary
+
+log = structlog.get_logger()
 
 RESIZABLE: Final = (VersionPhase.READY, VersionPhase.RETIRING)
 WITH_ENGINE: Final = (*RESIZABLE, VersionPhase.DRAINING)
@@ -60,6 +72,7 @@ class SlotContext:
     # Called when a slot changed.
     woke: Callable[[], None]
     telemetry: WorkerTelemetry  # metrics of the worker
+    engines: SharedEngines = field(default_factory=SharedEngines)  # of all slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,21 @@ class Probe(Protocol):
         """Return what the engine has not answered."""
 
 
+@dataclass(frozen=True, slots=True)
+class CrashShare:
+    """What one version has of an engine's end.
+
+    ``counts``: as its crash, unless a sequence of another version was in the step. ``leads``: it counts the
+    process in the metrics.
+    """
+
+    counts: bool = True
+    leads: bool = True
+
+
+ALONE: Final = CrashShare()
+
+
 class EngineOwner(Protocol):
     """The slot whose engine this is."""
 
@@ -92,16 +120,22 @@ class EngineOwner(Protocol):
 
     def engine_ready(self) -> None: ...
 
-    def engine_ended(self, exit_: EngineExit | TookTooMuch | ProbeFailed, ran_s: float) -> None: ...
+    def engine_ended(
+        self, exit_: EngineExit | TookTooMuch | ProbeFailed, ran_s: float, *, share: CrashShare = ALONE
+    ) -> None: ...
 
 
 class VersionEngine:
-    """At most one engine process at a time. The owner is notified when it is ready and when it ended."""
+    """At most one engine process at a time. Its owners are notified when it is ready and when it ended.
 
-    def __init__(self, owner: EngineOwner, context: SlotContext, memory: VersionMemory) -> None:
-        self._owner = owner
+    An owner is a slot of a version. The memory is granted in the name of one of them.
+    """
+
+    def __init__(self, context: SlotContext, memory: VersionMemory) -> None:
+        self._owners: dict[str, EngineOwner] = {}  # by version, in order of their arrival
         self._context = context
-        self._memory = memory
+        self.memory = memory
+        self._starting = False  # an owner prepares a process
         self._process: RunningEngine | None = None
         self._vocabulary: Vocabulary | None = None  # of the engine that loads
         self._max_sequences = 0
@@ -119,23 +153,56 @@ class VersionEngine:
     @property
     def silent_s(self) -> float:
         """Time since the last message of the engine's step loop; 0 while no engine should run."""
-        runs = self._owner.phase in WITH_ENGINE and self._process is not None
+        runs = any(owner.phase in WITH_ENGINE for owner in self._owners.values())
         return self._process.silent_s if runs and self._process is not None else 0.0
 
+    def enter(self, owner: EngineOwner) -> bool:
+        """Make the slot an owner, which is served at once where the engine is ready.
+
+        Return whether the owner is to start a process: none runs, and no other owner starts one.
+        """
+        self._owners.setdefault(owner.version.version_digest, owner)
+        if self.table is not None:
+            self._serve(owner, self.table)
+            return False
+        if self._starting or self._process is not None:
+            return False
+        self._starting = True
+        return True
+
+    @contextlib.contextmanager
+    def starts(self, starter: EngineOwner) -> Iterator[None]:
+        """Enclose the start by the owner that is to do it. Without a process at its end the others, which
+        wait for it, try for themselves."""
+        try:
+            yield
+        finally:
+            self._starting = False
+            if self._process is None:
+                self.memory.release()
+                for owner in self._loading():
+                    if owner is not starter:
+                        owner.engine_ended(Stopped(), 0.0)
+
     async def start(self, config: EngineConfig, vocabulary: Vocabulary) -> None:
-        """Start a process; the owner is notified of the outcome. Raises FailedPrecondition."""
+        """Start a process; the owners are notified of the outcome. Raises FailedPrecondition."""
         self._vocabulary = vocabulary
         self._max_sequences, self._paced_s = config.max_sequences, config.itl_target_s
         events = EngineEvents(
-            on_progress=self._owner.engine_progress,
+            on_progress=self._on_progress,
             on_ready=self._on_ready,
             on_stepped=self._on_stepped,
             on_heartbeat=self._on_heartbeat,
             on_resized=self._on_resized,
             on_exit=self._on_exit,
         )
-        self._process = self._context.launch(config, events)
-        await self._process.start()
+        process = self._context.launch(config, events)
+        self._process = process
+        try:
+            await process.start()
+        except BaseException:
+            self._process = None
+            raise
 
     def resize(self, kv_blocks: int) -> None:
         """Change the size of the KV pool. Admission stops at a smaller size at once."""
@@ -146,41 +213,60 @@ class VersionEngine:
         self._process.send(Resize(kv_blocks))
 
     def pace(self) -> None:
-        """Give a loaded engine the ITL target of its owner."""
-        target_s, process = self._owner.itl_target_s, self._process
+        """Give a loaded engine the tightest ITL target of its owners."""
+        targets = [owner.itl_target_s for owner in self._owners.values() if owner.itl_target_s]
+        target_s, process = min(targets, default=0.0), self._process
         loaded = self.table is not None or self._probe is not None
         if process is not None and loaded and target_s != self._paced_s and process.send(Pace(target_s)):
             self._paced_s = target_s
 
-    async def stop(self) -> None:
-        """Return once no process runs."""
+    async def leave(self, owner: EngineOwner) -> None:
+        """Return once the version runs here no more. The last owner ends the process and frees the memory.
+
+        The sequences of the version end with ENGINE_LOST, those of others go on.
+        """
+        digest = owner.version.version_digest
+        self._owners.pop(digest, None)
+        if self._owners:
+            if self.table is not None and digest in self.table.versions:
+                self._context.host.leave(self.table, digest)
+            heir = next(iter(self._owners.values())).version
+            self.memory.pass_on(digest, heir.version_digest, heir.deployment)
+            return
+        self._context.engines.drop(self)
         if self._probe is not None:
             self._probe.cancel()
         if self._process is not None:
             await self._process.stop()
+        self.memory.release()
+
+    def _loading(self) -> list[EngineOwner]:
+        coming = (VersionPhase.LOADING, VersionPhase.PROBING)
+        return [owner for owner in self._owners.values() if owner.phase in coming]
+
+    def _on_progress(self, event: Progress) -> None:
+        for owner in self._loading():
+            owner.engine_progress(event)
 
     def _on_ready(self, event: Ready) -> None:
         process, vocabulary, context = self._process, self._vocabulary, self._context
         assert process is not None, "ready without an engine"
         assert vocabulary is not None, "ready without a vocabulary"
-        if self._owner.phase is not VersionPhase.LOADING:  # it is being removed
+        owners = self._loading()
+        if not owners:  # it is being removed
             return
         if not self._has_memory(event, process):
             return
         vocabulary.cover(event.vocab_size)
-        self._owner.engine_loaded()
-        if self._owner.probed:
+        for owner in owners:
+            owner.engine_loaded()
+        if any(owner.probed for owner in self._owners.values()):  # what it computes was probed here
             self._admit(event, process, 0)
             return
-        shapes = self._owner.version.probes
         speed = EngineSpeed(context.settings.token_budget, event.full_step_s)
-        plan = plan_probe(shapes, event, speed)
-        probe = ProbeContext(
-            process.send,
-            partial(self._on_probed, event, process, plan.prompts),
-            context.clock,
-            context.supervisor,
-        )
+        plan = plan_probe(owners[0].version.probes, event, speed)
+        ended = partial(self._on_probed, event, process, plan.prompts)
+        probe = ProbeContext(process.send, ended, context.clock, context.supervisor)
         self._probe = PromptProbe(plan, probe, vocab_size=event.vocab_size)
         self._probe.begin()
 
@@ -188,7 +274,7 @@ class VersionEngine:
         self, event: Ready, process: RunningEngine, prompts: int, failed: ProbeFailed | None
     ) -> None:
         self._probe = None
-        if self._owner.phase is not VersionPhase.PROBING:  # it is being removed
+        if not self._loading():  # it is being removed
             return
         if failed is None:
             self._admit(event, process, prompts)
@@ -196,17 +282,16 @@ class VersionEngine:
             self._refuse(failed, process)
 
     def _refuse(self, why: TookTooMuch | ProbeFailed, process: RunningEngine) -> None:
-        """Stop the engine; its owner is notified of ``why`` when it has ended."""
+        """Stop the engine; its owners are notified of ``why`` when it has ended."""
         self._unfit = why
-        self._context.supervisor.spawn(f"stop-{self._owner.version.version_digest[:19]}", process.stop())
+        self._context.supervisor.spawn(f"stop-{self.memory.owner[:19]}", process.stop())
 
     def _admit(self, event: Ready, process: RunningEngine, handles: int) -> None:
         """Take sequences from now on. The probe used the first ``handles``."""
-        vocabulary, context = self._vocabulary, self._context
+        vocabulary, context, owners = self._vocabulary, self._context, self._loading()
         assert vocabulary is not None, "ready without a vocabulary"
-        version = self._owner.version
         self.table = SequenceTable(
-            version.version_digest,
+            self._served(owners[0]),
             limits=PoolLimits(
                 event.kv_blocks_total,
                 event.block_size,
@@ -218,26 +303,34 @@ class VersionEngine:
             send=process.send,
             members=lambda: process.members,
             clock=context.clock,
-            charges=UsageAccounting(
-                version.version_digest, context.host.tally, context.host.device, model=version.deployment
-            ),
+            charges=UsageAccounting(context.host.tally, context.host.device),
             changed=context.host.note_change,
             slow_reader_s=context.settings.slow_reader_s,
-            telemetry=context.telemetry.version(version.deployment),
             used_handles=handles,
         )
         context.host.add(self.table)
         self._ready_s = context.clock.monotonic_s()
-        self._owner.engine_ready()
+        owners[0].engine_ready()
+        for owner in owners[1:]:
+            self._serve(owner, self.table)
         self.pace()  # the target may have changed while it loaded
+
+    def _serve(self, owner: EngineOwner, table: SequenceTable) -> None:
+        self._context.host.join(table, self._served(owner))
+        log.info("engine.joined", digest=owner.version.version_digest, versions=len(table.versions))
+        owner.engine_ready()
+
+    def _served(self, owner: EngineOwner) -> ServedVersion:
+        version = owner.version
+        telemetry = self._context.telemetry.version(version.deployment)
+        return ServedVersion(version.version_digest, version.deployment, telemetry)
 
     def _has_memory(self, event: Ready, process: RunningEngine) -> bool:
         """Record the memory that the engine took; stop an engine that took more than is free."""
-        version = self._owner.version
-        if version.executor == "null":
+        if self.memory.granted is None:  # a null engine allocates nothing
             return True
         try:
-            self._memory.settle(event)
+            self.memory.settle(event)
         except DoesNotFit as error:
             self._refuse(TookTooMuch(error.message), process)
             return False
@@ -248,8 +341,13 @@ class VersionEngine:
             self._probe.on_stepped(event)
         elif self.table is not None:
             self.table.on_stepped(event)
-            if self._owner.phase is VersionPhase.DRAINING and not len(self.table):
+            if any(self._is_drained(owner) for owner in self._owners.values()):
                 self._context.woke()
+
+    def _is_drained(self, owner: EngineOwner) -> bool:
+        if owner.phase is not VersionPhase.DRAINING or self.table is None:
+            return False
+        return not self.table.running_of(owner.version.version_digest)
 
     def _on_heartbeat(self, event: EngineHeartbeat) -> None:
         if self.table is not None:
@@ -258,14 +356,16 @@ class VersionEngine:
     def _on_resized(self, event: Resized) -> None:
         if self.table is not None:
             self.table.on_resized(event)
-            self._memory.resized(event.kv_blocks_total)
+            self.memory.resized(event.kv_blocks_total)
             self._context.woke()  # other versions may wait for the freed memory
 
     def _on_exit(self, exit_: EngineExit) -> None:
         self._process = None
         table, self.table = self.table, None
         ran_s = 0.0
+        crashed_in: frozenset[str] = frozenset()  # the versions of the step that ran
         if table is not None:
+            crashed_in = table.versions_of(exit_.members) if isinstance(exit_, Crashed) else crashed_in
             if isinstance(exit_, Crashed):
                 self._context.host.remove(table, exit_.cause, exit_.members)
             else:
@@ -273,12 +373,18 @@ class VersionEngine:
             ran_s = self._context.clock.monotonic_s() - self._ready_s
         unfit, self._unfit = self._unfit, None
         if self._probe is not None:
-            unfit = crashed_in(self._probe, exit_)
+            unfit = probe_failure(self._probe, exit_)
             self._probe = None
-        self._owner.engine_ended(exit_ if unfit is None else unfit, ran_s)
+        ended = exit_ if unfit is None else unfit
+        self.memory.release()
+        ran = (VersionPhase.LOADING, VersionPhase.PROBING, *WITH_ENGINE)
+        owners = [one for one in self._owners.values() if one.phase in ran]
+        for owner in owners:
+            counts = crashed_in <= {owner.version.version_digest}
+            owner.engine_ended(ended, ran_s, share=CrashShare(counts, leads=owner is owners[0]))
 
 
-def crashed_in(probe: Probe, exit_: EngineExit) -> ProbeFailed | None:
+def probe_failure(probe: Probe, exit_: EngineExit) -> ProbeFailed | None:
     """Return the failure of a probe whose engine ended by itself."""
     probe.cancel()
     if not isinstance(exit_, Crashed):

@@ -15,6 +15,7 @@ from fairway.formats import drafts
 from fairway.formats.limits import LIMITS_NAME, EngineLimits, check_limits
 from services.core.errors import FailedPrecondition
 from services.core.records import AssignedVersion
+from services.core.rollouts.computation import GENERATION_CONFIG
 from services.ports.clock import Clock
 from services.ports.text_check import TextCheck
 from services.worker.engine_protocol import EngineConfig
@@ -44,6 +45,8 @@ class ModelSource(Protocol):
 
     async def kind(self, model: str, digest: str) -> str: ...
 
+    async def computation(self, model: str, digest: str, *, generation_config: bytes) -> str: ...
+
     def pin(self, folder: Path) -> None: ...
 
     def unpin(self, folder: Path) -> None: ...
@@ -69,6 +72,9 @@ class LocalFiles(Protocol):
 
     async def kind(self) -> str:
         """Return the kind that the manifest states."""
+
+    async def computation(self, folder: Path) -> str:
+        """Return what versions that one engine can serve have in common; empty: it shares with none."""
 
     async def vocabulary(self, folder: Path) -> Vocabulary:
         """Return the vocabulary, after the check that a gateway can load the version.
@@ -133,6 +139,13 @@ class VersionFiles:
     async def kind(self) -> str:
         return await self._source.kind(self._version.model, self._version.version_digest)
 
+    async def computation(self, folder: Path) -> str:
+        generation = await asyncio.to_thread(_content_of, folder / GENERATION_CONFIG)
+        version = self._version
+        return await self._source.computation(
+            version.model, version.version_digest, generation_config=generation
+        )
+
     async def vocabulary(self, folder: Path) -> Vocabulary:
         if self._vocabulary is None:
             if self._texts is not None:
@@ -180,6 +193,16 @@ def limited(config: EngineConfig, limits: EngineLimits, *, max_context_tokens: i
         max_sequences=min(config.max_sequences, limits.max_sequences or config.max_sequences, budget),
         max_model_len=min((size for size in contexts if size), default=0),
     )
+
+
+def _content_of(path: Path) -> bytes:
+    """Return the file's content, empty without it. Blocks for I/O. Raises FailedPrecondition."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise FailedPrecondition(f"{path.name} of the version: {error.strerror}") from error
 
 
 def weight_bytes(folder: Path, bytes_per_value: int) -> int:

@@ -1,4 +1,4 @@
-"""The device memory of one version on this worker: its needs, its grant and the target size of its pool."""
+"""The device memory of one engine on this worker: its needs, its grant and the target size of its pool."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FIRST_WORKING_BYTES: Final = 256 * 1024 * 1024  # granted to a version's first e
 
 
 class VersionMemory:
-    """Single writer: the version's slot. The measured needs outlive the engines.
+    """Single writer: the slots of the versions that share it. The measured needs outlive the engines.
 
-    ``wished_kv_bytes`` is the upper bound of its pool.
+    ``owner`` is one of these versions. ``wished_kv_bytes`` is the upper bound of the pool.
     """
 
     def __init__(self, owner: str, label: str, *, ledger: MemoryLedger, wished_kv_bytes: int) -> None:
@@ -29,6 +29,11 @@ class VersionMemory:
         self._engine: Ready | None = None
         self._requested: int | None = None  # requested blocks, until the engine answers
         self._stays = False  # the engine could not resize as requested: no further request until it restarts
+
+    @property
+    def owner(self) -> str:
+        """The version in whose name the memory is granted."""
+        return self._owner
 
     @property
     def granted(self) -> MemoryGrant | None:
@@ -107,6 +112,12 @@ class VersionMemory:
         self._ledger.release(self._owner)
         self._engine, self._requested, self._stays = None, None, False
 
+    def pass_on(self, owner: str, heir: str, label: str) -> None:
+        """The memory is the heir's if it was the owner's: the engine goes on without that version."""
+        if self._owner == owner:
+            self._ledger.rename(owner, heir, label)
+            self._owner, self._label = heir, label
+
     # --- its pool -------------------------------------------------------------------------------
 
     def share(self, rank: int, *, movable: bool) -> MemoryShare | None:
@@ -121,10 +132,13 @@ class VersionMemory:
             return claim if self._weight_bytes else None
         kv_bytes = grant.kv_bytes if self._requested is None else self._kv_bytes(self._requested)
         if engine is None or not movable or self._stays or self._requested is not None:
-            return MemoryShare(self._owner, rank, grant.fixed_bytes, kv_bytes, kv_bytes, kv_bytes)
+            held_bytes = grant.kv_bytes
+            return MemoryShare(self._owner, rank, grant.fixed_bytes, kv_bytes, kv_bytes, kv_bytes, held_bytes)
         least_bytes = self._kv_bytes(-(-engine.max_model_len // engine.block_size))
         wished_bytes = max(self._wished_kv_bytes, kv_bytes)
-        return MemoryShare(self._owner, rank, grant.fixed_bytes, least_bytes, wished_bytes, kv_bytes)
+        return MemoryShare(
+            self._owner, rank, grant.fixed_bytes, least_bytes, wished_bytes, kv_bytes, kv_bytes
+        )
 
     def aim(self, kv_bytes: int) -> int | None:
         """Return the number of blocks to request from the engine, or None. Growth is granted here."""

@@ -1,4 +1,4 @@
-"""One assigned version on this worker: its files, its engine process, its sequences."""
+"""One assigned version on this worker: its files, and the engine that serves it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from services.worker.slots.engine_process import Crashed, EngineExit, LoadRefuse
 from services.worker.slots.engine_settings import EngineSettings, Executor
 from services.worker.slots.version_batcher import VersionBatcher
 from services.worker.slots.version_engine import (
+    ALONE,
     RESIZABLE,
     WITH_ENGINE,
+    CrashShare,
     SlotContext,
     TookTooMuch,
     VersionEngine,
@@ -84,7 +86,8 @@ class VersionSlot:
         self.phase = VersionPhase.FETCHING
         self.message = ""
         self.progress_ratio = 0.0
-        self.restarts = 0
+        self.restarts = 0  # crashes that count as the version's
+        self.restarting = False  # its engine had run before
         self.probed = False
         self.itl_target_s = version.itl_target_s or context.settings.itl_target_s
         self.gone = False
@@ -95,7 +98,8 @@ class VersionSlot:
             ledger=context.ledger,
             wished_kv_bytes=context.settings.kv_memory_bytes,
         )
-        self.engine: VersionEngine | VersionBatcher = VersionEngine(self, context, self.memory)
+        # Until it loads, an engine of its own; then that of its computation.
+        self.engine: VersionEngine | VersionBatcher = VersionEngine(context, self.memory)
         self._kv_target: int | None = None  # bytes, from the last division of the device's memory
         self.memory_comes = False
         self.failures = Failures(context.settings, context.clock)
@@ -111,8 +115,14 @@ class VersionSlot:
 
     @property
     def table(self) -> SequenceTable | None:
-        """The sequences of the version, None while no engine is ready."""
-        return self.engine.table if isinstance(self.engine, VersionEngine) else None
+        """The sequences of its engine, None while that does not serve the version."""
+        table = self.engine.table if isinstance(self.engine, VersionEngine) else None
+        return table if table is not None and self.digest in table.versions else None
+
+    @property
+    def leads(self) -> bool:
+        """Whether its engine's memory is counted with this version, of those that share it."""
+        return self.memory.owner == self.digest
 
     @property
     def rows(self) -> Batcher | None:
@@ -120,9 +130,11 @@ class VersionSlot:
         return self.engine.rows if isinstance(self.engine, VersionBatcher) else None
 
     def observed(self) -> Slot:
-        running = len(self.table or ()) + len(self.rows or ())
+        table = self.table
+        running = len(self.rows or ()) + (0 if table is None else table.running_of(self.digest))
         if running:
             self._idle_since_s = self._context.clock.monotonic_s()
+        grant = self.memory.granted
         return Slot(
             version=self.version,
             phase=self.phase,
@@ -131,7 +143,7 @@ class VersionSlot:
             retry_at_s=self.failures.retry_at_s,
             drain_until_s=self._drain_until_s,
             idle_since_s=self._idle_since_s,
-            granted_bytes=0 if (grant := self.memory.granted) is None else grant.bytes,
+            granted_bytes=0 if grant is None or not self.leads else grant.bytes,
             unbooked=self.version.executor != "null" and grant is None,
             needed_bytes=self.memory.needed_bytes if self.failures.reason == DoesNotFit.reason else 0,
             final=self.failures.final and self.failures.reason in FINAL_REASONS,
@@ -146,7 +158,7 @@ class VersionSlot:
 
     def load(self) -> None:
         assert self.files.folder is not None, "nothing to load"
-        self._enter(VersionPhase.LOADING, self.message if self.restarts else "")
+        self._enter(VersionPhase.LOADING, self.message if self.restarting else "")
         self._task = self._context.supervisor.spawn(f"load-{self.digest[:19]}", self._load())
 
     def share_memory(self, kv_bytes: int | None, *, comes: bool) -> None:
@@ -195,8 +207,11 @@ class VersionSlot:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
-        await self.engine.stop()
-        self.memory.release()
+        if isinstance(self.engine, VersionEngine):
+            await self.engine.leave(self)
+        else:
+            await self.engine.stop()
+            self.memory.release()
         self.files.unpin()
         self.gone = True
         self._context.woke()
@@ -223,12 +238,25 @@ class VersionSlot:
             if await self.files.kind() == "fixed-cost":
                 await self._start_batcher(folder)
                 return
-            vocabulary = await self.files.vocabulary(folder)
-            assert isinstance(self.engine, VersionEngine), "a version has one kind"
-            await self.engine.start(await self._config(folder), vocabulary)
+            await self._start_engine(folder)
         except FairwayError as error:
-            self.memory.release()
             self._break(error.reason, error.message, failed=not isinstance(error, Unavailable))
+
+    async def _start_engine(self, folder: Path) -> None:
+        """Start the engine of the version's computation, or join it where another version has it."""
+        vocabulary = await self.files.vocabulary(folder)
+        shares = self.version.executor != "null"  # a null engine has no memory to share
+        computation = await self.files.computation(folder) if shares else ""
+        assert isinstance(self.engine, VersionEngine), "a version has one kind"
+        engine = self._context.engines.claim(computation and self._name_of(computation), self.engine)
+        self.engine, self.memory = engine, engine.memory
+        if engine.enter(self):
+            with engine.starts(self):
+                await engine.start(await self._config(folder), vocabulary)
+
+    def _name_of(self, computation: str) -> str:
+        """Return the name of its engine: only versions of one model share one."""
+        return f"{self.version.model} {computation}"
 
     async def _start_batcher(self, folder: Path) -> None:
         if self.version.executor == "null":
@@ -240,7 +268,11 @@ class VersionSlot:
         grant = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target)
         self._context.woke()  # other loads may wait for this grant
         config = settings.config(folder, "rows", memory_bytes=grant.bytes, draft=None)
-        await self.engine.start(structs.replace(config, kv_memory_bytes=grant.kv_bytes))
+        try:
+            await self.engine.start(structs.replace(config, kv_memory_bytes=grant.kv_bytes))
+        except FairwayError:
+            self.memory.release()
+            raise
 
     def _lost_files(self) -> bool:
         """Return whether the files were deleted from the cache; they are then fetched again after a pause."""
@@ -276,7 +308,7 @@ class VersionSlot:
         """Record how far the engine has loaded."""
         step = _LOADING_STEPS.get(event.phase, "")
         # After a restart the message remains the cause of the restart.
-        if step and step != self.message and self.phase is VersionPhase.LOADING and not self.restarts:
+        if step and step != self.message and self.phase is VersionPhase.LOADING and not self.restarting:
             self.message = step
             self._context.woke()
         self._note_progress(event.done_ratio)
@@ -292,8 +324,10 @@ class VersionSlot:
         self.failures.passed()
         self._enter(VersionPhase.READY)
 
-    def engine_ended(self, exit_: EngineExit | TookTooMuch | ProbeFailed, ran_s: float) -> None:
-        """Record why the engine ended. ``ran_s``: how long it was ready."""
+    def engine_ended(
+        self, exit_: EngineExit | TookTooMuch | ProbeFailed, ran_s: float, *, share: CrashShare = ALONE
+    ) -> None:
+        """Record why the engine ended, and what the version has of it. ``ran_s``: how long it was ready."""
         self.memory.release()
         if self.phase is VersionPhase.STOPPING:
             return
@@ -306,8 +340,10 @@ class VersionSlot:
                 self.memory.learn(weight_bytes=weight_bytes, working_bytes=working_bytes, kv_bytes=kv_bytes)
                 self._break(reason.upper(), message, failed=True)
             case Crashed(_, message):
-                self.restarts += 1
-                self._context.telemetry.restarted(self.version.deployment)
+                self.restarting = True
+                self.restarts += share.counts
+                if share.leads:
+                    self._context.telemetry.restarted(self.version.deployment)
                 self._break("ENGINE_CRASHED", message, failed=False)
             case TookTooMuch(message):
                 self._break(DoesNotFit.reason, message, failed=True)

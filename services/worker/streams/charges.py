@@ -23,18 +23,14 @@ class UsageAccounting:
 
     def __init__(
         self,
-        version_digest: str,
         tally: Tally,
         device: DeviceTime | None = None,
         *,
-        model: str = "",
         max_unsettled: int = MAX_UNSETTLED,
     ) -> None:
-        """Without ``device`` no device time is reported. ``model``: the deployment."""
-        self._version_digest = version_digest
+        """Without ``device`` no device time is reported."""
         self._tally = tally
         self._device = device
-        self._model = model
         self._max_unsettled = max_unsettled
         self._unsettled: dict[int, tuple[WorkerSequence, float]] = {}  # ended, and when
         self._uncharged_s = 0.0  # of steps that computed, not charged to any sequence yet
@@ -104,7 +100,7 @@ class UsageAccounting:
                 request_id=generation.request_id,
                 choice=sequence.spec.choice,
                 tenant=sequence.spec.tenant_id,
-                digest=self._version_digest,
+                digest=sequence.version_digest,
                 prompt_tokens=sequence.prompt_tokens,
                 output_tokens=sequence.output_tokens,
                 cached_tokens=min(sequence.cached_tokens, sequence.prompt_tokens),
@@ -123,7 +119,7 @@ class UsageAccounting:
 
     def _report(self, sequence: WorkerSequence, ended_s: float) -> None:
         if self._device is not None:
-            self._device.sequence_ended(sequence, self._model, self._version_digest, ended_s)
+            self._device.sequence_ended(sequence, ended_s)
 
     def _key_of(self, sequence: WorkerSequence) -> Key:
-        return sequence.spec.tenant_id, self._version_digest, sequence.spec.generation.priority
+        return sequence.spec.tenant_id, sequence.version_digest, sequence.spec.generation.priority

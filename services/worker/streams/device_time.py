@@ -51,17 +51,15 @@ class DeviceTime:
         self._idle_s = max(self._idle_s, elapsed_s - self.busy_s)
         return self._idle_s
 
-    def sequence_ended(
-        self, sequence: WorkerSequence, model: str, version_digest: str, ended_s: float
-    ) -> None:
+    def sequence_ended(self, sequence: WorkerSequence, ended_s: float) -> None:
         """Report a sequence that ended at ``ended_s``, monotonic, and is charged no more."""
         spec = sequence.spec
         self._report_use(
             request_id=spec.generation.request_id,
             choice=spec.choice,
             tenant=spec.tenant_id,
-            model=model,
-            version_digest=version_digest,
+            model=sequence.model,
+            version_digest=sequence.version_digest,
             usage=usage_here(sequence),
             age_s=self._clock.monotonic_s() - ended_s,
         )

@@ -20,6 +20,7 @@ from services.worker.streams.live_row import LiveRow, RowTable
 from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.sequences import SequenceTable
+from services.worker.streams.served_versions import ServedVersion
 from services.worker.streams.usage_tally import Tally
 
 _MAX_LEFT: Final = 8
@@ -76,10 +77,25 @@ class SequenceHost:
 
     def add(self, table: SequenceTable) -> None:
         """Admit sequences for the table's version from now on."""
-        assert table.version_digest not in self._tables, "the version has an engine already"
-        self._tables[table.version_digest] = table
-        self._closed_to.discard(table.version_digest)
-        if (left := self._left_prefixes.pop(table.version_digest, None)) is not None:
+        self._serve(table, table.versions.first)
+
+    def join(self, table: SequenceTable, version: ServedVersion) -> None:
+        """Admit sequences for one more version of a table from now on."""
+        table.versions.add(version)
+        self._serve(table, version.version_digest)
+
+    def leave(self, table: SequenceTable, version_digest: str) -> None:
+        """Remove one of several versions of a table; its remaining sequences end with ENGINE_LOST."""
+        del self._tables[version_digest]
+        self._closed_to.discard(version_digest)
+        table.leave(version_digest)
+        self.changed()
+
+    def _serve(self, table: SequenceTable, version_digest: str) -> None:
+        assert version_digest not in self._tables, "the version has an engine already"
+        self._tables[version_digest] = table
+        self._closed_to.discard(version_digest)
+        if (left := self._left_prefixes.pop(version_digest, None)) is not None:
             table.kv.cached.follow(left[0])
             table.kv.shared.reported.follow(left[1])
         self.changed()
@@ -89,16 +105,18 @@ class SequenceHost:
     ) -> None:
         """Remove a table; its remaining sequences end with ENGINE_LOST. ``members``: those of the step that
         ran."""
-        if self._tables.get(table.version_digest) is table:
-            del self._tables[table.version_digest]
-            self._closed_to.discard(table.version_digest)
+        if self._tables.get(table.versions.first) is table:
+            for version_digest in table.versions:
+                del self._tables[version_digest]
+                self._closed_to.discard(version_digest)
             table.lost(cause, members)
             self._leave_prefixes(table)
             self.changed()
 
     def _leave_prefixes(self, table: SequenceTable) -> None:
-        """Retain the reported prefixes, in case the version returns before a report without it."""
-        self._left_prefixes[table.version_digest] = table.kv.cached, table.kv.shared.reported
+        """Retain the reported prefixes, in case a version returns before a report without it."""
+        for version_digest in table.versions:
+            self._left_prefixes[version_digest] = table.kv.cached, table.kv.shared.reported
         while len(self._left_prefixes) > _MAX_LEFT:
             del self._left_prefixes[next(iter(self._left_prefixes))]
 
@@ -117,15 +135,16 @@ class SequenceHost:
     def table(self, version_digest: str) -> SequenceTable | None:
         return self._tables.get(version_digest)
 
-    def tables(self) -> Iterable[SequenceTable]:
-        return self._tables.values()
+    def tables(self) -> Sequence[SequenceTable]:
+        """Return each table once, whatever its versions."""
+        return tuple(dict.fromkeys(self._tables.values()))
 
     def table_of(self, sequence: WorkerSequence) -> SequenceTable:
         return self._tables[sequence.spec.grant.version_digest]
 
     @property
     def running(self) -> int:
-        return sum(map(len, self._tables.values())) + sum(map(len, self._row_tables.values()))
+        return sum(map(len, self.tables())) + sum(map(len, self._row_tables.values()))
 
     def start(self, outbox: Outbox, handle: int, spec: StartSpec) -> NotAdmittedReason | None:
         """Start the sequence, or return why it is rejected. The grant counts as seen in both cases."""
@@ -241,7 +260,7 @@ class SequenceHost:
     # --- inside ---------------------------------------------------------------------------------
 
     def _all_tables(self) -> tuple[SequenceTable | RowTable, ...]:
-        return (*self._tables.values(), *self._row_tables.values())
+        return (*self.tables(), *self._row_tables.values())
 
     def _refusal(self, spec: StartSpec) -> NotAdmittedReason | None:
         if self.draining:
@@ -328,6 +347,10 @@ class GatewaySequences:
         for digest, dropped in rows.items():
             if (row_table := self._host.row_table(digest)) is not None:
                 row_table.cancel(dropped)
+
+    @property
+    def only_accepted(self) -> bool:
+        return self._outbox.only_accepted
 
     def take(self) -> StepFrame | None:
         return self._outbox.take()

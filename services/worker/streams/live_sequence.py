@@ -33,6 +33,7 @@ class WorkerSequence:
     # The engine's handle.
     number: int
     text: TextStream  # detokeniser and stop strings
+    model: str  # the deployment that its usage is counted for
     prompt_tokens: int  # length of the prompt
     # Prompt and output.
     tokens: int
@@ -61,6 +62,10 @@ class WorkerSequence:
     blocked_since_s: float | None = None  # None: it has credit
     charged_output: int = 0  # output offset up to which the tenant was charged
     device_us: int = 0  # its shares of engine steps, as reported by the engine
+
+    @property
+    def version_digest(self) -> str:
+        return self.spec.grant.version_digest
 
     @property
     def fallback(self) -> bool:

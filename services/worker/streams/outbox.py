@@ -74,6 +74,13 @@ class Outbox:
             ended.dropped = ended.dropped or ended.handle == handle
         return sequence
 
+    @property
+    def only_accepted(self) -> bool:
+        """Whether nothing but acceptances is pending."""
+        return bool(self._accepted) and not (
+            self.dirty or self._ended or self._not_admitted or self._ended_rows
+        )
+
     def take(self) -> StepFrame | None:
         """Return everything pending, up to the size of a frame; None if there is nothing."""
         if not (self.dirty or self._ended or self._accepted or self._not_admitted or self._ended_rows):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from services.core.generation import NOT_FINITE, FinishReason, SequenceEnd, StartSpec, TokenLogprobs
+from services.core.generation import NOT_FINITE, FinishReason, StartSpec, TokenLogprobs
 from services.core.poison.suspicion import LossCause, StepRole
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
@@ -20,29 +20,18 @@ from services.worker.kv.reservations import Reservations
 from services.worker.policy.crash_cause import role_of
 from services.worker.policy.engine_silence import StallDetector
 from services.worker.streams.charges import UsageAccounting
+from services.worker.streams.ends import FLUSHED, end_of, last_rows
 from services.worker.streams.live_sequence import SlotState, WorkerSequence
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.prefills import Prefills
 from services.worker.streams.sequence_slots import SequenceSlots
+from services.worker.streams.served_versions import ServedVersion, ServedVersions
 from services.worker.streams.submit import submit_command
-from services.worker.telemetry import VersionTelemetry
 from services.worker.text.detokenizer import Vocabulary
 from services.worker.text.text_stream import TextStream
 
 MAX_CREDIT: Final = 2**31 - 1
 CHARGE_S: Final = 0.25  # between two charges of running sequences' output; a heartbeat is four of them
-# The client's stream ends with these reasons, so text that was held back becomes final. With other reasons
-# the sequence is placed again and continues with its own held-back text.
-FLUSHED: Final = frozenset(
-    {
-        FinishReason.STOP,
-        FinishReason.LENGTH,
-        FinishReason.CANCELLED,
-        FinishReason.DEADLINE,
-        FinishReason.SLOW_READER,
-        FinishReason.ERROR,
-    }
-)
 
 
 class SequenceTable:
@@ -55,7 +44,7 @@ class SequenceTable:
 
     def __init__(
         self,
-        version_digest: str,
+        version: ServedVersion,
         *,
         limits: PoolLimits,
         vocabulary: Vocabulary,
@@ -65,11 +54,11 @@ class SequenceTable:
         charges: UsageAccounting,
         changed: Callable[[], None],
         slow_reader_s: float = 30.0,
-        telemetry: VersionTelemetry | None = None,
         used_handles: int = 0,
     ) -> None:
-        """``used_handles``: the engine has seen these many, from 1 on."""
-        self.version_digest = version_digest
+        """``version``: the first that the engine serves; its metrics have the engine's steps. The engine has
+        seen ``used_handles``, from 1 on."""
+        self.versions = ServedVersions(version)
         self.limits = limits
         self.stats = PoolStats()
         self.kv = Reservations(limits)
@@ -84,7 +73,7 @@ class SequenceTable:
         self.charges = charges
         self._changed = changed
         self._slow_reader_s = slow_reader_s
-        self._telemetry = telemetry
+        self._telemetry = version.telemetry
         self._live: dict[int, WorkerSequence] = {}
         self._last_number = used_handles
         self._charged_s = clock.monotonic_s()
@@ -206,7 +195,7 @@ class SequenceTable:
         self._on_message(event.step_s)
         self._note_step(event)
         self.charges.note_step(event, live)
-        ends = _ends(event)
+        ends = last_rows(event)
         for number in ends:  # their last token may need to stay without text
             if number in live:
                 live[number].fast = False
@@ -269,6 +258,26 @@ class SequenceTable:
         self.stats.kv_blocks_used = 0
         self._changed()
 
+    def running_of(self, version_digest: str) -> int:
+        """Return how many sequences of one of its versions live."""
+        if len(self.versions) == 1:
+            return len(self._live)
+        return sum(sequence.version_digest == version_digest for sequence in self._live.values())
+
+    def versions_of(self, numbers: Iterable[int]) -> frozenset[str]:
+        """Return the versions of these sequences, as far as they live."""
+        return frozenset(self._live[number].version_digest for number in numbers if number in self._live)
+
+    def leave(self, version_digest: str) -> None:
+        """Stop serving one of several versions; its sequences end with ENGINE_LOST, to continue elsewhere."""
+        left = [one for one in self._live.values() if one.version_digest == version_digest]
+        if left:
+            self._send(wire.Cancel([sequence.number for sequence in left]))
+        for sequence in left:
+            self._end(sequence, FinishReason.ENGINE_LOST)
+        self.versions.remove(version_digest)
+        self._room_changed()
+
     def charge(self, *, at_once: bool) -> None:
         """Charge the output of running sequences, at once or when the interval has passed.
 
@@ -308,6 +317,7 @@ class SequenceTable:
             handle=handle,
             number=self._last_number + 1,
             text=text,
+            model=self.versions.model_of(spec.grant.version_digest),
             prompt_tokens=len(generation.prompt.ids),
             tokens=spec.prefill_tokens,
             credit_limit=min(len(spec.produced_ids) + spec.initial_credit_tokens, MAX_CREDIT),
@@ -396,23 +406,7 @@ class SequenceTable:
             reason = FinishReason.STOP
         self._forget(sequence)
         self._note_ended(sequence, reason, error[0])
-        started_s, first_s = sequence.prefill_started_s, sequence.first_token_s
-        sequence.outbox.end(
-            sequence,
-            SequenceEnd(
-                reason=reason,
-                stop=sequence.text.stop,
-                output_tokens=sequence.output_tokens,
-                cached_tokens=min(sequence.cached_tokens, sequence.prompt_tokens),
-                engine_wait_us=_microseconds(sequence.accepted_s, started_s),
-                prefill_us=_microseconds(started_s, first_s),
-                error_reason=error[0],
-                error_message=error[1],
-                device_us=sequence.device_us,
-                loss_cause=loss[0],
-                step_role=loss[1],
-            ),
-        )
+        sequence.outbox.end(sequence, end_of(sequence, reason, error, loss))
 
     def _forget(self, sequence: WorkerSequence) -> None:
         del self._live[sequence.number]
@@ -425,8 +419,7 @@ class SequenceTable:
     def _note_ended(self, sequence: WorkerSequence, reason: FinishReason, error: str = "") -> None:
         """Record the end in usage accounting and telemetry."""
         self.charges.add_ended(sequence, reason, self._clock.monotonic_s())
-        if self._telemetry is not None:
-            self._telemetry.ended(sequence, "not_finite" if error == NOT_FINITE else reason.value)
+        self.versions.note_ended(sequence, "not_finite" if error == NOT_FINITE else reason.value)
 
     def _notice(self, sequence: WorkerSequence) -> None:
         """Update a sequence that needs one more block or used its credit; report the free capacity."""
@@ -508,15 +501,3 @@ class SequenceTable:
         """Park a sequence that is in no group until it has credit."""
         sequence.blocked_since_s = self._clock.monotonic_s()
         self.slots.put(sequence, SlotState.PARKED)
-
-
-def _ends(event: wire.Stepped) -> dict[int, int]:
-    """Return the row of the last token of each finished sequence, by number; -1 without a token."""
-    if not event.finished:
-        return {}
-    rows = dict(zip(event.handles, range(len(event.handles)), strict=True))
-    return {number: rows.get(number, -1) for number in event.finished}
-
-
-def _microseconds(start_s: float | None, end_s: float | None) -> int:
-    return 0 if start_s is None or end_s is None else max(0, round((end_s - start_s) * 1e6))

@@ -13,7 +13,7 @@ from services.core.generation import Usage
 from services.core.limits import Claim as LimitClaim
 from services.core.limits import Limit, Price
 from services.ports.idempotency import Addition, Claim, Hold, LogTail, RecordKey, Written
-from services.ports.limiter import Reservation, Spent
+from services.ports.limiter import NO_PRICE, Reservation, Spent
 from simulator.kernel.network import Network, Unreachable
 from simulator.kernel.process import Process
 
@@ -56,8 +56,17 @@ class RemoteLimiter:
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
-        return await self._link.ask(lambda redis: redis.limiter.admit(tenant_id, request_id, limits))
+    async def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[LimitClaim] = (),
+        price: Price = NO_PRICE,
+    ) -> Reservation:
+        return await self._link.ask(
+            lambda redis: redis.limiter.admit(tenant_id, request_id, limits, claims, price)
+        )
 
     async def reserve(
         self, reservation: Reservation, claims: Sequence[LimitClaim], price: Price

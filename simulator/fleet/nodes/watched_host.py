@@ -50,6 +50,10 @@ class _WatchedStream:
     def cancel(self, handles: Sequence[int]) -> None:
         self._stream.cancel(handles)
 
+    @property
+    def only_accepted(self) -> bool:
+        return self._stream.only_accepted
+
     def take(self) -> StepFrame | None:
         return self._stream.take()
 

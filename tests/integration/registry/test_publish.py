@@ -10,6 +10,7 @@ import pytest
 from fairway.client.publish.publish import PublishProgress, PublishRefused, publish
 from services.core.errors import InvalidInput
 from services.core.manifest import digest_of, sha256_of
+from services.core.records import VersionRecord, load, version_key
 from tests.integration.registry.harness import Registry, file_of, files, manifest_of, same
 from tests.support.registry import ADMIN
 
@@ -42,6 +43,11 @@ async def test_publish_register_fetch(registry: Registry, folder: Path, tmp_path
     assert ratios == sorted(ratios)
     assert ratios[-1] == 1.0
     models.check_integrity()
+    entry = await registry.store.get(version_key("tiny", first.digest))
+    assert entry is not None
+    sampling = (path / "generation_config.json").read_bytes()
+    computation = await models.computation("tiny", first.digest, generation_config=sampling)
+    assert load(entry.value, VersionRecord).computation == computation, "the planner has what workers compute"
 
 
 async def test_folder_that_may_not_be_a_version_is_refused_before_anything_is_uploaded(

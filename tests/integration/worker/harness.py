@@ -93,6 +93,7 @@ class FolderSource:
         self.error: FairwayError | None = None  # raised by every fetch while it is set
         self.context = 0
         self.version_kind = "causal-lm"
+        self.computations: dict[str, str] = {}  # by version; others share with none
 
     async def fetch(
         self,
@@ -115,6 +116,9 @@ class FolderSource:
 
     async def kind(self, model: str, digest: str) -> str:
         return self.version_kind
+
+    async def computation(self, model: str, digest: str, *, generation_config: bytes) -> str:
+        return self.computations.get(digest, "")
 
     def pin(self, folder: Path) -> None:
         self.pins += 1

@@ -192,9 +192,9 @@ async def test_a_load_that_is_refused_says_why(start: Start, model_dir: Path) ->
 WRONG = (
     ("say(READY); sys.exit(4)", "exit code 4"),
     ("say(READY); os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
-    ("say(READY); time.sleep(60)", "nothing heard"),
-    ("say(READY); os.kill(os.getpid(), signal.SIGSTOP)", "nothing heard"),
-    ("time.sleep(60)", "nothing heard"),
+    ("say(READY); time.sleep(60)", "no message for"),
+    ("say(READY); os.kill(os.getpid(), signal.SIGSTOP)", "no message for"),
+    ("time.sleep(60)", "no message for"),
     ("while True: say(wire.Progress('weights', 0.5)); time.sleep(0.2)", "loading took longer"),
     ("say(READY); agent.close(); time.sleep(60)", "closed its connection"),
     (r"agent.sendall(b'\xff\xff\xff\xff'); time.sleep(60)", "could not be handled"),

@@ -34,6 +34,7 @@ from services.worker.kv.pool import PoolLimits
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
+from services.worker.streams.served_versions import ServedVersion
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec
 from simulator.fleet.nodes.worker_node import _PlainText
 from simulator.kernel.loop import VirtualTimeLoop, run
@@ -92,12 +93,12 @@ class Rig:
             output_length=lambda submit: submit.sampling.seed,
         )
         self.table = self.table_type(
-            DIGEST,
+            ServedVersion(DIGEST),
             limits=PoolLimits(SPEC.blocks, SPEC.block_size, SPEC.context_tokens, SPEC.max_sequences),
             vocabulary=_PlainText(),
             send=self.engine.send,
             clock=clock,
-            charges=UsageAccounting(DIGEST, self.host.tally),
+            charges=UsageAccounting(self.host.tally),
             changed=lambda: None,
         )
         self.host.add(self.table)

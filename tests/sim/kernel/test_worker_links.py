@@ -74,6 +74,10 @@ class CountingStream:
         for handle in handles:
             self.live.pop(handle, None)
 
+    @property
+    def only_accepted(self) -> bool:
+        return False
+
     def take(self) -> StepFrame | None:
         frame, self._frame = self._frame, None
         return frame

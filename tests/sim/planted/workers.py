@@ -93,7 +93,7 @@ class _Greedy(SequenceHost):
 
 class _Forgetting(SequenceHost):
     def add(self, table: SequenceTable) -> None:
-        table.charges = _AtOnce(table.version_digest, self.tally, self.device)
+        table.charges = _AtOnce(self.tally, self.device)
         super().add(table)
 
 
@@ -107,7 +107,7 @@ class _Forgetful(SequenceHost):
     def remove(
         self, table: SequenceTable, cause: LossCause = LossCause.OUTSIDE, members: Collection[int] = ()
     ) -> None:
-        self._tables.pop(table.version_digest, None)
+        self._tables.pop(table.versions.first, None)
         self.changed()
 
 

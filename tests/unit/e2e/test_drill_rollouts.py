@@ -11,7 +11,7 @@ GOOD: dict[str, float | None] = {
     "bad_rolled_back_ratio": 1.0,
     "actuation_p95_s": 5.0,
     "rollback_p95_s": 60.0,
-    "ab_memory_ratio": None,
+    "ab_memory_ratio": 1.1,
 }
 
 
@@ -22,6 +22,7 @@ GOOD: dict[str, float | None] = {
         ("bad_rolled_back_ratio", 0.99),
         ("actuation_p95_s", 5.001),
         ("rollback_p95_s", 61.0),
+        ("ab_memory_ratio", 1.101),
     ],
 )
 def test_each_figure_has_its_bound(name: str, value: float) -> None:

@@ -50,7 +50,7 @@ from services.gateway.service import GatewayService, drain
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.shadow import MAX_PRESSURE
 from services.gateway.telemetry import GatewayTelemetry
-from services.ports.limiter import Reservation
+from services.ports.limiter import NO_PRICE, Reservation
 from services.ports.worker import SequenceSink
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
@@ -121,9 +121,16 @@ class RecordingLimiter(MemoryLimiter):
         super().__init__(CLOCK)
         self.calls: list[tuple[str, str]] = []
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
+    async def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> Reservation:
         self.calls.append(("admit", request_id))
-        return await super().admit(tenant_id, request_id, limits)
+        return await super().admit(tenant_id, request_id, limits, claims, price)
 
     async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         self.calls.append(("reserve", reservation.request_id))

@@ -94,7 +94,7 @@ class SharesWhatIsCached(FleetView):
     """Takes a whole prompt as shared wherever sequences share its beginning."""
 
     def _counted(self, worker_id: str, grant: Outstanding) -> Outstanding:
-        shared = len(grant.chain) if self.shared.blocks_on(worker_id, grant.digest, grant.chain, 65) else 0
+        shared = len(grant.chain) if self.shared.blocks_on(worker_id, grant.chain, 65) else 0
         return structs.replace(grant, kv_blocks=grant.whole_blocks - shared * grant.each_blocks)
 
 

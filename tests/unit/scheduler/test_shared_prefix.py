@@ -28,10 +28,13 @@ def test_runs_are_those_of_a_plain_model() -> None:
             model[worker, digest] = want
         shared.check_integrity()
         tokens = rng.randrange(0, 64 * 42)
-        for (worker, digest), names in model.items():
+        for worker, digest in model:
+            if digest != f"v{family // 2}":
+                continue
+            names = model[worker, digest]
             run = next((at for at, name in enumerate(chain) if name not in names), len(chain))
             expected = min(run, shareable_blocks(chain, tokens))
-            assert shared.blocks_on(worker, digest, chain, tokens) == expected
+            assert shared.blocks_on(worker, chain, tokens) == expected
         for version in ("v0", "v1"):
             assert shared.any_in(version) == any(model.get((f"w{n}", version)) for n in range(4))
 
@@ -39,9 +42,9 @@ def test_runs_are_those_of_a_plain_model() -> None:
 def test_names_are_bounded_and_what_is_not_known_is_not_shared() -> None:
     shared = SharedPrefixes(max_names=5)
     shared.change("w0", "v", CHAINS[0], ())
-    assert (len(shared), shared.blocks_on("w0", "v", CHAINS[0], 10_000)) == (5, 5)
+    assert (len(shared), shared.blocks_on("w0", CHAINS[0], 10_000)) == (5, 5)
     shared.change("w1", "v", CHAINS[0], ())
-    assert shared.blocks_on("w1", "v", CHAINS[0], 10_000) == 0
+    assert shared.blocks_on("w1", CHAINS[0], 10_000) == 0
     shared.change("w0", "v", (), (*CHAINS[0], 9999))
     assert len(shared) == 0
     assert not shared.any_in("v")
@@ -54,7 +57,7 @@ def test_one_grant_leans_on_a_beginning_at_a_time() -> None:
     for worker in ("w0", "w1"):
         shared.change(worker, "v", longer, ())
     shared.attach("w0", chain, 4)
-    run = shared.run_of("v", longer, 1000)
+    run = shared.run_of(longer, 1000)
     assert (run.tokens_on("w0"), run.tokens_on("w1")) == (0, 5 * 64)
     assert shared.leaning_on("w0") == (4,)
     shared.detach("w0", chain, 3)
@@ -70,10 +73,10 @@ def test_those_that_share_a_beginning_are_drawn() -> None:
     shared = SharedPrefixes()
     for number in range(20):
         shared.change(f"w{number}", "v", CHAINS[1][:2], ())
-    run = shared.run_of("v", CHAINS[1], 1000)
+    run = shared.run_of(CHAINS[1], 1000)
     drawn = [tuple(run.workers(8, Random(seed))) for seed in range(30)]
     assert all(len(set(names)) == 8 for names in drawn)
     assert {name for names in drawn for name in names} == {f"w{number}" for number in range(20)}
-    assert shared.run_of("v", CHAINS[2], 1000) is NOTHING_SHARED
+    assert shared.run_of(CHAINS[2], 1000) is NOTHING_SHARED
     assert NOTHING_SHARED.tokens_on("w0") == 0
     assert NOTHING_SHARED.workers(8, Random(0)) == []

@@ -16,6 +16,7 @@ from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.device_time import DeviceKind, DeviceTime
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
+from services.worker.streams.served_versions import ServedVersion
 from services.worker.text.detokenizer import ByteLevelVocabulary, byte_of_char
 from tests.support.clocks import HandClock
 from tests.support.kept_usage import KeptUsage
@@ -200,13 +201,13 @@ def new_bench(byte_level: Tokenizer) -> Bench:
 
     def new_table(limits: PoolLimits) -> SequenceTable:
         return SequenceTable(
-            DIGEST,
+            ServedVersion(DIGEST, "m"),
             limits=limits,
             vocabulary=vocabulary,
             send=send,
             members=lambda: made.members,
             clock=clock,
-            charges=UsageAccounting(DIGEST, host.tally, host.device, model="m"),
+            charges=UsageAccounting(host.tally, host.device),
             changed=host.note_change,
             slow_reader_s=30.0,
         )

@@ -18,6 +18,7 @@ from services.controlplane.rollouts.records import (
 from services.core.records import Deployment
 from services.core.rollouts.routes import WHOLE_BP, ModelRoute, RouteArm
 
+_STABLE_KV_BP = 2_500
 _FULL = (RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT)
 
 
@@ -56,6 +57,28 @@ def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
     step = rollout.step + rollout.preparing
     upto = rollout.steps[: max(step, rollout.promote_to) + 1]
     return replicas_for(max((one.weight_bp for one in upto), default=0), replicas)
+
+
+def kv_bp_of(rollout: Rollout, name: str) -> int:
+    """Return the traffic that an arm gets KV memory for beside the stable version, in basis points.
+
+    It is that of the present step, or of the next once that is prepared. Where all traffic changes at once,
+    half; the stable version has a quarter until the rollout is final, so that a rollback finds room.
+    """
+    match rollout.strategy:
+        case RolloutStrategy.AB:
+            arm = rollout.arm(name)
+            found = 0 if arm is None else arm.weight_bp
+        case RolloutStrategy.SHADOW:
+            found = 0 if rollout.shadow is None else rollout.shadow.fraction_bp // 2
+        case RolloutStrategy.CANARY:
+            step = max(rollout.step + rollout.preparing, rollout.promote_to)
+            found = max((one.weight_bp for one in rollout.steps[: step + 1]), default=0)
+        case _:
+            found = WHOLE_BP // 2
+    if rollout.phase is RolloutPhase.SOAKING or (rollout.target and name == rollout.target):
+        found = WHOLE_BP if name == rollout.final_arm.name else 0
+    return min(found, WHOLE_BP - _STABLE_KV_BP)
 
 
 def replicas_for(weight_bp: int, replicas: int) -> int:
@@ -100,8 +123,11 @@ def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
         if rollout.phase is RolloutPhase.RUNNING and moving > replicas_by_worker(rollout.weight_bp, replicas):
             weights = {final.name: _weight_while_moving(rollout, replicas)}
     closed = rollout.phase is RolloutPhase.ROLLING_BACK
+    kv = {arm.name: 0 if closed else kv_bp_of(rollout, arm.name) for arm in rollout.arms}
+    stable_kv_bp = max(_STABLE_KV_BP, WHOLE_BP - sum(kv.values()))
+    stable_bp = WHOLE_BP - sum(weights.values())
     arms = (
-        RouteArm(STABLE, rollout.stable_digest, WHOLE_BP - sum(weights.values()), stable_replicas),
+        RouteArm(STABLE, rollout.stable_digest, stable_bp, stable_replicas, kv_bp=stable_kv_bp),
         *(
             RouteArm(
                 arm.name,
@@ -109,6 +135,7 @@ def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
                 weights.get(arm.name, 0),
                 replicas_of_arm(rollout, arm.name, replicas),
                 closed,
+                kv[arm.name],
             )
             for arm in rollout.arms
         ),

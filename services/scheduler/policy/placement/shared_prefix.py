@@ -26,13 +26,16 @@ from services.core.prefix import PREFIX_BLOCK_TOKENS
 
 
 class SharedPrefixes:
-    """Names of shared blocks by worker and version, and the workers by name."""
+    """Names of shared blocks by worker and engine, and the workers by name.
+
+    An engine has the name of a version: of its only one, or of the first of those that it serves.
+    """
 
     def __init__(self, max_names: int = 65_536) -> None:
         self._max_names = max_names
-        self._names: dict[str, dict[str, set[int]]] = {}  # by worker and version
+        self._names: dict[str, dict[int, str]] = {}  # by worker: the engine of each name
         self._workers: dict[int, dict[str, None]] = {}  # by name, which holds its version
-        self._pools: dict[str, int] = {}  # pools with any shared block, by version
+        self._engines: dict[str, int] = {}  # how many names each has, over all workers
         self._count = 0
         self._leaning: dict[str, dict[int, int]] = {}  # by worker and first name, the number of the grant
 
@@ -41,34 +44,30 @@ class SharedPrefixes:
 
     # --- updates from reports ---------------------------------------------------------------------
 
-    def change(self, worker_id: str, digest: str, added: Iterable[int], removed: Iterable[int]) -> None:
-        """Add and remove shared blocks of a worker. Unknown names are ignored."""
-        pools = self._names.setdefault(worker_id, {})
-        names = pools.get(digest)
-        if names is None:
-            names = pools[digest] = set()
-            self._pools[digest] = self._pools.get(digest, 0) + 1
+    def change(self, worker_id: str, engine: str, added: Iterable[int], removed: Iterable[int]) -> None:
+        """Add and remove shared blocks of a worker. Unknown names are ignored.
+
+        Also those of an engine that another replaced are removed: it reports them under its own name.
+        """
+        names = self._names.setdefault(worker_id, {})
         for name in removed:
             if name in names:
-                names.discard(name)
-                self._leave(worker_id, name)
+                self._leave(worker_id, name, names.pop(name))
         for name in added:
             if self._count >= self._max_names:
                 break
-            workers = self._workers.setdefault(name, {})
-            if worker_id not in workers:
-                workers[worker_id] = None
-                names.add(name)
+            if name not in names:
+                names[name] = engine
+                self._workers.setdefault(name, {})[worker_id] = None
+                self._engines[engine] = self._engines.get(engine, 0) + 1
                 self._count += 1
         if not names:
-            self._drop_pool(worker_id, digest)
+            del self._names[worker_id]
 
     def drop(self, worker_id: str) -> None:
         """Remove all shared blocks of a worker."""
-        for digest, names in list(self._names.get(worker_id, {}).items()):
-            for name in sorted(names):
-                self._leave(worker_id, name)
-            self._drop_pool(worker_id, digest)
+        for name, engine in self._names.pop(worker_id, {}).items():
+            self._leave(worker_id, name, engine)
 
     # --- grants attached to a prefix -------------------------------------------------------------
 
@@ -95,36 +94,34 @@ class SharedPrefixes:
 
     # --- queries ----------------------------------------------------------------------------------
 
-    def any_in(self, digest: str) -> bool:
-        """Whether any worker shares a block of the version."""
-        return digest in self._pools
+    def any_in(self, engine: str) -> bool:
+        """Whether any worker shares a block of the engine."""
+        return engine in self._engines
 
-    def run_of(self, digest: str, chain: Sequence[int], prompt_tokens: int) -> SharedRun:
+    def run_of(self, chain: Sequence[int], prompt_tokens: int) -> SharedRun:
         """Return the shared beginning of a prompt by worker; ``NOTHING_SHARED`` when no worker shares it."""
         if not chain or chain[0] not in self._workers:
             return NOTHING_SHARED
-        return SharedRun(self, digest, chain, prompt_tokens)
+        return SharedRun(self, chain, prompt_tokens)
 
-    def blocks_on(self, worker_id: str, digest: str, chain: Sequence[int], prompt_tokens: int) -> int:
+    def blocks_on(self, worker_id: str, chain: Sequence[int], prompt_tokens: int) -> int:
         """Return how many leading prefix blocks of the prompt the worker shares, without the block of the
-        last token."""
-        pools = self._names.get(worker_id)
-        names = None if pools is None else pools.get(digest)
+        last token. A name holds its version, so that no other version's blocks are counted."""
         length = shareable_blocks(chain, prompt_tokens)
-        if names is None or not length or chain[0] not in names:
+        if not length or not self._has(worker_id, chain[0]):
             return 0
         reached, step = 1, 1 << length.bit_length()
         while step := step >> 1:
-            if reached + step <= length and chain[reached + step - 1] in names:
+            if reached + step <= length and self._has(worker_id, chain[reached + step - 1]):
                 reached += step
         return reached
 
-    def free_blocks_on(self, worker_id: str, digest: str, chain: Sequence[int], prompt_tokens: int) -> int:
+    def free_blocks_on(self, worker_id: str, chain: Sequence[int], prompt_tokens: int) -> int:
         """Return how many of these blocks another grant may lean on."""
         leaning = self._leaning.get(worker_id)
         if not chain or (leaning is not None and chain[0] in leaning):
             return 0
-        return self.blocks_on(worker_id, digest, chain, prompt_tokens)
+        return self.blocks_on(worker_id, chain, prompt_tokens)
 
     def workers_of(self, name: int) -> list[str]:
         return list(self._workers.get(name, ()))
@@ -132,44 +129,36 @@ class SharedPrefixes:
     def check_integrity(self) -> None:
         """Raise AssertionError when the two indexes disagree."""
         counted: dict[str, int] = {}
-        count = 0
-        for worker_id, pools in self._names.items():
-            assert pools, "a worker without pools is kept"
-            assert all(pools.values()), "a pool without names is kept"
-            for digest, names in pools.items():
-                counted[digest] = counted.get(digest, 0) + 1
-                count += len(names)
-                assert all(worker_id in self._workers[name] for name in names)
-        assert counted == self._pools
-        assert count == self._count == sum(map(len, self._workers.values())) <= self._max_names
+        for worker_id, names in self._names.items():
+            assert names, "a worker without names is kept"
+            for name, engine in names.items():
+                counted[engine] = counted.get(engine, 0) + 1
+                assert worker_id in self._workers[name]
+        assert counted == self._engines
+        assert sum(counted.values()) == self._count == sum(map(len, self._workers.values()))
+        assert self._count <= self._max_names
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _leave(self, worker_id: str, name: int) -> None:
+    def _has(self, worker_id: str, name: int) -> bool:
+        return worker_id in self._workers.get(name, ())
+
+    def _leave(self, worker_id: str, name: int, engine: str) -> None:
         workers = self._workers[name]
         del workers[worker_id]
         if not workers:
             del self._workers[name]
+        self._engines[engine] -= 1
+        if not self._engines[engine]:
+            del self._engines[engine]
         self._count -= 1
-
-    def _drop_pool(self, worker_id: str, digest: str) -> None:
-        pools = self._names[worker_id]
-        del pools[digest]
-        if not pools:
-            del self._names[worker_id]
-        self._pools[digest] -= 1
-        if not self._pools[digest]:
-            del self._pools[digest]
 
 
 class SharedRun:
     """The shared beginning of one prompt by worker. Valid until the index changes."""
 
-    def __init__(
-        self, prefixes: SharedPrefixes | None, digest: str, chain: Sequence[int], prompt_tokens: int
-    ) -> None:
+    def __init__(self, prefixes: SharedPrefixes | None, chain: Sequence[int], prompt_tokens: int) -> None:
         self._prefixes = prefixes
-        self._digest = digest
         self._chain = chain
         self._prompt_tokens = prompt_tokens
 
@@ -177,7 +166,7 @@ class SharedRun:
         """Return how many tokens of the prompt need no room on the worker."""
         if self._prefixes is None:
             return 0
-        blocks = self._prefixes.free_blocks_on(worker_id, self._digest, self._chain, self._prompt_tokens)
+        blocks = self._prefixes.free_blocks_on(worker_id, self._chain, self._prompt_tokens)
         return blocks * PREFIX_BLOCK_TOKENS
 
     def workers(self, limit: int, rng: Random) -> Sequence[str]:
@@ -189,7 +178,7 @@ class SharedRun:
         return (found + found)[start : start + limit]
 
 
-NOTHING_SHARED: Final = SharedRun(None, "", (), 0)
+NOTHING_SHARED: Final = SharedRun(None, (), 0)
 
 
 def shareable_blocks(chain: Sequence[int], prompt_tokens: int) -> int:

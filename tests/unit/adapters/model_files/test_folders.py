@@ -46,7 +46,7 @@ def test_promoted_folder_has_the_wanted_files_only(tmp_path: Path) -> None:
     ready = folders.promote("v", [FILE])
     assert [p.relative_to(ready).as_posix() for p in ready.rglob("*") if p.is_file()] == [FILE.path]
     assert folders.present("v", [FILE])
-    assert folders.size_bytes("v") == FILE.size_bytes
+    assert list(folders.inodes("v").values()) == [FILE.size_bytes]
     (ready / FILE.path).write_bytes(ONE)
     assert not folders.present("v", [FILE])
     folders.close()

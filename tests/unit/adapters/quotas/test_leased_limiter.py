@@ -15,6 +15,7 @@ from services.adapters.quotas.slices import SliceSettings, TenantSlices
 from services.core.errors import OverQuota, RequestRateExceeded, TokenRateExceeded
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Price, Scope
+from services.ports.limiter import NO_PRICE, Reservation
 from tests.support.clocks import HandClock
 
 RATE = Limit(LimitKind.REQUESTS, 600_000)
@@ -31,9 +32,16 @@ class CountedStore(MemoryLimiter):
         self.calls += 1
         await super().take(tenant_id, claims)
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]):  # type: ignore[no-untyped-def]
+    async def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> Reservation:
         self.calls += 1
-        return await super().admit(tenant_id, request_id, limits)
+        return await super().admit(tenant_id, request_id, limits, claims, price)
 
 
 async def run_request(

@@ -52,6 +52,46 @@ def test_an_arm_without_room_takes_nobody_s_place() -> None:
     assert [one.deployment for one in missing] in ([], [f"d@{NEW}"])
 
 
+def test_an_arm_of_the_same_computation_needs_no_room() -> None:
+    fleet = Fleet([1, 1], engines={OLD: "same", NEW: "same"})
+    fleet.run(10)
+    fleet.routes = [routed(2, 5000)]
+    stable_throughout(fleet)
+    assert ready(fleet, NEW) == 2
+    fleet.wanted = replace(fleet.wanted, version_digest=NEW)
+    fleet.routes = []
+    fleet.run(20)
+    assert all(list(worker.versions) == [NEW] for worker in fleet.workers.values())
+
+
+def test_an_arm_goes_where_its_engine_is() -> None:
+    fleet = Fleet([3, 3, 3], engines={OLD: "same", NEW: "same"})
+    fleet.wanted = replace(fleet.wanted, replicas=1)
+    fleet.run(10)
+    (stable,) = [name for name, worker in fleet.workers.items() if OLD in worker.versions]
+    fleet.routes = [routed(1)]
+    fleet.run(10)
+    assert [name for name, worker in fleet.workers.items() if NEW in worker.versions] == [stable]
+
+
+def test_the_arms_of_a_worker_divide_its_kv_by_the_traffic_that_each_has_there() -> None:
+    fleet = Fleet([2, 2])
+    fleet.run(10)
+    route = routed(1, 1000).route
+    arms = (replace(route.arms[0], kv_bp=9000), replace(route.arms[1], kv_bp=1000))
+    fleet.routes = [RevisedRoute(replace(route, arms=arms), 7)]
+    stable_throughout(fleet)
+    shares = {
+        worker_id: {version.version_digest: version.kv_share for version in assignment.versions}
+        for worker_id, assignment in fleet.assignments.items()
+    }
+    assert sorted(shares.values(), key=len) == [{OLD: 4500}, {OLD: 4500, NEW: 1000}], "two replicas to one"
+    fleet.routes = [closed()]
+    fleet.step()
+    shares_after = [v.kv_share for a in fleet.assignments.values() for v in a.versions if v.retiring]
+    assert shares_after == [0]
+
+
 def test_a_closed_arm_refuses_older_requests_and_retires() -> None:
     fleet = Fleet([2, 2])
     fleet.run(10)

@@ -37,9 +37,17 @@ class FakeWorker:
     size_bytes: int
     unloadable: frozenset[str] = frozenset()
     versions: dict[str, tuple[VersionState, int]] = field(default_factory=dict)
+    engines: dict[str, str] = field(default_factory=dict)  # by version; those with the same share one
+
+    def leading(self) -> set[str]:
+        """Return the versions that an engine's memory is counted with."""
+        loaded = sorted(
+            digest for digest, (state, _) in self.versions.items() if state is not VersionState.FAILED
+        )
+        return set({self.engines.get(digest, digest): digest for digest in reversed(loaded)}.values())
 
     def granted_bytes(self) -> int:
-        return self.size_bytes * sum(state is not VersionState.FAILED for state, _ in self.versions.values())
+        return self.size_bytes * len(self.leading())
 
     def step(self, assigned: dict[str, AssignedVersion]) -> None:
         for digest in [digest for digest in self.versions if digest not in assigned]:
@@ -56,7 +64,10 @@ class FakeWorker:
                 else:
                     del self.versions[digest]
             elif state is VersionState.FAILED:
-                fits = self.granted_bytes() + self.size_bytes <= self.memory_bytes
+                joins = self.engines.get(digest, digest) in {
+                    self.engines.get(other, other) for other in self.leading()
+                }
+                fits = joins or self.granted_bytes() + self.size_bytes <= self.memory_bytes
                 can = fits and digest not in self.unloadable
                 self.versions[digest] = (VersionState.LOADING, LOAD_STEPS) if can else (state, 0)
             elif state in (VersionState.LOADING, VersionState.RESTARTING):
@@ -76,7 +87,7 @@ class FakeWorker:
                 else "BAD_CHECKPOINT"
                 if digest in self.unloadable
                 else "DOES_NOT_FIT",
-                weight_bytes=0 if state is VersionState.FAILED else self.size_bytes,
+                weight_bytes=self.size_bytes if digest in self.leading() else 0,
                 needed_bytes=self.size_bytes,
             )
             for digest, (state, _) in sorted(self.versions.items())
@@ -87,9 +98,17 @@ class FakeWorker:
 class Fleet:
     """Workers that hold one version each or two, with the assignments that the plans make."""
 
-    def __init__(self, rooms: list[int], *, unloadable: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        rooms: list[int],
+        *,
+        unloadable: frozenset[str] = frozenset(),
+        engines: dict[str, str] | None = None,
+    ) -> None:
+        self.engines = engines or {}
         self.workers = {
-            f"w{number}": FakeWorker(10 * room, 10, unloadable) for number, room in enumerate(rooms)
+            f"w{number}": FakeWorker(10 * room, 10, unloadable, engines=self.engines)
+            for number, room in enumerate(rooms)
         }
         self.nodes: list[Node] = []
         self.assignments: dict[str, Assignment] = {}
@@ -100,7 +119,10 @@ class Fleet:
     def step(self, *, lag: int = 1) -> None:
         """Plan once, then let ``lag`` steps of the workers pass."""
         records = [worker.record(worker_id) for worker_id, worker in self.workers.items()]
-        self.actions = plan([self.wanted], records, self.nodes, list(self.assignments.values()), self.routes)
+        assignments = list(self.assignments.values())
+        self.actions = plan(
+            [self.wanted], records, self.nodes, assignments, self.routes, engines=self.engines
+        )
         for action in self.actions:
             if isinstance(action, PutAssignment):
                 self.assignments[action.assignment.worker_id] = action.assignment

@@ -85,6 +85,26 @@ class CountedTexts:
         return await self._texts.read(model, tenant_id, text, size_bytes=size_bytes)
 
 
+class NotedLimiter(MemoryLimiter):
+    """Notes what each admission returns."""
+
+    def __init__(self) -> None:
+        super().__init__(CLOCK)
+        self.admitted: list[Reservation] = []
+
+    async def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> Reservation:
+        found = await super().admit(tenant_id, request_id, limits, claims, price)
+        self.admitted.append(found)
+        return found
+
+
 class Gateway:
     """A service over a real validator; counts what is tokenised."""
 
@@ -92,7 +112,7 @@ class Gateway:
         self.texts = fleet.catalog.texts = CountedTexts(fleet.catalog.texts)
         self.gate = self.texts.gate
         self.supervisor = Supervisor(CLOCK)
-        self.limiter = MemoryLimiter(CLOCK)
+        self.limiter = NotedLimiter()
         self.requests = 0
         self.tickets: list[Ticket] = []
         self.budgets = View()

@@ -240,3 +240,27 @@ async def test_the_prediction_follows_the_outputs_of_the_tenant(gateway: Metered
         await gateway.ask(max_output_tokens=80)
     before = (await gateway.ask(max_output_tokens=80)).accepted.token_rate.remaining
     assert before > 1000 - 41 * 2 - 10, "a token each, not eighty"
+
+
+async def test_a_prompt_known_without_text_work_is_admitted_with_its_tokens(gateway: Metered) -> None:
+    gateway.limit(tokens_per_minute=1000, requests_per_minute=6)
+
+    async def claimed(prompt: str = "a b") -> list[LimitKind]:
+        await gateway.ask(prompt)
+        return [claim.limit.kind for claim in gateway.limiter.admitted[-1].claims]
+
+    assert await claimed() == [], "a text is read after its request is admitted"
+    assert await claimed() == [LimitKind.TOKENS]
+    digest = gateway.workers.started[0].generation.version_digest
+    await gateway.quarantine.add(digest, "of another input", model="chat-small", deaths=2)
+    assert await claimed() == [], "what may be refused reserves nothing"
+    gateway.quarantine.drop(digest, "of another input")
+    gateway.limit(tokens_per_minute=3, requests_per_minute=6)
+    counted = len(gateway.limiter.admitted)
+    with pytest.raises(TokenRateExceeded) as caught:
+        await claimed("a b c d e f")
+    with pytest.raises(TokenRateExceeded) as again:
+        await claimed("a b c d e f")
+    rates = [error.value.request_rate for error in (caught, again)]
+    assert [rate.remaining for rate in rates if rate] == [2, 1], "a rejected request counts once"
+    assert len(gateway.limiter.admitted) == counted + 2

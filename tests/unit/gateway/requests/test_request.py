@@ -25,7 +25,7 @@ from services.core.generation import (
     TokenLogprobs,
     Usage,
 )
-from services.core.limits import Limit
+from services.core.limits import Claim, Limit, Price
 from services.core.poison.fingerprint import fingerprint_of
 from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import ApiKey, KeyRole, Meta, Tenant
@@ -35,7 +35,7 @@ from services.gateway.policy.claims import Payer
 from services.gateway.requests.request import MAX_ROUTES, Request
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.service_types import GatewayLimits, Ports
-from services.ports.limiter import Reservation
+from services.ports.limiter import NO_PRICE, Reservation
 from services.ports.worker import SequenceSink
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -126,9 +126,16 @@ class SlotLimiter(MemoryLimiter):
         self.running: set[str] = set()
         self.usage: list[Usage] = []
 
-    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation:
+    async def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> Reservation:
         self.running.add(request_id)
-        return await super().admit(tenant_id, request_id, limits)
+        return await super().admit(tenant_id, request_id, limits, claims, price)
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         await asyncio.sleep(0)

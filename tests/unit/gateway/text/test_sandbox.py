@@ -11,8 +11,10 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.gateway.text.sandbox import (
-    BUDGET,
     BudgetedEnvironment,
+)
+from services.gateway.text.template_budget import (
+    BUDGET,
     TemplateBudget,
     TemplateRefused,
     TemplateTooCostly,

@@ -40,6 +40,6 @@ def test_each_step_is_reported_once() -> None:
     slot.engine_progress(Progress("operators", 0.001))
     assert woken == ["preparing operators, compiled once per machine"]
     slot.engine_progress(Progress("weights", 0.0))
-    slot.restarts = 1
+    slot.restarting = True
     slot.engine_progress(Progress("warm_up", 0.0))
     assert slot.message == "loading weights", "after a restart the message stays"

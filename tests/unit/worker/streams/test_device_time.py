@@ -11,7 +11,7 @@ from services.worker.streams.device_time import IDLE_INTERVAL_S, INTERVAL_S, Dev
 from services.worker.streams.usage_tally import Tally
 from tests.support.clocks import HandClock
 from tests.support.kept_usage import KeptUsage
-from tests.unit.worker.bench import DIGEST, Bench
+from tests.unit.worker.bench import Bench
 from tests.unit.worker.reader import Reader
 
 A, B = 0x61, 0x62
@@ -137,7 +137,7 @@ def test_a_step_without_work_is_busy_and_not_attributed(bench: Bench) -> None:
 
 
 def test_ended_sequences_that_no_engine_settles_are_bounded(bench: Bench, reader: Reader) -> None:
-    bench.table.charges = UsageAccounting(DIGEST, bench.host.tally, bench.host.device, max_unsettled=3)
+    bench.table.charges = UsageAccounting(bench.host.tally, bench.host.device, max_unsettled=3)
     for handle in range(1, 6):
         reader.stream.start(handle, bench.spec(blocks=1))
         reader.stream.cancel([handle])
@@ -146,7 +146,7 @@ def test_ended_sequences_that_no_engine_settles_are_bounded(bench: Bench, reader
 
 
 def test_without_a_device_charges_are_kept_all_the_same() -> None:
-    accounting = UsageAccounting("sha256:x", Tally())
+    accounting = UsageAccounting(Tally())
     accounting.note_step(wire.Stepped(1, 0.5, [], [], {}, 4, 0, 0, 0), {})
     assert accounting.uncharged_s == 0.5
 

@@ -103,7 +103,7 @@ def test_a_withdrawn_route_starts_nothing_and_what_has_output_goes_on(bench: Ben
         return replace(spec, generation=replace(spec.generation, route_revision=revision))
 
     reader.stream.start(1, at(6))
-    bench.host.least_route_revisions = {bench.table.version_digest: 7, "sha256:other": 99}
+    bench.host.least_route_revisions = {bench.table.versions.first: 7, "sha256:other": 99}
     reader.stream.start(2, at(6))
     reader.stream.start(3, at(7))
     reader.stream.start(4, at(6, produced=(A,)))
@@ -113,9 +113,9 @@ def test_a_withdrawn_route_starts_nothing_and_what_has_output_goes_on(bench: Ben
 
 
 def test_draining_and_closed_versions_take_nothing(bench: Bench, reader: Reader) -> None:
-    bench.host.close_version(bench.table.version_digest, True)
+    bench.host.close_version(bench.table.versions.first, True)
     reader.stream.start(1, bench.spec())
-    bench.host.close_version(bench.table.version_digest, False)
+    bench.host.close_version(bench.table.versions.first, False)
     bench.host.draining = True
     reader.stream.start(2, bench.spec())
     bench.host.draining = False

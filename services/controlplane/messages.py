@@ -1,0 +1,108 @@
+"""Resources as messages of the control plane's API."""
+
+from __future__ import annotations
+
+from fairway.v1 import controlplane_pb2 as pb
+from services.controlplane.resources.budgets import BudgetView
+from services.controlplane.resources.objectives import ObjectiveView
+from services.controlplane.resources.resources import Stored
+from services.controlplane.resources.status import DeploymentView, NodeView
+from services.controlplane.rollouts import convert as convert_rollout
+from services.controlplane.rollouts.records import Rollout
+from services.controlplane.watcher import ResourceChange, ResourceKind
+from services.core.records import ApiKey, Tag, Tenant, VersionRecord
+from services.rpc.convert import controlplane as convert
+
+
+def tenant_message(stored: Stored[Tenant]) -> pb.Tenant:
+    return convert.tenant_to_proto(stored.record, stored.etag)
+
+
+def key_message(stored: Stored[ApiKey]) -> pb.Key:
+    return convert.key_to_proto(stored.record, stored.etag)
+
+
+def deployment_message(view: DeploymentView) -> pb.Deployment:
+    status = pb.DeploymentStatus(
+        assigned_replicas=len(view.replicas) - len(view.before),
+        ready_replicas=view.ready,
+        message=view.message,
+        replicas=[
+            convert.replica_to_proto(
+                replica.worker_id, replica.loaded, version_digest=replica.assigned.version_digest
+            )
+            for replica in view.replicas
+        ],
+        tag_digest=view.tag_digest,
+    )
+    return convert.deployment_to_proto(view.stored.record, view.stored.etag, status)
+
+
+def budget_message(view: BudgetView) -> pb.Budget:
+    amounts = (view.spent_micros, view.reserved_micros, view.day_spent_micros)
+    return convert.budget_to_proto(view.stored.record, view.stored.etag, amounts, view.message)
+
+
+def objective_message(view: ObjectiveView) -> pb.Objective:
+    return convert.objective_to_proto(view.stored.record, view.stored.etag, view.status)
+
+
+def node_message(view: NodeView) -> pb.Node:
+    drain = None
+    if view.drain is not None:
+        drain = pb.DrainProgress(
+            done=view.drain.done,
+            assigned_versions=view.drain.assigned,
+            ending_versions=view.drain.ending,
+            waiting_for=view.drain.waiting_for,
+        )
+    return convert.node_to_proto(view.node, str(view.mod_revision), view.worker, view.incarnation, drain)
+
+
+def change_message(change: ResourceChange) -> pb.ResourceChange:
+    found, view = pb.ResourceChange(deleted=change.view is None), change.view
+    match view:
+        case None:
+            _name_deleted(found, change)
+        case DeploymentView():
+            found.deployment.CopyFrom(deployment_message(view))
+        case NodeView():
+            found.node.CopyFrom(node_message(view))
+        case BudgetView():
+            found.budget.CopyFrom(budget_message(view))
+        case ObjectiveView():
+            found.objective.CopyFrom(objective_message(view))
+        case VersionRecord():
+            found.model_version.CopyFrom(convert.model_version_to_proto(view))
+        case Tag():
+            found.model_tag.CopyFrom(convert.model_tag_to_proto(view))
+        case Stored(record=Tenant() as tenant):
+            found.tenant.CopyFrom(convert.tenant_to_proto(tenant, view.etag))
+        case Stored(record=ApiKey() as key):
+            found.key.CopyFrom(convert.key_to_proto(key, view.etag))
+        case Stored(record=Rollout() as rollout):
+            found.rollout.CopyFrom(convert_rollout.stored_to_proto(rollout, view.etag))
+    return found
+
+
+def _name_deleted(found: pb.ResourceChange, change: ResourceChange) -> None:
+    model, _, rest = change.name.partition("/")
+    match change.kind:
+        case ResourceKind.TENANT:
+            found.tenant.metadata.name = change.name
+        case ResourceKind.KEY:
+            found.key.metadata.name = change.name
+        case ResourceKind.BUDGET:
+            found.budget.metadata.name = change.name
+        case ResourceKind.OBJECTIVE:
+            found.objective.metadata.name = change.name
+        case ResourceKind.DEPLOYMENT:
+            found.deployment.metadata.name = change.name
+        case ResourceKind.ROLLOUT:
+            found.rollout.metadata.name = change.name
+        case ResourceKind.NODE:
+            found.node.metadata.name = change.name
+        case ResourceKind.MODEL_VERSION:
+            found.model_version.model, found.model_version.version_digest = model, rest
+        case ResourceKind.MODEL_TAG:
+            found.model_tag.model, found.model_tag.tag = model, rest

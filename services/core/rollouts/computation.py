@@ -1,0 +1,55 @@
+"""What of a version its engine computes with: versions that agree in it can be served by one engine.
+
+A gateway applies chat template, sampling defaults and safety policy; an engine reads none of them, except
+for the end-of-sequence ids among the sampling defaults. A file that is not listed here counts, so that an
+unknown one prevents sharing rather than being ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+import msgspec
+
+from fairway.formats.limits import POLICY_NAME
+from services.core.manifest import Manifest, sha256_of
+
+GENERATION_CONFIG: Final = "generation_config.json"
+# Read by gateways, or by people.
+_TEXT_FILES: Final = frozenset(
+    {
+        "chat_template.jinja",
+        GENERATION_CONFIG,
+        POLICY_NAME,
+        "special_tokens_map.json",
+        "tokenizer_config.json",
+    }
+)
+_PROSE: Final = ".md"
+
+
+def computation_digest(manifest: Manifest, generation_config: bytes = b"") -> str:
+    """Return one digest of everything that an engine of the version computes with.
+
+    ``generation_config``: the content of that file, empty without it.
+    """
+    files = [
+        (file.path, file.digest)
+        for file in manifest.files
+        if file.path not in _TEXT_FILES and not file.path.lower().endswith(_PROSE)
+    ]
+    parts = (manifest.kind, manifest.max_context_tokens, _eos_of(generation_config), files)
+    return sha256_of(json.dumps(parts).encode())
+
+
+def _eos_of(generation_config: bytes) -> object:
+    """Return the end-of-sequence ids, in one order; for what is no such file its digest."""
+    if not generation_config:  # those of config.json, which counts as a file
+        return None
+    try:
+        found = msgspec.json.decode(generation_config, type=dict[str, msgspec.Raw]).get("eos_token_id")
+        ids = [] if found is None else msgspec.json.decode(found, type=int | list[int] | None)
+    except (msgspec.DecodeError, RecursionError):
+        return sha256_of(generation_config)
+    return sorted({*ids} if isinstance(ids, list) else {ids} - {None})
