@@ -14,19 +14,20 @@ PROBE_FAILED: Final = "PROBE_FAILED"  # of a version: what it answers will not d
 
 @dataclass(frozen=True, slots=True)
 class ArmFacts:
-    """One arm on the workers. ``ready``: replicas that take requests.
+    """One arm on the workers."""
 
-    ``loaded``: workers that report it in any state. ``failed``: those on which it failed for good, and
-    ``why``. ``unanswered``: the probe that its version fails on a worker.
-    """
-
+    # Replicas that take requests.
     ready: int = 0
+    # Workers that report it in any state.
     loaded: int = 0
+    # Those among them on which it failed for good, and why.
     failed: int = 0
     why: str = ""
     engine_restarts: int = 0
+    # The probe that its version fails on a worker.
     unanswered: str = ""
-    alarm: str = ""  # the objectives that its requests alone miss too fast
+    # The objectives that its requests alone miss too fast.
+    alarm: str = ""
 
 
 @dataclass(frozen=True, slots=True)

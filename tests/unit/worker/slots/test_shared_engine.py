@@ -142,11 +142,10 @@ class Rig:
         self.engines.append(ScriptedEngine(config, events))
         return self.engines[-1]
 
-    def slot(
-        self, digest: str, *, model: str = "chat", executor: str = "torch", probed: bool = True
-    ) -> VersionSlot:
+    def slot(self, digest: str, *, model: str = "chat", executor: str = "torch") -> VersionSlot:
+        """A version that has answered its probe on this worker."""
         slot = VersionSlot(AssignedVersion("chat", model, digest, executor), self.context)
-        slot.probed = probed
+        slot.probed = True
         return slot
 
     async def load(self, *slots: VersionSlot) -> None:
@@ -350,7 +349,9 @@ async def test_the_starter_leaves_while_its_engine_loads(rig: Rig) -> None:
 
 
 async def test_versions_of_one_engine_are_probed_once(rig: Rig) -> None:
-    slots = [rig.slot(FIRST, probed=False), rig.slot(SECOND, probed=False)]
+    slots = [rig.slot(FIRST), rig.slot(SECOND)]
+    for slot in slots:
+        slot.probed = False
     await rig.load(*slots)
     (engine,) = rig.engines
     engine.events.on_ready(READY)
@@ -367,7 +368,9 @@ async def test_versions_of_one_engine_are_probed_once(rig: Rig) -> None:
 
 
 async def test_a_crash_during_the_probe_fails_every_version_of_the_engine(rig: Rig) -> None:
-    slots = [rig.slot(FIRST, probed=False), rig.slot(SECOND, probed=False)]
+    slots = [rig.slot(FIRST), rig.slot(SECOND)]
+    for slot in slots:
+        slot.probed = False
     await rig.load(*slots)
     (engine,) = rig.engines
     engine.events.on_ready(READY)
