@@ -33,7 +33,7 @@ def test_no_folder_is_crowded() -> None:
     assert [found for found in modules_by_folder(code_files()).most_common() if found[1] > 16] == []
 
 
-# 35,000 before the usage ledger, poison isolation, objectives, rollouts, shadows, fixed-cost models and probes.
+# 35,000 before the usage ledger, poison isolation, objectives, rollouts, fixed-cost models and probes.
 MAX_DOCS_WORDS = 48_000
 
 
