@@ -1226,6 +1226,7 @@ class Rollout(_message.Message):
     HISTORY_FIELD_NUMBER: _builtins.int
     FITS_FIELD_NUMBER: _builtins.int
     LOAD_TIMEOUT_FIELD_NUMBER: _builtins.int
+    BY_WORKER_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
     phase: Global___RolloutPhase.ValueType
     """Set by the server, as message, route_revision and what is from 14 on."""
@@ -1238,6 +1239,10 @@ class Rollout(_message.Message):
     paused: _builtins.bool
     target: _builtins.str
     """The arm that gets all traffic in the end."""
+    by_worker: _builtins.bool
+    """A canary takes the stable version's workers one at a time: no worker has both. Set by the server where it
+    does not fit beside.
+    """
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
     @_builtins.property
@@ -1294,10 +1299,11 @@ class Rollout(_message.Message):
         history: _abc.Iterable[Global___RolloutHistoryEntry] | None = ...,
         fits: _abc.Iterable[Global___RolloutFit] | None = ...,
         load_timeout: _duration_pb2.Duration | None = ...,
+        by_worker: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "load_timeout", b"load_timeout", "metadata", b"metadata", "rules", b"rules", "shadow", b"shadow", "soak", b"soak"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arm_status", b"arm_status", "arms", b"arms", "deployment", b"deployment", "fits", b"fits", "gate", b"gate", "history", b"history", "load_timeout", b"load_timeout", "message", b"message", "metadata", b"metadata", "paused", b"paused", "phase", b"phase", "route_revision", b"route_revision", "rules", b"rules", "shadow", b"shadow", "soak", b"soak", "stable_digest", b"stable_digest", "stable_version", b"stable_version", "step", b"step", "steps", b"steps", "strategy", b"strategy", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arm_status", b"arm_status", "arms", b"arms", "by_worker", b"by_worker", "deployment", b"deployment", "fits", b"fits", "gate", b"gate", "history", b"history", "load_timeout", b"load_timeout", "message", b"message", "metadata", b"metadata", "paused", b"paused", "phase", b"phase", "route_revision", b"route_revision", "rules", b"rules", "shadow", b"shadow", "soak", b"soak", "stable_digest", b"stable_digest", "stable_version", b"stable_version", "step", b"step", "steps", b"steps", "strategy", b"strategy", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

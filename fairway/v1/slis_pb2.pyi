@@ -208,27 +208,65 @@ class SliCluster(_message.Message):
 Global___SliCluster: _TypeAlias = SliCluster  # noqa: Y015
 
 @_typing.final
+class TrafficShape(_message.Message):
+    """Requests of one model by lengths and sampling: services/core/estimates/traffic_shapes.py."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    input_tokens: _builtins.int
+    output_tokens: _builtins.int
+    sampling: _builtins.str
+    """Unknown ones are ignored."""
+    weight: _builtins.float
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        input_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        sampling: _builtins.str = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_tokens", b"input_tokens", "model", b"model", "output_tokens", b"output_tokens", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrafficShape: _TypeAlias = TrafficShape  # noqa: Y015
+
+@_typing.final
 class SliDelta(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CUT_UNIX_MS_FIELD_NUMBER: _builtins.int
     SERIES_FIELD_NUMBER: _builtins.int
     CLUSTERS_FIELD_NUMBER: _builtins.int
+    SHAPES_FIELD_NUMBER: _builtins.int
     cut_unix_ms: _builtins.int
     @_builtins.property
     def series(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliSeries]: ...
     @_builtins.property
     def clusters(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliCluster]: ...
+    @_builtins.property
+    def shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrafficShape]: ...
     def __init__(
         self,
         *,
         cut_unix_ms: _builtins.int = ...,
         series: _abc.Iterable[Global___SliSeries] | None = ...,
         clusters: _abc.Iterable[Global___SliCluster] | None = ...,
+        shapes: _abc.Iterable[Global___TrafficShape] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clusters", b"clusters", "cut_unix_ms", b"cut_unix_ms", "series", b"series"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clusters", b"clusters", "cut_unix_ms", b"cut_unix_ms", "series", b"series", "shapes", b"shapes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -442,7 +480,10 @@ class SliSnapshot(_message.Message):
     INTERVALS_FIELD_NUMBER: _builtins.int
     BURNS_FIELD_NUMBER: _builtins.int
     WINDOWS_FIELD_NUMBER: _builtins.int
+    SHAPES_FIELD_NUMBER: _builtins.int
+    SHAPES_NUMBER_FIELD_NUMBER: _builtins.int
     number: _builtins.int
+    shapes_number: _builtins.int
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliSnapshot.Source]: ...
     @_builtins.property
@@ -451,6 +492,8 @@ class SliSnapshot(_message.Message):
     def burns(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliSnapshot.Burn]: ...
     @_builtins.property
     def windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliSnapshot.Window]: ...
+    @_builtins.property
+    def shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrafficShape]: ...
     def __init__(
         self,
         *,
@@ -459,10 +502,12 @@ class SliSnapshot(_message.Message):
         intervals: _abc.Iterable[Global___SliSnapshot.Interval] | None = ...,
         burns: _abc.Iterable[Global___SliSnapshot.Burn] | None = ...,
         windows: _abc.Iterable[Global___SliSnapshot.Window] | None = ...,
+        shapes: _abc.Iterable[Global___TrafficShape] | None = ...,
+        shapes_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["burns", b"burns", "intervals", b"intervals", "number", b"number", "sources", b"sources", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["burns", b"burns", "intervals", b"intervals", "number", b"number", "shapes", b"shapes", "shapes_number", b"shapes_number", "sources", b"sources", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

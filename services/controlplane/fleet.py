@@ -16,6 +16,7 @@ from services.core.records import (
     DEPLOYMENTS,
     MODELS,
     NODES,
+    OBJECTIVES,
     ROLLOUTS,
     ROOT,
     WORKERS,
@@ -24,6 +25,7 @@ from services.core.records import (
     Deployment,
     LoadedVersion,
     Node,
+    Objective,
     VersionRecord,
     VersionState,
     Worker,
@@ -34,7 +36,7 @@ from services.ports.store import Entry, Store
 
 log = structlog.get_logger()
 
-FleetRecord = Deployment | Worker | Node | Assignment | RevisedRoute | Rollout | VersionRecord
+FleetRecord = Deployment | Worker | Node | Assignment | RevisedRoute | Rollout | VersionRecord | Objective
 R = TypeVar("R")
 
 
@@ -50,6 +52,7 @@ class Fleet:
     rollouts: tuple[Rollout, ...] = ()
     # By version digest: what its engine computes. Without those that were registered without it.
     engines: Mapping[str, str] = field(default_factory=dict)
+    objectives: tuple[Objective, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,8 @@ def decode(entry: Entry) -> FleetRecord | None:
         return load(entry.value, Rollout)
     if entry.key.startswith(MODELS) and "/versions/" in entry.key:
         return load(entry.value, VersionRecord)
+    if entry.key.startswith(OBJECTIVES):
+        return load(entry.value, Objective)
     return None
 
 
@@ -138,6 +143,7 @@ def fleet_of(records: Iterable[FleetRecord | None]) -> Fleet:
             for record in found
             if isinstance(record, VersionRecord) and record.computation
         },
+        tuple(record for record in found if isinstance(record, Objective)),
     )
 
 

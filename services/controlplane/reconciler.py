@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -11,9 +11,11 @@ import structlog
 from services.controlplane.fleet import FleetRecord, fleet_of
 from services.controlplane.policy.assign import Action, DropAssignment, PutAssignment, Unplaced, plan
 from services.controlplane.policy.events import FleetEvent
+from services.controlplane.policy.terms import serving_terms
 from services.controlplane.resources.status import unplaced_message
 from services.controlplane.telemetry import INCOMPLETE, STORE_LOST, WRITTEN, ReconcilerTelemetry
 from services.core.errors import StoreUnavailable
+from services.core.estimates.traffic_shapes import RequestShape
 from services.core.records import ASSIGNMENTS, EventKind, dump
 from services.ports.clock import Clock
 from services.ports.store import (
@@ -47,6 +49,13 @@ class Leadership(Protocol):
     async def wait_leading(self) -> int: ...
 
 
+Probes = Callable[[], Mapping[str, tuple[RequestShape, ...]]]
+
+
+def _unrecorded() -> Mapping[str, tuple[RequestShape, ...]]:
+    return {}
+
+
 class Reconciler:
     """Reads the informer's view and writes assignments. Runs in every control plane; acts only while it
     leads.
@@ -66,7 +75,10 @@ class Reconciler:
         telemetry: ReconcilerTelemetry | None = None,
         *,
         events: EventWriter,
+        probes: Probes = _unrecorded,
     ) -> None:
+        """``probes`` returns the shapes of each model's traffic that new versions are probed with."""
+        self._probes = probes
         self._telemetry = telemetry if telemetry is not None else ReconcilerTelemetry(clock)
         self._store = store
         self._informer = informer
@@ -101,6 +113,7 @@ class Reconciler:
             fleet.nodes,
             fleet.assignments,
             fleet.routes,
+            terms=serving_terms(fleet.objectives, self._probes()),
             engines=fleet.engines,
         )
         unplaced = [action for action in actions if isinstance(action, Unplaced)]

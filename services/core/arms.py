@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.core.estimates.sketch import Sketch
+from services.core.estimates.traffic_shapes import TrafficShapes
 from services.core.records import Priority
 
 CLUSTERS: Final = 64
@@ -150,8 +151,10 @@ class SliReceipt:
 
 @dataclass(frozen=True, slots=True)
 class SliReport:
-    """What one gateway measured since its last report. Arms of a window: by version digest."""
+    """What one gateway measured since its last report. Arms of a window: by version digest. ``shapes``: of
+    the requests that finished, by model."""
 
     cut_unix_s: float
     series: Mapping[SliKey, SliSums]
     windows: Mapping[GateWindow, Mapping[str, ArmWindow]]
+    shapes: Mapping[str, TrafficShapes] = field(default_factory=dict)

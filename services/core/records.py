@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from services.core.errors import IntegrityError
+from services.core.estimates.traffic_shapes import RequestShape
 from services.core.limits import Limit, LimitKind, Price, Scope, UsageLimits
 
 ROOT: Final = "/fairway/v1/"
@@ -330,6 +331,10 @@ class AssignedVersion:
     least_route_revision: int = 0
     # Of an arm of a split: its part of the KV memory that the arms divide here, relative to the others'.
     kv_share: int = 0
+    # Between two tokens of a stream, by the model's objectives; 0: the worker's own setting.
+    itl_target_s: float = 0.0
+    # Of the model's traffic when the version was assigned: it is probed with them before it is READY.
+    probes: tuple[RequestShape, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import structlog
 from services.core import faults
 from services.core.arms import ArmKey, SliKey
 from services.core.errors import FairwayError, QueueFull
+from services.core.estimates.traffic_shapes import RequestShape
 from services.core.faults import fault_of
 from services.core.generation import GenerationSpec, StageClock, Usage
 from services.core.records import Priority
@@ -25,6 +26,7 @@ from services.gateway.slis.recorder import (
     RequestLatencies,
     SliRecorder,
     SliSubject,
+    sampling_kind,
     subject_of,
 )
 from services.ports.clock import Clock
@@ -238,7 +240,9 @@ class RequestTelemetry:
         """The request was admitted, or is served by another version from now on."""
         arm = ArmKey(spec.model, spec.version_digest)
         key = SliKey(arm, tenant, spec.priority, self._owner.slis.zone)
-        self.accepted_as(subject_of(key, spec.session_key, spec.step, len(spec.prompt.ids)))
+        tokens = len(spec.prompt.ids)
+        shapes = (RequestShape(tokens, 0, sampling_kind(spec.sampling)),) * spec.choices
+        self.accepted_as(subject_of(key, spec.session_key, spec.step, tokens, shapes))
 
     def accepted_as(self, subject: SliSubject) -> None:
         """As ``accepted``, for a request of any kind."""

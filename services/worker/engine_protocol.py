@@ -136,6 +136,12 @@ class Resize(EngineMessage, frozen=True):
     kv_blocks: int
 
 
+class Pace(EngineMessage, frozen=True):
+    """Cut prefill from the next step on so that a step takes this long, as ``EngineConfig.itl_target_s``."""
+
+    itl_target_s: float
+
+
 class RunBatch(EngineMessage, frozen=True):
     """Run these rows of a fixed-cost model as one batch. ``BatchRan`` or ``BatchRaised`` answers."""
 
@@ -148,7 +154,7 @@ class Shutdown(EngineMessage, frozen=True):
     """End the process after the current step."""
 
 
-Command = Submit | Credit | Park | Cancel | Resize | RunBatch | Shutdown
+Command = Submit | Credit | Park | Cancel | Resize | Pace | RunBatch | Shutdown
 
 # --- engine to agent -----------------------------------------------------------------------------
 

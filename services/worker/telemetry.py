@@ -115,7 +115,8 @@ class WorkerTelemetry:
         )
         self._load = metrics.histogram(
             "fairway_worker_load_seconds",
-            "Version load, by part: download of its files; engine start until READY",
+            "Version load, by part: fetch, the download of its files; engine, from its start until it is "
+            "loaded; probe, until the version has answered its probe",
             ("model", "part"),
             bounds=_LOAD_S,
         )

@@ -48,6 +48,7 @@ LATE_S: Final = 1e-6  # a timer that fires later than this shows that its proces
 MAX_WINDOW_STEPS: Final = 1024
 MAX_INBOX: Final = 1 << 16  # unread commands of a hanging engine
 
+SequenceCommand = wire.Submit | wire.Credit | wire.Park | wire.Cancel | wire.Resize | wire.Pace
 CallAt = Callable[[float, Callable[[], None]], TimerHandle]
 Tell = Callable[[wire.Stepped | wire.EngineHeartbeat | wire.Resized], None]
 
@@ -164,7 +165,7 @@ class SimEngine:
             page=self._page,
         )
         self._planner = self._engine.planner
-        self._inbox: list[wire.Submit | wire.Credit | wire.Park | wire.Cancel | wire.Resize] = []
+        self._inbox: list[SequenceCommand] = []
         self._at_s = 0.0  # when the step under way began, or the next begins
         self._busy = False
         self._event: wire.Stepped | None = None  # of the step under way
@@ -424,10 +425,12 @@ class SimEngine:
             settled=settled,
         )
 
-    def _matters(self, command: wire.Submit | wire.Credit | wire.Park | wire.Cancel | wire.Resize) -> bool:
+    def _matters(self, command: SequenceCommand) -> bool:
         """Whether a command changes what the steps of the window would do."""
         if isinstance(command, wire.Submit | wire.Park | wire.Resize):
             return True
+        if isinstance(command, wire.Pace):
+            return False  # a window prefills nothing
         live = self._intake.live
         if isinstance(command, wire.Cancel):
             return any(handle in live for handle in command.handles)

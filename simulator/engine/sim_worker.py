@@ -196,6 +196,7 @@ class SimEngineRun:
             ends=self._ends_soon,
         )
         self.engine.slow(self._engines.slow_factor)
+        self.engine.start()
         self._last_message_s = self._checked_s = process.clock.monotonic_s()
         self._events.on_ready(
             wire.Ready(
@@ -208,7 +209,6 @@ class SimEngineRun:
                 full_step_s=spec.full_step_s,
             )
         )
-        self.engine.start()
         process.call_later(_CHECK_S, self._check)
 
     def _ends_soon(self, poison: Poison) -> None:

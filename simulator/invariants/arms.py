@@ -24,6 +24,7 @@ STICKY: Final = "sticky"
 LATE: Final = "late-start"
 STALE: Final = "stale-view"
 FENCE: Final = "route-fence"
+PROBE: Final = "unprobed-start"
 ACTUATION_S: Final = 5.0
 _PLANE: Final = "the leading control plane"
 # The store confirms a view every 2 s.
@@ -54,8 +55,10 @@ class Arms(RolloutListener, GrantListener, Invariant):
     """``reached`` counts what requests went through: accepted for the candidate; accepted again for another
     version; resolved by a view beyond its age."""
 
-    def __init__(self, history: SplitHistory) -> None:
+    def __init__(self, history: SplitHistory, *, answers: bool = True) -> None:
+        """``answers``: whether the candidate answers its probe."""
         self._history = history
+        self._answers = answers
         self._sessions: dict[tuple[str, str], _Seen] = {}
         self._requests: dict[int, _Request] = {}
         self._disturbed_s: dict[str, float] = {}
@@ -137,6 +140,8 @@ class Arms(RolloutListener, GrantListener, Invariant):
         generation = spec.generation
         number, digest = request_number(generation.sampling.seed), spec.grant.version_digest
         revision, host = generation.route_revision, self._fleet.workers[worker_id].host
+        if digest == self._history.candidate and not self._answers:
+            self._add(PROBE, f"{worker_id} started request {number} on a version that failed its probe")
         request = self._requests.get(number)
         if request is not None and request.request_id == generation.request_id:
             if digest != request.accepted:

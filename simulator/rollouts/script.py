@@ -47,7 +47,8 @@ _ROBUST: Final = VersionFaults(fragile=False)
 class CandidateKind(StrEnum):
     GOOD = "good"
     SLOW = "slow"  # steps take twice as long
-    FAILING = "failing"  # sequences end with an error
+    FAILING = "failing"  # one sequence in three ends with an error, but none of the probe
+    UNANSWERING = "unanswering"  # each sequence does, also those of the probe
     CRASHING = "crashing"  # some prompts end its engine
     ABORTED = "aborted"  # good, and an operator aborts it
     UNLOADABLE = "unloadable"  # its engines do not become ready
@@ -56,7 +57,8 @@ class CandidateKind(StrEnum):
 _CANDIDATES: Final = {
     CandidateKind.GOOD: VersionSpec(CANDIDATE, load_s=1.0, faults=_ROBUST),
     CandidateKind.SLOW: VersionSpec(CANDIDATE, load_s=1.0, step_ratio=2.0, faults=_ROBUST),
-    CandidateKind.FAILING: VersionSpec(CANDIDATE, load_s=1.0, faults=VersionFaults(False, 1)),
+    CandidateKind.FAILING: VersionSpec(CANDIDATE, load_s=1.0, faults=VersionFaults(False, 3)),
+    CandidateKind.UNANSWERING: VersionSpec(CANDIDATE, load_s=1.0, faults=VersionFaults(False, 1)),
     CandidateKind.CRASHING: VersionSpec(CANDIDATE, load_s=1.0),
     CandidateKind.ABORTED: VersionSpec(CANDIDATE, load_s=1.0, faults=_ROBUST),
     CandidateKind.UNLOADABLE: VersionSpec(CANDIDATE, load_s=1.0, loads=False),
@@ -70,7 +72,7 @@ _KINDS: Final = (
     CandidateKind.CRASHING,
     CandidateKind.ABORTED,
     CandidateKind.SLOW,
-    CandidateKind.FAILING,
+    CandidateKind.UNANSWERING,
     CandidateKind.UNLOADABLE,
 )
 # A fault that slows the few workers of one arm looks like a regression of its version: decision 0047.

@@ -61,7 +61,7 @@ def run_rollout(
     """Return what became of one seed. Same arguments, same result, trace and all."""
     kind, operator, strikes = kind_of(seed), Operator(seed), Strikes(rollout_faults(seed))
     history = SplitHistory(VERSION_DIGEST, CANDIDATE, end_of(kind))
-    arms = Arms(history)
+    arms = Arms(history, answers=kind is not CandidateKind.UNANSWERING)
     invariants: tuple[Invariant, ...] = (history, arms, Balance(), Fencing())
     report = simulate(
         rollout_fleet(seed),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from simulator.fleet.assembly import Parts
-from simulator.invariants.arms import FENCE, LATE, ONE_ARM, STALE, STICKY
+from simulator.invariants.arms import FENCE, LATE, ONE_ARM, PROBE, STALE, STICKY
 from simulator.invariants.splits import OUTCOME, SPLIT, WRITERS
 from simulator.rollouts.script import CandidateKind, kind_of
 from simulator.rollouts.seeds import run_rollout, unreached
@@ -25,9 +25,10 @@ from tests.sim.planted.planes import (
     WritesUnfenced,
     WritesWhatItReadBefore,
 )
+from tests.sim.planted.workers import AsksNoProbe
 from tests.support.sweep import daily
 
-OF_EACH_KIND = (0, 1, 2, 3, 5, 9)
+OF_EACH_KIND = (0, 1, 2, 3, 5, 8, 9)
 
 
 @pytest.mark.parametrize("seed", daily(OF_EACH_KIND, OF_EACH_KIND[:3]))
@@ -56,6 +57,7 @@ PLANTED = {
     "a session flips": (Parts(gateway=DrawsEachRequest), STICKY, 2),
     "an abort is missed": (Parts(gateway=MissesAborts), LATE, 2),
     "versions are mixed": (Parts(gateway=SwapsVersions), ONE_ARM, 10),
+    "probes are left out": (Parts(worker=AsksNoProbe), PROBE, 8),
     "a fence is ignored": (Parts(gateway=MissesAborts, worker=StartsTheWithdrawn), FENCE, 2),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -18,7 +19,8 @@ from services.worker.engine import process
 from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Batch, Executor, Samples
 from services.worker.engine.load.config import eos_ids, vocab_size_of
-from services.worker.engine.load.loading import Report, load
+from services.worker.engine.load.loading import WARM_UP_TOKENS, Report, load
+from services.worker.engine.sequence import SequenceState
 from services.worker.engine_protocol import EngineConfig, Ready
 from tests.support.stack import ROOT
 
@@ -36,6 +38,7 @@ class VersionFault(StrEnum):
     COSTLY = "costly"  # twice the device time for a token
     GARBAGE = "garbage"  # outputs end after a few tokens
     CRASHING = "crashing"  # some prompts end the engine
+    UNANSWERING = "unanswering"  # prompts longer than that of the warm-up end with an error
 
 
 _STEP_RATIOS: Final = {VersionFault.SLOW: 1.5, VersionFault.COSTLY: 2.0}
@@ -63,12 +66,9 @@ class FaultyExecutor:
         assert batch is not None
         match self._fault:
             case VersionFault.FAILING:
-                errors = {
-                    row: "a fault of the drill"
-                    for row, sequence in enumerate(batch.sampled)
-                    if sequence.key % _FAILING_OF == 0
-                }
-                return Samples(samples.tokens, samples.logprobs, errors)
+                return _with_errors(samples, batch, lambda one: one.key % _FAILING_OF == 0)
+            case VersionFault.UNANSWERING:
+                return _with_errors(samples, batch, lambda one: one.prompt_tokens > WARM_UP_TOKENS)
             case VersionFault.GARBAGE:
                 tokens = [
                     self._eos_id if len(one.tokens) - one.prompt_tokens >= _SHORT_FROM else token
@@ -85,6 +85,11 @@ class FaultyExecutor:
     def resize(self, blocks: int) -> None:
         """See ``Executor``."""
         self._inner.resize(blocks)
+
+
+def _with_errors(samples: Samples, batch: Batch, fails: Callable[[SequenceState], bool]) -> Samples:
+    errors = {row: "a fault of the drill" for row, one in enumerate(batch.sampled) if fails(one)}
+    return Samples(samples.tokens, samples.logprobs, errors)
 
 
 def write_version(folder: Path, fault: VersionFault, number: int) -> Path:

@@ -58,6 +58,13 @@ TERMS: Final = OptionGroup(
         ],
         "soak": _span("--soak", "With all traffic, while the version before is warm. Default: 5m."),
         "load_timeout": _span("--load-timeout", "To load the versions of a step. Default: 15m."),
+        "by_worker": Annotated[
+            bool | None,
+            typer.Option(
+                "--by-worker",
+                help="Take the stable version's workers one at a time, also where both versions fit.",
+            ),
+        ],
         "fraction": Annotated[
             float | None,
             typer.Option("--fraction", min=0, max=100, help="Percentage of requests that a shadow copies."),
@@ -112,6 +119,7 @@ def rollout_of(
     for field in ("soak", "load_timeout"):
         if field in terms:
             getattr(rollout, field).CopyFrom(_duration(terms[field]))
+    rollout.by_worker = terms.get("by_worker", False)
     _set_rules(rollout.rules, terms)
     _set_gate(rollout.gate, terms)
     return rollout

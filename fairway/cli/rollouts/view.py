@@ -81,7 +81,10 @@ def show_history(entries: Iterable[cp.RolloutHistoryEntry]) -> None:
 
 def show_plan(rollout: cp.Rollout) -> None:
     """Print what a start would do, and where its versions fit."""
-    plain(out(), f"{strategy_name(rollout)} of {rollout.deployment} from {rollout.stable_version}")
+    plain(
+        out(),
+        f"{strategy_name(rollout)} of {rollout.deployment} from {rollout.stable_version}\n{rollout.message}",
+    )
     for number, step in enumerate(rollout.steps, 1):
         hold_s = step.hold.ToTimedelta().total_seconds()
         plain(

@@ -46,7 +46,6 @@ def controlplane(environment: Environment) -> Role:
     rounds = ReconcilerTelemetry(clock, environment.metrics, leads=lambda: election.epoch is not None)
     recorder = EventRecorder(store, clock)
     key = leader_key("controlplane")
-    reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder)
     keys = environment.identity()
     limiter = open_redis(environment)
     service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()), limiter)
@@ -60,6 +59,7 @@ def controlplane(environment: Environment) -> Role:
         return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
 
     slis, sums, burning = open_objectives(environment, election, service.objectives, recorder)
+    reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder, probes=slis.probes)
     rollouts = RolloutController(store, fleet, election, key, clock, slis=slis)
     settler = UsageSettler(ledger, limiter, clock, price_of=price_of)
 

@@ -17,6 +17,8 @@ from services.rpc.convert.slis import (
     clusters_to_proto,
     series_from_proto,
     series_to_proto,
+    shapes_from_proto,
+    shapes_to_proto,
     windows_from_proto,
 )
 
@@ -24,7 +26,9 @@ _SLIS = tuple(Sli)
 
 
 def book_to_message(book: SliBook, number: int) -> pb.SliSnapshot:
-    message = pb.SliSnapshot(number=number)
+    message = pb.SliSnapshot(
+        number=number, shapes=shapes_to_proto(book.shapes), shapes_number=book.shapes_number
+    )
     for name, source in book.sources.items():
         message.sources.add(name=name, last=source.last, seen_unix_ms=round(source.seen_s * 1000))
     for at, series in book.intervals.items():
@@ -66,6 +70,7 @@ def book_from_bytes(data: bytes) -> SliBook:
             for digest, arm in windows_from_proto(one.clusters).get(window, {}).items()
         }
         book.steps[window] = StepSums(arms, one.seen_unix_ms / 1000)
+    book.shapes, book.shapes_number = shapes_from_proto(message.shapes), message.shapes_number
     return book
 
 

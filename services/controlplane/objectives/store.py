@@ -21,6 +21,7 @@ from services.controlplane.objectives.policy.burn import EventCounts, alert_of
 from services.controlplane.usage.ledger import LedgerElection
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport, SliSums
 from services.core.errors import FairwayError, NoLeader, NotFound
+from services.core.estimates.traffic_shapes import RequestShape, probed_shapes
 from services.core.records import BurnAlert, Priority, Sli
 from services.ports.clock import Clock
 from services.ports.ledger_store import LedgerStore
@@ -84,6 +85,12 @@ class SliStore:
     def counting_s(self) -> float:
         """Return for how long this leader has taken reports. Raises NoLeader."""
         return self._clock.monotonic_s() - self._leading().began_s
+
+    def probes(self) -> dict[str, tuple[RequestShape, ...]]:
+        """Return with which shapes of its traffic a version of each model is probed; {} without leading."""
+        if self._term is None or not self.leads:
+            return {}
+        return {model: probed_shapes(one.items()) for model, one in self._term.book.shapes.items()}
 
     def series(self, window_s: float) -> set[SliKey]:
         """Return the series with requests in the window that ends now. Raises NoLeader."""

@@ -11,6 +11,9 @@ that much is free. If no worker has room, it replaces replicas of a lower priori
 room, and none if all of them would not suffice. A replica whose worker lacks memory for it moves to a worker
 with memory.
 
+``ServingTerms`` travel with an assignment: what its versions are probed with, and their ITL target. The
+target follows the objectives at once; the shapes stay those of the time when the version was assigned.
+
 For a deployment's change to another version, see ``update``. An arm of a split is planned like a deployment
 of its own, NAME@DIGEST, after all deployments: it runs beside the stable version and evicts nothing.
 """
@@ -29,6 +32,7 @@ from services.controlplane.policy.host import (
     kv_share_of,
 )
 from services.controlplane.policy.memory import no_memory
+from services.controlplane.policy.terms import NO_TERMS, ServingTerms
 from services.controlplane.policy.update import free_memory_for_update, retire_previous
 from services.core.records import AssignedVersion, Assignment, Deployment, Node, Worker
 from services.core.rollouts.routes import RevisedRoute
@@ -63,6 +67,7 @@ class Unplaced:
 
 Action = PutAssignment | DropAssignment | Unplaced
 _MEASURED: Final[Mapping[str, int]] = {}
+_NONE: Final[Mapping[str, ServingTerms]] = {}
 _UNKNOWN: Final[Mapping[str, str]] = {}
 
 
@@ -75,13 +80,14 @@ def plan(
     *,
     estimates: Mapping[str, int] = _MEASURED,
     engines: Mapping[str, str] = _UNKNOWN,
+    terms: Mapping[str, ServingTerms] = _NONE,
 ) -> tuple[Action, ...]:
     """Return the actions that move ``assignments`` towards the deployments' replicas. Deterministic.
 
     ``workers`` are the live ones. ``estimates``: the memory of versions that none has measured. ``engines``:
-    by version, what it computes: versions with the same share the memory of one. After the actions are
-    applied, another plan writes nothing until a state changes. Higher priority is placed first, then by name;
-    no worker gets two replicas of one version.
+    by version, what it computes: versions with the same share the memory of one. ``terms``: by deployment.
+    After the actions are applied, another plan writes nothing until a state changes. Higher priority is
+    placed first, then by name; no worker gets two replicas of one version.
     """
     splits = {one.route.deployment: one for one in routes}
     arms = [arm for deployment in deployments for arm in _arms(deployment, splits.get(deployment.meta.name))]
@@ -94,7 +100,11 @@ def plan(
         key=lambda d: (d.meta.name != base_name(d.meta.name), -d.priority.rank, d.meta.name),
     )
     for deployment in order:
-        missing = _settle(deployment, hosts, splits.get(base_name(deployment.meta.name)))
+        name = base_name(deployment.meta.name)
+        split = splits.get(name)
+        if split is not None and split.route.by_worker and name == deployment.meta.name:
+            deployment = _beside_arms(deployment, split, hosts)
+        missing = _settle(deployment, hosts, split, terms.get(name, NO_TERMS))
         if missing is not None:
             unplaced.append(missing)
     writes = (_write(host) for host in hosts)
@@ -117,10 +127,29 @@ def _arms(deployment: Deployment, split: RevisedRoute | None) -> list[Deployment
     ]
 
 
-def _settle(deployment: Deployment, hosts: Sequence[Host], split: RevisedRoute | None) -> Unplaced | None:
+def _beside_arms(deployment: Deployment, split: RevisedRoute, hosts: Sequence[Host]) -> Deployment:
+    """Return the wish for the stable version of a split whose arms take its workers.
+
+    It leaves one worker at a time: the next only when every arm that has a worker is READY there.
+    """
+    name = deployment.meta.name
+    present = sum(name in host.held and not host.leaving for host in hosts)
+    arms = [
+        host.ready(version)
+        for host in hosts
+        for held, version in host.held.items()
+        if held != name and base_name(held) == name
+    ]
+    least = present - 1 if all(arms) else present
+    return replace(deployment, replicas=max(split.route.stable.replicas, least))
+
+
+def _settle(
+    deployment: Deployment, hosts: Sequence[Host], split: RevisedRoute | None, terms: ServingTerms
+) -> Unplaced | None:
     """Place the replicas of one deployment. Returns the shortage when no worker can take a replica."""
     name = deployment.meta.name
-    version = _version_of(deployment)
+    version = terms.of(_version_of(deployment))
     is_arm = name != version.deployment
     route = None if split is None else split.route
     version = replace(version, kv_share=kv_share_of(route, version.version_digest))
@@ -140,7 +169,8 @@ def _settle(deployment: Deployment, hosts: Sequence[Host], split: RevisedRoute |
         surplus.remove(name, "surplus")
     rejected: tuple[tuple[str, str], ...] = ()
     while len(staying) < deployment.replicas:
-        choice = _choose(deployment, hosts, staying)
+        alone = split is not None and split.route.by_worker
+        choice = _choose(deployment, hosts, staying, alone=alone)
         if not isinstance(choice, Host):
             rejected = choice
             break
@@ -206,11 +236,12 @@ def _remove_moving(moving: Sequence[Host], name: str, *, keep: int) -> None:
 
 
 def _choose(
-    deployment: Deployment, hosts: Sequence[Host], staying: Sequence[Host]
+    deployment: Deployment, hosts: Sequence[Host], staying: Sequence[Host], *, alone: bool = False
 ) -> Host | tuple[tuple[str, str], ...]:
     """Return the eligible worker in the zone with the fewest replicas, then the least loaded.
 
     First come workers whose engine the version joins; last, those that have to evict a lower priority.
+    ``alone``: none with another version of the deployment is eligible.
     """
     version = _version_of(deployment)
     rejected: list[tuple[str, str]] = []
@@ -221,6 +252,8 @@ def _choose(
             continue
         worker_id = host.worker.worker_id
         why = host.rejection(deployment)
+        if not why and alone and any(base_name(held) == version.deployment for held in host.held):
+            why = "has_another_version"
         crowded = False
         if not why and version.version_digest in host.needs:
             memory = host.memory

@@ -42,7 +42,13 @@ def retire_previous(
             loaded = host.worker.loaded(old)
             serves = loaded is not None and loaded.state in _SERVES
             least = split.revision if split is not None and old.version_digest in arms else 0
-            kept = replace(old, priority=deployment.priority, least_route_revision=least, kv_share=0)
+            kept = replace(
+                old,
+                priority=deployment.priority,
+                least_route_revision=least,
+                kv_share=0,
+                itl_target_s=version.itl_target_s,
+            )
             if not deployment.replicas:
                 host.remove_before(old, "surplus")
             elif serving != old.version_digest and ready.get(serving):

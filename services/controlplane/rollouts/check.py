@@ -26,6 +26,17 @@ def with_defaults(rollout: Rollout) -> Rollout:
     return rollout
 
 
+def check_by_worker(rollout: Rollout, replicas: int) -> str:
+    """Return why a rollout cannot go worker by worker, empty if it can."""
+    if rollout.strategy is not RolloutStrategy.CANARY:
+        return "only a canary goes worker by worker: the workers follow its steps"
+    if replicas < 2:
+        return "worker by worker needs two replicas: the only one would stop to serve"
+    if len(rollout.steps) > MAX_STEPS:
+        return f"worker by worker, {replicas} replicas need more than {MAX_STEPS} steps"
+    return ""
+
+
 def check_rollout(rollout: Rollout) -> None:
     """Return for terms that can be carried out. Raises InvalidInput that names the field."""
     names = [arm.name for arm in rollout.arms]

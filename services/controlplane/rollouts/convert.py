@@ -46,6 +46,7 @@ def rollout_from_proto(message: pb.Rollout) -> Rollout:
         load_timeout_s=seconds_of(message.load_timeout)
         if message.HasField("load_timeout")
         else default.load_timeout_s,
+        by_worker=message.by_worker,
     )
 
 
@@ -104,6 +105,7 @@ def stored_to_proto(rollout: Rollout, etag: str) -> pb.Rollout:
         ),
         soak=duration_of(rollout.soak_s),
         load_timeout=duration_of(rollout.load_timeout_s),
+        by_worker=rollout.by_worker,
         stable_version=rollout.stable_version,
         stable_digest=rollout.stable_digest,
         step=rollout.step,

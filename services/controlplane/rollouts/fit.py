@@ -1,8 +1,11 @@
 """Whether a rollout's versions fit beside what serves, worked out before it starts. Pure.
 
 The placement planner plans the rollout's largest route. A version that no worker has loaded yet is taken to
-need its files' size; its KV and working memory come on top, from what the versions beside it can spare. One
-that computes the same as the stable version needs nothing beside that.
+need its files' size, and as much working memory and KV as the stable version at least. One that computes the
+same as the stable version needs nothing beside that.
+
+Where a canary does not fit beside the stable version, it may still fit in its place: then the rollout goes
+worker by worker.
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ from dataclasses import dataclass, replace
 from services.controlplane.fleet import Fleet
 from services.controlplane.policy.assign import PutAssignment, Unplaced, plan
 from services.controlplane.policy.host import arm_deployment
-from services.controlplane.policy.memory import needs_of
-from services.controlplane.rollouts.policy.effects import replicas_for, route_of
-from services.controlplane.rollouts.records import Rollout, RolloutPhase, RolloutStrategy
-from services.core.records import Assignment, Deployment
+from services.controlplane.policy.memory import MemoryView, needs_of, no_memory
+from services.controlplane.rollouts.policy.effects import replicas_by_worker, replicas_for, route_of
+from services.controlplane.rollouts.records import Rollout, RolloutPhase, RolloutStep, RolloutStrategy
+from services.core.records import AssignedVersion, Assignment, Deployment
 from services.core.rollouts.routes import WHOLE_BP, RevisedRoute, RouteArm
 
 
@@ -28,7 +31,7 @@ class ArmFit:
     version_digest: str
     # The most that it runs in any step.
     replicas: int
-    # On each worker: as a worker measured it, otherwise the size of its files; 0 where it joins an engine.
+    # On each worker: as measured, otherwise from the size of its files; 0 where it joins an engine.
     needed_bytes: int
     measured: bool
     workers: tuple[str, ...]
@@ -40,7 +43,8 @@ class ArmFit:
 def fit_of(
     rollout: Rollout, deployment: Deployment, fleet: Fleet, sizes: Mapping[str, int]
 ) -> tuple[ArmFit, ...]:
-    """Return how the candidates fit. ``sizes``: of the versions' files, by digest."""
+    """Return how the candidates fit beside the stable version. ``sizes``: of their files, by digest."""
+    estimates = _estimates(deployment, fleet, sizes)
     route = route_of(replace(rollout, phase=RolloutPhase.LOADING), deployment.replicas)
     assert route is not None, "a rollout that loads has a route"
     arms = tuple(
@@ -55,7 +59,7 @@ def fit_of(
         fleet.nodes,
         fleet.assignments,
         [*fleet.routes, RevisedRoute(replace(route, arms=arms), 1)],
-        estimates={} if null else sizes,
+        estimates=estimates,
         engines=fleet.engines,
     )
     missing = {one.deployment: one for one in actions if isinstance(one, Unplaced)}
@@ -71,7 +75,7 @@ def fit_of(
                 arm.name,
                 digest,
                 arm.replicas,
-                0 if null or joins else measured.get(digest, sizes.get(digest, 0)),
+                0 if null or joins else measured.get(digest, estimates.get(digest, 0)),
                 digest in measured or null or joins,
                 tuple(put.worker_id for put in mine),
                 0 if short is None else short.missing,
@@ -79,6 +83,67 @@ def fit_of(
             )
         )
     return tuple(fits)
+
+
+def fit_by_worker(
+    rollout: Rollout, deployment: Deployment, fleet: Fleet, sizes: Mapping[str, int]
+) -> tuple[ArmFit, ...]:
+    """Return how the one candidate fits in the place of the stable version, on each of its workers."""
+    arm, measured = rollout.final_arm, needs_of(fleet.workers)
+    needs = {**_estimates(deployment, fleet, sizes), **measured}
+    name, digest = deployment.meta.name, arm.version_digest
+    version = AssignedVersion(
+        name, deployment.model, digest, deployment.executor, priority=deployment.priority
+    )
+    workers = {worker.worker_id: worker for worker in fleet.workers}
+    taken: list[str] = []
+    rejected: list[tuple[str, str]] = []
+    for assignment in fleet.assignments:
+        worker = workers.get(assignment.worker_id)
+        if worker is None or not any(one.deployment == name for one in assignment.versions):
+            continue
+        others = [one for one in assignment.versions if one.deployment != name]
+        if why := no_memory(MemoryView(worker, [*others, version], needs), version):
+            rejected.append((worker.worker_id, why))
+        else:
+            taken.append(worker.worker_id)
+    replicas = replicas_by_worker(WHOLE_BP, deployment.replicas)
+    fit = ArmFit(
+        arm.name,
+        digest,
+        replicas,
+        0 if deployment.executor == "null" else needs.get(digest, 0),
+        digest in measured or deployment.executor == "null",
+        tuple(taken),
+        min(replicas, len(rejected)),
+        tuple(rejected),
+    )
+    return (fit,)
+
+
+def by_worker(rollout: Rollout, replicas: int) -> Rollout:
+    """Return it going worker by worker: with a step for each worker, of its share of the traffic."""
+    steps: list[RolloutStep] = []
+    serving = 0
+    for step in rollout.steps:
+        needed = replicas_by_worker(step.weight_bp, replicas)
+        steps += [replace(step, weight_bp=n * WHOLE_BP // replicas) for n in range(serving + 1, needed)]
+        steps.append(step)
+        serving = max(serving, needed)
+    return replace(rollout, by_worker=True, steps=tuple(steps))
+
+
+def _estimates(deployment: Deployment, fleet: Fleet, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return what versions that nobody has measured need, by digest."""
+    if deployment.executor == "null":
+        return {}
+    beside = [
+        loaded.needed_bytes - loaded.weight_bytes
+        for worker in fleet.workers
+        for loaded in worker.versions
+        if loaded.version_digest == deployment.version_digest and loaded.weight_bytes
+    ]
+    return {digest: size + max(0, *beside, 0) for digest, size in sizes.items()}
 
 
 def _joins(planned: Assignment, digest: str, engines: Mapping[str, str]) -> bool:

@@ -113,6 +113,8 @@ class Rollout:
     soak_s: float = 300.0
     # Longest time to load the candidates, and those of the next step.
     load_timeout_s: float = 900.0
+    # Its version takes workers of the stable one, one at a time: no worker has two.
+    by_worker: bool = False
 
     # Set by the server. What makes the drawing of sessions its own.
     salt: str = ""

@@ -16,8 +16,8 @@ import structlog
 from services.controlplane.fleet import Snapshot, read_snapshot
 from services.controlplane.resources.deployments import pinned_version
 from services.controlplane.resources.resources import Resources, Stored
-from services.controlplane.rollouts.check import check_rollout, with_defaults
-from services.controlplane.rollouts.fit import ArmFit, fit_of
+from services.controlplane.rollouts.check import check_by_worker, check_rollout, with_defaults
+from services.controlplane.rollouts.fit import ArmFit, by_worker, fit_by_worker, fit_of
 from services.controlplane.rollouts.policy.facts import RolloutFacts, facts_of
 from services.controlplane.rollouts.policy.operate import Promotion, abort, pause, promote, resume
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
@@ -78,12 +78,13 @@ class Rollouts:
         _require_calm(snapshot, context)
         prepared, together = await self._prepared(rollout, context.deployment)
         sizes = await self._sizes(prepared, context.deployment)
-        fits = fit_of(prepared, context.deployment, snapshot.fleet, sizes)
+        prepared, fits = _fitted(prepared, context.deployment, snapshot, sizes)
         if dry_run:
             return RolloutView(
                 Stored(prepared, 0, 0), _facts(prepared, context.deployment, snapshot), fits=fits
             )
-        _require_fit(prepared, fits)
+        if any(fit.missing for fit in fits):
+            raise _does_not_fit(prepared, fits)
         writes = effects(prepared, context)
         unchanged = ModRevisionIs(DEPLOYMENTS + rollout.deployment, context.deployment_revision)
         together = WriteSet(
@@ -255,15 +256,40 @@ def _require_calm(snapshot: Snapshot, context: RolloutContext) -> None:
         raise FailedPrecondition(f"an update of {name} is under way: wait for its end", name=name)
 
 
-def _require_fit(rollout: Rollout, fits: tuple[ArmFit, ...]) -> None:
-    for fit in fits:
-        if fit.missing:
-            why = "; ".join(f"{worker}: {reason}" for worker, reason in fit.rejected)
-            raise DoesNotFit(
-                f"{fit.missing} of {fit.replicas} replicas of {fit.name} do not fit beside the stable "
-                f"version ({why}); `fairway deployments update` changes one worker at a time, with less "
-                "capacity meanwhile",
-                name=rollout.meta.name,
-                arm=fit.name,
-                needed_bytes=fit.needed_bytes,
-            )
+def _fitted(
+    rollout: Rollout, deployment: Deployment, snapshot: Snapshot, sizes: Mapping[str, int]
+) -> tuple[Rollout, tuple[ArmFit, ...]]:
+    """Return the rollout as it will go, beside the stable version or worker by worker, and how it fits.
+
+    What does not fit in either way is returned as it was, with the reason as its message. Raises
+    FailedPrecondition where an operator wants it worker by worker and it cannot go so.
+    """
+    fleet = snapshot.fleet
+    fits = fit_of(rollout, deployment, fleet, sizes)
+    if not rollout.by_worker and not any(fit.missing for fit in fits):
+        return rollout, fits
+    impossible = check_by_worker(rollout, deployment.replicas)
+    if rollout.by_worker and impossible:
+        raise FailedPrecondition(impossible, name=rollout.meta.name)
+    if not impossible:
+        going = by_worker(rollout, deployment.replicas)
+        impossible = check_by_worker(going, deployment.replicas)
+        fits_alone = fit_by_worker(going, deployment, fleet, sizes)
+        if not impossible and (rollout.by_worker or not any(fit.missing for fit in fits_alone)):
+            least = deployment.replicas - 1
+            message = f"worker by worker: {least} of {deployment.replicas} replicas serve meanwhile"
+            if any(fit.missing for fit in fits_alone):
+                message = "does not fit in the place of the stable version"
+            return replace(going, message=message), fits_alone
+        impossible = impossible or "it does not fit in the place of the stable version either"
+    return replace(rollout, message=f"does not fit beside the stable version; {impossible}"), fits
+
+
+def _does_not_fit(rollout: Rollout, fits: tuple[ArmFit, ...]) -> DoesNotFit:
+    short = next(fit for fit in fits if fit.missing)
+    why = "; ".join(f"{worker}: {reason}" for worker, reason in short.rejected)
+    where = "in the place of" if rollout.by_worker else "beside"
+    message = f"{short.missing} replicas of {short.name} do not fit {where} the stable version ({why})"
+    if not rollout.by_worker:
+        message += f"; {rollout.message.partition('; ')[2]}"
+    return DoesNotFit(message, name=rollout.meta.name, arm=short.name, needed_bytes=short.needed_bytes)

@@ -67,7 +67,8 @@ class ModelRoute:
     """The split of one deployment's traffic. Key: ``ROUTES`` and the deployment's name.
 
     ``arms[0]`` is the stable one. The revision of the key is the route revision of the requests. ``step``:
-    unique for the rollout and its step; the arms of one step are compared.
+    unique for the rollout and its step; the arms of one step are compared. ``by_worker``: no worker runs two
+    of the arms, and the stable one leaves them one worker at a time.
     """
 
     deployment: str
@@ -76,6 +77,7 @@ class ModelRoute:
     rules: SplitRules = field(default_factory=SplitRules)
     shadow: Shadow | None = None
     step: str = ""
+    by_worker: bool = False
 
     @property
     def stable(self) -> RouteArm:

@@ -20,6 +20,7 @@ from services.core.errors import (
     StaleRoute,
     UnsupportedFeature,
 )
+from services.core.estimates.traffic_shapes import RequestShape, SamplingKind
 from services.core.fixed_cost.rows import RawTensor, RowEnd, RowsRequest
 from services.core.fixed_cost.signature import Signature
 from services.core.fixed_cost.tensors import Operation
@@ -47,6 +48,7 @@ log = structlog.get_logger()
 # A worker may observe that a version is withdrawn shortly before this gateway does.
 MAX_ROUTES: Final = 8
 _REROUTE_S: Final = 0.05
+_SHAPED_ROWS: Final = 64  # of a request, whose widths are recorded
 # Returns the rows of the request for a version, within the tenant's quotas.
 Prepare = Callable[[TextModel, Signature], Awaitable[PreparedRows]]
 # Returns the outputs of the request from the ends of its rows, none of them an error.
@@ -306,7 +308,9 @@ class RowsRun:
         arm, zone = ArmKey(route.model, route.version_digest), self._ports.telemetry.slis.zone
         key = SliKey(arm, payer.tenant.meta.name, checked.priority, zone)
         session_key = session_key_of(self._job.principal, self._job.message)
-        self._telemetry.accepted_as(subject_of(key, session_key, route.step, ready.rows.total_tokens))
+        widths = ready.rows.tokens[:_SHAPED_ROWS]
+        shapes = tuple(RequestShape(tokens, 0, SamplingKind.ROW) for tokens in widths)
+        self._telemetry.accepted_as(subject_of(key, session_key, route.step, ready.rows.total_tokens, shapes))
 
     async def _condemn(self, ready: _Ready, ends: Sequence[RowEnd]) -> None:
         """Return once the fleet refuses the rows that were found to end the process that computes them."""

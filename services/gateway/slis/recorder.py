@@ -19,13 +19,15 @@ from services.core.arms import (
     session_hash,
 )
 from services.core.estimates.sketch import Sketch
+from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
 from services.core.faults import Fault, fault_of
-from services.core.generation import Usage
+from services.core.generation import Sampling, Usage
 from services.core.rollouts.routes import SHADOW_TENANT
 from services.runtime.telemetry.metrics import GAP_S, LabelCap, Metrics
 
 MAX_SERIES: Final = 512
 MAX_ARMS: Final = 32  # arms of steps in one report: 64 clusters each
+MAX_MODELS: Final = 64  # with shapes in one report
 OTHER_TENANTS: Final = "(other)"
 POISONED: Final = "POISONED_INPUT"
 # Ends of a copy that show a lack of room, or the end of its rollout, and nothing of its version.
@@ -49,17 +51,33 @@ _DIGEST_CHARS: Final = 19  # "sha256:" and 12 digits
 
 @dataclass(frozen=True, slots=True)
 class SliSubject:
-    """Where a request counts. ``step``: of the rollout that drew its arm; empty: none."""
+    """Where a request counts. ``step``: of the rollout that drew its arm; empty: none.
+
+    ``shapes``: of its choices or rows, whose output lengths are not known yet.
+    """
 
     key: SliKey
     session: int = 0
     step: str = ""
     prompt_size: int = 0
+    shapes: tuple[RequestShape, ...] = ()
 
 
-def subject_of(key: SliKey, session_key: str, step: str, prompt_tokens: int) -> SliSubject:
+def subject_of(
+    key: SliKey, session_key: str, step: str, prompt_tokens: int, shapes: tuple[RequestShape, ...]
+) -> SliSubject:
     """Return the subject of an admitted request of any kind. ``step``: of the rollout that routed it."""
-    return SliSubject(key, session_hash(key.tenant, session_key), step, prompt_size(prompt_tokens))
+    return SliSubject(key, session_hash(key.tenant, session_key), step, prompt_size(prompt_tokens), shapes)
+
+
+def sampling_kind(sampling: Sampling) -> SamplingKind:
+    """Return which parts of the sampler a request uses: the rarest of them."""
+    if sampling.logprobs is not None:
+        return SamplingKind.LOGPROBS
+    penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+    if penalties != (0.0, 0.0, 1.0) or sampling.logit_bias:
+        return SamplingKind.PENALISED
+    return SamplingKind.SAMPLED if sampling.temperature else SamplingKind.GREEDY
 
 
 class RequestLatencies:
@@ -114,6 +132,7 @@ class SliRecorder:
         self.zone = zone
         self._series: dict[SliKey, SliSums] = {}
         self._windows: dict[tuple[GateWindow, str], dict[int, SliSums]] = {}
+        self._shapes: dict[str, TrafficShapes] = {}
         self._models, self._tenants = metrics.models, metrics.tenants
         self._versions = LabelCap(_MAX_VERSIONS)
         by_arm = ("model", "version", "class")
@@ -150,6 +169,8 @@ class SliRecorder:
         if subject.key.tenant != SHADOW_TENANT:
             self._series_of(subject.key).merge(sums)
             self._export(subject.key, sums)
+            if sums.finished:
+                self._note_shapes(subject, end.usage)
         elif end.reason in _NOT_THE_VERSION:
             return
         # An answer from the cache, or a mistake of the caller, says nothing about the arm.
@@ -165,9 +186,18 @@ class SliRecorder:
         windows: dict[GateWindow, dict[str, ArmWindow]] = {}
         for (window, digest), clusters in self._windows.items():
             windows.setdefault(window, {})[digest] = ArmWindow(clusters)
-        report = SliReport(unix_s, self._series, windows)
-        self._series, self._windows = {}, {}
+        report = SliReport(unix_s, self._series, windows, self._shapes)
+        self._series, self._windows, self._shapes = {}, {}, {}
         return report
+
+    def _note_shapes(self, subject: SliSubject, usage: Usage) -> None:
+        model = subject.key.arm.model
+        if not subject.shapes or (model not in self._shapes and len(self._shapes) >= MAX_MODELS):
+            return
+        found = self._shapes.setdefault(model, TrafficShapes())
+        output_tokens = -(-usage.output_tokens // len(subject.shapes))
+        for shape in subject.shapes:
+            found.add(replace(shape, output_tokens=output_tokens))
 
     def _series_of(self, key: SliKey) -> SliSums:
         """Return the sums of a key. With too many keys, further tenants share one."""

@@ -15,7 +15,10 @@ from services.core.arms import (
     latency_sketch,
 )
 from services.core.estimates.sketch import Sketch
+from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
 from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
+
+_SAMPLINGS = frozenset(SamplingKind)
 
 
 def report_to_proto(report: SliReport) -> pb.SliDelta:
@@ -23,6 +26,7 @@ def report_to_proto(report: SliReport) -> pb.SliDelta:
         cut_unix_ms=round(report.cut_unix_s * 1000),
         series=(series_to_proto(key, sums) for key, sums in report.series.items()),
         clusters=clusters_to_proto(report.windows),
+        shapes=shapes_to_proto(report.shapes),
     )
 
 
@@ -31,6 +35,7 @@ def report_from_proto(message: pb.SliDelta) -> SliReport:
         message.cut_unix_ms / 1000,
         dict(map(series_from_proto, message.series)),
         windows_from_proto(message.clusters),
+        shapes_from_proto(message.shapes),
     )
 
 
@@ -73,6 +78,27 @@ def windows_from_proto(messages: Iterable[pb.SliCluster]) -> dict[GateWindow, di
         window: {digest: ArmWindow(clusters) for digest, clusters in arms.items()}
         for window, arms in found.items()
     }
+
+
+def shapes_to_proto(shapes: Mapping[str, TrafficShapes]) -> Iterator[pb.TrafficShape]:
+    for model, found in shapes.items():
+        for shape, weight in found.items():
+            yield pb.TrafficShape(
+                model=model,
+                input_tokens=shape.input_tokens,
+                output_tokens=shape.output_tokens,
+                sampling=shape.sampling,
+                weight=weight,
+            )
+
+
+def shapes_from_proto(messages: Iterable[pb.TrafficShape]) -> dict[str, TrafficShapes]:
+    found: dict[str, TrafficShapes] = {}
+    for one in messages:
+        if one.sampling in _SAMPLINGS and one.weight > 0:
+            shape = RequestShape(one.input_tokens, one.output_tokens, SamplingKind(one.sampling))
+            found.setdefault(one.model, TrafficShapes()).add(shape, one.weight)
+    return found
 
 
 def _sums_to(sums: SliSums) -> pb.SliAmounts:

@@ -268,6 +268,9 @@ class WorkerAgent:
             del self._slots[digest]
         self._host.least_route_revisions = least_route_revisions(self._assigned.versions)
         desired = wanted(self._assigned.versions)
+        for digest, version in desired.items():
+            if (slot := self._slots.get(digest)) is not None:
+                slot.pace(version.itl_target_s)
         observed = {digest: slot.observed() for digest, slot in self._slots.items()}
         self._share_memory(desired, observed)
         actions = plan(

@@ -178,6 +178,8 @@ def _state_of(slot: VersionSlot) -> VersionState:
             return VersionState.FETCHING
         case VersionPhase.LOADING:
             return VersionState.RESTARTING if slot.restarting else VersionState.LOADING
+        case VersionPhase.PROBING:
+            return VersionState.LOADING
         case VersionPhase.READY:
             return VersionState.READY
         case VersionPhase.RETIRING:

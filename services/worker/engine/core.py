@@ -25,6 +25,7 @@ from services.worker.engine_protocol import (
     Command,
     Credit,
     EngineHeartbeat,
+    Pace,
     Park,
     Resize,
     Resized,
@@ -117,6 +118,8 @@ class Engine:
                         self._speculation.forget(handle)
             case Resize():
                 self._size.request(command.kv_blocks)
+            case Pace():
+                self._planner.pace(command.itl_target_s)
 
     def resized(self) -> Resized | None:
         """Continue a ``Resize`` between two steps; return its event once it has ended."""

@@ -15,16 +15,25 @@ from services.core.records import AssignedVersion
 
 # Reasons that a later attempt with the same files on the same worker would repeat.
 FINAL_REASONS: Final = frozenset(
-    {"UNSUPPORTED_MODEL", "BAD_CHECKPOINT", "BAD_ENGINE_CONFIG", "FAILED_PRECONDITION", "INVALID_INPUT"}
+    {
+        "UNSUPPORTED_MODEL",
+        "BAD_CHECKPOINT",
+        "BAD_ENGINE_CONFIG",
+        "FAILED_PRECONDITION",
+        "INVALID_INPUT",
+        "PROBE_FAILED",
+    }
 )
 
 
 class VersionPhase(StrEnum):
-    """The state of one version. FETCHED has its files and no engine; BROKEN waits for its next attempt."""
+    """The state of one version. FETCHED has its files and no engine; PROBING has an engine that takes no
+    requests; BROKEN waits for its next attempt."""
 
     FETCHING = "fetching"
     FETCHED = "fetched"
     LOADING = "loading"
+    PROBING = "probing"
     READY = "ready"
     RETIRING = "retiring"
     DRAINING = "draining"
@@ -104,14 +113,17 @@ Action = Fetch | LoadVersion | RetireVersion | DrainVersion | CancelRemoval | Di
 def wanted(assigned: Sequence[AssignedVersion]) -> dict[str, AssignedVersion]:
     """Return the versions to run, by digest. One engine serves every deployment of a version.
 
-    If deployments request different executors, the first by name decides; the highest priority applies.
+    If deployments request different executors, the first by name decides; the highest priority and the
+    tightest ITL target apply.
     A version is retiring if it is retiring in all of them.
     """
     versions: dict[str, AssignedVersion] = {}
     for version in sorted(assigned, key=lambda each: (each.retiring, each.deployment)):
         known = versions.setdefault(version.version_digest, version)
         if version.priority.rank > known.priority.rank:
-            versions[version.version_digest] = replace(known, priority=version.priority)
+            known = replace(known, priority=version.priority)
+        targets = [one.itl_target_s for one in (known, version) if one.itl_target_s]
+        versions[version.version_digest] = replace(known, itl_target_s=min(targets, default=0.0))
     return versions
 
 

@@ -58,6 +58,13 @@ class PrefillBudget:
     def tokens(self) -> int:
         return int(self._tokens)
 
+    def aim(self, target_s: float) -> None:
+        """Change the target: the budget moves at once as far as a step's time is proportional to its tokens,
+        and the next measurements correct it."""
+        aimed_s = target_s * AIM_RATIO
+        tokens = self._tokens * aimed_s / self._target_s
+        self._target_s, self._tokens = aimed_s, min(self._most, max(self._floor, tokens))
+
     def measured(self, prefill_tokens: int, step_s: float) -> None:
         """Adapt to a step that prefilled ``prefill_tokens``, which may be 0."""
         if step_s <= 0.0:

@@ -14,10 +14,12 @@ from services.worker.batcher.policy.isolation import RunPlace
 from services.worker.batcher.telemetry import BatcherTelemetry
 from services.worker.engine_protocol import BatchRaised, BatchRan, EngineConfig, Ready
 from services.worker.policy.lifecycle import VersionPhase
+from services.worker.policy.probes import plan_row_probe
 from services.worker.slots.engine_process import Crashed, EngineExit, RunningEngine, batch_events
 from services.worker.slots.sacrificial_process import SacrificialProcess
-from services.worker.slots.version_engine import EngineOwner, SlotContext, TookTooMuch
+from services.worker.slots.version_engine import EngineOwner, SlotContext, TookTooMuch, probe_failure
 from services.worker.slots.version_memory import VersionMemory
+from services.worker.slots.version_probe import ProbeContext, ProbeFailed, RowProbe
 
 
 class VersionBatcher:
@@ -32,7 +34,9 @@ class VersionBatcher:
         self._memory = memory
         self._process: RunningEngine | None = None
         self._ready_s = 0.0
-        self._too_much = ""
+        # Why it was stopped right after it loaded.
+        self._unfit: TookTooMuch | ProbeFailed | None = None
+        self._probe: RowProbe | None = None
         self._sacrifice = SacrificialProcess(
             owner.version.version_digest, context, memory, batcher=lambda: self.rows
         )
@@ -63,6 +67,8 @@ class VersionBatcher:
         if self.rows is not None:
             self.rows.lose_all()
             self._context.host.remove_rows(self.rows)
+        if self._probe is not None:
+            self._probe.cancel()
         await self._sacrifice.ended()
         if self._process is not None:
             await self._process.stop()
@@ -76,10 +82,42 @@ class VersionBatcher:
         try:
             self._memory.settle(event)
         except DoesNotFit as error:
-            self._too_much = error.message
-            self._context.supervisor.spawn(f"stop-{self._owner.version.version_digest[:19]}", process.stop())
+            self._refuse(TookTooMuch(error.message), process)
             return
         self._memory.stay()
+        self._owner.engine_loaded()
+        if self._owner.probed:
+            self._admit(config, event, process)
+            return
+        model, context = event.rows, self._context
+        plan = plan_row_probe(
+            self._owner.version.probes,
+            model.inputs,
+            model.costs,
+            max_tokens=model.max_tokens,
+            memory_bytes=event.kv_bytes_per_block,
+        )
+        ended = partial(self._on_probed, config, event, process)
+        probe = ProbeContext(process.send, ended, context.clock, context.supervisor)
+        self._probe = RowProbe(plan, probe)
+        self._probe.begin()
+
+    def _on_probed(
+        self, config: EngineConfig, event: Ready, process: RunningEngine, failed: ProbeFailed | None
+    ) -> None:
+        self._probe = None
+        if self._owner.phase is not VersionPhase.PROBING:  # it is being removed
+            return
+        if failed is None:
+            self._admit(config, event, process)
+        else:
+            self._refuse(failed, process)
+
+    def _refuse(self, why: TookTooMuch | ProbeFailed, process: RunningEngine) -> None:
+        self._unfit = why
+        self._context.supervisor.spawn(f"stop-{self._owner.version.version_digest[:19]}", process.stop())
+
+    def _admit(self, config: EngineConfig, event: Ready, process: RunningEngine) -> None:
         self._sacrifice.use(structs.replace(config, kv_memory_bytes=event.kv_bytes_per_block))
         if self.rows is None:
             self.rows = self._new_batcher(event)
@@ -109,7 +147,9 @@ class VersionBatcher:
             self._context.woke()
 
     def _on_batch(self, event: BatchRan | BatchRaised) -> None:
-        if self.rows is not None:
+        if self._probe is not None:
+            self._probe.on_batch(event)
+        elif self.rows is not None:
             self.rows.on_batch(RunPlace.SERVING, event)
 
     def _on_exit(self, exit_: EngineExit) -> None:
@@ -121,5 +161,8 @@ class VersionBatcher:
             self.rows.detach(RunPlace.SERVING, exit_)
             if not isinstance(exit_, Crashed):  # none follows soon
                 self.rows.lose_all()
-        message, self._too_much = self._too_much, ""
-        self._owner.engine_ended(TookTooMuch(message) if message else exit_, ran_s)
+        unfit, self._unfit = self._unfit, None
+        if self._probe is not None:
+            unfit = probe_failure(self._probe, exit_)
+            self._probe = None
+        self._owner.engine_ended(exit_ if unfit is None else unfit, ran_s)

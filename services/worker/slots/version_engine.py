@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
 import structlog
@@ -21,6 +22,7 @@ from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.engine_protocol import (
     EngineConfig,
     EngineHeartbeat,
+    Pace,
     Progress,
     Ready,
     Resize,
@@ -29,6 +31,7 @@ from services.worker.engine_protocol import (
 )
 from services.worker.kv.pool import PoolLimits
 from services.worker.policy.lifecycle import VersionPhase
+from services.worker.policy.probes import EngineSpeed, plan_probe
 from services.worker.slots.engine_process import (
     Crashed,
     EngineEvents,
@@ -41,6 +44,7 @@ from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.shared_engines import SharedEngines
 from services.worker.slots.version_files import LocalFiles
 from services.worker.slots.version_memory import VersionMemory
+from services.worker.slots.version_probe import ProbeContext, ProbeFailed, PromptProbe
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
@@ -78,6 +82,15 @@ class TookTooMuch:
     message: str
 
 
+class Probe(Protocol):
+    """A probe under way."""
+
+    def cancel(self) -> None: ...
+
+    def waits_for(self) -> str:
+        """Return what the engine has not answered."""
+
+
 @dataclass(frozen=True, slots=True)
 class CrashShare:
     """What one version has of an engine's end.
@@ -98,13 +111,17 @@ class EngineOwner(Protocol):
 
     version: AssignedVersion
     phase: VersionPhase
+    probed: bool  # the version has answered a probe here
+    itl_target_s: float  # as its assignment has it at present
 
     def engine_progress(self, event: Progress) -> None: ...
+
+    def engine_loaded(self) -> None: ...
 
     def engine_ready(self) -> None: ...
 
     def engine_ended(
-        self, exit_: EngineExit | TookTooMuch, ran_s: float, *, share: CrashShare = ALONE
+        self, exit_: EngineExit | TookTooMuch | ProbeFailed, ran_s: float, *, share: CrashShare = ALONE
     ) -> None: ...
 
 
@@ -122,8 +139,11 @@ class VersionEngine:
         self._process: RunningEngine | None = None
         self._vocabulary: Vocabulary | None = None  # of the engine that loads
         self._max_sequences = 0
+        self._paced_s = 0.0  # the ITL target that the engine has
         self._ready_s = 0.0
-        self._too_much = ""
+        # Why it was stopped right after it loaded.
+        self._unfit: TookTooMuch | ProbeFailed | None = None
+        self._probe: PromptProbe | None = None
         self.table: SequenceTable | None = None
 
     @property
@@ -167,7 +187,7 @@ class VersionEngine:
     async def start(self, config: EngineConfig, vocabulary: Vocabulary) -> None:
         """Start a process; the owners are notified of the outcome. Raises FailedPrecondition."""
         self._vocabulary = vocabulary
-        self._max_sequences = config.max_sequences
+        self._max_sequences, self._paced_s = config.max_sequences, config.itl_target_s
         events = EngineEvents(
             on_progress=self._on_progress,
             on_ready=self._on_ready,
@@ -192,6 +212,14 @@ class VersionEngine:
             self.table.resize(kv_blocks)
         self._process.send(Resize(kv_blocks))
 
+    def pace(self) -> None:
+        """Give a loaded engine the tightest ITL target of its owners."""
+        targets = [owner.itl_target_s for owner in self._owners.values() if owner.itl_target_s]
+        target_s, process = min(targets, default=0.0), self._process
+        loaded = self.table is not None or self._probe is not None
+        if process is not None and loaded and target_s != self._paced_s and process.send(Pace(target_s)):
+            self._paced_s = target_s
+
     async def leave(self, owner: EngineOwner) -> None:
         """Return once the version runs here no more. The last owner ends the process and frees the memory.
 
@@ -206,12 +234,15 @@ class VersionEngine:
             self.memory.pass_on(digest, heir.version_digest, heir.deployment)
             return
         self._context.engines.drop(self)
+        if self._probe is not None:
+            self._probe.cancel()
         if self._process is not None:
             await self._process.stop()
         self.memory.release()
 
     def _loading(self) -> list[EngineOwner]:
-        return [owner for owner in self._owners.values() if owner.phase is VersionPhase.LOADING]
+        coming = (VersionPhase.LOADING, VersionPhase.PROBING)
+        return [owner for owner in self._owners.values() if owner.phase in coming]
 
     def _on_progress(self, event: Progress) -> None:
         for owner in self._loading():
@@ -227,6 +258,38 @@ class VersionEngine:
         if not self._has_memory(event, process):
             return
         vocabulary.cover(event.vocab_size)
+        for owner in owners:
+            owner.engine_loaded()
+        if any(owner.probed for owner in self._owners.values()):  # what it computes was probed here
+            self._admit(event, process, 0)
+            return
+        speed = EngineSpeed(context.settings.token_budget, event.full_step_s)
+        plan = plan_probe(owners[0].version.probes, event, speed)
+        ended = partial(self._on_probed, event, process, plan.prompts)
+        probe = ProbeContext(process.send, ended, context.clock, context.supervisor)
+        self._probe = PromptProbe(plan, probe, vocab_size=event.vocab_size)
+        self._probe.begin()
+
+    def _on_probed(
+        self, event: Ready, process: RunningEngine, prompts: int, failed: ProbeFailed | None
+    ) -> None:
+        self._probe = None
+        if not self._loading():  # it is being removed
+            return
+        if failed is None:
+            self._admit(event, process, prompts)
+        else:
+            self._refuse(failed, process)
+
+    def _refuse(self, why: TookTooMuch | ProbeFailed, process: RunningEngine) -> None:
+        """Stop the engine; its owners are notified of ``why`` when it has ended."""
+        self._unfit = why
+        self._context.supervisor.spawn(f"stop-{self.memory.owner[:19]}", process.stop())
+
+    def _admit(self, event: Ready, process: RunningEngine, handles: int) -> None:
+        """Take sequences from now on. The probe used the first ``handles``."""
+        vocabulary, context, owners = self._vocabulary, self._context, self._loading()
+        assert vocabulary is not None, "ready without a vocabulary"
         self.table = SequenceTable(
             self._served(owners[0]),
             limits=PoolLimits(
@@ -243,12 +306,14 @@ class VersionEngine:
             charges=UsageAccounting(context.host.tally, context.host.device),
             changed=context.host.note_change,
             slow_reader_s=context.settings.slow_reader_s,
+            used_handles=handles,
         )
         context.host.add(self.table)
         self._ready_s = context.clock.monotonic_s()
         owners[0].engine_ready()
         for owner in owners[1:]:
             self._serve(owner, self.table)
+        self.pace()  # the target may have changed while it loaded
 
     def _serve(self, owner: EngineOwner, table: SequenceTable) -> None:
         self._context.host.join(table, self._served(owner))
@@ -267,13 +332,14 @@ class VersionEngine:
         try:
             self.memory.settle(event)
         except DoesNotFit as error:
-            self._too_much = error.message
-            self._context.supervisor.spawn(f"stop-{self.memory.owner[:19]}", process.stop())
+            self._refuse(TookTooMuch(error.message), process)
             return False
         return True
 
     def _on_stepped(self, event: Stepped) -> None:
-        if self.table is not None:
+        if self._probe is not None:
+            self._probe.on_stepped(event)
+        elif self.table is not None:
             self.table.on_stepped(event)
             if any(self._is_drained(owner) for owner in self._owners.values()):
                 self._context.woke()
@@ -305,10 +371,22 @@ class VersionEngine:
             else:
                 self._context.host.remove(table)
             ran_s = self._context.clock.monotonic_s() - self._ready_s
-        message, self._too_much = self._too_much, ""
-        ended = TookTooMuch(message) if isinstance(exit_, Stopped) and message else exit_
+        unfit, self._unfit = self._unfit, None
+        if self._probe is not None:
+            unfit = probe_failure(self._probe, exit_)
+            self._probe = None
+        ended = exit_ if unfit is None else unfit
         self.memory.release()
-        owners = [one for one in self._owners.values() if one.phase in (VersionPhase.LOADING, *WITH_ENGINE)]
+        ran = (VersionPhase.LOADING, VersionPhase.PROBING, *WITH_ENGINE)
+        owners = [one for one in self._owners.values() if one.phase in ran]
         for owner in owners:
             counts = crashed_in <= {owner.version.version_digest}
             owner.engine_ended(ended, ran_s, share=CrashShare(counts, leads=owner is owners[0]))
+
+
+def probe_failure(probe: Probe, exit_: EngineExit) -> ProbeFailed | None:
+    """Return the failure of a probe whose engine ended by itself."""
+    probe.cancel()
+    if not isinstance(exit_, Crashed):
+        return None
+    return ProbeFailed("PROBE_CRASHED", f"{probe.waits_for()}: {exit_.message}", final=False)

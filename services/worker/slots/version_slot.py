@@ -29,6 +29,7 @@ from services.worker.slots.version_engine import (
 )
 from services.worker.slots.version_files import draft_of, weight_bytes
 from services.worker.slots.version_memory import VersionMemory
+from services.worker.slots.version_probe import ProbeFailed
 from services.worker.streams.sequences import SequenceTable
 
 log = structlog.get_logger()
@@ -87,6 +88,8 @@ class VersionSlot:
         self.progress_ratio = 0.0
         self.restarts = 0  # crashes that count as the version's
         self.restarting = False  # its engine had run before
+        self.probed = False
+        self.itl_target_s = version.itl_target_s or context.settings.itl_target_s
         self.gone = False
         self._context = context
         self.memory = VersionMemory(
@@ -173,6 +176,12 @@ class VersionSlot:
         if blocks is not None:
             log.info("pool.resized", digest=self.digest, kv_blocks=blocks)
             self.engine.resize(blocks)
+
+    def pace(self, itl_target_s: float) -> None:
+        """Aim at the assignment's ITL target; 0: the worker's own."""
+        self.itl_target_s = itl_target_s or self._context.settings.itl_target_s
+        if isinstance(self.engine, VersionEngine):
+            self.engine.pace()
 
     def retire(self) -> None:
         self._idle_since_s = self._context.clock.monotonic_s()
@@ -290,6 +299,7 @@ class VersionSlot:
             self._context.woke()  # other loads may wait for this grant
         executor: Executor = "null" if self.version.executor == "null" else "torch"
         config = settings.config(folder, executor, memory_bytes=memory_bytes, draft=draft)
+        config = structs.replace(config, itl_target_s=self.itl_target_s)
         return await self.files.limited(config, folder)
 
     # --- events of the engine -------------------------------------------------------------------
@@ -303,13 +313,19 @@ class VersionSlot:
             self._context.woke()
         self._note_progress(event.done_ratio)
 
+    def engine_loaded(self) -> None:
+        """The engine answers a probe before it takes requests, unless the version has done so here."""
+        if not self.probed:
+            self._enter(VersionPhase.PROBING, "answers a probe")
+
     def engine_ready(self) -> None:
         """The engine takes sequences from now on."""
+        self.probed = True
         self.failures.passed()
         self._enter(VersionPhase.READY)
 
     def engine_ended(
-        self, exit_: EngineExit | TookTooMuch, ran_s: float, *, share: CrashShare = ALONE
+        self, exit_: EngineExit | TookTooMuch | ProbeFailed, ran_s: float, *, share: CrashShare = ALONE
     ) -> None:
         """Record why the engine ended, and what the version has of it. ``ran_s``: how long it was ready."""
         self.memory.release()
@@ -331,6 +347,8 @@ class VersionSlot:
                 self._break("ENGINE_CRASHED", message, failed=False)
             case TookTooMuch(message):
                 self._break(DoesNotFit.reason, message, failed=True)
+            case ProbeFailed(reason, message):
+                self._break(reason, message, failed=True)
             case _:
                 self._break("ENGINE_STOPPED", "the engine was stopped", failed=False)
 
@@ -359,6 +377,8 @@ class VersionSlot:
         part = {
             (VersionPhase.FETCHING, VersionPhase.FETCHED): "fetch",
             (VersionPhase.LOADING, VersionPhase.READY): "engine",
+            (VersionPhase.LOADING, VersionPhase.PROBING): "engine",
+            (VersionPhase.PROBING, VersionPhase.READY): "probe",
         }.get((self.phase, phase))
         if part is not None:
             self._context.telemetry.loaded(self.version.deployment, part, now_s - self._phase_s)

@@ -54,8 +54,10 @@ class SequenceTable:
         charges: UsageAccounting,
         changed: Callable[[], None],
         slow_reader_s: float = 30.0,
+        used_handles: int = 0,
     ) -> None:
-        """``version``: the first that the engine serves; its metrics have the engine's steps."""
+        """``version``: the first that the engine serves; its metrics have the engine's steps. The engine has
+        seen ``used_handles``, from 1 on."""
         self.versions = ServedVersions(version)
         self.limits = limits
         self.stats = PoolStats()
@@ -73,7 +75,7 @@ class SequenceTable:
         self._slow_reader_s = slow_reader_s
         self._telemetry = version.telemetry
         self._live: dict[int, WorkerSequence] = {}
-        self._last_number = 0
+        self._last_number = used_handles
         self._charged_s = clock.monotonic_s()
         self._silence = StallDetector(clock.monotonic_s(), limits.full_step_s)
 

@@ -42,6 +42,7 @@ class PlaneNode:
             LEADER_KEY,
             clock,
             events=EventRecorder(self.store, clock),
+            probes=self.slis.probes,
         )
         self.controller = self.make_controller()
         network.listen(process, process.name, lambda connection: None, answers=self.slis)

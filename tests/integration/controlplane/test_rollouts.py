@@ -19,7 +19,17 @@ from services.core.errors import (
     InvalidInput,
     NotFound,
 )
-from services.core.records import DEPLOYMENTS, WORKERS, LoadedVersion, VersionState, Worker, load
+from services.core.records import (
+    ASSIGNMENTS,
+    DEPLOYMENTS,
+    WORKERS,
+    AssignedVersion,
+    Assignment,
+    LoadedVersion,
+    VersionState,
+    Worker,
+    load,
+)
 from services.core.rollouts.routes import ROUTES, ModelRoute
 from tests.integration.controlplane.plane import DIGEST, OTHER, Plane
 
@@ -151,9 +161,59 @@ async def test_what_does_not_fit_says_so_before_it_starts(serving: Plane) -> Non
     plan = await create(serving, message(), dry_run=True)
     assert plan.fits[0].missing_replicas == 1
     assert "needs 90 MiB" in plan.fits[0].rejected[0]
-    with pytest.raises(DoesNotFit, match="do not fit beside the stable version"):
+    with pytest.raises(DoesNotFit, match=r"do not fit beside the stable version.*needs two replicas"):
         await create(serving, message())
+    with pytest.raises(FailedPrecondition, match="needs two replicas"):
+        await create(serving, message(by_worker=True))
     assert await route(serving) is None
+
+
+async def two_workers(plane: Plane, *, needed_mib: int) -> None:
+    """Two replicas, and workers of 100 MiB on which the candidate needs so much."""
+    await plane.deployment("chat", DIGEST, replicas=2)
+    other = LoadedVersion("x", "tiny", OTHER, VersionState.FAILED, needed_bytes=needed_mib * MIB)
+    held = LoadedVersion("chat", "tiny", DIGEST, VersionState.READY, weight_bytes=64 * MIB)
+    assigned = AssignedVersion("chat", "tiny", DIGEST)
+    for name in ("w0", "w1"):
+        worker = Worker(name, f"{name}:1", versions=(held, other), memory_bytes=100 * MIB)
+        await plane.put(WORKERS + name, worker)
+        await plane.put(ASSIGNMENTS + name, Assignment(name, (assigned,)))
+
+
+async def test_what_fits_in_the_place_of_the_stable_version_goes_worker_by_worker(plane: Plane) -> None:
+    await two_workers(plane, needed_mib=90)
+    plan = await create(plane, message(), dry_run=True)
+    assert (plan.by_worker, plan.message) == (True, "worker by worker: 1 of 2 replicas serve meanwhile")
+    assert [(list(fit.workers), fit.missing_replicas) for fit in plan.fits] == [(["w0", "w1"], 0)]
+    found = await create(plane, message())
+    assert found.by_worker
+    stored = await route(plane)
+    assert stored is not None
+    assert (stored.by_worker, [arm.replicas for arm in stored.arms]) == (True, [1, 1])
+
+
+async def test_where_nothing_fits_the_plan_and_the_start_give_the_bytes(plane: Plane) -> None:
+    await two_workers(plane, needed_mib=110)
+    plan = await create(plane, message(), dry_run=True)
+    assert not plan.by_worker
+    assert "in the place of the stable version either" in plan.message
+    assert "needs 110 MiB, 36 of 100 MiB are free" in plan.fits[0].rejected[0]
+    with pytest.raises(DoesNotFit, match=r"needs 110 MiB, 36 of 100 MiB are free.*either"):
+        await create(plane, message())
+    with pytest.raises(DoesNotFit, match=r"in the place of.*needs 110 MiB, 100 of 100 MiB are free"):
+        await create(plane, message(by_worker=True))
+    assert await route(plane) is None
+
+
+@pytest.mark.parametrize("strategy", [pb.ROLLOUT_STRATEGY_BLUE_GREEN, pb.ROLLOUT_STRATEGY_INSTANT])
+async def test_only_a_canary_goes_worker_by_worker(
+    plane: Plane, strategy: pb.RolloutStrategy.ValueType
+) -> None:
+    await two_workers(plane, needed_mib=90)
+    with pytest.raises(DoesNotFit, match="only a canary"):
+        await create(plane, message(strategy=strategy))
+    with pytest.raises(FailedPrecondition, match="only a canary"):
+        await create(plane, message(strategy=strategy, by_worker=True))
 
 
 async def test_an_abort_needs_no_leader(serving: Plane) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,8 +45,14 @@ from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker.agent.agent import WorkerAgent
 from services.worker.agent.report import WorkerIdentity
+from services.worker.engine_protocol import EngineConfig
 from services.worker.servicer import WorkerServicer
-from services.worker.slots.engine_process import EngineTimeouts, process_launcher
+from services.worker.slots.engine_process import (
+    EngineEvents,
+    EngineProcess,
+    EngineTimeouts,
+    process_launcher,
+)
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_files import ModelSource, VersionFiles
 from services.worker.streams.device_time import DeviceKind, DeviceTime
@@ -305,8 +311,10 @@ async def start_harness(
     source: ModelSource | None = None,
     checks_texts: bool = False,
     telemetry: WorkerTelemetry | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Harness:
-    """Start a worker with the null executor, or with none until it is assigned a version."""
+    """Start a worker with the null executor, or with none until it is assigned a version. ``env``: of its
+    engines."""
     clock = SystemClock()
     supervisor = Supervisor(clock)
     usage = KeptUsage()
@@ -319,13 +327,20 @@ async def start_harness(
     engines = settings or EngineSettings(
         null_step_s=0.002, timeouts=EngineTimeouts(silence_s=3.0, shutdown_s=5.0)
     )
+
+    def launch(config: EngineConfig, events: EngineEvents) -> EngineProcess:
+        timeouts = engines.timeouts
+        return EngineProcess(
+            config, events=events, clock=clock, supervisor=supervisor, timeouts=timeouts, env=env
+        )
+
     agent = WorkerAgent(
         WorkerIdentity("w1", address, memory_bytes=memory_bytes),
         settings=engines,
         host=host,
         store=store,
         files=lambda version: VersionFiles(version, used, texts, clock),
-        launch=process_launcher(clock, supervisor, engines.timeouts),
+        launch=process_launcher(clock, supervisor, engines.timeouts) if env is None else launch,
         clock=clock,
         supervisor=supervisor,
         telemetry=telemetry,

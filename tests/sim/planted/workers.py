@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from services.core.generation import FinishReason, Grant, NotAdmittedReason, StartSpec
 from services.core.poison.suspicion import LossCause, StepRole
+from services.worker.slots.version_slot import VersionSlot
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.fallback import FallbackAdmission, FallbackRules
 from services.worker.streams.grants import GrantFence
@@ -50,6 +51,14 @@ class BooksTooMuch(WorkerNode):
     def make_host(self) -> SequenceHost:
         made = super().make_host()
         return _Greedy(changed=made.changed)
+
+
+class AsksNoProbe(WorkerNode):
+    """Takes requests for whatever version has loaded."""
+
+    def start(self) -> None:
+        self.worker.agent._slots = _Trusted()
+        super().start()
 
 
 class ForgetsDeviceTime(WorkerNode):
@@ -209,3 +218,9 @@ class _EachAlone(SequenceTable):
     def _lose_all(self, cause: LossCause, members: Collection[int]) -> None:
         for sequence in list(self._live.values()):
             self._end(sequence, FinishReason.ENGINE_LOST, loss=(cause, StepRole.ALONE))
+
+
+class _Trusted(dict[str, VersionSlot]):
+    def setdefault(self, digest: str, slot: VersionSlot) -> VersionSlot:
+        slot.probed = True
+        return super().setdefault(digest, slot)

@@ -12,6 +12,7 @@ from typing import Final
 
 from services.controlplane.objectives.policy.burn import BurnRings, counted
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReport, SliSums
+from services.core.estimates.traffic_shapes import TrafficShapes
 from services.core.records import Objective, Priority
 
 INTERVAL_S: Final = 600.0
@@ -21,6 +22,8 @@ MAX_SERIES: Final = 5_000  # of an interval; further tenants share one
 MAX_BURNS: Final = 2_000
 MAX_STEPS: Final = 4  # of a model
 MAX_WINDOWS: Final = 256
+MAX_SHAPED: Final = 256  # models with shapes of traffic
+SHAPES_KEPT: Final = 0.97  # of their weight, from one interval to the next: half of it after 4 hours
 SOURCE_S: Final = 3600.0  # a source that was silent for so long has nothing left to send again
 OTHER: Final = "(other)"
 _LATE_S: Final = 900.0
@@ -61,6 +64,9 @@ class SliBook:
     intervals: dict[int, dict[SliKey, SliSums]] = field(default_factory=dict)
     burns: dict[BurnKey, BurnRings] = field(default_factory=dict)
     steps: dict[GateWindow, StepSums] = field(default_factory=dict)
+    shapes: dict[str, TrafficShapes] = field(default_factory=dict)
+    # Up to which interval the shapes have lost weight.
+    shapes_number: int = 0
 
     def last_of(self, source: str) -> int:
         found = self.sources.get(source)
@@ -97,6 +103,7 @@ class SliBook:
         oldest = int(now_s // INTERVAL_S) - INTERVALS
         self.intervals = {number: one for number, one in self.intervals.items() if number > oldest}
         self.burns = {key: one for key, one in self.burns.items() if not one.forget(now_s)}
+        self._age_shapes(int(now_s // INTERVAL_S))
 
     def arms_of(self, window: GateWindow) -> dict[str, ArmWindow]:
         """Return the arms of a step, by version digest."""
@@ -142,6 +149,18 @@ class SliBook:
                 self._burn(BurnKey(key.arm, key.priority), sums, objective, at_s)
         for window, arms in report.windows.items():
             self._add_window(window, arms, now_s)
+        for model, shapes in report.shapes.items():
+            if model in self.shapes or len(self.shapes) < MAX_SHAPED:
+                self.shapes.setdefault(model, TrafficShapes()).merge(shapes)
+
+    def _age_shapes(self, number: int) -> None:
+        """Let what was recorded in earlier intervals weigh less."""
+        passed = number - self.shapes_number if self.shapes_number else 0
+        self.shapes_number = number
+        if passed > 0:
+            for shapes in self.shapes.values():
+                shapes.keep(SHAPES_KEPT**passed)
+            self.shapes = {model: shapes for model, shapes in self.shapes.items() if len(shapes)}
 
     def _burn(self, key: BurnKey, sums: SliSums, objective: Objective, at_s: float) -> None:
         if key not in self.burns and len(self.burns) >= MAX_BURNS:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from services.controlplane.objectives.policy.gates import GateMetric, GateReport, Verdict
-from services.controlplane.rollouts.policy.effects import replicas_for
-from services.controlplane.rollouts.policy.facts import RolloutFacts
+from services.controlplane.rollouts.policy.effects import replicas_by_worker, replicas_for
+from services.controlplane.rollouts.policy.facts import PROBE_FAILED, RolloutFacts
 from services.controlplane.rollouts.records import (
     STABLE,
     Inconclusive,
@@ -127,8 +127,8 @@ def _why_prepared(rollout: Rollout, report: GateReport | None) -> str:
 def _next_step(
     rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float, why: str
 ) -> Rollout:
-    """Return the next step once its replicas are READY."""
-    step = max(rollout.step + 1, rollout.promote_to)
+    """Return the next step once its replicas are READY. Worker by worker, an operator skips no step."""
+    step = rollout.step + 1 if rollout.by_worker else max(rollout.step + 1, rollout.promote_to)
     last = step >= len(rollout.steps)
     weight_bp = WHOLE_BP if last else rollout.steps[step].weight_bp
     if (failed := _load_failure(rollout, facts, now_unix_s, rollout.step_unix_s)) is not None:
@@ -208,6 +208,9 @@ def _load_failure(
 ) -> Rollout | None:
     for arm in rollout.arms:
         found = facts.arm(arm.name)
+        if found.unanswered:  # one worker is enough: it is the version, or it was not proven that it is not
+            event = RolloutEvent(now_unix_s, PROBE_FAILED, f"{arm.name}: {found.unanswered}"[:512], arm.name)
+            return rolled_back(rollout, event)
         if found.failed and found.failed == found.loaded:
             event = RolloutEvent(now_unix_s, "LOAD_FAILED", f"{arm.name}: {found.why}"[:512], arm.name)
             return rolled_back(rollout, event)
@@ -223,7 +226,7 @@ def _load_failure(
 def _next_weight(rollout: Rollout) -> int:
     if rollout.phase is not RolloutPhase.RUNNING:
         return 0
-    step = max(rollout.step + 1, rollout.promote_to)
+    step = rollout.step + 1 if rollout.by_worker else max(rollout.step + 1, rollout.promote_to)
     return rollout.steps[step].weight_bp if step < len(rollout.steps) else WHOLE_BP
 
 
@@ -247,7 +250,7 @@ def _needed(rollout: Rollout, name: str, weight_bp: int, replicas: int) -> int:
         return replicas_for(WHOLE_BP if name == rollout.target else own_bp, replicas)
     if weight_bp == 0 and rollout.steps and rollout.strategy is RolloutStrategy.CANARY:
         weight_bp = rollout.steps[0].weight_bp
-    return replicas_for(weight_bp, replicas)
+    return replicas_by_worker(weight_bp, replicas) if rollout.by_worker else replicas_for(weight_bp, replicas)
 
 
 def _weights_text(rollout: Rollout, step: int) -> str:

@@ -39,8 +39,12 @@ def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
     """Return on how many workers an arm runs beside ``replicas`` stable ones.
 
     The next step's replicas are loaded once the gate has passed: before, they would make the load of the
-    arms' replicas unequal.
+    arms' replicas unequal. Worker by worker, they are of the ``replicas``, and the last stays stable.
     """
+    if rollout.by_worker:
+        at_end = rollout.phase is RolloutPhase.SOAKING
+        weight_bp = WHOLE_BP if at_end else _weight_of_step(rollout, rollout.step + rollout.preparing)
+        return replicas_by_worker(weight_bp, replicas)
     everything = rollout.phase is RolloutPhase.SOAKING or rollout.strategy in _FULL
     if everything:
         return max(1, replicas) if name == rollout.final_arm.name else 1
@@ -82,6 +86,25 @@ def replicas_for(weight_bp: int, replicas: int) -> int:
     return max(1, math.ceil(replicas * weight_bp / WHOLE_BP))
 
 
+def replicas_by_worker(weight_bp: int, replicas: int) -> int:
+    """Return how many of ``replicas`` workers serve a share, where the stable version keeps one until the
+    end.
+    """
+    return max(1, min(replicas - 1, replicas_for(weight_bp, replicas)))
+
+
+def _weight_of_step(rollout: Rollout, step: int) -> int:
+    return rollout.steps[step].weight_bp if step < len(rollout.steps) else WHOLE_BP
+
+
+def _weight_while_moving(rollout: Rollout, replicas: int) -> int:
+    """Return the candidate's weight while a worker passes from the stable version to it: by the replicas of
+    both that serve meanwhile, so that all of them have the same load.
+    """
+    serving = replicas_by_worker(rollout.weight_bp, replicas)
+    return max(rollout.weight_bp, serving * WHOLE_BP // max(1, replicas - 1))
+
+
 def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
     """Return the route while the rollout is in its state, None for none. ``replicas``: the deployment's."""
     if rollout.ended:
@@ -92,12 +115,19 @@ def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
         arms: tuple[RouteArm, ...] = (RouteArm(final.name, final.version_digest, WHOLE_BP, replicas),)
         return ModelRoute(rollout.deployment, salt, arms, rollout.rules)
     weights = weights_of(rollout)
+    by_worker = rollout.by_worker and rollout.phase is not RolloutPhase.ROLLING_BACK
+    stable_replicas = replicas
+    if by_worker:
+        moving = replicas_of_arm(rollout, final.name, replicas)
+        stable_replicas = max(1, replicas - moving)
+        if rollout.phase is RolloutPhase.RUNNING and moving > replicas_by_worker(rollout.weight_bp, replicas):
+            weights = {final.name: _weight_while_moving(rollout, replicas)}
     closed = rollout.phase is RolloutPhase.ROLLING_BACK
     kv = {arm.name: 0 if closed else kv_bp_of(rollout, arm.name) for arm in rollout.arms}
     stable_kv_bp = max(_STABLE_KV_BP, WHOLE_BP - sum(kv.values()))
     stable_bp = WHOLE_BP - sum(weights.values())
     arms = (
-        RouteArm(STABLE, rollout.stable_digest, stable_bp, replicas, kv_bp=stable_kv_bp),
+        RouteArm(STABLE, rollout.stable_digest, stable_bp, stable_replicas, kv_bp=stable_kv_bp),
         *(
             RouteArm(
                 arm.name,
@@ -118,6 +148,7 @@ def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
         rollout.rules,
         shadow=rollout.shadow if running and rollout.strategy is RolloutStrategy.SHADOW else None,
         step=step_name(rollout) if running else "",
+        by_worker=by_worker,
     )
 
 

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from services.controlplane.rollouts.records import STABLE, Rollout
 from services.core.records import LoadedVersion, VersionState, Worker
 
+PROBE_FAILED: Final = "PROBE_FAILED"  # of a version: what it answers will not do, however often it is asked
+
 
 @dataclass(frozen=True, slots=True)
 class ArmFacts:
-    """One arm on the workers. ``ready``: replicas that take requests.
+    """One arm on the workers."""
 
-    ``loaded``: workers that report it in any state. ``failed``: those on which it failed for good, and
-    ``why``.
-    """
-
+    # Replicas that take requests.
     ready: int = 0
+    # Workers that report it in any state.
     loaded: int = 0
+    # Those among them on which it failed for good, and why.
     failed: int = 0
     why: str = ""
     engine_restarts: int = 0
-    alarm: str = ""  # the objectives that its requests alone miss too fast
+    # The probe that its version fails on a worker.
+    unanswered: str = ""
+    # The objectives that its requests alone miss too fast.
+    alarm: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +75,5 @@ def _with(facts: ArmFacts, version: LoadedVersion, *, draining: bool) -> ArmFact
         facts.failed + lost,
         why,
         facts.engine_restarts + version.engine_restarts,
+        version.message if version.reason == PROBE_FAILED else facts.unanswered,
     )

@@ -194,6 +194,15 @@ class Planner:
         if self._budget is not None:
             self._budget.measured(prefill_tokens, step_s)
 
+    def pace(self, target_s: float) -> None:
+        """Aim at steps of this length from now on; 0: only the token budget cuts a step."""
+        if target_s <= 0.0:
+            self._budget = None
+        elif self._budget is None:
+            self._budget = PrefillBudget(target_s, most_tokens=self._limits.token_budget)
+        else:
+            self._budget.aim(target_s)
+
     def computed(self, prefills: list[Chunk]) -> None:
         """Record that the chunks have run; those that reached their last token decode from now on.
 

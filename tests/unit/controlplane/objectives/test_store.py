@@ -15,6 +15,7 @@ from services.controlplane.objectives.policy.book import SERIES_S, SliBook
 from services.controlplane.objectives.store import SliStore, SnapshotTaken
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport
 from services.core.errors import NoLeader, StoreUnavailable
+from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
 from services.core.generation import Usage
 from services.core.records import BurnAlert, LatencyTarget, Meta, Objective, Priority, Sli
 from services.gateway.slis.recorder import RequestEnd, RequestLatencies, SliRecorder, SliSubject
@@ -219,9 +220,17 @@ async def test_an_arm_that_burns_its_budget_raises_an_alert_of_its_own() -> None
     await plane.stop()
 
 
+def first_token() -> RequestLatencies:
+    latencies = RequestLatencies()
+    latencies.ttft_s.append(0.2)
+    return latencies
+
+
 def test_a_snapshot_keeps_everything() -> None:
     recorder = SliRecorder(zone="a")
     finish(recorder)
+    shape = RequestShape(9, 0, SamplingKind.GREEDY)
+    recorder.ended(SliSubject(KEY, shapes=(shape,)), RequestEnd("FINISHED", Usage(9, 5), first_token()))
     report = recorder.cut(UNIX_S)
     assert report is not None
     book = SliBook(3)
@@ -232,4 +241,18 @@ def test_a_snapshot_keeps_everything() -> None:
     assert loaded.number == 4
     assert book_to_message(loaded, 4).SerializeToString(deterministic=True) == data
     assert loaded.apply("g", 1, 1, [report], objectives, now_s=UNIX_S) == 1
-    assert loaded.sums_of(KEY, SERIES_S, UNIX_S).requests == 1, "the same report does not count again"
+    assert loaded.sums_of(KEY, SERIES_S, UNIX_S).requests == 2, "the same report does not count again"
+    assert dict(loaded.shapes["chat"].items()) == {RequestShape(9, 5, SamplingKind.GREEDY): 1.0}
+
+
+def test_shapes_of_traffic_lose_weight_and_are_forgotten() -> None:
+    book, shapes = SliBook(), TrafficShapes()
+    shapes.add(RequestShape(9, 5, SamplingKind.GREEDY), 2.0)
+    book.apply("g", 1, 1, [SliReport(UNIX_S, {}, {}, {"chat": shapes})], {}, now_s=UNIX_S)
+    book.forget(UNIX_S)
+    book.forget(UNIX_S)
+    assert [weight for _, weight in book.shapes["chat"].items()] == [2.0], "once an interval"
+    book.forget(UNIX_S + 4 * 3600)
+    assert [weight for _, weight in book.shapes["chat"].items()] == [pytest.approx(1.0, rel=0.1)]
+    book.forget(UNIX_S + 86_400)
+    assert book.shapes == {}

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from prometheus_client import generate_latest
 
 from services.core.arms import ArmKey, GateWindow, SliKey, SliReport, SliSums, cluster_of, session_hash
-from services.core.generation import Usage
+from services.core.estimates.traffic_shapes import RequestShape, SamplingKind
+from services.core.generation import Sampling, Usage
 from services.core.records import Priority
+from services.core.rollouts.routes import SHADOW_TENANT
 from services.gateway.slis.recorder import (
+    MAX_MODELS,
     MAX_SERIES,
     OTHER_TENANTS,
     RequestEnd,
     RequestLatencies,
     SliRecorder,
     SliSubject,
+    sampling_kind,
 )
 from services.runtime.telemetry.metrics import Metrics
 from tests.support.metrics import values
@@ -89,6 +95,44 @@ def test_a_step_of_a_rollout_counts_by_cluster_of_sessions() -> None:
     assert (arm.requests, arm.sessions) == (2, 1)
     assert report.series[KEY].requests == 3
     assert recorder.cut(1001.0) is None, "nothing counts twice"
+
+
+def test_shapes_of_finished_requests_are_recorded_by_model_without_content() -> None:
+    recorder = SliRecorder()
+    two = SliSubject(KEY, shapes=(RequestShape(100, 0, SamplingKind.SAMPLED),) * 2)
+    recorder.ended(two, end("FINISHED", 0.2))
+    for reason in ("STREAM_BROKEN", "CANCELLED", "POISONED_INPUT"):
+        recorder.ended(two, end(reason, 0.2))
+    recorder.ended(two, end("FINISHED"))  # from the cache of answers: no engine saw it
+    copy = SliSubject(replace(KEY, tenant=SHADOW_TENANT), shapes=two.shapes)
+    recorder.ended(copy, end("FINISHED", 0.2))
+    shapes = cut(recorder).shapes
+    assert {model: dict(one.items()) for model, one in shapes.items()} == {
+        "chat": {RequestShape(100, 5, SamplingKind.SAMPLED): 2.0}
+    }
+
+
+def test_models_with_shapes_are_bounded() -> None:
+    recorder = SliRecorder()
+    shapes = (RequestShape(1, 0, SamplingKind.GREEDY),)
+    for number in range(MAX_MODELS + 5):
+        key = replace(KEY, arm=ArmKey(f"m{number}", "sha256:1"))
+        recorder.ended(SliSubject(key, shapes=shapes), end("FINISHED", 0.2))
+    assert len(cut(recorder).shapes) == MAX_MODELS
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kind"),
+    [
+        (Sampling(1, temperature=0.0), SamplingKind.GREEDY),
+        (Sampling(1), SamplingKind.SAMPLED),
+        (Sampling(1, frequency_penalty=0.1), SamplingKind.PENALISED),
+        (Sampling(1, logit_bias=((1, 2.0),)), SamplingKind.PENALISED),
+        (Sampling(1, frequency_penalty=0.1, logprobs=0), SamplingKind.LOGPROBS),
+    ],
+)
+def test_kinds_of_sampling(sampling: Sampling, kind: SamplingKind) -> None:
+    assert sampling_kind(sampling) is kind
 
 
 def test_further_tenants_share_one_series() -> None:

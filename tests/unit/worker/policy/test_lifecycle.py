@@ -92,7 +92,9 @@ def pass_time(state: dict[str, Slot]) -> None:
             case VersionPhase.FETCHING:
                 state[digest] = replace(slot, phase=VersionPhase.FETCHED, has_files=True)
             case VersionPhase.LOADING:
-                state[digest] = replace(slot, phase=VersionPhase.READY, unbooked=False)
+                state[digest] = replace(slot, phase=VersionPhase.PROBING, unbooked=False)
+            case VersionPhase.PROBING:
+                state[digest] = replace(slot, phase=VersionPhase.READY)
             case VersionPhase.STOPPING:
                 del state[digest]
 

@@ -47,6 +47,18 @@ def test_it_follows_a_device_that_changes() -> None:
     assert settle(budget, 0.030, 20e-6) == pytest.approx(AIM_S, rel=0.02)
 
 
+def test_a_changed_target_is_reached_from_either_side() -> None:
+    budget = PrefillBudget(TARGET_S, most_tokens=8192)
+    settle(budget, 0.005, 20e-6)
+    before = budget.tokens
+    budget.aim(2 * TARGET_S)
+    assert budget.tokens > 1.9 * before
+    assert settle(budget, 0.005, 20e-6) == pytest.approx(2 * AIM_S, rel=0.02)
+    budget.aim(TARGET_S / 2)
+    assert budget.tokens < before
+    assert settle(budget, 0.005, 20e-6) == pytest.approx(AIM_S / 2, rel=0.02)
+
+
 def test_one_slow_step_costs_half_of_it_at_most() -> None:
     budget = PrefillBudget(TARGET_S, most_tokens=1024)
     budget.measured(1024, 30.0)

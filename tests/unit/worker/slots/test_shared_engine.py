@@ -143,7 +143,10 @@ class Rig:
         return self.engines[-1]
 
     def slot(self, digest: str, *, model: str = "chat", executor: str = "torch") -> VersionSlot:
-        return VersionSlot(AssignedVersion("chat", model, digest, executor), self.context)
+        """A version that has answered its probe on this worker."""
+        slot = VersionSlot(AssignedVersion("chat", model, digest, executor), self.context)
+        slot.probed = True
+        return slot
 
     async def load(self, *slots: VersionSlot) -> None:
         for slot in slots:
@@ -343,3 +346,38 @@ async def test_the_starter_leaves_while_its_engine_loads(rig: Rig) -> None:
     assert held.weight_bytes == WEIGHTS
     await second.stop()
     assert rig.engines[0].ended
+
+
+async def test_versions_of_one_engine_are_probed_once(rig: Rig) -> None:
+    slots = [rig.slot(FIRST), rig.slot(SECOND)]
+    for slot in slots:
+        slot.probed = False
+    await rig.load(*slots)
+    (engine,) = rig.engines
+    engine.events.on_ready(READY)
+    assert [slot.phase for slot in slots] == [VersionPhase.PROBING] * 2
+    assert not any(rig.host.takes(slot.digest) for slot in slots)
+    for asked in [one for one in engine.sent if isinstance(one, wire.Submit)]:
+        tokens, handle = asked.limits.max_tokens, asked.handle
+        ended = wire.Stepped(1, 0.0, [handle] * tokens, [1] * tokens, {handle: "length"}, 0, 0, 0, 0)
+        engine.events.on_stepped(ended)
+    assert [slot.phase for slot in slots] == [VersionPhase.READY] * 2
+    assert all(rig.host.takes(slot.digest) and slot.probed for slot in slots)
+    await rig.supervisor.close()
+    rig.check_integrity()
+
+
+async def test_a_crash_during_the_probe_fails_every_version_of_the_engine(rig: Rig) -> None:
+    slots = [rig.slot(FIRST), rig.slot(SECOND)]
+    for slot in slots:
+        slot.probed = False
+    await rig.load(*slots)
+    (engine,) = rig.engines
+    engine.events.on_ready(READY)
+    engine.crash()
+    assert [(slot.phase, slot.failures.reason) for slot in slots] == [
+        (VersionPhase.BROKEN, "PROBE_CRASHED")
+    ] * 2
+    assert [slot.restarts for slot in slots] == [0, 0]
+    await rig.supervisor.close()
+    rig.check_integrity()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from services.controlplane.objectives.policy.gates import GateMetric, Verdict
 from services.controlplane.rollouts.policy.advance import advance
 from services.controlplane.rollouts.policy.effects import load_ratio
+from services.controlplane.rollouts.policy.facts import ArmFacts, facts_of
 from services.controlplane.rollouts.policy.operate import Promotion, abort, pause, promote, resume
 from services.controlplane.rollouts.records import (
     ABORTABLE,
@@ -24,7 +25,7 @@ from services.controlplane.rollouts.records import (
     RolloutStrategy,
 )
 from services.core.errors import FailedPrecondition, InvalidInput
-from services.core.records import VersionState
+from services.core.records import LoadedVersion, VersionState, Worker
 from services.core.rollouts.routes import ModelRoute, RouteArm, Shadow, split
 from tests.unit.controlplane.policy.test_arms import ready
 from tests.unit.controlplane.policy.test_update import NEW, OLD
@@ -231,6 +232,34 @@ def test_a_candidate_that_does_not_load_is_rolled_back_with_the_reason() -> None
     assert "LOAD_FAILED" in driven.whats()
     assert any("BAD_CHECKPOINT" in event.message for event in driven.rollout.history)
     assert ready(driven.fleet, OLD) == 2
+
+
+@pytest.mark.parametrize("phase", [RolloutPhase.LOADING, RolloutPhase.RUNNING])
+def test_a_probe_that_fails_on_one_worker_rolls_back_before_its_traffic(phase: RolloutPhase) -> None:
+    """Also on a worker of the next step, while others serve the version."""
+    driven = Driven(rollout())
+    driven.until(phase)
+    facts = replace(
+        driven.facts, arms={"canary": ArmFacts(ready=1, loaded=2, unanswered="a prompt: nothing")}
+    )
+    found = advance(driven.rollout, facts, driven.reports, driven.now_s + 60.0)
+    assert (found.phase, found.history[-1].what) == (RolloutPhase.ROLLING_BACK, "PROBE_FAILED")
+    assert found.message == "canary: a prompt: nothing"
+    if phase is RolloutPhase.LOADING:
+        assert not any(event.what == "STARTED" for event in found.history)
+
+
+def test_only_a_final_failure_of_a_probe_counts_at_once() -> None:
+    def facts(reason: str, attempts: int) -> ArmFacts:
+        version = LoadedVersion(
+            "d", "m", NEW, VersionState.FAILED, "no answer", reason=reason, failed_attempts=attempts,
+            retry_unix_s=0.0 if reason == "PROBE_FAILED" else 9.0,
+        )  # fmt: skip
+        return facts_of(rollout(), 1, [Worker("w", "w:1", versions=(version,))], {}, {}).arm("canary")
+
+    assert facts("PROBE_FAILED", 1).unanswered == "no answer"
+    assert (facts("PROBE_TIMEOUT", 1).unanswered, facts("PROBE_TIMEOUT", 1).failed) == ("", 0)
+    assert facts("PROBE_CRASHED", 3).failed == 1
 
 
 def test_a_candidate_without_room_never_costs_the_stable_version_a_replica() -> None:
