@@ -1,0 +1,241 @@
+"""The systems under load: Fairway's installation and worker, and the peers, each ready to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import psutil
+
+from bench.admission import limited
+from bench.batched.connections import Connection, Failed, GrpcStream, HttpConnection, http_request
+from bench.batched.load import Target, closed_loop
+from bench.batched.model import Rows
+from bench.batched.peers.install import is_installed, python_of
+from bench.batched.peers.servers import MODEL
+from bench.stack import free_port
+from fairway.v1 import worker_pb2, worker_pb2_grpc
+
+_STREAM: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
+_EXECUTE: Final = "/fairway.v1.WorkerService/Execute"
+_READY_S: Final = 90.0
+_ERROR_FIELD: Final = 0x0A  # error_message of ModelStreamInferResponse
+_ROWS_FIELD: Final = 0x32  # rows of ExecuteResponse
+_HEARTBEAT_FIELD: Final = 0x2A
+_ANY_EPOCH: Final = 1 << 40
+
+
+async def grpc_stream(
+    port: int, path: str, metadata: Sequence[tuple[str, str]], on_failure: Callable[[str], None]
+) -> Connection:
+    loop = asyncio.get_running_loop()
+    _, made = await loop.create_connection(
+        lambda: GrpcStream(on_failure, path, metadata), "127.0.0.1", port
+    )
+    return made
+
+
+def v2_answer(message: bytes) -> bool:
+    """Return True for an answer. Raises Failed for an error."""
+    if message[0] == _ERROR_FIELD:
+        raise Failed(message[:300].decode(errors="replace"))
+    return True
+
+
+def v2_target(name: str, port: int, model: str, rows: Rows, metadata: Sequence[tuple[str, str]] = ()) -> Target:
+    """Return a server of the public inference protocol; every connection is a stream."""
+
+    async def connect(on_failure: Callable[[str], None]) -> Connection:
+        return await grpc_stream(port, _STREAM, metadata, on_failure)
+
+    return Target(name, connect, rows.as_v2(model), v2_answer)
+
+
+def http_target(name: str, port: int, path: str, rows: Rows) -> Target:
+    headers = (("Content-Type", "application/json"),)
+
+    async def connect(on_failure: Callable[[str], None]) -> Connection:
+        loop = asyncio.get_running_loop()
+        _, made = await loop.create_connection(lambda: HttpConnection(on_failure), "127.0.0.1", port)
+        return made
+
+    requests = [http_request(path, body, headers) for body in rows.as_json()]
+    return Target(name, connect, requests, lambda _: True)
+
+
+# --- Fairway --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """A whole installation with one worker. ``models``: the digest by deployment."""
+
+    state: Path
+    endpoints: dict[str, Any]
+
+    def fairway(self, *arguments: str, timeout_s: float = 180.0) -> str:
+        command = [sys.executable, "-m", "fairway.cli.main", *arguments, "--state-dir", str(self.state)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+        return done.stdout
+
+    def deploy(self, name: str, folder: Path) -> None:
+        self.fairway("models", "publish", str(folder), "--name", name)
+        self.fairway("deployments", "create", name, "--wait")
+
+    def path_target(self, model: str, rows: Rows, name: str = "path") -> Target:
+        """Return the gateway, by the public inference protocol, as a tenant with limits."""
+        port = int(self.endpoints["grpc"].rpartition(":")[2])
+        metadata = (("authorization", f"Bearer {self.endpoints['api_key']}"),)
+        return v2_target(name, port, model, rows, metadata)
+
+    def worker_target(self, rows: Rows) -> Target:
+        """Return the worker by its Execute stream, one stream per client, as a gateway calls it."""
+        address, incarnation, digest, token = self._worker()
+        messages = []
+        for index in range(len(rows.values)):
+            row = worker_pb2.StartRow(
+                handle=1, request_id=f"bench-{index}", tenant_id="default", version_digest=digest,
+                route_revision=1 << 40, incarnation=incarnation, epoch=_ANY_EPOCH,
+                inputs=[rows.tensor(index)],
+            )  # fmt: skip
+            row.priority = 2
+            messages.append(worker_pb2.ExecuteRequest(rows=[row]).SerializeToString())
+        metadata = (("authorization", f"Bearer {token}"),)
+        port = int(address.rpartition(":")[2])
+
+        async def connect(on_failure: Callable[[str], None]) -> Connection:
+            return await grpc_stream(port, _EXECUTE, metadata, on_failure)
+
+        return Target("worker", connect, messages, _worker_answer)
+
+    def _worker(self) -> tuple[str, int, str, str]:
+        """Return the address, the incarnation, the version and the internal token."""
+        token = (self.state / "secrets" / "internal_token").read_text().strip()
+        address = self.endpoints["workers"][0]
+        with grpc.insecure_channel(address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            found = stub.GetWorker(
+                worker_pb2.GetWorkerRequest(), metadata=(("authorization", f"Bearer {token}"),)
+            )
+        return address, found.incarnation, found.versions[0].version_digest, token
+
+
+def _worker_answer(message: bytes) -> bool:
+    if message[0] == _ROWS_FIELD:
+        return True
+    if message[0] == _HEARTBEAT_FIELD:
+        return False
+    raise Failed(str(worker_pb2.ExecuteResponse.FromString(message)))
+
+
+@contextlib.contextmanager
+def installation(folder: Path, settings: Sequence[str] = ()) -> Iterator[Installation]:
+    """Bring an installation up in ``folder``, its tenant with limits that are never reached, and down again."""
+    state = folder / "state"
+    made = Installation(state, {})
+    given = [part for setting in settings for part in ("--set", setting)]
+    made.fairway("up", "--detach", "--no-model", *given)
+    try:
+        limited(state)
+        yield Installation(state, json.loads((state / "endpoints.json").read_text()))
+    finally:
+        made.fairway("down")
+
+
+def processor_s(pids: Sequence[int]) -> float:
+    """Return the processor time that the processes and their children have used."""
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            for each in (process, *process.children(recursive=True)):
+                times = each.cpu_times()
+                total += times.user + times.system
+    return total
+
+
+# --- peers ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A fixed configuration of a peer. ``seconds``: how long a batch waits for more rows."""
+
+    seconds: float
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A peer that is installed below ``peers``."""
+
+    name: str
+    peers: Path
+
+    @contextlib.contextmanager
+    def serving(
+        self, model: Path, window: Window, folder: Path, *, packed: bool = False
+    ) -> Iterator[Callable[[Rows], Target]]:
+        """Yield what makes its target, once it listens. Raises SystemExit."""
+        if not is_installed(self.peers, self.name):
+            raise SystemExit(f"{self.name} is not installed: make bench-batching-peers")
+        port, grpc_port, metrics_port = free_port(), free_port(), free_port()
+        command = [
+            str(python_of(self.peers, self.name)), "-m", "bench.batched.peers.servers", self.name,
+            "--model", str(model), "--port", str(port), "--grpc-port", str(grpc_port),
+            "--metrics-port", str(metrics_port), "--batch", str(window.batch),
+            "--window", str(window.seconds), *(["--packed"] if packed else []),
+        ]  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "RAY_USAGE_STATS_ENABLED": "0"}
+        with (folder / f"{self.name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        try:
+            yield lambda rows: self._target(port, grpc_port, rows)
+        finally:
+            _end_group(process)
+
+    def _target(self, port: int, grpc_port: int, rows: Rows) -> Target:
+        if self.name == "triton":
+            return v2_target(self.name, grpc_port, MODEL, rows)
+        return http_target(self.name, port, "/predict" if self.name == "litserve" else "/", rows)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Return once the process and its group have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+
+
+async def until_ready(target: Target) -> None:
+    """Return once it answers. Raises SystemExit."""
+    deadline_s = time.monotonic() + _READY_S
+    reason = ""
+    while time.monotonic() < deadline_s:
+        try:
+            if (await closed_loop(target, connections=1, seconds=0.5, warm_s=0.0)).seconds:
+                return
+        except (Failed, OSError) as error:
+            reason = str(error)
+        await asyncio.sleep(0.5)
+    raise SystemExit(f"{target.name} does not answer: {reason}")
