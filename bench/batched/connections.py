@@ -180,9 +180,10 @@ class GrpcStream(_Connected):
                     self._initial = value
             self._write(frame(_SETTINGS, _ACK, 0, b""))
             self._flush()
+        elif self._closing:
+            return
         elif kind in (_RST_STREAM, _GOAWAY) or (kind == _HEADERS and flags & _END_STREAM):
-            if not self._closing:
-                self._on_failure(f"the server ended a stream: frame {kind}, {payload[:200]!r}")
+            self._on_failure(f"the server ended a stream: frame {kind}, {payload[:200]!r}")
 
     def _messages(self) -> None:
         message = self._message

@@ -69,15 +69,21 @@ class Rows:
             for row in self.values
         ]
 
+    def padded(self, to: int) -> Rows:
+        """Return the rows with zeros at the end, each to a multiple of ``to`` tokens."""
+        if self.datatype != "INT64":
+            return self
+        return Rows(self.name, self.datatype, tuple(np.pad(row, (0, -len(row) % to)) for row in self.values))
+
     def as_json(self) -> list[bytes]:
         """Return the JSON of a request of LitServe and Ray Serve for each row."""
-        return [json.dumps({"x": [round(value, 4) for value in row.tolist()]}).encode() for row in self.values]
+        return [
+            json.dumps({"x": [round(value, 4) for value in row.tolist()]}).encode() for row in self.values
+        ]
 
     def tensor(self, index: int) -> common_pb2.Tensor:
         row = self.values[index % len(self.values)]
-        return common_pb2.Tensor(
-            name=self.name, datatype=self.datatype, shape=row.shape, data=row.tobytes()
-        )
+        return common_pb2.Tensor(name=self.name, datatype=self.datatype, shape=row.shape, data=row.tobytes())
 
 
 def mlp_rows() -> Rows:
@@ -93,5 +99,5 @@ def token_rows(lengths: Sequence[int] | None = None) -> Rows:
         drawn = rng.lognormal(MEAN_LOG, SPREAD, REQUESTS)
         lengths = np.clip(drawn.astype(int), 3, LONGEST).tolist()
     high = ENCODER["vocab_size"]
-    values = tuple(rng.integers(0, high, length).astype(np.int64) for length in lengths)
+    values = tuple(rng.integers(1, high, length).astype(np.int64) for length in lengths)
     return Rows("input_ids", "INT64", values)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,14 +18,13 @@ from typing import Any, Final
 import grpc
 import psutil
 
-from bench.admission import limited
 from bench.batched.connections import Connection, Failed, GrpcStream, HttpConnection, http_request
 from bench.batched.load import Target, closed_loop
 from bench.batched.model import Rows
 from bench.batched.peers.install import is_installed, python_of
-from bench.batched.peers.servers import MODEL
+from bench.batched.peers.servers import MODEL, PAD_TO
 from bench.stack import free_port
-from fairway.v1 import worker_pb2, worker_pb2_grpc
+from fairway.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 _STREAM: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 _EXECUTE: Final = "/fairway.v1.WorkerService/Execute"
@@ -34,15 +33,14 @@ _ERROR_FIELD: Final = 0x0A  # error_message of ModelStreamInferResponse
 _ROWS_FIELD: Final = 0x32  # rows of ExecuteResponse
 _HEARTBEAT_FIELD: Final = 0x2A
 _ANY_EPOCH: Final = 1 << 40
+_ANY_REVISION: Final = 1 << 40
 
 
 async def grpc_stream(
     port: int, path: str, metadata: Sequence[tuple[str, str]], on_failure: Callable[[str], None]
-) -> Connection:
+) -> GrpcStream:
     loop = asyncio.get_running_loop()
-    _, made = await loop.create_connection(
-        lambda: GrpcStream(on_failure, path, metadata), "127.0.0.1", port
-    )
+    _, made = await loop.create_connection(lambda: GrpcStream(on_failure, path, metadata), "127.0.0.1", port)
     return made
 
 
@@ -53,7 +51,9 @@ def v2_answer(message: bytes) -> bool:
     return True
 
 
-def v2_target(name: str, port: int, model: str, rows: Rows, metadata: Sequence[tuple[str, str]] = ()) -> Target:
+def v2_target(
+    name: str, port: int, model: str, rows: Rows, metadata: Sequence[tuple[str, str]] = ()
+) -> Target:
     """Return a server of the public inference protocol; every connection is a stream."""
 
     async def connect(on_failure: Callable[[str], None]) -> Connection:
@@ -95,31 +95,42 @@ class Installation:
         self.fairway("models", "publish", str(folder), "--name", name)
         self.fairway("deployments", "create", name, "--wait")
 
-    def path_target(self, model: str, rows: Rows, name: str = "path") -> Target:
+    def second_tenant(self) -> str:
+        """Return the key of another tenant."""
+        self.fairway("tenants", "create", "heavy")
+        made = self.fairway("keys", "create", "heavy", "--tenant", "heavy", "--output", "json")
+        found: dict[str, Any] = json.loads(made)
+        return str(found["secret"])
+
+    def path_target(self, model: str, rows: Rows, *, name: str = "path", api_key: str = "") -> Target:
         """Return the gateway, by the public inference protocol, as a tenant with limits."""
         port = int(self.endpoints["grpc"].rpartition(":")[2])
-        metadata = (("authorization", f"Bearer {self.endpoints['api_key']}"),)
+        metadata = (("authorization", f"Bearer {api_key or self.endpoints['api_key']}"),)
         return v2_target(name, port, model, rows, metadata)
 
-    def worker_target(self, rows: Rows) -> Target:
-        """Return the worker by its Execute stream, one stream per client, as a gateway calls it."""
+    def worker_target(self, rows: Rows, *, muxed: bool = False) -> Target:
+        """Return the worker by its Execute stream: one per client, or one for all, as a gateway has it."""
         address, incarnation, digest, token = self._worker()
-        messages = []
-        for index in range(len(rows.values)):
-            row = worker_pb2.StartRow(
-                handle=1, request_id=f"bench-{index}", tenant_id="default", version_digest=digest,
-                route_revision=1 << 40, incarnation=incarnation, epoch=_ANY_EPOCH,
-                inputs=[rows.tensor(index)],
-            )  # fmt: skip
-            row.priority = 2
-            messages.append(worker_pb2.ExecuteRequest(rows=[row]).SerializeToString())
-        metadata = (("authorization", f"Bearer {token}"),)
-        port = int(address.rpartition(":")[2])
+        port, metadata = int(address.rpartition(":")[2]), (("authorization", f"Bearer {token}"),)
 
-        async def connect(on_failure: Callable[[str], None]) -> Connection:
+        def message(handle: int, index: int) -> bytes:
+            row = worker_pb2.StartRow(
+                handle=handle, request_id=f"bench-{handle}-{index}", tenant_id="default",
+                version_digest=digest,
+                priority=common_pb2.PRIORITY_STANDARD, route_revision=_ANY_REVISION, incarnation=incarnation,
+                epoch=_ANY_EPOCH, inputs=[rows.tensor(index)],
+            )  # fmt: skip
+            return worker_pb2.ExecuteRequest(rows=[row]).SerializeToString()
+
+        async def connect(on_failure: Callable[[str], None]) -> GrpcStream:
             return await grpc_stream(port, _EXECUTE, metadata, on_failure)
 
-        return Target("worker", connect, messages, _worker_answer)
+        count = len(rows.values)
+        if muxed:
+            shared = SharedStream(connect, message, count)
+            numbers = [index.to_bytes(4, "big") for index in range(count)]
+            return Target("worker_muxed", shared.connect, numbers, lambda _: True)
+        return Target("worker", connect, [message(1, index) for index in range(count)], _worker_answer)
 
     def _worker(self) -> tuple[str, int, str, str]:
         """Return the address, the incarnation, the version and the internal token."""
@@ -133,6 +144,69 @@ class Installation:
         return address, found.incarnation, found.versions[0].version_digest, token
 
 
+class SharedStream:
+    """One Execute stream for all clients of a run; what they send in one turn of the loop is one message."""
+
+    def __init__(
+        self,
+        connect: Callable[[Callable[[str], None]], Awaitable[GrpcStream]],
+        message: Callable[[int, int], bytes],
+        count: int,
+    ) -> None:
+        self._connect = connect
+        self._message = message
+        self._count = count
+        self._stream: GrpcStream | None = None
+        self._clients: dict[int, _Client] = {}
+        self._outgoing: list[bytes] = []
+
+    async def connect(self, on_failure: Callable[[str], None]) -> Connection:
+        if not self._clients:
+            self._stream = await self._connect(on_failure)
+            self._stream.on_answer = self._answered
+        handle = len(self._clients) + 1
+        messages = [self._message(handle, index) for index in range(self._count)]
+        self._clients[handle] = client = _Client(self, messages)
+        return client
+
+    def send(self, message: bytes) -> None:
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(message)
+
+    def close(self) -> None:
+        self._clients.clear()
+        if self._stream is not None:
+            self._stream.close()
+
+    def _flush(self) -> None:
+        assert self._stream is not None, "a client has connected"
+        # A repeated field of two encoded messages, one after the other, is that of both.
+        self._stream.send(b"".join(self._outgoing))
+        self._outgoing.clear()
+
+    def _answered(self, message: bytes) -> None:
+        found = worker_pb2.ExecuteResponse.FromString(message)
+        for row in found.rows:
+            if (client := self._clients.get(row.handle)) is not None:
+                client.on_answer(b"")
+
+
+class _Client:
+    """Implements ``Connection`` for one client of a shared stream. A message is a row's number."""
+
+    def __init__(self, shared: SharedStream, messages: Sequence[bytes]) -> None:
+        self._shared = shared
+        self._messages = messages
+        self.on_answer: Callable[[bytes], None] = lambda _: None
+
+    def send(self, message: bytes) -> None:
+        self._shared.send(self._messages[int.from_bytes(message, "big")])
+
+    def close(self) -> None:
+        self._shared.close()
+
+
 def _worker_answer(message: bytes) -> bool:
     if message[0] == _ROWS_FIELD:
         return True
@@ -143,13 +217,17 @@ def _worker_answer(message: bytes) -> bool:
 
 @contextlib.contextmanager
 def installation(folder: Path, settings: Sequence[str] = ()) -> Iterator[Installation]:
-    """Bring an installation up in ``folder``, its tenant with limits that are never reached, and down again."""
+    """Bring an installation up in ``folder``, and down again.
+
+    Its tenant has rates that are never reached, so each request is counted.
+    """
     state = folder / "state"
     made = Installation(state, {})
     given = [part for setting in settings for part in ("--set", setting)]
     made.fairway("up", "--detach", "--no-model", *given)
     try:
-        limited(state)
+        rates = ("--requests-per-minute", "10000000", "--tokens-per-minute", "2000000000")
+        made.fairway("tenants", "update", "default", *rates)
         yield Installation(state, json.loads((state / "endpoints.json").read_text()))
     finally:
         made.fairway("down")
@@ -212,7 +290,7 @@ class Peer:
 
     def _target(self, port: int, grpc_port: int, rows: Rows) -> Target:
         if self.name == "triton":
-            return v2_target(self.name, grpc_port, MODEL, rows)
+            return v2_target(self.name, grpc_port, MODEL, rows.padded(PAD_TO))
         return http_target(self.name, port, "/predict" if self.name == "litserve" else "/", rows)
 
 

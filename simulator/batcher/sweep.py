@@ -16,16 +16,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.worker.batcher.policy.linger import BatchObjective
+from services.worker.batcher.policy.window import DerivedWindow, FixedWindow, Window
 from simulator.batcher.costs import BatchCosts
 from simulator.batcher.world import (
     BatcherOutcome,
     BatcherSpec,
     BatcherWorld,
     ClosedLoop,
-    DerivedWindow,
-    FixedWindow,
     OpenLoop,
-    Window,
 )
 from simulator.lab.load.arrivals import Gamma, OnOff, Poisson
 

@@ -1,7 +1,7 @@
 """The peers' servers: ``python -m bench.batched.peers.servers NAME --model FOLDER --port N ...``.
 
 Each runs in its own environment and computes with this project's model code, so that the serving alone
-differs. Rows of tokens are padded to the longest of a batch, as a server of one of these frameworks does; with
+differs. Rows of tokens are padded to the longest of a batch, as in the examples of these frameworks; with
 ``--packed`` they are not.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import time
 from collections.abc import Sequence
@@ -23,6 +24,12 @@ from services.worker.batcher.models.model import FixedCostModel
 from services.worker.batcher.models.rows import Packed, Padded, Row
 
 MODEL: Final = "m"
+PAD_TO: Final = 32  # tokens
+
+
+def cut(row: Any) -> Any:
+    """Return the tokens of a row without the padding at its end; other rows as they are."""
+    return np.trim_zeros(row, "b") if row.dtype == np.int64 else row
 
 
 class Runner:
@@ -48,24 +55,22 @@ class Runner:
 
 
 def triton(options: argparse.Namespace) -> None:
-    """pytriton: Triton's batcher in front of a Python function."""
+    """pytriton: Triton's batcher in front of a Python function.
+
+    Its batches have rows of one shape, so clients pad rows of tokens to ``PAD_TO``; what they padded is cut.
+    """
     config: Any = importlib.import_module("pytriton.model_config")
     server: Any = importlib.import_module("pytriton.triton")
     runner = Runner(options.model, packed=options.packed)
-    name, output, dtype = runner.input.name, runner.output.name, runner.dtype
+    name, output = runner.input.name, runner.output.name
 
     def infer(requests: Sequence[Any]) -> list[dict[str, Any]]:
-        rows = [row for request in requests for row in request.data[name]]
+        rows = [cut(row) for request in requests for row in request.data[name]]
         found = iter(runner.run(rows))
         return [{output: np.stack([next(found) for _ in request.data[name]])} for request in requests]
 
-    has_length = runner.input.has_length
-    inputs = [
-        config.Tensor(
-            name=name, dtype=dtype, shape=(-1 if has_length else runner.input.shape[0],),
-            **({"allow_ragged_batch": True} if has_length else {}),
-        )
-    ]  # fmt: skip
+    shape = (-1,) if runner.input.has_length else runner.input.shape
+    inputs = [config.Tensor(name=name, dtype=runner.dtype, shape=shape)]
     outputs = [config.Tensor(name=output, dtype=np.float32, shape=runner.output.shape)]
     batcher = config.DynamicBatcher(max_queue_delay_microseconds=round(options.window * 1e6))
     addresses = server.TritonConfig(
@@ -85,28 +90,10 @@ def triton(options: argparse.Namespace) -> None:
 
 def litserve(options: argparse.Namespace) -> None:
     module: Any = importlib.import_module("litserve")
-
-    class Api(module.LitAPI):  # type: ignore[misc]  # not installed where types are checked
-        def setup(self, device: str) -> None:
-            self.runner = Runner(options.model, packed=options.packed)
-
-        def decode_request(self, request: Any) -> Any:
-            return np.array(request["x"], self.runner.dtype)
-
-        def batch(self, inputs: list[Any]) -> list[Any]:
-            return inputs
-
-        def predict(self, rows: Any) -> Any:
-            return self.runner.run(rows) if isinstance(rows, list) else self.runner.run([rows])[0]
-
-        def unbatch(self, output: list[Any]) -> list[Any]:
-            return output
-
-        def encode_response(self, output: Any) -> dict[str, Any]:
-            return {"y": output.tolist()}
-
-    api = Api(max_batch_size=options.batch, batch_timeout=options.window)
-    server = module.LitServer(api, accelerator="cpu", workers_per_device=1)
+    api: Any = importlib.import_module("bench.batched.peers.litserve_api")
+    served = api.Api(max_batch_size=options.batch, batch_timeout=options.window)
+    served.load = functools.partial(Runner, options.model, packed=options.packed)
+    server = module.LitServer(served, accelerator="cpu", workers_per_device=1)
     server.run(
         host="127.0.0.1",
         port=options.port,

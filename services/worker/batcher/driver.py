@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import structlog
@@ -30,11 +30,11 @@ from services.worker.batcher.policy.flush import (
     BatchLimits,
     Device,
     Flush,
-    decide,
 )
 from services.worker.batcher.policy.isolation import RunFailure, RunPlace
 from services.worker.batcher.policy.linger import BatchObjective
 from services.worker.batcher.policy.waiting import TooLate, TooManyRows, WaitingRow, WaitingRows
+from services.worker.batcher.policy.window import DerivedWindow, Window
 from services.worker.batcher.search import RowSearch
 from services.worker.batcher.telemetry import BatcherTelemetry
 from services.worker.engine_protocol import BatchRaised, BatchRan, RowModel, RunBatch
@@ -76,6 +76,7 @@ class BatcherContext:
     draining: Callable[[], bool]  # no new rows come
     charges: RowCharges
     sacrifice: Sacrifice
+    window: Window = field(default_factory=DerivedWindow)  # decides when a batch starts
     telemetry: BatcherTelemetry | None = None
 
 
@@ -357,7 +358,8 @@ class Batcher:
         device = Device(self.curve, self.limits, self._objective, draining=self._context.draining())
         until_s = math.inf
         for key, group in self._waiting.groups():
-            found = decide(group, device, self._arrivals.expected(group.width, now_s), now_s)
+            expected = self._arrivals.expected(group.width, now_s)
+            found = self._context.window.decide(group, device, expected, now_s)
             if isinstance(found, Flush):
                 self._flush(key, group.width, found)
                 return

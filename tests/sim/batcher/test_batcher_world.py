@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 
 from services.worker.batcher.policy.flush import BatchLimits
+from services.worker.batcher.policy.window import DerivedWindow, FixedWindow, Window
 from simulator.batcher.costs import BatchCosts
 from simulator.batcher.world import (
     BatcherOutcome,
     BatcherSpec,
     BatcherWorld,
     ClosedLoop,
-    DerivedWindow,
-    FixedWindow,
     OpenLoop,
-    Window,
 )
 from simulator.lab.load.arrivals import OnOff, Poisson
 
