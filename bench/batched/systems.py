@@ -278,7 +278,12 @@ class Peer:
             "--window", str(window.seconds), *(["--packed"] if packed else []),
         ]  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "RAY_USAGE_STATS_ENABLED": "0"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path.cwd()),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled",
+        }
         with (folder / f"{self.name}.log").open("ab") as log:
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, start_new_session=True
