@@ -19,12 +19,13 @@ import argparse
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
 
 from bench.batch_costs import MLP
-from bench.batched.cases import CASES, PEERS, Bench, Effort
+from bench.batched.cases import CASES, MODELS, PEERS, Bench, Effort
 from bench.batched.model import ENCODER, write_model
 from bench.batched.peers.install import FOLDER
 from bench.batched.systems import installation
@@ -35,6 +36,8 @@ def main() -> None:
     parser.add_argument("--peers-folder", type=Path, default=FOLDER)
     parser.add_argument("--peers", default=",".join(PEERS), help="separated by commas; empty: none")
     parser.add_argument("--only", default=",".join(CASES), help="parts, separated by commas")
+    parser.add_argument("--rounds", type=int, help="default: 3")
+    parser.add_argument("--windows", type=int, help="how many windows of each peer are tried; default: 4")
     parser.add_argument("--quick", action="store_true", help="a smoke test: its figures say nothing")
     options = parser.parse_args()
     cases = options.only.split(",")
@@ -51,10 +54,15 @@ def main() -> None:
             for name, fields in (("mlp", MLP), ("encoder", ENCODER))
         }
         effort = Effort.quick() if options.quick else Effort()
+        effort = replace(
+            effort,
+            rounds=options.rounds or effort.rounds,
+            windows=effort.windows[: options.windows or len(effort.windows)],
+        )
         bench = Bench(folder, options.peers_folder.resolve(), names, effort, models)
         with installation(folder / "fairway") as here:
-            for name, model in models.items():
-                here.deploy(name, model)
+            for name in dict.fromkeys(MODELS[case] for case in cases):
+                here.deploy(name, models[name])
             for case in cases:
                 print(f"{case}: {(CASES[case].__doc__ or '').partition(chr(10))[0]}", flush=True)
                 figures |= uvloop.run(CASES[case](bench, here))

@@ -23,7 +23,7 @@ CONNECTIONS: Final = 64
 OPEN_CONNECTIONS: Final = 192
 OBJECTIVE_MS: Final = 50.0
 # A peer's best window is sought among these. 64 rows: of every client; 32: of half of them.
-WINDOWS: Final = (Window(0.001, 64), Window(0.005, 64), Window(0.005, 32), Window(0.02, 64))
+WINDOWS: Final = (Window(0.005, 64), Window(0.001, 64), Window(0.005, 32), Window(0.02, 64))
 FIXED_S: Final = (0.0, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3)
 CLIENTS: Final = (64, 8)  # of the closed loops of the sweep
 PEERS: Final = ("triton", "litserve", "ray_serve")
@@ -48,7 +48,7 @@ class Effort:
     @classmethod
     def quick(cls) -> Effort:
         """Return what a smoke test takes."""
-        return cls(rounds=1, seconds=0.5, halvings=1, windows=WINDOWS[1:2], fixed_s=FIXED_S[2:3])
+        return cls(rounds=1, seconds=0.5, halvings=1, windows=WINDOWS[:1], fixed_s=FIXED_S[2:3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,4 +263,12 @@ CASES: Final = {
     "linger": linger,
     "single": single,
     "neighbours": neighbours,
+}
+# The deployment that each uses.
+MODELS: Final = {
+    "closed": "mlp",
+    "open": "encoder",
+    "linger": "mlp",
+    "single": "mlp",
+    "neighbours": "encoder",
 }

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from bench.batch_costs import MLP
 from fairway.formats.fixed_cost.config import parse_fixed_cost
@@ -43,6 +45,8 @@ def write_model(fields: dict[str, Any], folder: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in layout.shapes.items()}
     save_file(tensors, folder / "model.safetensors")
+    if "vocab_size" in fields:  # gateways need one; requests bring token ids
+        Tokenizer(WordLevel({"[UNK]": 0}, "[UNK]")).save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -119,7 +119,7 @@ class Batcher:
         self._waiting = WaitingRows()
         self._leases: dict[str, int] = {}
         self._live: dict[int, LiveRow] = {}
-        self._keys: dict[tuple[TensorSpec, ...], BatchKey] = {}
+        self._keys: dict[tuple[tuple[str, str, tuple[int, ...]], ...], BatchKey] = {}
         self._searches: list[RowSearch] = []  # the oldest first
         self._processes: dict[RunPlace, RunningEngine] = {}
         self._runs: dict[RunPlace, BatchRun] = {}
@@ -312,19 +312,17 @@ class Batcher:
     def _key_of(self, spec: RowSpec) -> BatchKey:
         has_length = self._model.max_tokens > 0
         sent = tuple(
-            TensorSpec(
-                tensor.name,
-                tensor.datatype,
-                (1, *tensor.shape[1:]) if has_length else tensor.shape,
-                has_length,
-            )
-            for tensor in spec.inputs
+            [
+                (tensor.name, tensor.datatype, (1, *tensor.shape[1:]) if has_length else tensor.shape)
+                for tensor in spec.inputs
+            ]
         )
         key = self._keys.get(sent)
         if key is None:
             if len(self._keys) >= MOST_KEYS:
                 self._keys.clear()
-            key = BatchKey.of(self._digest, self._model.operation, self._model.dtype, sent, {})
+            specs = tuple(TensorSpec(*each, has_length) for each in sent)
+            key = BatchKey.of(self._digest, self._model.operation, self._model.dtype, specs, {})
             self._keys[sent] = key
         return key
 
