@@ -358,6 +358,8 @@ class Batcher:
         for key, group in self._waiting.groups():
             expected = self._arrivals.expected(group.width, now_s)
             found = self._context.window.decide(group, device, expected, now_s)
+            if self._context.telemetry is not None:
+                self._context.telemetry.decided(width=group.width, linger_s=found.bound.linger_s)
             if isinstance(found, Flush):
                 self._flush(key, group.width, found)
                 return
