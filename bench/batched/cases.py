@@ -110,7 +110,8 @@ async def closed(bench: Bench, here: Installation) -> dict[str, float]:
         for one in ("worker", "worker_muxed", "path")
         for other in bench.names
     }
-    for one in ("worker", "worker_muxed", "path"):
+    for one in ("worker", "worker_muxed", "path", *bench.names):
+        figures[f"{one}_server_us"] = median(lambda found, one=one: found[one].server_us)  # type: ignore[misc]
         figures[f"{one}_per_s"] = median(lambda found, one=one: found[one].per_s)  # type: ignore[misc]
     return figures | {"path_p99_ms": median(lambda found: found["path"].ms(0.99))}
 

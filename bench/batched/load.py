@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+import psutil
 
 from bench.batched.connections import Connection, Failed
 
@@ -22,12 +25,14 @@ class Target:
 
     ``connect`` returns a new connection; its argument is called with the reason of a failure. ``messages``:
     encoded requests. ``is_answer``: False for a message that answers nothing; raises Failed for an error.
+    ``pids``: the processes of the system, without their children.
     """
 
     name: str
     connect: Connect
     messages: Sequence[bytes]
     is_answer: Callable[[bytes], bool]
+    pids: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -39,6 +44,7 @@ class Taken:
     seconds: list[float] = field(default_factory=list)
     client_s: float = 0.0  # processor time of this process
     unanswered: int = 0  # requests of an open loop without an answer, some time after its end
+    server_s: float = 0.0  # processor time of the system, of a closed loop
 
     @property
     def per_s(self) -> float:
@@ -50,10 +56,15 @@ class Taken:
         place = min(len(ordered) + self.unanswered - 1, int((len(ordered) + self.unanswered) * ratio))
         return ordered[place] * 1e3 if 0 <= place < len(ordered) else math.inf
 
+    @property
+    def server_us(self) -> float:
+        """Processor time of the system per request: what load beside it changes least."""
+        return self.server_s / max(1, len(self.seconds)) * 1e6
+
     def __str__(self) -> str:
         return (
             f"{self.name}: {self.per_s:.0f}/s, p50 {self.ms(0.5):.2f} ms, p99 {self.ms(0.99):.2f} ms, "
-            f"client {self.client_s / self.wall_s:.2f} of a core"
+            f"server {self.server_us:.0f} us of processor each, client {self.client_s / self.wall_s:.2f} of a core"
         )
 
 
@@ -76,6 +87,18 @@ class _Failure:
     def check(self) -> None:
         if self._reason.done():
             raise Failed(f"{self._name}: {self._reason.result()}")
+
+
+def processor_s(pids: Sequence[int]) -> float:
+    """Return the processor time that the processes and their children have used."""
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            for each in (process, *process.children(recursive=True)):
+                times = each.cpu_times()
+                total += times.user + times.system
+    return total
 
 
 async def closed_loop(target: Target, *, connections: int, seconds: float, warm_s: float = 1.0) -> Taken:
@@ -109,9 +132,10 @@ async def closed_loop(target: Target, *, connections: int, seconds: float, warm_
         for number, connection in enumerate(opened):
             drive(connection, number)
         await failure.sleep(warm_s)
-        began_s, used_s = clock(), time.process_time()
+        began_s, used_s, server_s = clock(), time.process_time(), processor_s(target.pids)
         await failure.sleep(seconds)
         taken.wall_s, taken.client_s = clock() - began_s, time.process_time() - used_s
+        taken.server_s = processor_s(target.pids) - server_s
         return taken
     finally:
         for connection in opened:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
-import psutil
 
 from bench.batched.connections import Connection, Failed, GrpcStream, HttpConnection, http_request
 from bench.batched.load import Target, closed_loop
@@ -52,17 +51,22 @@ def v2_answer(message: bytes) -> bool:
 
 
 def v2_target(
-    name: str, port: int, model: str, rows: Rows, metadata: Sequence[tuple[str, str]] = ()
+    name: str,
+    port: int,
+    model: str,
+    rows: Rows,
+    metadata: Sequence[tuple[str, str]] = (),
+    pids: Sequence[int] = (),
 ) -> Target:
     """Return a server of the public inference protocol; every connection is a stream."""
 
     async def connect(on_failure: Callable[[str], None]) -> Connection:
         return await grpc_stream(port, _STREAM, metadata, on_failure)
 
-    return Target(name, connect, rows.as_v2(model), v2_answer)
+    return Target(name, connect, rows.as_v2(model), v2_answer, pids)
 
 
-def http_target(name: str, port: int, path: str, rows: Rows) -> Target:
+def http_target(name: str, port: int, path: str, rows: Rows, pids: Sequence[int] = ()) -> Target:
     headers = (("Content-Type", "application/json"),)
 
     async def connect(on_failure: Callable[[str], None]) -> Connection:
@@ -71,7 +75,7 @@ def http_target(name: str, port: int, path: str, rows: Rows) -> Target:
         return made
 
     requests = [http_request(path, body, headers) for body in rows.as_json()]
-    return Target(name, connect, requests, lambda _: True)
+    return Target(name, connect, requests, lambda _: True, pids)
 
 
 # --- Fairway --------------------------------------------------------------------------------------
@@ -106,7 +110,8 @@ class Installation:
         """Return the gateway, by the public inference protocol, as a tenant with limits."""
         port = int(self.endpoints["grpc"].rpartition(":")[2])
         metadata = (("authorization", f"Bearer {api_key or self.endpoints['api_key']}"),)
-        return v2_target(name, port, model, rows, metadata)
+        pids = tuple(self.endpoints["pids"].values())
+        return v2_target(name, port, model, rows, metadata, pids)
 
     def worker_target(self, rows: Rows, *, muxed: bool = False) -> Target:
         """Return the worker by its Execute stream: one per client, or one for all, as a gateway has it."""
@@ -125,12 +130,13 @@ class Installation:
         async def connect(on_failure: Callable[[str], None]) -> GrpcStream:
             return await grpc_stream(port, _EXECUTE, metadata, on_failure)
 
-        count = len(rows.values)
+        count, pids = len(rows.values), (self.endpoints["pids"]["worker-0"],)
         if muxed:
             shared = SharedStream(connect, message, count)
             numbers = [index.to_bytes(4, "big") for index in range(count)]
-            return Target("worker_muxed", shared.connect, numbers, lambda _: True)
-        return Target("worker", connect, [message(1, index) for index in range(count)], _worker_answer)
+            return Target("worker_muxed", shared.connect, numbers, lambda _: True, pids)
+        messages = [message(1, index) for index in range(count)]
+        return Target("worker", connect, messages, _worker_answer, pids)
 
     def _worker(self) -> tuple[str, int, str, str]:
         """Return the address, the incarnation, the version and the internal token."""
@@ -233,18 +239,6 @@ def installation(folder: Path, settings: Sequence[str] = ()) -> Iterator[Install
         made.fairway("down")
 
 
-def processor_s(pids: Sequence[int]) -> float:
-    """Return the processor time that the processes and their children have used."""
-    total = 0.0
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            for each in (process, *process.children(recursive=True)):
-                times = each.cpu_times()
-                total += times.user + times.system
-    return total
-
-
 # --- peers ----------------------------------------------------------------------------------------
 
 
@@ -289,14 +283,15 @@ class Peer:
                 command, stdout=log, stderr=log, env=environment, start_new_session=True
             )
         try:
-            yield lambda rows: self._target(port, grpc_port, rows)
+            yield lambda rows: self._target(port, grpc_port, rows, process.pid)
         finally:
             _end_group(process)
 
-    def _target(self, port: int, grpc_port: int, rows: Rows) -> Target:
+    def _target(self, port: int, grpc_port: int, rows: Rows, pid: int) -> Target:
         if self.name == "triton":
-            return v2_target(self.name, grpc_port, MODEL, rows.padded(PAD_TO))
-        return http_target(self.name, port, "/predict" if self.name == "litserve" else "/", rows)
+            return v2_target(self.name, grpc_port, MODEL, rows.padded(PAD_TO), pids=(pid,))
+        path = "/predict" if self.name == "litserve" else "/"
+        return http_target(self.name, port, path, rows, (pid,))
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
