@@ -64,7 +64,8 @@ class Taken:
     def __str__(self) -> str:
         return (
             f"{self.name}: {self.per_s:.0f}/s, p50 {self.ms(0.5):.2f} ms, p99 {self.ms(0.99):.2f} ms, "
-            f"server {self.server_us:.0f} us of processor each, client {self.client_s / self.wall_s:.2f} of a core"
+            f"server {self.server_us:.0f} us of processor each, "
+            f"client {self.client_s / self.wall_s:.2f} of a core"
         )
 
 
