@@ -42,7 +42,8 @@ def kinds() -> Mapping[str, tuple[Window, BatchLimits]]:
 
 def curves(rows: int, clients: Sequence[int] = CLIENTS) -> dict[str, list[Point]]:
     """Return a point per number of clients, by kind."""
-    costs, found = BatchCosts.measured("mlp"), {}
+    costs = BatchCosts.measured("mlp")
+    found: dict[str, list[Point]] = {}
     for name, (window, limits) in kinds().items():
         found[name] = []
         for count in clients:
