@@ -17,7 +17,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-escrow sim-batching bench-batch-costs bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-escrow sim-batching bench-batch-costs bench-batching bench-batching-peers bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -188,6 +188,12 @@ sim-batching: setup-dev ## Compare the derived batch window with the best fixed 
 
 bench-batch-costs: setup-dev ## Measure what batches of fixed-cost models take, by width and rows (minutes)
 	$(BIN)/python -m bench.batch_costs $(ARGS)
+
+bench-batching: setup-dev ## Compare fixed-cost models with Triton, LitServe and Ray Serve (about 25 minutes)
+	$(BIN)/python -m bench.batching $(ARGS)
+
+bench-batching-peers: setup-dev ## Install those, each in an environment of its own (about 10 minutes)
+	$(BIN)/python -m bench.batched.peers.install $(ARGS)
 
 bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
 	$(BIN)/python -m bench.overhead $(ARGS)

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from fairway.v1 import options_pb2
 from services.core.errors import InvalidInput
+from services.rpc.quick_bounds import fits
 
 _MAX_DEPTH: Final = 16
 _STRINGS: Final = (FieldDescriptor.CPPTYPE_STRING,)
@@ -40,6 +41,8 @@ def check(message: Message, path: str = "") -> None:
 
     Raises InvalidInput for the first that is not; its metadata has ``field``, a dotted path.
     """
+    if fits(message):
+        return
     for _, field_check in _named_checks(message.DESCRIPTOR):
         field_check(message, path)
 

@@ -137,6 +137,8 @@ class Settings(BaseModel):
     engine_mode: Literal["auto", "exact", "free"] = "auto"
     # Operators. native: require C++; torch: no C++; auto: C++ where available.
     engine_operators: Literal["auto", "native", "torch"] = "auto"
+    # Fixed window of batches of fixed-cost models, to compare with; -1: derived from what is measured.
+    batch_window_s: float = Field(default=-1.0, ge=-1, le=1)
     # Reuse the KV of equal prompt prefixes.
     prefix_cache: bool = True
     # Source of proposed tokens: the prompt, or a draft model.

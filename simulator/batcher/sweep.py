@@ -13,19 +13,19 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from services.worker.batcher.policy.linger import BatchObjective
+from services.worker.batcher.policy.window import DerivedWindow, FixedWindow, Window
 from simulator.batcher.costs import BatchCosts
+from simulator.batcher.curve import curves, picture
 from simulator.batcher.world import (
     BatcherOutcome,
     BatcherSpec,
     BatcherWorld,
     ClosedLoop,
-    DerivedWindow,
-    FixedWindow,
     OpenLoop,
-    Window,
 )
 from simulator.lab.load.arrivals import Gamma, OnOff, Poisson
 
@@ -122,7 +122,18 @@ def compare(kind: DeviceKind, rows: int) -> dict[str, tuple[float, float, float]
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--curve", type=Path, help="write the throughput-latency curve there, and no more")
     options = parser.parse_args(arguments)
+    if options.curve is not None:
+        found = curves(options.rows)
+        for name, points in found.items():
+            print(
+                name,
+                *(f"{each.clients}: {each.per_s:.0f}/s {each.p99_ms:.1f} ms" for each in points),
+                sep="; ",
+            )
+        options.curve.write_text(picture(found))
+        return 0
     ratios = {}
     for device, kind in device_kinds().items():
         for name, (own, best, window_s) in compare(kind, options.rows).items():

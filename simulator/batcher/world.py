@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from random import Random
-from typing import Final, Protocol
+from typing import Final
 
 from services.core.estimates.sketch import Sketch
 from services.core.fixed_cost.tensors import Operation
@@ -24,48 +24,16 @@ from services.worker.batcher.policy.flush import (
     Device,
     Flush,
     FlushCause,
-    Linger,
-    WaitingGroup,
-    decide,
 )
-from services.worker.batcher.policy.linger import BatchObjective, Expected, LingerBound
+from services.worker.batcher.policy.linger import BatchObjective, Expected
 from services.worker.batcher.policy.waiting import RowAccepted, WaitingRow, WaitingRows
+from services.worker.batcher.policy.window import Window
 from simulator.batcher.costs import BatchCosts
 from simulator.kernel.loop import Limits, VirtualTimeLoop
 from simulator.lab.load.arrivals import Arrivals
 
 KEY: Final = BatchKey.of("sha256:simulated", Operation.INFER, "float32", (), {})
 WARM_UP_RATIO: Final = 0.1  # of the rows, which are not counted
-
-
-class Window(Protocol):
-    """Decides when an idle device starts a batch."""
-
-    def decide(
-        self, group: WaitingGroup, device: Device, expected: Expected, now_s: float
-    ) -> Flush | Linger: ...
-
-
-class DerivedWindow:
-    """The production policy."""
-
-    def decide(self, group: WaitingGroup, device: Device, expected: Expected, now_s: float) -> Flush | Linger:
-        return decide(group, device, expected, now_s)
-
-
-@dataclass(frozen=True, slots=True)
-class FixedWindow:
-    """Starts a batch when it is full or its oldest row has waited ``window_s``."""
-
-    window_s: float
-
-    def decide(self, group: WaitingGroup, device: Device, expected: Expected, now_s: float) -> Flush | Linger:
-        most, limit = device.limits.rows_at(group.width)
-        until_s = group.oldest_s + self.window_s
-        bound = LingerBound(until_s - now_s, 0.0, 0.0, 0.0, group.rows)
-        if group.rows >= most:
-            return Flush(most, limit, bound)
-        return Flush(group.rows, FlushCause.LINGER, bound) if until_s <= now_s else Linger(until_s, bound)
 
 
 @dataclass(frozen=True, slots=True)

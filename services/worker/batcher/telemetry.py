@@ -14,6 +14,8 @@ from services.runtime.telemetry.metrics import COUNTS, Metrics
 _BY_MODEL: Final = ("model",)
 _RATIOS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
+MOST_LINGERS: Final = 256  # models and widths
+
 
 class BatchInstruments:
     """The instruments of all batchers of a worker process."""
@@ -53,6 +55,13 @@ class BatchInstruments:
             "Runs that search a failed batch for its cause, by process: serving, sacrificial",
             ("model", "process"),
         )
+        self.lingers: dict[tuple[str, str], float] = {}  # by model and width
+        metrics.gauge(
+            "fairway_worker_batch_linger_bound_seconds",
+            "The most that a batch may wait, as derived at the last decision: objective minus computing",
+            self.lingers.items,
+            ("model", "width"),
+        )
         self.sacrificed = metrics.counter(
             "fairway_worker_sacrificed_processes_total",
             "Sacrificial processes that ended, or were killed for hanging, while they ran suspects",
@@ -81,6 +90,13 @@ class BatcherTelemetry:
         if width:
             self._padding.observe(1.0 - sum(lengths) / (width * rows))
         self._all.starts.add(self._label, cause)
+
+    def decided(self, *, width: int, linger_s: float) -> None:
+        """Store the bound of the last decision. Widths are chosen anew now and then: old ones are dropped."""
+        lingers = self._all.lingers
+        if len(lingers) >= MOST_LINGERS:
+            lingers.clear()
+        lingers[self._label, str(width)] = max(0.0, linger_s)
 
     def answered(self, *, wait_s: float, run_s: float) -> None:
         """Count an answered row."""

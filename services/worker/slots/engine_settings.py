@@ -46,6 +46,8 @@ class EngineSettings:
     speculation: Speculation = "off"
     max_proposals: int = 8
     null_step_s: float = 0.0
+    # Fixed window of batches of fixed-cost models; negative: derived.
+    batch_window_s: float = -1.0
     # How long a parked sequence may stay without credit.
     slow_reader_s: float = 30.0
     request_log_per_s: float = 200.0

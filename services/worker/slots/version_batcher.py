@@ -11,6 +11,7 @@ from services.core.errors import DoesNotFit
 from services.worker.batcher.charges import RowCharges
 from services.worker.batcher.driver import Batcher, BatcherContext
 from services.worker.batcher.policy.isolation import RunPlace
+from services.worker.batcher.policy.window import DerivedWindow, FixedWindow
 from services.worker.batcher.telemetry import BatcherTelemetry
 from services.worker.engine_protocol import BatchRaised, BatchRan, EngineConfig, Ready
 from services.worker.policy.lifecycle import VersionPhase
@@ -129,6 +130,7 @@ class VersionBatcher:
     def _new_batcher(self, event: Ready) -> Batcher:
         version, host, telemetry = self._owner.version, self._context.host, self._context.telemetry
         assert event.rows is not None, "ready without a fixed-cost model"
+        window_s = self._context.settings.batch_window_s
         context = BatcherContext(
             clock=self._context.clock,
             call_later=asyncio.get_running_loop().call_later,
@@ -136,6 +138,7 @@ class VersionBatcher:
             draining=lambda: not host.takes(version.version_digest),
             charges=RowCharges(version.version_digest, version.deployment, host.tally, host.device),
             sacrifice=self._sacrifice,
+            window=DerivedWindow() if window_s < 0 else FixedWindow(window_s),
             telemetry=BatcherTelemetry(telemetry.batches, version.deployment),
         )
         bound_bytes = event.kv_bytes_per_block

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from services.core.fixed_cost.rows import RawTensor, RowEnd, RowSpec
@@ -130,7 +131,7 @@ class RowWorker:
             f"r{self.sent}", 0, "t1", DIGEST, inputs, Priority.STANDARD, incarnation=incarnation, epoch=1
         )
         reader = RowReader()
-        row = self.harness.client.start_row(self.harness.address, replace(spec, **fields), reader)
+        row = self.harness.client.start_row(self.harness.address, structs.replace(spec, **fields), reader)
         return reader, row
 
     async def run(self, rows: Sequence[tuple[RawTensor, ...]], timeout_s: float = 20.0) -> list[RowReader]:

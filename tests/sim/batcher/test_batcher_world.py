@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from xml.etree import ElementTree
+
 import pytest
 
 from services.worker.batcher.policy.flush import BatchLimits
+from services.worker.batcher.policy.window import DerivedWindow, FixedWindow, Window
 from simulator.batcher.costs import BatchCosts
+from simulator.batcher.curve import curves, picture
 from simulator.batcher.world import (
     BatcherOutcome,
     BatcherSpec,
     BatcherWorld,
     ClosedLoop,
-    DerivedWindow,
-    FixedWindow,
     OpenLoop,
-    Window,
 )
 from simulator.lab.load.arrivals import OnOff, Poisson
 
@@ -61,3 +62,15 @@ def test_every_row_is_answered_within_the_limits() -> None:
     outcome = run(OpenLoop(Poisson(1500.0)), COSTS["little"], DerivedWindow(), limits=limits, widths=widths)
     assert outcome.answered == ROWS - ROWS // 10
     assert outcome.answered / outcome.batches <= 10
+
+
+def test_the_curve_shows_both_ends_of_batching() -> None:
+    found = curves(400, (1, 32))
+    derived, fixed, static, alone = found.values()
+    assert derived[0].p99_ms < 1.1 * alone[0].p99_ms  # one client does not wait
+    assert fixed[0].p99_ms > 8.0
+    assert static[0].p99_ms > 90.0  # the last row never comes
+    assert derived[1].per_s > 1.5 * alone[1].per_s
+    root = ElementTree.fromstring(picture(found))
+    circles = [each for each in root if each.tag.endswith("circle")]
+    assert len(circles) == 8

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fairway.inference import v2_pb2
-from fairway.v1 import common_pb2, inference_pb2
+from fairway.v1 import inference_pb2
 from services.core.errors import InvalidInput
 from services.gateway.faces.predict.contents import bytes_of
 from services.gateway.faces.predict.http_codec import (
@@ -39,13 +39,13 @@ _CONTENTS: Final = {
 
 def infer_request(request: v2_pb2.ModelInferRequest) -> inference_pb2.InferRequest:
     """Return the request. Raises InvalidInput, UnsupportedFeature."""
-    parameters = _parameters(request.parameters)
-    check_parameters(parameters, ("timeout", KEY_PARAMETER), "")
     message = inference_pb2.InferRequest(model=request.model_name, version=request.model_version)
-    timeout_us = parameter(parameters, "timeout", int, "")
-    message.idempotency_key = parameter(parameters, KEY_PARAMETER, str, "") or ""
-    if timeout_us:
-        message.timeout.CopyFrom(duration_of(timeout_us))
+    if request.parameters:
+        parameters = _parameters(request.parameters)
+        check_parameters(parameters, ("timeout", KEY_PARAMETER), "")
+        message.idempotency_key = parameter(parameters, KEY_PARAMETER, str, "") or ""
+        if timeout_us := parameter(parameters, "timeout", int, ""):
+            message.timeout.CopyFrom(duration_of(timeout_us))
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise InvalidInput(
@@ -53,15 +53,15 @@ def infer_request(request: v2_pb2.ModelInferRequest) -> inference_pb2.InferReque
         )
     for index, tensor in enumerate(request.inputs):
         field = f"inputs[{index}]"
-        check_parameters(_parameters(tensor.parameters), (), field)
+        if tensor.parameters:
+            check_parameters(_parameters(tensor.parameters), (), field)
         if raw and tensor.HasField("contents"):
             raise InvalidInput(f"{field} has typed contents beside raw contents", field=f"{field}.contents")
         data = raw[index] if raw else _typed(tensor, field)
-        message.inputs.append(
-            common_pb2.Tensor(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape, data=data)
-        )
+        message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape, data=data)
     for index, output in enumerate(request.outputs):
-        check_parameters(_parameters(output.parameters), (), f"outputs[{index}]")
+        if output.parameters:
+            check_parameters(_parameters(output.parameters), (), f"outputs[{index}]")
         message.outputs.append(output.name)
     return message
 

@@ -118,9 +118,3 @@ def decide(group: WaitingGroup, device: Device, expected: Expected, now_s: float
     if wait_s <= 0.0:
         return Flush(rows, FlushCause.IDLE, bound)
     return Linger(now_s + min(wait_s, bound.linger_s), bound)
-
-
-def fills(curve: CostCurve, *, width: int, rows: int, narrower: int, more: int) -> bool:
-    """Whether ``more`` rows of a narrower width are better computed with a batch than in one of their own."""
-    alone_s = curve.mean_s(narrower, more)
-    return curve.mean_s(width, rows + more) - curve.mean_s(width, rows) <= alone_s

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -136,10 +136,6 @@ class WaitingRows:
             used[row.tenant] += 1
             (within if used[row.tenant] <= leases.get(row.tenant, 0) else beyond).append(row)
         return [*within, *beyond][:rows]
-
-    def narrower(self, key: BatchKey, width: int) -> Sequence[int]:
-        """Return the widths below ``width`` in which rows of this key wait, the widest first."""
-        return sorted((each for found, each in self._groups if found == key and each < width), reverse=True)
 
     def check_integrity(self) -> None:
         """Every row stands in its group, in order, once."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from fairway.v1 import worker_pb2
 from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, PoisonedInput, QueueFull
@@ -74,7 +73,7 @@ def test_the_error_of_a_row_keeps_its_class_and_text(kind: type[FairwayError]) -
     found = row_end_from_proto(row_end_to_proto(1, RowEnd(error=kind("why"))))
     assert type(found.error) is kind
     assert found.error.message == "why"
-    assert replace(found, error=None) == RowEnd()
+    assert structs.replace(found, error=None) == RowEnd()
 
 
 def test_the_smallest_time_left_is_not_none_at_all() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from services.core.fixed_cost.rows import RawTensor
 from services.worker.batcher.process import BatchRunner, load, row_of
@@ -54,12 +54,12 @@ def over_the_socket(runner: BatchRunner, command: RunBatch) -> BatchRan | BatchR
 @pytest.mark.parametrize(
     ("tensor", "problem"),
     [
-        (replace(GOOD, datatype="FP16"), "data type"),
-        (replace(GOOD, data=b"1234"), "bytes"),
-        (replace(GOOD, shape=(7,)), "bytes"),
-        (replace(GOOD, shape=(2**30,) * 16), "bytes"),
-        (replace(GOOD, name="other"), "no input"),
-        (replace(GOOD, shape=(2, 3)), "shape"),
+        (structs.replace(GOOD, datatype="FP16"), "data type"),
+        (structs.replace(GOOD, data=b"1234"), "bytes"),
+        (structs.replace(GOOD, shape=(7,)), "bytes"),
+        (structs.replace(GOOD, shape=(2**30,) * 16), "bytes"),
+        (structs.replace(GOOD, name="other"), "no input"),
+        (structs.replace(GOOD, shape=(2, 3)), "shape"),
     ],
 )
 def test_a_row_that_is_wrong_is_named_and_the_others_run(
@@ -84,7 +84,7 @@ def test_a_batch_of_wrong_rows_does_not_run(tmp_path: Path) -> None:
 
 def test_a_batch_that_raises_is_reported_without_its_text_and_the_process_goes_on(tmp_path: Path) -> None:
     runner = mlp(tmp_path)
-    poison = replace(GOOD, data=np.full(6, POISON + RowFault.RAISES, np.float32).tobytes())
+    poison = structs.replace(GOOD, data=np.full(6, POISON + RowFault.RAISES, np.float32).tobytes())
     answer = over_the_socket(runner, RunBatch(1, [(GOOD,), (poison,)]))
     assert isinstance(answer, BatchRaised)
     assert answer.message == "RuntimeError"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from services.core.errors import InvalidInput
 from services.core.fixed_cost.rows import RawTensor, RowEnd, RowSpec
@@ -96,7 +97,7 @@ def test_a_row_of_another_life_leader_or_route_is_not_admitted(
 ) -> None:
     host.least_route_revisions = {DIGEST: 3}
     stream = host.open(lambda: None)
-    stream.start_row(1, replace(SPEC, **fields))
+    stream.start_row(1, structs.replace(SPEC, **fields))
     frame = stream.take()
     assert (frame.not_admitted if frame is not None else []) == ([] if reason is None else [(1, reason)])
     assert len(table) == (reason is None)
@@ -106,14 +107,14 @@ def test_rows_without_a_leader_have_a_part_of_the_slots(host: SequenceHost, tabl
     clock = HandClock()
     host._fallback = FallbackAdmission(clock, FallbackRules(after_s=1.5, credit_ratio=0.25))
     host.on_leader(3)
-    alone, outbox = replace(SPEC, epoch=0), Outbox(lambda: None)
+    alone, outbox = structs.replace(SPEC, epoch=0), Outbox(lambda: None)
     clock.now_s += 1.4
     assert host.start_row(outbox, 1, alone) is NotAdmittedReason.NO_FALLBACK
     clock.now_s += 0.2
     for handle in range(4):
         assert host.start_row(outbox, handle, alone) is None
     assert host.start_row(outbox, 9, alone) is NotAdmittedReason.NO_FALLBACK
-    assert host.start_row(outbox, 9, replace(SPEC, epoch=3)) is None
+    assert host.start_row(outbox, 9, structs.replace(SPEC, epoch=3)) is None
     host.on_leader(3)
     table.rows.clear()
     assert host.start_row(outbox, 10, alone) is NotAdmittedReason.NO_FALLBACK

@@ -19,7 +19,6 @@ from services.worker.batcher.policy.flush import (
     Linger,
     WaitingGroup,
     decide,
-    fills,
 )
 from services.worker.batcher.policy.linger import BatchObjective, Expected, linger_bound, worthwhile_wait_s
 
@@ -119,12 +118,6 @@ def test_a_wait_ends_within_the_bound_and_a_device_that_gains_nothing_never_wait
         assert found.until_s + found.bound.compute_s <= target_s + 1e-9
     nothing = worthwhile_wait_s(CHEAP, width=64, rows=rows, most_rows=100, expected=expected)
     assert nothing == 0.0
-
-
-def test_narrower_rows_fill_a_batch_where_that_is_cheaper() -> None:
-    curve = CostCurve(CostPrior(5e-3, 0.0, 1e-5))
-    assert fills(curve, width=64, rows=3, narrower=16, more=4)  # 4 * 64 tokens less than a batch
-    assert not fills(curve, width=512, rows=3, narrower=16, more=4)
 
 
 def test_a_wait_that_pays_is_cut_at_the_bound() -> None:

@@ -81,7 +81,6 @@ def test_groups_are_in_order_of_their_first_row() -> None:
     assert found == [(KEYS[1], 8, 1), (KEYS[0], 16, 2), (KEYS[0], 8, 1)]
     wide = next(group for _, group in waiting.groups() if group.width == 16)
     assert (wide.oldest_s, wide.deadline_s) == (-1.0, 50.0)
-    assert waiting.narrower(KEYS[0], 16) == [8]
 
 
 def test_of_rows_that_are_due_together_the_named_one_is_removed() -> None:

@@ -1,0 +1,103 @@
+"""The load generator of the batching benchmark against servers that answer, or do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from bench.batched.connections import Failed, HttpConnection, http_request
+from bench.batched.load import Taken, Target, closed_loop, open_loop
+from bench.batched.model import Rows
+from bench.batched.systems import v2_target
+from fairway.inference import v2_pb2, v2_pb2_grpc
+
+ROWS = Rows("input", "FP32", tuple(np.full(4096, value, np.float32) for value in range(3)))
+
+
+class Echo(v2_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers with the first input; ``error`` instead, where it is set."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+        self.seen: set[bytes] = set()
+
+    async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for request in requests:
+            self.seen.add(request.raw_input_contents[0])
+            answer = v2_pb2.ModelInferResponse(raw_output_contents=request.raw_input_contents)
+            yield v2_pb2.ModelStreamInferResponse(error_message=self.error, infer_response=answer)
+
+
+@asynccontextmanager
+async def served(echo: Echo) -> AsyncIterator[Target]:
+    server = grpc.aio.server()
+    v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(echo, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield v2_target("echo", port, "m", ROWS)
+    finally:
+        await server.stop(None)
+
+
+async def test_a_closed_loop_over_grpc_streams_sends_every_message_whole() -> None:
+    echo = Echo()  # type: ignore[abstract]
+    async with served(echo) as target:
+        taken = await closed_loop(target, connections=2, seconds=0.3, warm_s=0.1)
+    # 16 KiB each: more than a frame, and more in all than the first window.
+    assert len(taken.seconds) > 5
+    assert echo.seen == {row.tobytes() for row in ROWS.values}
+
+
+async def test_an_open_loop_counts_from_the_time_that_a_request_was_due() -> None:
+    async with served(Echo()) as target:  # type: ignore[abstract]
+        taken = await open_loop(target, [0.0] * 20, connections=1)
+    assert len(taken.seconds) == 20
+    assert taken.unanswered == 0
+    assert taken.seconds == sorted(taken.seconds)  # each waits for the one before
+
+
+async def test_an_error_of_a_server_ends_the_run() -> None:
+    async with served(Echo("QUEUE_FULL: no")) as target:  # type: ignore[abstract]
+        with pytest.raises(Failed, match="QUEUE_FULL"):
+            await closed_loop(target, connections=1, seconds=5.0)
+
+
+async def http_server(answer: bytes) -> tuple[asyncio.Server, Target]:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.readuntil(b"{}"):
+            for part in (answer[:30], answer[30:]):
+                writer.write(part)
+                await writer.drain()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+
+    async def connect(on_failure: Callable[[str], None]) -> HttpConnection:
+        loop = asyncio.get_running_loop()
+        return (await loop.create_connection(lambda: HttpConnection(on_failure), "127.0.0.1", port))[1]
+
+    return server, Target("http", connect, [http_request("/", b"{}")], lambda _: True)
+
+
+async def test_http_answers_in_parts_are_counted_and_errors_end_the_run() -> None:
+    server, target = await http_server(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n[1,2,3]")
+    taken = await closed_loop(target, connections=2, seconds=0.1, warm_s=0.0)
+    assert taken.seconds
+    server.close()
+    server, target = await http_server(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
+    with pytest.raises(Failed, match="503"):
+        await closed_loop(target, connections=1, seconds=5.0)
+    server.close()
+
+
+def test_what_has_no_answer_counts_as_infinite() -> None:
+    taken = Taken("x", 1.0, [0.001] * 98, unanswered=2)
+    assert taken.ms(0.5) == 1.0
+    assert taken.ms(0.99) == float("inf")
