@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import llguidance
@@ -165,24 +164,23 @@ class GuidanceGrammars:
 
 
 def grammars_of(
-    folder: Path,
+    source: str,
     *,
     eos_ids: Sequence[int],
     vocab_size: int,
     threads: int = 1,
 ) -> GuidanceGrammars:
-    """Return the grammars of the tokenizer in a version's folder; takes up to a second for 131k tokens.
+    """Return the grammars of a tokenizer.json; takes up to a second for 131k tokens.
 
     Raises TokenizerUnusable, also where the version names no end of sequence.
     """
     if not eos_ids:
         raise TokenizerUnusable("the version names no end-of-sequence token")
     try:
-        source = (folder / "tokenizer.json").read_text(encoding="utf-8")
         tokenizer = llguidance.LLTokenizer(source, eos_token=sorted(eos_ids))
         if tokenizer.vocab_size < vocab_size:
             tokenizer = llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=sorted(eos_ids))
-    except (OSError, ValueError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise TokenizerUnusable(_shown(str(error))) from error
     return GuidanceGrammars(tokenizer, eos_ids=sorted(eos_ids), threads=threads)
 

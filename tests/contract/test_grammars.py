@@ -20,7 +20,7 @@ def grammars(request: pytest.FixtureRequest, tmp_path: Path) -> Grammars:
     if request.param == "of the tests":
         return ChoiceGrammars()
     write_tokenizer(tmp_path)
-    return grammars_of(tmp_path, eos_ids=[EOS], vocab_size=SIZE)
+    return grammars_of((tmp_path / "tokenizer.json").read_text(), eos_ids=[EOS], vocab_size=SIZE)
 
 
 def masks(

@@ -23,7 +23,7 @@ from services.gateway.service_types import AnyRequest, RowsMessage
 from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
 from services.gateway.text.tokenise import INLINE_TOKENS, PrefixNames, Tokeniser
 from services.rpc import bounds
-from services.rpc.convert.inference import PRIORITY_OF
+from services.rpc.convert.inference import PRIORITY_OF, constraint_from_proto
 from services.runtime.identity import KeyDirectory
 
 # A nucleus without mass means the most likely token alone.
@@ -105,7 +105,7 @@ class Validator:
         """Return the generation with its version pinned, prompt tokenised and every default applied.
 
         Within ``request_bounds``: an output limit that is absent is capped, another one is rejected. Raises
-        InvalidInput, PromptTooLong, or the errors of fetching the model's tokenizer.
+        InvalidInput, PromptTooLong, ConstraintRefused, or the errors of fetching the model's tokenizer.
         """
         route = checked.route
         model = await self._catalog.text_model(route.version_digest)
@@ -113,6 +113,9 @@ class Validator:
         _check_ids(generation, model.vocab_size)
         ids = await self._prompt_ids(principal, generation, model)
         limits = self._limits(generation, len(ids), context, request_bounds)
+        sampling = self._sampling(generation, model.defaults)
+        if sampling.constraint is not None:
+            await self._tokeniser.check_constraint(model, principal.tenant_id, sampling.constraint)
         prompt = Prompt(ids)
         if self._prefixes is not None:
             prompt = await self._prefixes.prompt(ids, principal.tenant_id, route.version_digest)
@@ -161,7 +164,7 @@ class Validator:
             version_digest=route.version_digest,
             route_revision=route.route_revision,
             prompt=prompt,
-            sampling=self._sampling(generation, model.defaults),
+            sampling=sampling,
             limits=limits,
             choices=_choices(generation),
             priority=checked.priority,
@@ -352,6 +355,7 @@ class Validator:
             repetition_penalty=asked.repetition_penalty if repetition else defaults.repetition_penalty,
             logit_bias=tuple(sorted(asked.logit_bias.items())),
             logprobs=generation.logprobs if generation.HasField("logprobs") else None,
+            constraint=constraint_from_proto(asked.constraint) if asked.HasField("constraint") else None,
         )
 
 

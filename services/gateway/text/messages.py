@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from services.core.errors import (
+    ConstraintRefused,
     FailedPrecondition,
     FairwayError,
     InternalError,
@@ -21,6 +22,7 @@ from services.core.errors import (
     PromptTooLong,
     UnsupportedFeature,
 )
+from services.core.generation import Constraint
 from services.gateway.text.text_model import ChatMessage, EncodedRows, RowTexts, TextModel
 
 LENGTH: Final = Layout("<I")
@@ -29,7 +31,8 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 EXIT_MEMORY: Final = 3
 EXIT_PANIC: Final = 4
 _ERRORS: Final[dict[str, type[FairwayError]]] = {
-    kind.reason: kind for kind in (FailedPrecondition, InvalidInput, PromptTooLong, UnsupportedFeature)
+    kind.reason: kind
+    for kind in (ConstraintRefused, FailedPrecondition, InvalidInput, PromptTooLong, UnsupportedFeature)
 }
 
 
@@ -57,6 +60,14 @@ class EncodeRows(msgspec.Struct, frozen=True, tag=True):
     cpu_s: float
 
 
+class CheckConstraint(msgspec.Struct, frozen=True, tag=True):
+    """Compile a constraint. ``open_cpu_s``: for the first one, which prepares the tokenizer."""
+
+    constraint: Constraint
+    cpu_s: float
+    open_cpu_s: float
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     model: TextModel
 
@@ -72,6 +83,10 @@ class RowsEncoded(msgspec.Struct, frozen=True, tag=True):
     rows: EncodedRows
 
 
+class ConstraintPassed(msgspec.Struct, frozen=True, tag=True):
+    """The constraint was compiled, and an output can begin."""
+
+
 class TextRefused(msgspec.Struct, frozen=True, tag="TextRefused"):
     """A domain error by its stable reason."""
 
@@ -80,8 +95,8 @@ class TextRefused(msgspec.Struct, frozen=True, tag="TextRefused"):
     metadata: dict[str, str]
 
 
-Order = LoadText | EncodePrompt | EncodeChat | EncodeRows
-Answer = Loaded | Encoded | RowsEncoded | TextRefused
+Order = LoadText | EncodePrompt | EncodeChat | EncodeRows | CheckConstraint
+Answer = Loaded | Encoded | RowsEncoded | ConstraintPassed | TextRefused
 
 encode_message: Final = msgspec.msgpack.Encoder().encode
 # Both raise msgspec.DecodeError.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 
 from services.core.errors import Unavailable
+from services.core.generation import Constraint
 from services.gateway.text.encoder import TextEncoder
 from services.gateway.text.row_encoder import RowEncoder, load_version
 from services.gateway.text.text_model import (
@@ -58,6 +59,13 @@ class LocalTexts:
         encoder = self._encoder(model)
         assert isinstance(encoder, RowEncoder), "rows of a version that generates text"
         return await asyncio.get_running_loop().run_in_executor(self._executor, encoder.encode_rows, rows)
+
+    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> None:
+        encoder = self._encoder(model)
+        assert isinstance(encoder, TextEncoder), "a constraint of a fixed-cost model"
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, encoder.open_grammars)
+        await loop.run_in_executor(self._executor, encoder.check, constraint)
 
     def _encoder(self, model: TextModel) -> TextEncoder | RowEncoder:
         encoder = self._encoders.get(model.version_digest)

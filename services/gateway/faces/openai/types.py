@@ -48,6 +48,39 @@ class ChatTurn(Struct, forbid_unknown_fields=True, frozen=True):
     tool_call_id: Raw = Raw()
 
 
+# A JSON schema: an object, or a boolean for everything or nothing. It is checked where it is compiled.
+Schema = dict[str, Any] | bool
+
+
+class JsonSchemaFormat(Struct, forbid_unknown_fields=True, frozen=True):
+    """``strict`` false is served as true: an answer that matches is also one that may match."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    schema: Schema | None = None
+    strict: bool | None = None
+    description: Short | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True, frozen=True):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True, frozen=True):
+    """vLLM's object; the options of its back ends are taken at their neutral values."""
+
+    json: Schema | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Raw = Raw()
+    whitespace_pattern: Raw = Raw()
+    disable_fallback: Raw = Raw()
+    disable_any_whitespace: Raw = Raw()
+    disable_additional_properties: Raw = Raw()
+
+
 class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """The fields of both dialects. The second block is this server's own, with vLLM's names."""
 
@@ -73,11 +106,18 @@ class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     cache: bool | None = None
     priority: Literal["batch", "standard", "interactive"] | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_decoding_backend: Raw = Raw()
+    guided_whitespace_pattern: Raw = Raw()
 
     metadata: Raw = Raw()
     store: Raw = Raw()
     service_tier: Raw = Raw()
-    response_format: Raw = Raw()
     safety_identifier: Raw = Raw()
     prompt_cache_key: Raw = Raw()
     prompt_cache_retention: Raw = Raw()
@@ -118,15 +158,18 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_special_tokens": (True,),
     "annotations": ([],),
     "best_of": (1,),
+    "disable_additional_properties": (False,),
+    "disable_any_whitespace": (False,),
+    "disable_fallback": (True, False),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "guided_decoding_backend": ("auto", "guidance"),
     "include_obfuscation": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),

@@ -19,7 +19,7 @@ from fairway.formats.decoder_config import ModelConfig, parse_config
 from fairway.formats.rope_config import context_of
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.core.prefix import PREFIX_BLOCK_TOKENS
-from services.ports.grammars import Grammars
+from services.ports.grammars import Grammars, TokenizerUnusable
 from services.worker.engine.constrain.constraints import Constraints
 from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Executor, Inline
@@ -204,8 +204,12 @@ def _constraints(config: EngineConfig, ready: Ready, stop_ids: frozenset[int]) -
     def open_grammars() -> Grammars:
         from services.adapters.grammars import grammars_of
 
+        try:
+            source = (Path(config.model_dir) / "tokenizer.json").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerUnusable(f"tokenizer.json is not there: {type(error).__name__}") from error
         return grammars_of(
-            Path(config.model_dir),
+            source,
             eos_ids=sorted(stop_ids),
             vocab_size=ready.vocab_size,
             threads=1 if config.device == "cpu" else DEVICE_MASK_THREADS,
