@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
+from bench.guided.schemas import drawn
 from services.core.generation import JSON_OBJECT, Constraint, ConstraintKind
 from services.worker.engine.core import Engine
 from services.worker.engine.load.loading import load
@@ -247,3 +248,18 @@ def test_an_engine_without_a_model_keeps_to_constraints_too() -> None:
     assert len(found.tokens[1]) == 5
     if found.finished[0] == "stop":
         jsonschema.validate(json.loads(found.text(0)), SCHEMA)
+
+
+def test_outputs_of_drawn_schemas_are_valid_whole_and_resumed(engine: Engine) -> None:
+    schemas = dict(enumerate(map(drawn, range(20))))
+    drawing: dict[str, Any] = {"temperature": 1.0}
+    whole = run(engine, [submit(each, of_schema(schema), **drawing) for each, schema in schemas.items()])
+    assert whole.errors == {}
+    ended = [handle for handle, reason in whole.finished.items() if reason == "stop"]
+    assert len(ended) > len(schemas) / 2
+    for handle in ended:
+        jsonschema.validate(json.loads(whole.text(handle)), schemas[handle])
+    halves = {handle: tokens[: len(tokens) // 2] for handle, tokens in whole.tokens.items()}
+    again = [submit(n, of_schema(schemas[n]), produced_ids=half, **drawing) for n, half in halves.items()]
+    resumed = run(engine, again)
+    assert {n: half + resumed.tokens[n] for n, half in halves.items()} == whole.tokens
