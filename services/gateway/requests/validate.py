@@ -113,9 +113,9 @@ class Validator:
         _check_ids(generation, model.vocab_size)
         ids = await self._prompt_ids(principal, generation, model)
         limits = self._limits(generation, len(ids), context, request_bounds)
-        sampling = self._sampling(generation, model.defaults)
-        if sampling.constraint is not None:
-            await self._tokeniser.check_constraint(model, principal.tenant_id, sampling.constraint)
+        if generation.sampling.HasField("constraint"):
+            constraint = constraint_from_proto(generation.sampling.constraint)
+            await self._tokeniser.check_constraint(model, principal.tenant_id, constraint)
         prompt = Prompt(ids)
         if self._prefixes is not None:
             prompt = await self._prefixes.prompt(ids, principal.tenant_id, route.version_digest)
@@ -129,13 +129,14 @@ class Validator:
         checked: Checked,
         request_bounds: RequestBounds,
     ) -> GenerationSpec | None:
-        """Return what ``resolve`` returns, if that takes no work: a short prompt of ids, or a cached one.
+        """Return what ``resolve`` returns, if that takes no work: a short prompt of ids, or a cached one,
+        without a constraint.
 
         Raises InvalidInput or PromptTooLong.
         """
         route = checked.route
         model = self._catalog.loaded_text_model(route.version_digest)
-        if model is None or model.signature is not None:
+        if model is None or model.signature is not None or generation.sampling.HasField("constraint"):
             return None
         ids = self._known_ids(principal, generation, model)
         if not 0 < len(ids) <= INLINE_TOKENS:
@@ -164,7 +165,7 @@ class Validator:
             version_digest=route.version_digest,
             route_revision=route.route_revision,
             prompt=prompt,
-            sampling=sampling,
+            sampling=self._sampling(generation, model.defaults),
             limits=limits,
             choices=_choices(generation),
             priority=checked.priority,

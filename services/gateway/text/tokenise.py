@@ -43,7 +43,7 @@ class Tokeniser:
 
     async def check_constraint(self, model: TextModel, tenant_id: str, constraint: Constraint) -> None:
         """Return if the model can be held to the constraint at a bounded cost. Raises as ``Texts.check``."""
-        key = _key(model.version_digest, tenant_id, constraint.kind, (constraint.source,))
+        key = _digest(model.version_digest, tenant_id, constraint.kind, constraint.source)
         if key not in self._checked:
             await self._texts.check(model, tenant_id, constraint)
             self._checked[key] = None
@@ -161,8 +161,12 @@ def _key_of(model: TextModel, tenant_id: str, text: str | Sequence[ChatMessage])
         fields = ["prompt", text]
     else:
         fields = ["chat", *(part for one in text for part in (one.role, one.name, one.content))]
+    return _digest(model.version_digest, tenant_id, *fields)
+
+
+def _digest(*fields: str) -> bytes:
     digest = hashlib.sha256()
-    for field in (model.version_digest, tenant_id, *fields):
+    for field in fields:
         data = field.encode()
         # The length prefix makes different lists of fields distinct.
         digest.update(len(data).to_bytes(8, "little"))
