@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -21,6 +22,12 @@ from services.worker.engine.constrain.masks import RuledRows, StepMasks
 from services.worker.engine.execute.executor import Batch
 from services.worker.engine.sequence import SequenceState
 
+# By byte of a mask, the biases of its eight tokens.
+_BIASES: Final = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1,
+    np.float32(0.0),
+    np.float32(-np.inf),
+)
 OpenGrammars = Callable[[], Grammars]
 
 
@@ -131,8 +138,7 @@ class Constraints:
         grammars = self._open.get()
         allowed = np.zeros((len(rows), grammars.row_bytes), np.uint8)
         problems = grammars.fill(requests, allowed)
-        bits = np.unpackbits(np.bitwise_not(allowed, out=allowed), axis=1, bitorder="little")
-        forbidden = bits[:, : self._vocab_size].view(np.bool_)
+        biases = _BIASES.take(allowed, axis=0).reshape(len(rows), -1)[:, : self._vocab_size]
         failed: dict[int, str] = {}
         for request in requests:
             if request.row in problems:
@@ -140,8 +146,8 @@ class Constraints:
                     rows[row]: problems[request.row]
                     for row in range(request.row, request.row + 1 + len(request.proposals))
                 }
-                forbidden[request.row : request.row + 1 + len(request.proposals)] = False
-        return RuledRows(rows, forbidden, failed)
+                biases[request.row : request.row + 1 + len(request.proposals)] = 0.0
+        return RuledRows(rows, biases, failed)
 
     # --- inside --------------------------------------------------------------------------------------
 

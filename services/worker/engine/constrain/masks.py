@@ -8,18 +8,19 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-Forbidden = npt.NDArray[np.bool_]
+Biases = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class RuledRows:
-    """``forbidden`` [rows, vocabulary] is true for each token that may not come next in ``rows[i]``.
+    """``biases`` [rows, vocabulary] is added to the logits of ``rows[i]``: 0 where a token may come next,
+    else minus infinity. On a CPU an addition is several times as fast as a masked fill.
 
     ``problems``: by sampling row, why an output cannot go on. The rows of such an output mean nothing.
     """
 
     rows: list[int]
-    forbidden: Forbidden
+    biases: Biases
     problems: dict[int, str] = field(default_factory=dict)
 
 

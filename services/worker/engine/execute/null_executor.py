@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from services.worker.engine.constrain.masks import Forbidden
+from services.worker.engine.constrain.masks import Biases
 from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine_protocol import SampledLogprobs
 
@@ -46,8 +46,8 @@ class NullExecutor:
             tokens = [self._not_eos(token) for token in tokens]
         if batch.masks is not None:
             ruled = batch.masks.wait()
-            for row, forbidden in zip(ruled.rows, ruled.forbidden, strict=True):
-                tokens[row] = _allowed(tokens[row], forbidden)
+            for row, biases in zip(ruled.rows, ruled.biases, strict=True):
+                tokens[row] = _allowed(tokens[row], biases)
         logprobs = {
             row: SampledLogprobs(0.0, [], [])
             for row, s in enumerate(sampled)
@@ -76,7 +76,7 @@ class NullExecutor:
             self._sleep(self._due_s - now_s)
 
 
-def _allowed(token: int, forbidden: Forbidden) -> int:
-    """Return the first token from this one on, in a circle, that is not forbidden."""
-    allowed = np.flatnonzero(~forbidden)
+def _allowed(token: int, biases: Biases) -> int:
+    """Return the first token from this one on, in a circle, that may come next."""
+    allowed = np.flatnonzero(biases == 0.0)
     return int(allowed[np.searchsorted(allowed, token) % len(allowed)])

@@ -287,12 +287,11 @@ def _penalise_output(logits: torch.Tensor, rows: SamplingRows) -> None:
 
 def _rule_out(logits: torch.Tensor, ruled: RuledRows) -> None:
     """Rule out what the constraints forbid."""
-    forbidden = _on(torch.from_numpy(ruled.forbidden), logits)
+    biases = _on(torch.from_numpy(ruled.biases), logits)
     if len(ruled.rows) == len(logits):
-        logits.masked_fill_(forbidden, -math.inf)
-        return
-    where = _on(torch.tensor(ruled.rows), logits)
-    logits[where] = logits[where].masked_fill_(forbidden, -math.inf)
+        logits.add_(biases)
+    else:
+        logits.index_add_(0, _on(torch.tensor(ruled.rows), logits), biases)
 
 
 def _mask_stops(logits: torch.Tensor, rows: SamplingRows, ruled: RuledRows | None) -> None:
@@ -316,10 +315,9 @@ def _can_only_end(row: int, stop_ids: frozenset[int], ruled: RuledRows) -> bool:
     """Whether the row is constrained, and no token but stop tokens may come next."""
     if row not in ruled.rows:
         return False
-    forbidden = ruled.forbidden[ruled.rows.index(row)]
-    width = len(forbidden)
-    stops = sum(not forbidden[token] for token in stop_ids)
-    return width - int(np.count_nonzero(forbidden)) == stops
+    biases = ruled.biases[ruled.rows.index(row)]
+    stops = sum(biases[token] == 0.0 for token in stop_ids)
+    return len(biases) - int(np.count_nonzero(biases)) == stops
 
 
 def _reported(own: float, tokens: list[int], logprobs: list[float]) -> SampledLogprobs:
