@@ -225,6 +225,9 @@ bench-engine: setup-dev ## Compare the engine with its peers on the same weights
 bench-engine-peers: setup-dev ## Install those peers, each in an environment of its own (about 15 minutes)
 	$(BIN)/python -m bench.engines.peers.install $(ARGS)
 
+bench-guided: setup-dev ## Measure structured output: validity, resumes, tokens per second, neighbours (about 10 minutes)
+	$(BIN)/python -m bench.guided $(ARGS)
+
 bench-gpu: setup-dev ## Measure the engine on a CUDA device against its roofline and transformers (about 10 minutes)
 	$(BIN)/python -m bench.gpu $(ARGS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -12,10 +13,11 @@ import typer
 
 from fairway.cli import completion, targets
 from fairway.cli.calls import client_error
+from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import PriorityName, timeout_s
 from fairway.cli.terminal.output import err, out, plain
 from fairway.client import Accepted, Client, ClientOptions, FairwayError, Finished, Options, Priority, Tokens
-from fairway.client.values import Input
+from fairway.client.values import Input, JsonSchema
 
 ANSWER_S: Final = 300.0
 
@@ -34,6 +36,10 @@ TopKOption = Annotated[int | None, typer.Option("--top-k", min=0, help="0: off."
 SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="The same seed gives the same tokens.")]
 StopOption = Annotated[
     list[str] | None, typer.Option("--stop", help="Text that ends the answer; it is not printed. Repeatable.")
+]
+SchemaOption = Annotated[
+    Path | None,
+    typer.Option("--schema", help="Answer with JSON by the JSON schema in this file; -: any object."),
 ]
 PriorityOption = Annotated[PriorityName | None, typer.Option("--priority", help="Scheduling class.")]
 TimeoutOption = Annotated[
@@ -64,7 +70,9 @@ def options_of(
     seed: int | None,
     stop: list[str] | None,
     priority: PriorityName | None,
+    schema: Path | None = None,
 ) -> Options:
+    """Raises CliError for a file that is no JSON schema."""
     return Options(
         max_output_tokens=max_tokens,
         temperature=temperature,
@@ -73,7 +81,32 @@ def options_of(
         seed=seed,
         stop=tuple(stop or ()),
         priority=Priority(priority.value) if priority else None,
+        constraint=None if schema is None else _schema(schema),
     )
+
+
+def _schema(path: Path) -> JsonSchema:
+    if str(path) == "-":
+        return JsonSchema({"type": "object"})
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as exc:
+        raise CliError(
+            "FILE_UNREADABLE",
+            f"cannot read {path}: {exc.strerror}",
+            exit_code=ExitCode.USAGE,
+            next_step="name a file that you may read",
+        ) from exc
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict | bool):
+        raise CliError(
+            "NOT_A_SCHEMA",
+            f"{path} has no JSON schema",
+            exit_code=ExitCode.USAGE,
+            next_step="write a JSON object into it",
+        )
+    return JsonSchema(found)
 
 
 @dataclass(slots=True)

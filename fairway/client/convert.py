@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,13 +13,18 @@ from fairway.client.values import (
     ChoiceResult,
     CompletedChoice,
     Completion,
+    Constraint,
     Degradation,
     Finished,
     FinishReason,
+    Grammar,
     Input,
+    JsonSchema,
     Message,
+    OneOf,
     Options,
     Priority,
+    Regex,
     ServedModel,
     StageClock,
     TokenLogprobs,
@@ -203,7 +209,20 @@ def _logprobs(messages: Sequence[common.TokenLogprobs]) -> tuple[TokenLogprobs, 
 
 def _sampling(options: Options) -> common.Sampling:
     chosen = {name: getattr(options, name) for name in _SAMPLING if getattr(options, name) is not None}
-    return common.Sampling(logit_bias=options.logit_bias, **chosen)
+    constraint = None if options.constraint is None else _constraint(options.constraint)
+    return common.Sampling(logit_bias=options.logit_bias, constraint=constraint, **chosen)
+
+
+def _constraint(constraint: Constraint) -> common.Constraint:
+    match constraint:
+        case JsonSchema(schema=schema):
+            return common.Constraint(json_schema=json.dumps(schema, ensure_ascii=False))
+        case Regex(pattern=pattern):
+            return common.Constraint(regex=pattern)
+        case OneOf(texts=texts):
+            return common.Constraint(choice=common.Choices(texts=texts))
+        case Grammar(source=source):
+            return common.Constraint(grammar=source)
 
 
 def _input(source: Input) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 from fairway.client.policy import RetryPolicy
 
@@ -31,6 +31,38 @@ class Message:
 
 # A text to continue, a chat to answer, or token ids.
 Input = str | Sequence[Message] | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class JsonSchema:
+    """The output is a JSON value that the schema permits; ``JsonSchema({"type": "object"})``: any object."""
+
+    schema: Mapping[str, Any] | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Regex:
+    """The whole output matches the expression, which has neither look-around nor back-references."""
+
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """The output is one of these texts."""
+
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The output is a text of a context-free grammar in Lark or GBNF."""
+
+    source: str
+
+
+# What an output must match, until ``max_output_tokens`` cuts it short.
+Constraint = JsonSchema | Regex | OneOf | Grammar
 
 
 class Priority(Enum):
@@ -71,6 +103,7 @@ class Options:
     # Added to the logits, by token id.
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None  # None: the gateway draws one
+    constraint: Constraint | None = None  # what the output must match; None: any text
     stop: Sequence[str] = ()  # strings that end a choice; not part of its text
     stop_token_ids: Sequence[int] = ()  # tokens that end a choice
     # Number of answers.

@@ -1,7 +1,7 @@
 """Domain errors. Failures outside our control raise one of these; our own bugs are assertions.
 
     FairwayError
-    ├── InvalidInput            PromptTooLong, UnsupportedFeature
+    ├── InvalidInput            PromptTooLong, UnsupportedFeature, ConstraintRefused
     ├── Unauthenticated
     ├── PermissionDenied
     ├── NotFound                ModelNotFound
@@ -61,6 +61,12 @@ class UnsupportedFeature(InvalidInput):
     """A recognised option that this server does not offer."""
 
     reason = "UNSUPPORTED_FEATURE"
+
+
+class ConstraintRefused(InvalidInput):
+    """What the output is to match is malformed, matches nothing, or needs more than one request may use."""
+
+    reason = "CONSTRAINT_REFUSED"
 
 
 class Unauthenticated(FairwayError):

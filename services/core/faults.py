@@ -26,6 +26,7 @@ class Fault(StrEnum):
 ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "INVALID_INPUT": (Fault.CLIENT, "Change the field that the message names"),
     "PROMPT_TOO_LONG": (Fault.CLIENT, "Shorten the prompt or request fewer tokens"),
+    "CONSTRAINT_REFUSED": (Fault.CLIENT, "Correct or simplify the schema, expression or grammar"),
     "UNSUPPORTED_FEATURE": (Fault.CLIENT, "Leave the option out"),
     "UNIMPLEMENTED": (Fault.CLIENT, "Call another method; this server does not offer this one"),
     "HTTP_PROBLEM": (Fault.CLIENT, "Change the HTTP request as the message describes"),

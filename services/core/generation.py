@@ -28,6 +28,9 @@ class FinishReason(StrEnum):
 # The error reason of a sequence that ended with ENGINE_LOST because the model produced no finite numbers on
 # that worker.
 NOT_FINITE: Final = "NOT_FINITE"
+MAX_CONSTRAINT_BYTES: Final = 64 * 1024
+# The schema of any JSON object.
+JSON_OBJECT: Final = '{"type":"object"}'
 
 
 class NotAdmittedReason(StrEnum):
@@ -67,6 +70,23 @@ class Prompt:
     prefix_root: int = 0
 
 
+class ConstraintKind(StrEnum):
+    """The language of ``Constraint.source``."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"  # of the whole output, without look-around and back-references
+    CHOICE = "choice"  # a JSON list of strings, of which the output is one
+    GRAMMAR = "grammar"  # Lark or GBNF
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The output is a text of this language, as far as it goes: only ``max_tokens`` can cut it short."""
+
+    kind: ConstraintKind
+    source: str
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn: every default applied, the seed drawn. See Sampling in common.proto."""
@@ -86,6 +106,8 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     # None: none. Else how many alternatives; 0: only the sampled token's own.
     logprobs: int | None = None
+    # What the output must match; None: any text.
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

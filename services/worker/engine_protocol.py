@@ -23,7 +23,7 @@ from services.core.generation import OutputLimits, Prompt, Sampling
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 LENGTH_PREFIX: Final = struct.Struct(">I")
 
-FinishReason = Literal["stop", "length", "preempted", "error", "not_finite"]
+FinishReason = Literal["stop", "length", "preempted", "error", "not_finite", "constraint"]
 
 
 class EngineMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -240,7 +240,8 @@ class Stepped(EngineMessage, frozen=True):
     # A "stop" by a stop token or end-of-sequence includes that token.
     tokens: list[int]
     # Ended in this step. "preempted" returns the sequence to the agent: its KV is freed and no more events
-    # follow. "error" fails that sequence alone; so does "not_finite": the model returned no finite numbers.
+    # follow. "error" fails that sequence alone; so does "not_finite": the model returned no finite numbers,
+    # and "constraint": the output cannot go on within the limits of its constraint.
     finished: dict[int, FinishReason]
     prefill_tokens: int  # prompt tokens computed in the step
     kv_blocks_used: int  # allocated after the step
@@ -248,7 +249,7 @@ class Stepped(EngineMessage, frozen=True):
     waiting: int  # sequences that wait for admission
     # One entry per token of the handle, in the same order.
     logprobs: dict[int, list[SampledLogprobs]] = {}
-    # The messages of the handles that finished with "error" or "not_finite".
+    # The messages of the handles that finished with "error", "not_finite" or "constraint".
     errors: dict[int, str] = {}
     # Preemptions of the process so far, returned to the agent or not.
     preemptions: int = 0

@@ -21,14 +21,17 @@ import psutil
 import pytest
 
 from services.core.errors import (
+    ConstraintRefused,
     FailedPrecondition,
     FairwayError,
     InvalidInput,
     PromptTooLong,
     ShareExceeded,
     Unavailable,
+    UnsupportedFeature,
     VersionFailing,
 )
+from services.core.generation import Constraint, ConstraintKind
 from services.gateway.text import pool
 from services.gateway.text.child import TextLimits
 from services.gateway.text.pool import TextProcesses
@@ -291,6 +294,82 @@ async def test_cancelled_texts_are_given_up(bench: Bench) -> None:
     assert not bench.processes._pending
 
 
+def hostile_schemas() -> dict[str, Constraint]:
+    """Schemas that are refused at the latest when they have taken their processor time."""
+    branching: dict[str, Any] = {"type": "integer"}
+    for _ in range(14):
+        branching = {"anyOf": [branching, {"type": "array", "items": branching}]}
+    fields = {f"p{number}": {"anyOf": [{"type": "integer"}] * 4} for number in range(900)}
+    schemas: dict[str, Any] = {
+        "itself": {"$ref": "#"},
+        "ring": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        "remote": {"$ref": "https://example.com/schema.json"},
+        "file": {"$ref": "file:///etc/passwd"},
+        "branching": branching,
+        "product": {
+            "allOf": [
+                {"anyOf": [{"required": [f"p{number}"]}, {"required": [f"q{number}"]}]}
+                for number in range(16)
+            ]
+        },
+        "fields": {"type": "object", "properties": fields},
+        "expression": {"type": "string", "pattern": "((a{1,500}b?){1,500}c?){1,500}(?=d)"},
+    }
+    found = {
+        name: Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)) for name, schema in schemas.items()
+    }
+    found["nested"] = Constraint(ConstraintKind.JSON_SCHEMA, '{"items":' * 5000 + "{}" + "}" * 5000)
+    found["long"] = Constraint(ConstraintKind.JSON_SCHEMA, " " * 100_000 + "{}")
+    found["parentheses"] = Constraint(ConstraintKind.REGEX, "(" * 20_000 + ")" * 20_000)
+    found["rules"] = Constraint(ConstraintKind.GRAMMAR, "start: " + "(" * 20_000 + '"a"' + ")" * 20_000)
+    found["loop"] = Constraint(ConstraintKind.GRAMMAR, "start: start")
+    return found
+
+
+async def test_hostile_constraints_are_refused_beside_the_prompts_of_others(bench: Bench) -> None:
+    model = await bench.version("tiny")
+
+    async def attack() -> dict[str, FairwayError]:
+        refused: dict[str, FairwayError] = {}
+        for number, (name, constraint) in enumerate(hostile_schemas().items()):
+            with pytest.raises(FairwayError) as caught:  # each of another tenant: none is suspended
+                await bench.tokeniser.check_constraint(model, f"tenant{number}", constraint)
+            refused[name] = caught.value
+        return refused
+
+    refused, gap_s, slowest_s = await attacked(bench, model, attack())
+    assert isinstance(refused, dict), refused
+    assert {type(error) for error in refused.values()} == {ConstraintRefused}
+    assert all(error.metadata["field"].startswith("sampling.constraint") for error in refused.values())
+    assert "example.com" in refused["remote"].message
+    assert gap_s < WORST_GAP_S
+    assert slowest_s < SLOWEST_S
+    await bench.tokeniser.check_constraint(model, "acme", Constraint(ConstraintKind.REGEX, "a+"))
+
+
+async def test_a_constraint_is_compiled_once_per_tenant(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await bench.version("tiny")
+    constraint = Constraint(ConstraintKind.REGEX, "a+")
+    await bench.tokeniser.check_constraint(model, "acme", constraint)
+    bench.processes.unload(model.version_digest)
+    await bench.tokeniser.check_constraint(model, "acme", constraint)
+    with pytest.raises(Unavailable):
+        await bench.tokeniser.check_constraint(model, "rival", constraint)
+
+
+async def test_a_tokenizer_that_cannot_be_constrained_is_refused_by_name(bench: Bench) -> None:
+    def change(state: dict[str, Any]) -> None:
+        state["decoder"] = None
+        state["pre_tokenizer"] = {"type": "Whitespace"}
+
+    model = await bench.version("words", change=change)
+    with pytest.raises(UnsupportedFeature, match="tokenizer") as caught:
+        await bench.tokeniser.check_constraint(model, "acme", Constraint(ConstraintKind.REGEX, "a+"))
+    assert caught.value.metadata["field"] == "sampling.constraint"
+
+
 def test_processes_end_with_the_gateway(tmp_path: Path) -> None:
     folder = write_version(tmp_path / "tiny")
     program = f"""
@@ -319,7 +398,7 @@ asyncio.run(main())
 def test_a_gateway_itself_loads_neither_tokenizers_nor_templates() -> None:
     program = "import sys, json, services.app.roles.gateway; print(json.dumps(sorted(sys.modules)))"
     found = json.loads(subprocess.check_output([sys.executable, "-c", program]))
-    assert not {"tokenizers", "jinja2"} & set(found)
+    assert not {"tokenizers", "jinja2", "llguidance"} & set(found)
 
 
 def text_processes() -> list[psutil.Process]:

@@ -29,7 +29,7 @@ from services.gateway.text.text_model import (
 )
 from services.gateway.text.tokenise import INLINE_TOKENS, PrefixNames, Tokeniser
 from services.rpc import bounds
-from services.rpc.convert.inference import PRIORITY_OF
+from services.rpc.convert.inference import PRIORITY_OF, constraint_from_proto
 from services.runtime.identity import KeyDirectory
 
 # A nucleus without mass means the most likely token alone.
@@ -112,7 +112,7 @@ class Validator:
         """Return the generation with its version pinned, prompt tokenised and every default applied.
 
         Within ``request_bounds``: an output limit that is absent is capped, another one is rejected. Raises
-        InvalidInput, PromptTooLong, or the errors of fetching the model's tokenizer.
+        InvalidInput, PromptTooLong, ConstraintRefused, or the errors of fetching the model's tokenizer.
         """
         route = checked.route
         model = await self._catalog.text_model(route.version_digest)
@@ -120,6 +120,9 @@ class Validator:
         _check_ids(generation, model.vocab_size)
         ids = await self._prompt_ids(principal, generation, model)
         limits = self._limits(generation, len(ids), context, request_bounds)
+        if generation.sampling.HasField("constraint"):
+            constraint = constraint_from_proto(generation.sampling.constraint)
+            await self._tokeniser.check_constraint(model, principal.tenant_id, constraint)
         prompt = Prompt(ids)
         if self._prefixes is not None:
             prompt = await self._prefixes.prompt(ids, principal.tenant_id, route.version_digest)
@@ -133,13 +136,14 @@ class Validator:
         checked: Checked,
         request_bounds: RequestBounds,
     ) -> GenerationSpec | None:
-        """Return what ``resolve`` returns, if that takes no work: a short prompt of ids, or a cached one.
+        """Return what ``resolve`` returns, if that takes no work: a short prompt of ids, or a cached one,
+        without a constraint.
 
         Raises InvalidInput or PromptTooLong.
         """
         route = checked.route
         model = self._catalog.loaded_text_model(route.version_digest)
-        if model is None or model.signature is not None:
+        if model is None or model.signature is not None or generation.sampling.HasField("constraint"):
             return None
         ids = self._known_ids(principal, generation, model)
         if not 0 < len(ids) <= INLINE_TOKENS:
@@ -370,6 +374,7 @@ class Validator:
             repetition_penalty=asked.repetition_penalty if repetition else defaults.repetition_penalty,
             logit_bias=tuple(sorted(asked.logit_bias.items())),
             logprobs=generation.logprobs if generation.HasField("logprobs") else None,
+            constraint=constraint_from_proto(asked.constraint) if asked.HasField("constraint") else None,
         )
 
 

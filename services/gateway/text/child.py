@@ -15,7 +15,13 @@ from typing import Any, Final
 
 import msgspec
 
-from services.core.errors import FailedPrecondition, FairwayError, InvalidInput, Unavailable
+from services.core.errors import (
+    ConstraintRefused,
+    FailedPrecondition,
+    FairwayError,
+    InvalidInput,
+    Unavailable,
+)
 from services.gateway.text.messages import (
     EXIT_MEMORY,
     EXIT_PANIC,
@@ -232,6 +238,7 @@ class TextLimits:
     load_cpu_s: float = 20.0
     read_cpu_s: float = 2.0
     read_cpu_s_per_mib: float = 4.0
+    constraint_cpu_s: float = 0.25
     memory_bytes: int = 1024 * 1024 * 1024
     patience_s: float = 10.0  # the wait for an answer, plus ten times the processor time
     idle_s: float = 60.0
@@ -257,6 +264,14 @@ class TextLimits:
             )
         return Unavailable("the process that read the text was lost", retry_after_s=1.0)
 
+    def constraint_error(self, cause: Cause) -> FairwayError:
+        """Return the error of a constraint on which the process ended."""
+        took = self._took(cause, self.constraint_cpu_s)
+        if took or cause is Cause.PANIC:
+            why = f"takes {took} to compile: simplify it" if took else "makes its compiler fail"
+            return ConstraintRefused(f"the constraint {why}", field="sampling.constraint", cause=cause.value)
+        return Unavailable("the process that compiled the constraint was lost", retry_after_s=1.0)
+
     def load_error(self, cause: Cause, version_digest: str) -> FairwayError:
         """Return the error of a version on whose files the process ended."""
         took = "the library fails on it" if cause is Cause.PANIC else self._took(cause, self.load_cpu_s)
@@ -270,5 +285,5 @@ class TextLimits:
 
     def _took(self, cause: Cause, cpu_s: float) -> str:
         if cause is Cause.CPU:
-            return f"more than {cpu_s:.1f} s of processor time"
+            return f"more than {cpu_s:g} s of processor time"
         return f"more than {self.memory_bytes // 2**20} MiB of memory" if cause is Cause.MEMORY else ""

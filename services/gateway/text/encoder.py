@@ -17,21 +17,25 @@ from tokenizers import Tokenizer
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.rope_config import context_of
 from services.core.errors import (
+    ConstraintRefused,
     FailedPrecondition,
     FairwayError,
     InvalidInput,
     PromptTooLong,
     UnsupportedFeature,
 )
+from services.core.generation import Constraint
 from services.gateway.text.chat_template import ChatTemplate, ControlTokens
 from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES
 from services.gateway.text.template_budget import TemplateRefused, TemplateTooCostly
 from services.gateway.text.text_model import ChatMessage, EncodedRows, RowTexts, SamplingDefaults, TextModel
 from services.ports.clock import Clock
+from services.ports.grammars import GrammarRefused, Grammars, TokenizerUnusable
 
 _MAX_JSON_BYTES: Final = 64 * 1024 * 1024
 _MAX_NUMBER: Final = 2**31 - 1
 _SHORT_CHARS: Final = 1024
+CONSTRAINT: Final = "sampling.constraint"  # the field that errors name
 # A template may require or forbid a system message without any declaration.
 _PROBES: Final = (
     (ChatMessage("user", "Hi"),),
@@ -75,8 +79,11 @@ class TextEncoder:
         template: ChatTemplate | None,
         control: ControlTokens,
         unknown: str,
+        eos_ids: Sequence[int] = (),
     ) -> None:
         """``unknown`` is the token for text without a token of its own; it is not a control token."""
+        self._eos_ids = eos_ids
+        self._grammars: Grammars | None = None
         self.model = model
         self.template = template
         self.tokenizer = self._tokenizer = tokenizer
@@ -132,6 +139,31 @@ class TextEncoder:
             raise InvalidInput("a message spells a control token of the model", field="messages")
         return self._in_vocabulary(ids)
 
+    def open_grammars(self) -> None:
+        """Prepare the tokenizer for ``check``, once. Raises UnsupportedFeature where that is impossible."""
+        if self._grammars is not None:
+            return
+        from services.adapters.grammars import grammars_of
+
+        try:
+            self._grammars = grammars_of(
+                self._tokenizer.to_str(), eos_ids=self._eos_ids, vocab_size=self.model.vocab_size
+            )
+        except TokenizerUnusable as error:
+            raise UnsupportedFeature(
+                f"this model's tokenizer cannot be constrained: {error}", field=CONSTRAINT
+            ) from error
+
+    def check(self, constraint: Constraint) -> None:
+        """Return if the constraint compiles and an output can begin. Raises ConstraintRefused."""
+        assert self._grammars is not None, "the grammars are not open"
+        try:
+            self._grammars.compile(constraint)
+        except GrammarRefused as error:
+            raise ConstraintRefused(
+                f"{constraint.kind} is refused: {error}", field=f"{CONSTRAINT}.{constraint.kind}"
+            ) from error
+
     def _ids(self, text: str, *, special: bool) -> list[int]:
         if len(text) <= _SHORT_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=special).ids
@@ -175,7 +207,14 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
     )
     if unknown in (tokens.get("bos_token"), tokens.get("eos_token")):
         unknown = ""  # it is also a start or end token
-    return TextEncoder(model, tokenizer, template, control, unknown)
+    return TextEncoder(model, tokenizer, template, control, unknown, _eos_ids(folder, generation, config))
+
+
+def _eos_ids(folder: Path, generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens as an engine reads them, without a look at what cannot be one."""
+    fields = generation if (folder / "generation_config.json").exists() else config
+    found = fields.get("eos_token_id")
+    return tuple(entry for entry in (found if isinstance(found, list) else [found]) if type(entry) is int)
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from services.core.errors import (
+    ConstraintRefused,
     FailedPrecondition,
     FairwayError,
     InternalError,
@@ -21,6 +22,7 @@ from services.core.errors import (
     PromptTooLong,
     UnsupportedFeature,
 )
+from services.core.generation import Constraint
 from services.gateway.text.text_model import (
     Conversation,
     DecodedText,
@@ -36,7 +38,8 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 EXIT_MEMORY: Final = 3
 EXIT_PANIC: Final = 4
 _ERRORS: Final[dict[str, type[FairwayError]]] = {
-    kind.reason: kind for kind in (FailedPrecondition, InvalidInput, PromptTooLong, UnsupportedFeature)
+    kind.reason: kind
+    for kind in (ConstraintRefused, FailedPrecondition, InvalidInput, PromptTooLong, UnsupportedFeature)
 }
 
 
@@ -69,6 +72,14 @@ class DecodeTokens(msgspec.Struct, frozen=True, tag=True):
     cpu_s: float
 
 
+class CheckConstraint(msgspec.Struct, frozen=True, tag=True):
+    """Compile a constraint. ``open_cpu_s``: for the first one, which prepares the tokenizer."""
+
+    constraint: Constraint
+    cpu_s: float
+    open_cpu_s: float
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     model: TextModel
 
@@ -88,6 +99,10 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
     decoded: DecodedText
 
 
+class ConstraintPassed(msgspec.Struct, frozen=True, tag=True):
+    """The constraint was compiled, and an output can begin."""
+
+
 class TextRefused(msgspec.Struct, frozen=True, tag="TextRefused"):
     """A domain error by its stable reason."""
 
@@ -96,8 +111,8 @@ class TextRefused(msgspec.Struct, frozen=True, tag="TextRefused"):
     metadata: dict[str, str]
 
 
-Order = LoadText | EncodePrompt | EncodeChat | EncodeRows | DecodeTokens
-Answer = Loaded | Encoded | RowsEncoded | Decoded | TextRefused
+Order = LoadText | EncodePrompt | EncodeChat | EncodeRows | DecodeTokens | CheckConstraint
+Answer = Loaded | Encoded | RowsEncoded | Decoded | ConstraintPassed | TextRefused
 
 encode_message: Final = msgspec.msgpack.Encoder().encode
 # Both raise msgspec.DecodeError.

@@ -26,11 +26,14 @@ from services.core.errors import (
     Unavailable,
     VersionFailing,
 )
+from services.core.generation import Constraint
 from services.core.shares import share_of
 from services.gateway.policy.text_turns import Strikes, TenantRoundRobin
 from services.gateway.text.child import Cause, ProcessEnded, TextLimits, TextProcess, own
 from services.gateway.text.messages import (
     Answer,
+    CheckConstraint,
+    ConstraintPassed,
     Decoded,
     DecodeTokens,
     EncodeChat,
@@ -84,14 +87,15 @@ AnyRead = EncodedText | EncodedRows | DecodedText
 @dataclass(eq=False, slots=True)
 class _Job:
     tenant_id: str
-    text: AnyText
+    text: AnyText | Constraint
     size_bytes: int
-    future: asyncio.Future[AnyRead]
+    future: asyncio.Future[AnyRead | None]
     retried: bool = False
 
     @property
     def is_long(self) -> bool:
-        return self.size_bytes > SHORT_BYTES
+        """A constraint is: what it costs does not follow from its size, and it may end its process."""
+        return self.size_bytes > SHORT_BYTES or isinstance(self.text, Constraint)
 
 
 @dataclass(eq=False, slots=True)
@@ -241,13 +245,17 @@ class TextProcesses:
         assert isinstance(found, DecodedText), "no text for tokens"
         return found.text
 
+    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> None:
+        """See ``Texts``."""
+        await self._read(model, tenant_id, constraint, len(constraint.source.encode()))
+
     async def _read(
         self,
         model: TextModel,
         tenant_id: str,
-        text: AnyText,
+        text: AnyText | Constraint,
         size_bytes: int,
-    ) -> AnyRead:
+    ) -> AnyRead | None:
         version = self._versions.get(model.version_digest)
         if version is None:
             raise Unavailable(_UNLOADED, retry_after_s=0.5)
@@ -321,8 +329,9 @@ class TextProcesses:
 
     def _send(self, version: _Version, process: TextProcess, job: _Job) -> None:
         (self._long if job.is_long else version.reading).add(job.tenant_id)
-        cpu_s = self._limits.cpu_s(job.size_bytes)
-        answer = process.send_order(_order(job, cpu_s), patience_s=self._limits.wait_s(cpu_s))
+        order = _order(job, self._limits)
+        cpu_s = order.cpu_s + (order.open_cpu_s if isinstance(order, CheckConstraint) else 0.0)
+        answer = process.send_order(order, patience_s=self._limits.wait_s(cpu_s))
         answer.add_done_callback(partial(self._answered, version, job))
 
     def _answered(self, version: _Version, job: _Job, answer: asyncio.Future[Answer]) -> None:
@@ -338,6 +347,8 @@ class TextProcesses:
                     job.future.set_result(rows)
                 case Decoded(decoded=decoded):
                     job.future.set_result(decoded)
+                case ConstraintPassed():
+                    job.future.set_result(None)
                 case TextRefused() as found:
                     job.future.set_exception(error_of(found))
         self._dispatch(version)
@@ -354,7 +365,7 @@ class TextProcesses:
             return
         if cause is not Cause.STOPPED:
             version.strikes.killed(job.tenant_id, self._clock.monotonic_s())
-        _fail(job, self._limits.read_error(cause, job.size_bytes))
+        _fail(job, _ended_error(job, cause, self._limits))
 
     def _forget(self, version: _Version, job: _Job, _: object) -> None:
         """Remove a text that is read, rejected or abandoned."""
@@ -470,8 +481,11 @@ class TextProcesses:
             self._failed.popitem(last=False)
 
 
-def _order(job: _Job, cpu_s: float) -> Order:
+def _order(job: _Job, limits: TextLimits) -> Order:
+    cpu_s = limits.cpu_s(job.size_bytes)
     match job.text:
+        case Constraint() as constraint:
+            return CheckConstraint(constraint, limits.constraint_cpu_s, limits.load_cpu_s)
         case str(text):
             return EncodePrompt(text, cpu_s)
         case RowTexts() as rows:
@@ -480,6 +494,12 @@ def _order(job: _Job, cpu_s: float) -> Order:
             return DecodeTokens(run, cpu_s)
         case chat:
             return EncodeChat(chat, cpu_s)
+
+
+def _ended_error(job: _Job, cause: Cause, limits: TextLimits) -> FairwayError:
+    if isinstance(job.text, Constraint):
+        return limits.constraint_error(cause)
+    return limits.read_error(cause, job.size_bytes)
 
 
 def _fail(job: _Job, error: FairwayError) -> None:

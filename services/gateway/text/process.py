@@ -27,6 +27,8 @@ from services.gateway.text.messages import (
     LENGTH,
     MAX_MESSAGE_BYTES,
     Answer,
+    CheckConstraint,
+    ConstraintPassed,
     Decoded,
     DecodeTokens,
     EncodePrompt,
@@ -82,7 +84,7 @@ def _serve(channel: socket.socket) -> NoReturn:
                 answer: Answer = Loaded(encoder.model)
             else:
                 assert encoder is not None, "an order before the version was loaded"
-                answer = _encode(encoder, order)
+                answer = _answer(encoder, order)
         except FairwayError as error:
             answer = refused(error)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -98,8 +100,10 @@ def _load(order: LoadText) -> TextEncoder | RowEncoder:
     return encoder
 
 
-def _encode(encoder: TextEncoder | RowEncoder, order: Order) -> Answer:
+def _answer(encoder: TextEncoder | RowEncoder, order: Order) -> Answer:
     assert not isinstance(order, LoadText)
+    if isinstance(order, CheckConstraint):
+        return _check(encoder, order)
     if isinstance(order, EncodeRows):
         return RowsEncoded(rows_of(encoder).encode_rows(order.rows))
     assert isinstance(encoder, TextEncoder), "a prompt of a fixed-cost model"
@@ -110,6 +114,16 @@ def _encode(encoder: TextEncoder | RowEncoder, order: Order) -> Answer:
     else:
         ids = encoder.encode_chat(order.chat.messages, order.chat.variables)
     return encoded(ids, encoder.model.max_context_tokens)
+
+
+def _check(encoder: TextEncoder | RowEncoder, order: CheckConstraint) -> Answer:
+    """Compile a constraint; the first one also prepares the tokenizer, in time of its own."""
+    assert isinstance(encoder, TextEncoder), "a constraint of a fixed-cost model"
+    signal.setitimer(signal.ITIMER_PROF, order.open_cpu_s)
+    encoder.open_grammars()
+    signal.setitimer(signal.ITIMER_PROF, order.cpu_s)
+    encoder.check(order.constraint)
+    return ConstraintPassed()
 
 
 def _limit_memory(memory_bytes: int) -> None:

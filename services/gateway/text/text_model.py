@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from fairway.formats.version_files import GATEWAY_FILES
 from services.core.fixed_cost.signature import Signature
+from services.core.generation import Constraint
 
 # At most about 4 s of a text process, which delays no other client: see ``text/child.py``.
 MIN_PROMPT_BYTES: Final = 1024 * 1024
@@ -174,6 +175,13 @@ class Texts(Protocol):
 
         Raises InvalidInput (PromptTooLong, UnsupportedFeature) for text that the version does not accept,
         FailedPrecondition where its files fail on it, Unavailable where a retry may help.
+        """
+
+    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> None:
+        """Return if the version's outputs can be held to the constraint at a bounded cost.
+
+        Raises ConstraintRefused, UnsupportedFeature for a tokenizer that cannot be constrained, and
+        Unavailable where a retry may help.
         """
 
     async def read_rows(

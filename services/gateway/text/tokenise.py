@@ -14,12 +14,13 @@ from concurrent.futures import Executor
 from typing import Final
 
 from services.core.errors import PromptTooLong
-from services.core.generation import Prompt
+from services.core.generation import Constraint, Prompt
 from services.core.prefix import PREFIX_BLOCK_TOKENS, prefix_chain, prefix_root
 from services.gateway.text.text_model import Conversation, TextModel, Texts, TokenRun
 
 MAX_CACHED_TOKENS: Final = 500_000
 MAX_CACHED_ENTRIES: Final = 4096
+MAX_CHECKED: Final = 4096
 # Longer texts nearly always have more tokens than an entry may.
 MAX_CACHED_BYTES: Final = 1024 * 1024
 # Up to this size naming takes less time than a thread switch under load: 0.2 ms; 100,000 tokens take 4 ms.
@@ -38,6 +39,16 @@ class Tokeniser:
         self._max_cached_tokens = max_cached_tokens
         self._cache: OrderedDict[bytes, Ids] = OrderedDict()
         self._cached_tokens = 0
+        self._checked: OrderedDict[bytes, None] = OrderedDict()  # constraints that passed
+
+    async def check_constraint(self, model: TextModel, tenant_id: str, constraint: Constraint) -> None:
+        """Return if the model can be held to the constraint at a bounded cost. Raises as ``Texts.check``."""
+        key = _digest(model.version_digest, tenant_id, constraint.kind, constraint.source)
+        if key not in self._checked:
+            await self._texts.check(model, tenant_id, constraint)
+            self._checked[key] = None
+            while len(self._checked) > MAX_CHECKED:
+                self._checked.popitem(last=False)
 
     async def prompt(self, model: TextModel, tenant_id: str, text: str) -> Ids:
         """Return the ids of a raw prompt.
@@ -150,8 +161,12 @@ def _check_bytes(model: TextModel, size: int, field: str) -> None:
 def _key_of(model: TextModel, tenant_id: str, text: str | Conversation) -> bytes:
     """Return the name of a raw prompt or a conversation in the cache."""
     fields = ("prompt", text) if isinstance(text, str) else ("chat", *text.texts())
+    return _digest(model.version_digest, tenant_id, *fields)
+
+
+def _digest(*fields: str) -> bytes:
     digest = hashlib.sha256()
-    for field in (model.version_digest, tenant_id, *fields):
+    for field in fields:
         data = field.encode()
         # The length prefix makes different lists of fields distinct.
         digest.update(len(data).to_bytes(8, "little"))

@@ -32,6 +32,8 @@ from services.rpc.convert.inference import (
     LOGPROBS,
     PRIORITIES,
     PRIORITY_OF,
+    constraint_from_proto,
+    constraint_to_proto,
     timestamp,
     token_logprobs,
 )
@@ -193,6 +195,7 @@ def sampling_to_proto(params: Sampling) -> common_pb2.Sampling:
         repetition_penalty=params.repetition_penalty,
         logit_bias=dict(params.logit_bias),
         seed=params.seed,
+        constraint=None if params.constraint is None else constraint_to_proto(params.constraint),
     )
 
 
@@ -209,6 +212,7 @@ def sampling_from_proto(message: common_pb2.Sampling, logprobs: int | None = Non
         repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
         logit_bias=tuple(sorted(message.logit_bias.items())),
         logprobs=logprobs,
+        constraint=constraint_from_proto(message.constraint) if message.HasField("constraint") else None,
     )
 
 

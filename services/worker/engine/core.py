@@ -7,9 +7,11 @@ each sequence is taken where that batch's tokens will bring it, whatever they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Final
 
+from services.worker.engine.constrain.constraints import Constraints
 from services.worker.engine.execute.executor import Batch, Executor, Samples
 from services.worker.engine.live_sequences import Flight, LiveSequences
 from services.worker.engine.outcome import Outcome, Work
@@ -38,6 +40,7 @@ from services.worker.step_page import StepPage
 _TOKENS: Final = attrgetter("tokens")
 _SEES_OUTPUT: Final = attrgetter("sees_output")
 NOTHING: Final = Samples([])
+COMPILING_S: Final = 0.002  # how long a step waits for a grammar when nothing else is to be done
 
 
 class DuplicateHandle(Exception):
@@ -61,9 +64,11 @@ class Engine:
         intake: Intake | None = None,
         speculation: Speculator | None = None,
         page: StepPage | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         """``budget`` paces the prefill, ``reuse`` finds KV that earlier sequences left, ``speculation`` sets
-        which tokens may come next, ``page`` receives the members of each step."""
+        which tokens may come next, ``page`` receives the members of each step. Without ``constraints`` a
+        constrained sequence is refused."""
         self._executor = executor
         self._blocks = blocks
         self._planner = Planner(blocks, limits, budget=budget, reuse=reuse)
@@ -74,6 +79,7 @@ class Engine:
         self._eos_ids = eos_ids
         self._clock = clock
         self._page = page
+        self._constraints = constraints
         self._live = LiveSequences(self._planner)
         self._meter = StepMeter()
         self._arrivals = 0
@@ -89,6 +95,7 @@ class Engine:
             or self._flight is not None
             or self._planner.has_work
             or self._meter.any_ending
+            or (self._constraints is not None and self._constraints.any_pending)
         )
 
     @property
@@ -114,8 +121,7 @@ class Engine:
                 for handle in command.handles:
                     if self._live.cancel(handle):
                         self._meter.end(handle)
-                    if self._speculation is not None:
-                        self._speculation.forget(handle)
+                    self._forget(handle)
             case Resize():
                 self._size.request(command.kv_blocks)
             case Pace():
@@ -128,9 +134,10 @@ class Engine:
 
     def step(self) -> Stepped:
         """One forward pass. Same commands and same executor answers give the same events."""
+        self._take_compiled()
         flight = self._flight if self._flight is not None else self._launch()
         self._flight = self._launch_next(flight) if self._may_run_ahead(flight) else None
-        samples = self._executor.collect() if flight.batch else NOTHING
+        samples = self._collect(flight.batch) if flight.batch else NOTHING
         outcome = self._live.commit(flight, samples)
         if flight.batch and self._page is not None:
             self._page.ended()
@@ -161,9 +168,7 @@ class Engine:
     def _submit(self, command: Submit) -> None:
         if command.handle in self._live:
             raise DuplicateHandle(f"handle {command.handle} is live")
-        reason = self._intake.refusal(command, self._model)
-        if reason is None and self._planner.waiting >= MAX_WAITING:
-            reason = f"{MAX_WAITING} sequences wait already"
+        reason = self._refusal(command)
         if reason is not None:
             self._live.end_at_once(command.handle, "error", reason)
         elif len(command.produced_ids) >= command.limits.max_tokens:
@@ -171,15 +176,56 @@ class Engine:
         else:
             self._arrivals += 1
             self._live.add(self._intake.sequence(command, arrival=self._arrivals, eos_ids=self._eos_ids))
+            if self._constraints is not None and command.sampling.constraint is not None:
+                self._constraints.begin(command.handle, command.sampling.constraint)
+
+    def _refusal(self, command: Submit) -> str | None:
+        """Return why a sequence may not run, or None."""
+        reason = self._intake.refusal(command, self._model)
+        if reason is None and self._planner.waiting >= MAX_WAITING:
+            reason = f"{MAX_WAITING} sequences wait already"
+        if reason is None and command.sampling.constraint is not None and self._constraints is None:
+            reason = "this engine has no constraints"
+        return reason
+
+    def _take_compiled(self) -> None:
+        """Plan the sequences whose grammars are ready; wait a moment for one if there is nothing to do."""
+        if self._constraints is None or not self._constraints.any_pending:
+            return
+        idle = self._flight is None and not (self._planner.has_work or self._live.any_ended)
+        for compiled in self._constraints.take_compiled(timeout_s=COMPILING_S if idle else 0.0):
+            self._live.compiled(compiled.handle, compiled.refusal)
+
+    def _collect(self, batch: Batch) -> Samples:
+        """Return the samples of the batch that was submitted first, with what its masks failed by."""
+        samples = self._executor.collect()
+        if batch.masks is None or not (problems := batch.masks.wait().problems):
+            return samples
+        return replace(samples, unmasked=problems)
+
+    def _forget(self, handle: int) -> None:
+        """Drop what is kept of a sequence that is gone."""
+        if self._speculation is not None:
+            self._speculation.forget(handle)
+        if self._constraints is not None:
+            self._constraints.forget(handle)
 
     def _plan(self) -> Batch:
         """Decide what to compute. The sequences that are handed back are among the events."""
         batch, handed_back = self._planner.plan()
         self._live.hand_back(handed_back)
+        batch = self._with_proposals(batch)
+        if self._constraints is not None and (masks := self._constraints.masks(batch)) is not None:
+            batch = replace(batch, masks=masks)
+        return batch
+
+    def _with_proposals(self, batch: Batch) -> Batch:
         if self._speculation is None or not batch.decodes:
             return batch
         room, prefills = self._planner.room(batch), bool(batch.prefills)
         proposals = self._speculation.propose(batch.decodes, most_rows=room, prefills=prefills)
+        if self._constraints is not None and proposals:
+            proposals = self._constraints.cut(batch.decodes, proposals)
         return self._planner.with_proposals(batch, proposals)
 
     def _launch(self) -> Flight:
@@ -246,8 +292,8 @@ class Engine:
             self._speculation.stepped(
                 work.decodes, outcome.verified, step_s, prefilled=work.prefill_tokens > 0
             )
-            for handle in gone:  # after the last that is learnt of them
-                self._speculation.forget(handle)
+        for handle in gone:  # after the last that is learnt of them
+            self._forget(handle)
 
     def _stepped(self, work: Work, outcome: Outcome, step_s: float, prefill_s: float) -> Stepped:
         self._steps += 1

@@ -56,6 +56,14 @@ class LiveSequences:
         self._live[sequence.handle] = sequence
         self._planner.add(sequence)
 
+    def compiled(self, handle: int, refusal: str) -> None:
+        """Plan a sequence whose constraint was compiled, or fail it if that is refused."""
+        sequence = self._live[handle]
+        if refusal:
+            self._fail(sequence, refusal, "constraint")
+        else:
+            self._planner.compiled(sequence)
+
     def end_at_once(self, handle: int, reason: FinishReason, error: str = "") -> None:
         """Record the end of a sequence that never ran."""
         self._finished[handle] = reason
@@ -112,8 +120,7 @@ class LiveSequences:
             sequence = sampled[row]
             if sequence.status is not Status.DECODING:
                 continue  # an earlier row of it was its last, or a command came
-            if samples.errors and row in samples.errors:
-                self._fail(sequence, samples.errors[row])
+            if self._failed(sequence, samples, row):
                 continue
             token, length = samples.tokens[row], len(sequence.tokens)
             sequence.computed = length
@@ -160,8 +167,7 @@ class LiveSequences:
         for row, sequence in enumerate(flight.sampled):
             if sequence.status is Status.FINISHED:
                 continue
-            if samples.errors and row in samples.errors:
-                self._fail(sequence, samples.errors[row])
+            if self._failed(sequence, samples, row):
                 continue
             if sequence.embeds:
                 embeddings[sequence.handle] = samples.embeddings[row]
@@ -189,9 +195,19 @@ class LiveSequences:
         elif not sequence.has_credit:
             self._planner.stall(sequence)
 
-    def _fail(self, sequence: SequenceState, why: str) -> None:
+    def _failed(self, sequence: SequenceState, samples: Samples, row: int) -> bool:
+        """Fail the sequence if its row has no token."""
+        if samples.errors and row in samples.errors:
+            self._fail(sequence, samples.errors[row], "not_finite")
+            return True
+        if samples.unmasked and row in samples.unmasked:
+            self._fail(sequence, samples.unmasked[row], "constraint")
+            return True
+        return False
+
+    def _fail(self, sequence: SequenceState, why: str, reason: FinishReason) -> None:
         self._errors[sequence.handle] = why
-        self._finish(sequence, "not_finite")
+        self._finish(sequence, reason)
 
     def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
         self._planner.remove(sequence, is_sound=reason != "not_finite")
@@ -219,7 +235,8 @@ def accepted_proposals(batch: Batch, samples: Samples) -> dict[int, int]:
         first = index + extra
         sampled = samples.tokens[first : first + len(proposed)]
         pairs = zip(proposed, sampled, range(first, first + len(proposed)), strict=True)
-        equal = (token == other and row not in samples.errors for token, other, row in pairs)
+        void = samples.errors | samples.unmasked
+        equal = (token == other and row not in void for token, other, row in pairs)
         accepted[index] = next((count for count, same in enumerate(equal) if not same), len(proposed))
         extra += len(proposed)
     return accepted

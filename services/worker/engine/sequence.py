@@ -18,6 +18,7 @@ class Status(Enum):
     WAITING = auto()  # new, no KV
     APART = auto()  # no KV, a suspect that waits for its turn to run in steps of its own
     PREEMPTED = auto()  # lost its KV, goes before new ones
+    COMPILING = auto()  # no KV, its constraint is being compiled
     PARKED = auto()  # no KV and no credit: nothing to do until a Credit
     PREFILLING = auto()
     DECODING = auto()
@@ -117,7 +118,8 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
         credit_limit=submit.credit_limit,
         prefix_names=[prompt.prefix_root, *names] if prompt.prefix_root else [],
         sees_output=bool(sampling.presence_penalty or sampling.frequency_penalty)
-        or sampling.repetition_penalty != 1.0,
+        or sampling.repetition_penalty != 1.0
+        or sampling.constraint is not None,
         embeds=submit.embed,
     )
     sequence.set_credit(submit.credit_limit)

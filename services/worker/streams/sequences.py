@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from services.core.errors import ConstraintRefused
 from services.core.generation import NOT_FINITE, FinishReason, StartSpec, TokenLogprobs
 from services.core.poison.suspicion import LossCause, StepRole
 from services.ports.clock import Clock
@@ -371,7 +372,13 @@ class SequenceTable:
         for number, reason in event.finished.items():
             if (sequence := self._live.get(number)) is None:
                 continue
-            if reason == "error":
+            if reason == "constraint":
+                self._end(
+                    sequence,
+                    FinishReason.ERROR,
+                    error=(ConstraintRefused.reason, event.errors.get(number, "")),
+                )
+            elif reason == "error":
                 error = "INVALID_INPUT" if sequence.prefill_started_s is None else "INTERNAL"
                 self._end(sequence, FinishReason.ERROR, error=(error, event.errors.get(number, "")))
             elif reason == "not_finite":  # possibly the worker's fault: another worker may continue it

@@ -6,6 +6,7 @@ import asyncio
 from concurrent.futures import Executor
 
 from services.core.errors import Unavailable
+from services.core.generation import Constraint
 from services.gateway.text.encoder import TextEncoder
 from services.gateway.text.row_encoder import RowEncoder, load_version, rows_of
 from services.gateway.text.text_model import (
@@ -65,6 +66,13 @@ class LocalTexts:
         encoder = self._encoder(model)
         encode = rows_of(encoder).encode_rows
         return await asyncio.get_running_loop().run_in_executor(self._executor, encode, rows)
+
+    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> None:
+        encoder = self._encoder(model)
+        assert isinstance(encoder, TextEncoder), "a constraint of a fixed-cost model"
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, encoder.open_grammars)
+        await loop.run_in_executor(self._executor, encoder.check, constraint)
 
     def _encoder(self, model: TextModel) -> TextEncoder | RowEncoder:
         encoder = self._encoders.get(model.version_digest)

@@ -19,6 +19,7 @@ from fairway.cli.generation import (
     Answer,
     ModelOption,
     PriorityOption,
+    SchemaOption,
     SeedOption,
     StopOption,
     TemperatureOption,
@@ -119,6 +120,7 @@ def chat(
     top_k: TopKOption = None,
     seed: SeedOption = None,
     stop: StopOption = None,
+    schema: SchemaOption = None,
     priority: PriorityOption = None,
     timeout: TimeoutOption = ANSWER_S,
     grpc_address: GrpcOption = "",
@@ -137,7 +139,14 @@ def chat(
     """
     client = open_client(grpc_address, api_key, state_dir, answer_s=timeout)
     options = options_of(
-        max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, priority=priority
+        max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop,
+        priority=priority,
+        schema=schema,
     )
     conversation = Conversation(targets.default_model(model, state_dir), system)
     # One event loop for all answers, and none while a line is read, so that Ctrl-C ends the reading at once.

@@ -19,6 +19,7 @@ from fairway.cli.generation import (
     Answer,
     ModelOption,
     PriorityOption,
+    SchemaOption,
     SeedOption,
     StopOption,
     TemperatureOption,
@@ -53,6 +54,7 @@ def complete(
     top_k: TopKOption = None,
     seed: SeedOption = None,
     stop: StopOption = None,
+    schema: SchemaOption = None,
     priority: PriorityOption = None,
     streamed: Annotated[
         bool | None,
@@ -82,7 +84,14 @@ def complete(
     client = open_client(grpc_address, api_key, state_dir, answer_s=timeout)
     name = targets.default_model(model, state_dir)
     options = options_of(
-        max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, priority=priority
+        max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop,
+        priority=priority,
+        schema=schema,
     )
     if prompt is not None and not as_json and out().is_terminal:
         plain(out(), text, end="")

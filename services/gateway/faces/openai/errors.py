@@ -75,6 +75,7 @@ _PARAMS: Final = (
     ("chat.messages", "messages"),
     ("max_output_tokens", "max_tokens"),
     ("min_output_tokens", "min_tokens"),
+    ("sampling.constraint", "response_format"),
     ("session_key", "user"),
     ("version", "x-model-version"),
     ("token_ids", "prompt"),

@@ -12,6 +12,7 @@ from msgspec import Raw
 
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, UnsupportedFeature
+from services.gateway.faces.openai.constraints import constraint_of
 from services.gateway.faces.openai.types import (
     ChatBody,
     ChatTurn,
@@ -236,6 +237,7 @@ def _sampling(body: Options) -> common_pb2.Sampling:
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
         seed=_seed(body.seed),
+        constraint=constraint_of(body),
     )
     biases = body.logit_bias or {}
     if len(biases) > _MAX_BIASES:

@@ -90,6 +90,39 @@ class ChatTurn(Struct, forbid_unknown_fields=True, frozen=True):
     function_call: Unserved = UNSET
 
 
+# A JSON schema: an object, or a boolean for everything or nothing. It is checked where it is compiled.
+Schema = dict[str, Any] | bool
+
+
+class JsonSchemaFormat(Struct, forbid_unknown_fields=True, frozen=True):
+    """``strict`` false is served as true: an answer that matches is also one that may match."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    schema: Schema | None = None
+    strict: bool | None = None
+    description: Short | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True, frozen=True):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True, frozen=True):
+    """vLLM's object; the options of its back ends are taken at their neutral values."""
+
+    json: Schema | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Unserved = UNSET
+    whitespace_pattern: Unserved = UNSET
+    disable_fallback: Unserved = UNSET
+    disable_any_whitespace: Unserved = UNSET
+    disable_additional_properties: Unserved = UNSET
+
+
 class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """The fields of both dialects: OpenAI's, this server's own with vLLM's names, hints, and the rest."""
 
@@ -127,8 +160,16 @@ class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     prompt_cache_key: Short | None = None
     prompt_cache_retention: Short | None = None
 
+    response_format: ResponseFormat | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_decoding_backend: Unserved = UNSET
+    guided_whitespace_pattern: Unserved = UNSET
+
     store: Unserved = UNSET
-    response_format: Unserved = UNSET
     chat_template: Unserved = UNSET
     best_of: Unserved = UNSET
     echo: Unserved = UNSET
@@ -206,18 +247,21 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "best_of": (1,),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
+    "disable_additional_properties": (False,),
+    "disable_any_whitespace": (False,),
+    "disable_fallback": (True, False),
     "documents": ([],),
     "early_stopping": (False,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "guided_decoding_backend": ("auto", "guidance"),
     "include_obfuscation": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_token_strs": (False,),
     "return_tokens_as_token_ids": (False,),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.worker.engine.constrain.masks import StepMasks
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine_protocol import SampledLogprobs
 
@@ -30,6 +31,7 @@ class Batch:
     and samples after each, as if those before were output: one row more than it has proposals.
     ``copies`` are pairs of KV blocks: what the first holds is copied to the second, in this order, before
     anything of the step is written. The second ones are among the blocks of its sequences.
+    ``masks`` of constrained rows are computed meanwhile; they are waited for before anything is sampled.
     Rows that sample, in order: those of every decode, then every prefill chunk whose ``samples`` is true.
     False without anything to compute.
     """
@@ -38,6 +40,7 @@ class Batch:
     prefills: list[Chunk]
     proposals: dict[int, list[int]] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    masks: StepMasks | None = None
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
@@ -72,13 +75,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One token per sampling row. ``logprobs`` and ``errors`` are by row; the token of an error is void."""
+    """One token per sampling row. ``logprobs`` and ``errors`` are by row; the token of an error is void.
+
+    ``unmasked`` are rows whose masks failed: their tokens are void too.
+    """
 
     tokens: list[int]
     logprobs: dict[int, SampledLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     # By row of a sequence that embeds: its hidden state after the final norm, as float32.
     embeddings: dict[int, bytes] = field(default_factory=dict)
+    unmasked: dict[int, str] = field(default_factory=dict)
 
 
 class Runner(Protocol):

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
+from services.worker.engine.constrain.masks import Biases
 from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine_protocol import SampledLogprobs
 
@@ -35,12 +38,16 @@ class NullExecutor:
         self._due_s = clock()
 
     def run(self, batch: Batch) -> Samples:
-        """Return one token per sampling row, never an end-of-sequence id: no output ends early."""
+        """Return one token per sampling row, never an end-of-sequence id unless a constraint demands it."""
         vocab_size = self._vocab_size
         sampled = batch.sampled
         tokens = [(s.key + (len(s.tokens) - s.prompt_tokens) * STRIDE) % vocab_size for s in sampled]
         if not self._eos_ids.isdisjoint(tokens):
             tokens = [self._not_eos(token) for token in tokens]
+        if batch.masks is not None:
+            ruled = batch.masks.wait()
+            for row, biases in zip(ruled.rows, ruled.biases, strict=True):
+                tokens[row] = _allowed(tokens[row], biases)
         logprobs = {
             row: SampledLogprobs(0.0, [], [])
             for row, s in enumerate(sampled)
@@ -68,3 +75,9 @@ class NullExecutor:
             self._due_s = now_s + self._step_s
         if self._due_s > now_s:
             self._sleep(self._due_s - now_s)
+
+
+def _allowed(token: int, biases: Biases) -> int:
+    """Return the first token from this one on, in a circle, that may come next."""
+    allowed = np.flatnonzero(biases == 0.0)
+    return int(allowed[np.searchsorted(allowed, token) % len(allowed)])

@@ -91,7 +91,7 @@ class TorchExecutor:
             if not len(logits):
                 self._under_way.append(None)
                 return
-            sampled = launch(logits, rows.sampling, self._reductions)
+            sampled = launch(logits, rows.sampling, self._reductions, batch.masks)
             self._tokens = sampled.tokens
             self._under_way.append(_Running(sampled.to_host(), embedded, _rows_of(hidden, embedded)))
 

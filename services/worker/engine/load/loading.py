@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -15,6 +19,8 @@ from fairway.formats.decoder_config import ModelConfig, parse_config
 from fairway.formats.rope_config import context_of
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.core.prefix import PREFIX_BLOCK_TOKENS
+from services.ports.grammars import Grammars, TokenizerUnusable
+from services.worker.engine.constrain.constraints import Constraints
 from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Executor, Inline
 from services.worker.engine.execute.null_executor import NullExecutor
@@ -43,6 +49,8 @@ NULL_MAX_MODEL_LEN: Final = 32768
 WARM_UP_TOKENS: Final = 32
 MAX_KV_BLOCKS: Final = 1 << 24
 MAX_PROPOSALS: Final = 64
+GRAMMAR_NICENESS: Final = 10
+DEVICE_MASK_THREADS: Final = 4  # beside a device; a CPU's threads are the step's
 
 Report = Callable[[str, float], None]  # phase, done 0..1
 
@@ -84,7 +92,8 @@ def load(
     cache = _prefix_cache(config, ready)
     speculation = _speculation(config, draft)
     page = StepPage.open(Path(config.step_page_path), config.max_sequences) if config.step_page_path else None
-    engine = _engine(executor, ready, limits, stop_ids, budget, speculation, cache, page)
+    constraints = _constraints(config, ready, stop_ids)
+    engine = _engine(executor, ready, limits, stop_ids, budget, speculation, cache, page, constraints)
     return engine, msgspec.structs.replace(ready, full_step_s=full_step_s)
 
 
@@ -169,6 +178,7 @@ def _engine(
     speculation: Speculator | None = None,
     cache: PrefixCache | None = None,
     page: StepPage | None = None,
+    constraints: Constraints | None = None,
 ) -> Engine:
     return Engine(
         executor,
@@ -181,7 +191,42 @@ def _engine(
         reuse=cache,
         speculation=speculation,
         page=page,
+        constraints=constraints,
     )
+
+
+def _constraints(config: EngineConfig, ready: Ready, stop_ids: frozenset[int]) -> Constraints:
+    """Return who compiles constraints, with threads that start at the first one.
+
+    Compilations give way to the steps and to the masks, which a step waits for.
+    """
+
+    def open_grammars() -> Grammars:
+        from services.adapters.grammars import grammars_of
+
+        try:
+            source = (Path(config.model_dir) / "tokenizer.json").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerUnusable(f"tokenizer.json is not there: {type(error).__name__}") from error
+        return grammars_of(
+            source,
+            eos_ids=sorted(stop_ids),
+            vocab_size=ready.vocab_size,
+            threads=1 if config.device == "cpu" else DEVICE_MASK_THREADS,
+        )
+
+    return Constraints(
+        open_grammars,
+        vocab_size=ready.vocab_size,
+        compiling=ThreadPoolExecutor(1, "grammars", initializer=_at_low_priority),
+        masking=ThreadPoolExecutor(1, "masks"),
+    )
+
+
+def _at_low_priority() -> None:
+    """Lower the priority of the calling thread, on systems where a thread has its own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), GRAMMAR_NICENESS)
 
 
 def _blocks(ready: Ready) -> BlockManager:

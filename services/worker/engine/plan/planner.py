@@ -111,7 +111,15 @@ class Planner:
         return bool(self._places.apart) or self._running_suspect() is not None
 
     def add(self, sequence: SequenceState) -> None:
-        """Queue a new sequence; the planner owns it from now on."""
+        """Queue a new sequence, a constrained one when ``compiled``; the planner owns it from now on."""
+        if sequence.sampling.constraint is not None:
+            self._places.put(sequence, Status.COMPILING)
+        else:
+            self._admission.line_up(sequence)
+
+    def compiled(self, sequence: SequenceState) -> None:
+        """Queue a sequence whose constraint was compiled."""
+        self._places.take(sequence)
         self._admission.line_up(sequence)
 
     def credit(self, sequence: SequenceState, limit: int) -> None:

@@ -17,6 +17,7 @@ class SequenceSets:
         self.waiting = WaitQueue()
         self.preempted = WaitQueue()
         self.apart: list[SequenceState] = []  # in the order in which they came
+        self.compiling: list[SequenceState] = []
         self.parked: dict[int, SequenceState] = {}
         self.prefilling: list[SequenceState] = []
         self.decoding: list[SequenceState] = []
@@ -26,6 +27,7 @@ class SequenceSets:
         self.long_prefills = 0  # of those that prefill
         self._lists = {
             Status.APART: self.apart,
+            Status.COMPILING: self.compiling,
             Status.PREFILLING: self.prefilling,
             Status.DECODING: self.decoding,
             Status.HELD: self.held,
@@ -46,7 +48,8 @@ class SequenceSets:
     @property
     def without_kv(self) -> int:
         """How many sequences hold none."""
-        return len(self.waiting) + len(self.preempted) + len(self.apart) + len(self.parked)
+        lined_up = len(self.waiting) + len(self.preempted) + len(self.apart)
+        return lined_up + len(self.parked) + len(self.compiling)
 
     def holders(self) -> list[SequenceState]:
         """Return those that hold KV."""
@@ -97,7 +100,7 @@ class SequenceSets:
         for status, group in (*self._lists.items(), (Status.PARKED, list(self.parked.values()))):
             assert all(sequence.status is status for sequence in group), f"a status is not {status}"
         assert self.long_prefills == sum(sequence.is_long for sequence in self.prefilling), "long prefills"
-        without_kv = (*self.parked.values(), *self.apart)
+        without_kv = (*self.parked.values(), *self.apart, *self.compiling)
         assert all(not sequence.blocks for sequence in without_kv), "a sequence that waits holds KV"
 
 

@@ -1,8 +1,9 @@
 """From logits to tokens. Stateless: everything is derived from the sequence, so no row can inherit anything.
 
 Order, for one row: logit bias, repetition penalty (prompt and output), presence and frequency penalties
-(output), log-probabilities, the min_tokens mask; then greedy, or temperature, top-k, top-p over what
-top-k left, min-p, and the draw. Conventions are OpenAI's and those of vLLM and transformers.
+(output), the mask of its constraint, log-probabilities, the min_tokens mask; then greedy, or temperature,
+top-k, top-p over what top-k left, min-p, and the draw. Conventions are OpenAI's and those of vLLM and
+transformers: as in vLLM, log-probabilities are those of the tokens that the constraint allows.
 
 The draw inverts the cumulative distribution in token order at u(seed, choice, position). In token order a
 disturbance of the logits moves the boundaries by as much as it moves the probabilities; in sorted order
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from services.worker.engine.constrain.masks import RuledRows, StepMasks
 from services.worker.engine.execute.executor import Samples
 from services.worker.engine.sample.reductions import Reductions, TorchReductions
 from services.worker.engine.sample.sampling_rows import (
@@ -87,7 +89,7 @@ class Sampled:
         columns = zip(self.logged, self.wanted, self.own.tolist(), ids, values, strict=True)
         return Samples(
             chosen,
-            {row: SampledLogprobs(own, top[:count], best[:count]) for row, count, own, top, best in columns},
+            {row: _reported(own, top[:count], best[:count]) for row, count, own, top, best in columns},
             errors,
         )
 
@@ -97,12 +99,18 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Samples:
     return launch(logits, rows).samples()
 
 
-def launch(logits: torch.Tensor, rows: SamplingRows, reductions: Reductions = TORCH) -> Sampled:
+def launch(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    reductions: Reductions = TORCH,
+    masks: StepMasks | None = None,
+) -> Sampled:
     """Begin to sample the rows of the float32 logits [rows, vocabulary], which are changed in place.
 
     Rows that are greedy or drawn cost no look at their sequences; what each other thing costs is in
     proportion to the rows that ask for it. A row's result depends on the others where ``reductions`` do, and
-    nowhere else: all else is by element, compares, or counts.
+    nowhere else: all else is by element, compares, or counts. ``masks`` are waited for: the device computes
+    the logits meanwhile.
     """
     flags = int(np.bitwise_or.reduce(rows.columns.flags))
     if flags & BIASED:
@@ -111,11 +119,14 @@ def launch(logits: torch.Tensor, rows: SamplingRows, reductions: Reductions = TO
         _penalise_repetition(logits, rows)
     if flags & OUTPUT_PENALTY:
         _penalise_output(logits, rows)
+    ruled = None if masks is None else masks.wait()
+    if ruled is not None:
+        _rule_out(logits, ruled)
     logged = rows.asking(LOGGED) if flags & LOGGED else []
     places = _on(torch.tensor(logged), logits) if logged else None
     logprobs = None if places is None else reductions.log_softmax(logits[places])
     if flags & MIN_TOKENS:
-        _mask_stops(logits, rows)
+        _mask_stops(logits, rows, ruled)
     best, tokens = logits.max(dim=-1)  # as the greatest, NaN comes out too
     finite = best.isfinite()
     if flags & DRAWN:
@@ -274,17 +285,47 @@ def _penalise_output(logits: torch.Tensor, rows: SamplingRows) -> None:
         logits.view(-1)[where] -= presence[row_of] + frequency[row_of] * counts
 
 
-def _mask_stops(logits: torch.Tensor, rows: SamplingRows) -> None:
-    """Rule out every stop token while the output is shorter than min_tokens."""
+def _rule_out(logits: torch.Tensor, ruled: RuledRows) -> None:
+    """Rule out what the constraints forbid."""
+    biases = _on(torch.from_numpy(ruled.biases), logits)
+    if len(ruled.rows) == len(logits):
+        logits.add_(biases)
+    else:
+        logits.index_add_(0, _on(torch.tensor(ruled.rows), logits), biases)
+
+
+def _mask_stops(logits: torch.Tensor, rows: SamplingRows, ruled: RuledRows | None) -> None:
+    """Rule out every stop token while the output is shorter than min_tokens.
+
+    An output that its constraint lets only end may end all the same.
+    """
     width = logits.shape[1]
     where = [
         row * width + token
         for row in rows.asking(MIN_TOKENS)
         if rows.positions[row] < rows.sequences[row].limits.min_tokens
+        and not (ruled is not None and _can_only_end(row, rows.sequences[row].stop_ids, ruled))
         for token in rows.sequences[row].stop_ids
     ]
     if where:
         logits.view(-1)[_on(torch.tensor(where), logits)] = -math.inf
+
+
+def _can_only_end(row: int, stop_ids: frozenset[int], ruled: RuledRows) -> bool:
+    """Whether the row is constrained, and no token but stop tokens may come next."""
+    if row not in ruled.rows:
+        return False
+    biases = ruled.biases[ruled.rows.index(row)]
+    stops = sum(biases[token] == 0.0 for token in stop_ids)
+    return bool(len(biases) - int(np.count_nonzero(biases)) == stops)
+
+
+def _reported(own: float, tokens: list[int], logprobs: list[float]) -> SampledLogprobs:
+    """Return the log-probabilities of a row; alternatives that cannot come are left out."""
+    if logprobs and logprobs[-1] == -math.inf:
+        possible = logprobs.index(-math.inf)
+        tokens, logprobs = tokens[:possible], logprobs[:possible]
+    return SampledLogprobs(own, tokens, logprobs)
 
 
 def _slices(rows: SamplingRows, asking: list[int]) -> Iterator[list[int]]:

@@ -24,7 +24,14 @@ from services.core.errors import (
     ShareExceeded,
     TokenRateExceeded,
 )
-from services.core.generation import GenerationSpec, NotAdmittedReason, Principal, StartSpec, Usage
+from services.core.generation import (
+    Constraint,
+    GenerationSpec,
+    NotAdmittedReason,
+    Principal,
+    StartSpec,
+    Usage,
+)
 from services.core.limits import Claim, Limit, LimitKind, Price
 from services.core.poison.fingerprint import fingerprint_of
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
@@ -83,6 +90,9 @@ class CountedTexts:
         self.encoded += 1
         await self.gate.wait()
         return await self._texts.read(model, tenant_id, text, size_bytes=size_bytes)
+
+    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> None:
+        await self._texts.check(model, tenant_id, constraint)
 
 
 class NotedLimiter(MemoryLimiter):

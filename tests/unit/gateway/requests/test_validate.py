@@ -21,6 +21,7 @@ from services.core.errors import (
 )
 from services.core.generation import GenerationSpec, Principal
 from services.core.records import TENANTS, KeyRole, Meta, Priority, Tenant
+from services.gateway.policy.claims import RequestBounds
 from services.gateway.requests.validate import Validator
 
 DIGEST = "sha256:" + "ab" * 32
@@ -255,3 +256,18 @@ async def test_counting_agrees_with_running(resolve: Resolve, validator: Validat
 async def test_a_chat_prompt_is_the_rendered_template(resolve: Resolve) -> None:
     spec = await resolve(chat=chat("<|end|>"))
     assert [token for token in spec.prompt.ids if token < 5] == [0, 3, 1, 4]
+
+
+async def test_a_constraint_is_never_taken_without_its_check(validator: Validator, resolve: Resolve) -> None:
+    def short(generation: inference_pb2.Generation) -> GenerationSpec | None:
+        return validator.resolve_short(
+            WHO, generation, "req_1", validator.check(WHO, generation), RequestBounds()
+        )
+
+    await resolve()  # its prompt is known from now on
+    broken = sampling(constraint=common_pb2.Constraint(regex="["))
+    assert short(inference_pb2.Generation(model="chat-small", prompt="the quick")) is not None
+    assert short(inference_pb2.Generation(model="chat-small", prompt="the quick", sampling=broken)) is None
+    with pytest.raises(InvalidInput) as caught:
+        await resolve(sampling=broken)
+    assert caught.value.metadata["field"].startswith("sampling.constraint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from fairway.v1 import common_pb2, worker_pb2
 from services.core.errors import InvalidInput
 from services.core.generation import (
+    Constraint,
+    ConstraintKind,
     FallbackGrant,
     FinishReason,
     GenerationSpec,
@@ -52,6 +55,15 @@ samplings = st.builds(
     repetition_penalty=float32,
     logit_bias=st.dictionaries(uint32, float32, max_size=3).map(lambda bias: tuple(sorted(bias.items()))),
     logprobs=st.none() | st.integers(0, 20),
+    constraint=st.none()
+    | st.builds(
+        Constraint,
+        st.sampled_from([kind for kind in ConstraintKind if kind is not ConstraintKind.CHOICE]),
+        short.filter(bool),
+    )
+    | st.lists(short, min_size=1, max_size=3).map(
+        lambda texts: Constraint(ConstraintKind.CHOICE, json.dumps(texts, ensure_ascii=False))
+    ),
 )
 generations = st.builds(
     GenerationSpec,

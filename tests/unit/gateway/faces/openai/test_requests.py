@@ -185,7 +185,6 @@ UNSUPPORTED = {
     "tool_choice": "required",
     "functions": [{}],
     "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"},
     "audio": {"voice": "a"},
     "modalities": ["text", "audio"],
     "prediction": {"type": "content"},
@@ -477,3 +476,63 @@ def test_no_body_is_a_bug(fields: dict[str, Any], is_chat: bool) -> None:
     body = json.dumps({"model": "m", **fields}).encode()
     with contextlib.suppress(FairwayError):
         (chat_request if is_chat else completion_request)(body)
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}, "required": ["b"]}
+TEXT = json.dumps(SCHEMA)
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+CHOICES = common_pb2.Choices(texts=["yes", "no"])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type":"object"}'}),
+        ({"response_format": FORMAT}, {"json_schema": TEXT}),
+        ({"guided_json": SCHEMA}, {"json_schema": TEXT}),
+        ({"guided_json": TEXT}, {"json_schema": TEXT}),
+        ({"guided_regex": "[ab]+", "guided_decoding_backend": "guidance"}, {"regex": "[ab]+"}),
+        ({"guided_choice": ["yes", "no"]}, {"choice": CHOICES}),
+        ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}}, {"json_schema": TEXT}),
+        ({"structured_outputs": {"regex": "a"}}, {"regex": "a"}),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"choice": CHOICES}),
+        ({"structured_outputs": {"grammar": "x"}}, {"grammar": "x"}),
+        ({"structured_outputs": {"json_object": True}}, {"json_schema": '{"type":"object"}'}),
+    ],
+)
+def test_what_an_output_must_match_arrives(options: dict[str, Any], expected: dict[str, Any]) -> None:
+    for wanted in (chat(**options), completion(**options)):
+        assert wanted.generations[0].sampling.constraint == common_pb2.Constraint(**expected)
+
+
+def test_a_format_of_text_is_no_constraint() -> None:
+    assert not chat(response_format={"type": "text"}).generations[0].sampling.HasField("constraint")
+    assert not chat(structured_outputs={}).generations[0].sampling.HasField("constraint")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": FORMAT | {"type": "text"}}, "response_format.json_schema"),
+        ({"response_format": FORMAT, "guided_regex": "a"}, "guided_regex"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs.whitespace_pattern"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_json": ""}, "guided_json"),
+    ],
+)
+def test_constraints_that_are_not_served_are_named(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        chat(**options)
+    assert caught.value.metadata["field"] == field

@@ -1,0 +1,1 @@
+"""Structured output: what it costs, and that it holds."""

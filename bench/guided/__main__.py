@@ -1,0 +1,225 @@
+"""What structured output costs, and whether it holds: ``make bench-guided``, about ten minutes on two cores.
+
+- ``valid_ratio``: of drawn schemas whose outputs ended by ``stop``, those whose text is valid, by the package
+  jsonschema. ``ended`` and ``refused`` count the others.
+- ``identical_resume_ratio``: outputs that another engine resumed at a random token and that came out equal.
+- ``throughput_ratio``: tokens per second of 32 constrained streams over 32 free ones, of a random model with
+  131,072 tokens.
+- ``neighbours_itl_ratio``: the 99th percentile of the time between tokens of free streams of that model
+  while 100 hostile schemas are checked as a gateway does and submitted as a worker does, over that of none.
+
+The last line is ``RESULT`` with the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from random import Random
+from typing import Final
+
+import jsonschema
+import numpy as np
+
+from bench.guided.engines import BUNDLED, engine_of, run, submit, tokenizer_of, write_large
+from bench.guided.schemas import drawn, hostile
+from services.core.errors import FairwayError
+from services.core.generation import Constraint, ConstraintKind
+from services.gateway.text.pool import TextProcesses
+from services.runtime.clock import SystemClock
+from services.runtime.supervisor import Supervisor
+from services.runtime.telemetry.metrics import Metrics
+from services.worker.engine.core import Engine
+from services.worker.engine_protocol import Cancel
+
+STREAMS: Final = 32
+OUTPUT: Final = 160  # tokens of a drawn schema's output at most
+HOSTILE: Final = 1 << 16  # handles from here on are of hostile schemas
+NEIGHBOURS: Final = 8
+PROMPT: Final = 'x = {"name": "a", "size": 3}\ny = '
+TENANTS: Final = 40  # that send the hostile schemas: a tenant that ends processes is soon suspended
+LONG_ARRAY: Final = json.dumps(
+    {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "sizes": {"type": "array", "items": {"type": "integer"}},
+            },
+            "required": ["name", "sizes"],
+        },
+        "minItems": 1000,
+    }
+)
+
+
+def of_schema(text: str) -> Constraint:
+    return Constraint(ConstraintKind.JSON_SCHEMA, text)
+
+
+def validity(schemas: int) -> dict[str, float]:
+    """Generate one output per schema, and resume each in another engine."""
+    tokenizer, engine, other = tokenizer_of(BUNDLED), engine_of(BUNDLED), engine_of(BUNDLED)
+    ids = tokenizer.encode(PROMPT).ids
+    constraints = [of_schema(json.dumps(drawn(number))) for number in range(schemas)]
+    submits = [submit(n, ids, max_tokens=OUTPUT, constraint=each) for n, each in enumerate(constraints)]
+    whole = run(engine, submits)
+    ended = [handle for handle, reason in whole.finished.items() if reason == "stop"]
+    valid = sum(_is_valid(tokenizer.decode(whole.tokens[handle]), drawn(handle)) for handle in ended)
+    rng = Random(1)
+    cuts = {handle: rng.randrange(len(tokens)) for handle, tokens in whole.tokens.items()}
+    resumed = run(
+        other,
+        [
+            submit(
+                handle,
+                ids,
+                max_tokens=OUTPUT,
+                constraint=constraints[handle],
+                produced_ids=whole.tokens[handle][:cut],
+            )
+            for handle, cut in cuts.items()
+        ],
+    )
+    equal = sum(resumed.tokens.get(handle, []) == whole.tokens[handle][cut:] for handle, cut in cuts.items())
+    return {
+        "schemas": schemas,
+        "ended": len(ended),
+        "refused": len(whole.errors),
+        "valid_ratio": valid / max(1, len(ended)),
+        "identical_resume_ratio": equal / max(1, len(cuts)),
+    }
+
+
+def _is_valid(text: str, schema: dict[str, object]) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def throughput_ratio(engine: Engine, ids: list[int], *, tokens: int, rounds: int) -> float:
+    """Return the tokens per second with a constraint over those without: the median of the turns."""
+    constraint = of_schema(LONG_ARRAY)
+    _rate(engine, ids, constraint, tokens=4)  # the tokenizer is prepared and the grammar kept
+    found = []
+    for number in range(rounds):
+        pair = [None, constraint] if number % 2 else [constraint, None]
+        rates = {each is None: _rate(engine, ids, each, tokens=tokens) for each in pair}
+        found.append(rates[False] / rates[True])
+        print(f"tokens/s free {rates[True]:.1f}, constrained {rates[False]:.1f}", flush=True)
+    return float(np.median(found))
+
+
+def _rate(engine: Engine, ids: list[int], constraint: Constraint | None, *, tokens: int) -> float:
+    submits = [
+        submit(n, ids, max_tokens=tokens, constraint=constraint, ignore_eos=True, temperature=0.0)
+        for n in range(STREAMS)
+    ]
+    began_s = time.monotonic()
+    found = run(engine, submits)
+    assert all(len(each) == tokens for each in found.tokens.values()), found.errors
+    return STREAMS * tokens / (time.monotonic() - began_s)
+
+
+def neighbours_ratio(engine: Engine, folder: Path, ids: list[int], *, count: int, rounds: int) -> float:
+    """Return the p99 of the time between tokens while schemas come over that while none does, in turns."""
+    found = []
+    for number in range(rounds):
+        quiet_s = _itl_p99_s(engine, ids, SimpleQueue(), steps=200)
+        passed: SimpleQueue[Constraint] = SimpleQueue()
+        first = number * count
+        sender = threading.Thread(target=asyncio.run, args=(_send(folder, passed, first, count),))
+        sender.start()
+        attacked_s = _itl_p99_s(engine, ids, passed, steps=200, while_running=sender)
+        sender.join()
+        found.append(attacked_s / quiet_s)
+        print(f"ITL p99 {quiet_s * 1e3:.1f} ms quiet, {attacked_s * 1e3:.1f} ms attacked", flush=True)
+    return float(np.median(found))
+
+
+def _itl_p99_s(
+    engine: Engine,
+    ids: list[int],
+    passed: SimpleQueue[Constraint],
+    *,
+    steps: int,
+    while_running: threading.Thread | None = None,
+) -> float:
+    """Run free streams for so many steps, and on while the thread runs; submit what passes meanwhile."""
+    for handle in range(NEIGHBOURS):
+        engine.apply(submit(handle, ids, max_tokens=1 << 12, ignore_eos=True))
+    gaps: list[float] = []
+    last_s, handle = time.monotonic(), HOSTILE
+    while len(gaps) < steps or (while_running is not None and while_running.is_alive()):
+        try:
+            engine.apply(submit(handle, ids, max_tokens=2, constraint=passed.get_nowait()))
+            handle += 1
+        except Empty:
+            pass
+        stepped = engine.step()
+        if any(each < HOSTILE for each in stepped.handles):
+            now_s = time.monotonic()
+            gaps.append(now_s - last_s)
+            last_s = now_s
+    engine.apply(Cancel([*range(NEIGHBOURS), *range(HOSTILE, handle)]))
+    while engine.has_work:
+        engine.step()
+    return float(np.percentile(gaps[2:], 99))
+
+
+async def _send(folder: Path, passed: SimpleQueue[Constraint], first: int, count: int) -> None:
+    """Check the schemas one after the other as a gateway does; those that pass go on."""
+    clock = SystemClock()
+    supervisor = Supervisor(clock)
+    texts = TextProcesses(clock, supervisor, Metrics())
+    supervisor.spawn("text processes", texts.run())
+    refused: dict[str, int] = {}
+    try:
+        model = await texts.load("sha256:large", lambda: nullcontext(folder))
+        for number in range(first, first + count):
+            constraint = of_schema(hostile(number))
+            try:
+                await texts.check(model, f"tenant{number % TENANTS}", constraint)
+            except FairwayError as error:
+                refused[error.reason] = refused.get(error.reason, 0) + 1
+            else:
+                passed.put(constraint)
+    finally:
+        await supervisor.close()
+    print(f"{count} hostile schemas: refused {refused}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schemas", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=40, help="of each stream")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--hostile", type=int, default=100)
+    options = parser.parse_args()
+    result: dict[str, float] = validity(options.schemas)
+    print(json.dumps(result), flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_large(folder)
+        ids = tokenizer_of(folder).encode(PROMPT).ids
+        engine = engine_of(folder)
+        ratio = throughput_ratio(engine, ids, tokens=options.tokens, rounds=options.rounds)
+        result["throughput_ratio"] = ratio
+        result["neighbours_itl_ratio"] = neighbours_ratio(
+            engine, folder, ids, count=options.hostile, rounds=options.rounds
+        )
+    print("RESULT " + json.dumps({name: round(value, 4) for name, value in result.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""JSON schemas drawn at random, and schemas that a hostile client might send."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any, Final
+
+Schema = dict[str, Any]
+
+NAMES: Final = ("id", "name", "kind", "size", "tags", "note", "when", "flag", "next", "items")
+WORDS: Final = ("x", "yy", "red", "green", "a b", "ü", '"', "\\", "")
+PATTERNS: Final = ("^[a-z]{1,4}$", "^[0-9]{2}-[0-9]{2}$", "^(on|off)$")
+FORMATS: Final = ("date", "time", "ipv4", "uuid")
+DEPTH: Final = 2
+
+
+def drawn(seed: int) -> Schema:
+    """Return the schema of a seed: an object whose values are short."""
+    rng = Random(seed)
+    schema = _object(rng, DEPTH)
+    if rng.random() < 0.3:  # a definition that the schema refers to
+        schema["$defs"] = {"part": _value(rng, 0)}
+        schema["properties"]["part"] = {"$ref": "#/$defs/part"}
+        schema["required"] = [*schema["required"], "part"]
+    return schema
+
+
+def _object(rng: Random, depth: int) -> Schema:
+    names = rng.sample(NAMES, rng.randint(1, 3))
+    return {
+        "type": "object",
+        "properties": {name: _value(rng, depth - 1) for name in names},
+        "required": names if rng.random() < 0.7 else names[:1],
+        "additionalProperties": False,
+    }
+
+
+def _value(rng: Random, depth: int) -> Schema:
+    kinds = [_text, _integer, _number, _enum, _constant]
+    if depth > 0:
+        kinds += [_object_below, _array, _either]
+    return rng.choice(kinds)(rng, depth)
+
+
+def _object_below(rng: Random, depth: int) -> Schema:
+    return _object(rng, depth)
+
+
+def _text(rng: Random, depth: int) -> Schema:
+    match rng.randrange(3):
+        case 0:
+            return {"type": "string", "pattern": rng.choice(PATTERNS)}
+        case 1:
+            return {"type": "string", "format": rng.choice(FORMATS)}
+    shortest = rng.randint(0, 2)
+    return {"type": "string", "minLength": shortest, "maxLength": shortest + rng.randint(0, 4)}
+
+
+def _integer(rng: Random, depth: int) -> Schema:
+    least = rng.randint(-50, 50)
+    return {"type": "integer", "minimum": least, "maximum": least + rng.randint(0, 100)}
+
+
+def _number(rng: Random, depth: int) -> Schema:
+    least = rng.randint(-5, 5)
+    return {"type": "number", "exclusiveMinimum": least, "maximum": least + rng.randint(1, 9)}
+
+
+def _enum(rng: Random, depth: int) -> Schema:
+    return {"enum": rng.sample((*WORDS, 0, 1.5, True, None), rng.randint(1, 4))}
+
+
+def _constant(rng: Random, depth: int) -> Schema:
+    return {"const": rng.choice((*WORDS, 7, False, None))} if rng.random() < 0.7 else {"type": "boolean"}
+
+
+def _array(rng: Random, depth: int) -> Schema:
+    least = rng.randint(0, 2)
+    return {
+        "type": "array",
+        "items": _value(rng, depth - 1),
+        "minItems": least,
+        "maxItems": least + rng.randint(0, 2),
+    }
+
+
+def _either(rng: Random, depth: int) -> Schema:
+    return {"anyOf": [_value(rng, depth - 1) for _ in range(rng.randint(2, 3))]}
+
+
+def hostile(number: int) -> str:
+    """Return one of the schemas that take much, never the same for two numbers."""
+    wide = number % 7 * 100 + 200
+    kinds: tuple[Schema, ...] = (
+        {
+            "type": "object",
+            "properties": {f"p{number}_{n}": {"type": "integer"} for n in range(wide)},
+        },
+        {"enum": [f"k{number}_{place}" for place in range(10 * wide)]},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        _branching(13, number),
+        {"type": "string", "pattern": f"((a{{1,{wide}}}b?){{1,{wide}}}c?){{1,{wide}}}{number}"},
+        {"$ref": f"https://example.com/{number}.json"},
+        {"allOf": [{"anyOf": [{"required": [f"p{n}"]}, {"required": [f"q{n}"]}]} for n in range(12)]},
+    )
+    return json.dumps(kinds[number % len(kinds)])
+
+
+def _branching(times: int, number: int) -> Schema:
+    schema: Schema = {"type": "integer", "minimum": number}
+    for _ in range(times):
+        schema = {"anyOf": [schema, {"type": "array", "items": schema}]}
+    return schema

@@ -1,0 +1,245 @@
+"""``Grammars`` by llguidance: an Earley parser over lexemes whose automata are built as they are needed.
+
+The only module that imports llguidance. Its limits hold for every constraint: a compilation, and then each
+step, stops where it needs more fuel, items, states or symbols than these. Messages quote the constraint only
+(``verbose_errors`` is off), and nothing is logged.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import llguidance
+
+from services.core.generation import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
+from services.ports.grammars import Bits, GrammarRefused, MaskRequest, TokenizerUnusable
+
+MAX_COMPILED: Final = 64  # grammars that are kept for requests to come
+MAX_SHOWN: Final = 300  # characters of a message
+# Between the tokens of JSON: what writers of it put there. Small models go on with more blanks for ever.
+WHITESPACE: Final = r"(\x20|\x0A[\x20\x09]{0,16})?"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """What one constraint may take."""
+
+    # Fuel of the lexer while the grammar is compiled, about 20 ms.
+    compile_fuel: int = 1_000_000
+    # Fuel of the lexer in one step, about 7 ms.
+    step_fuel: int = 100_000
+    # Items of the parser in one step, about 1 ms.
+    step_items: int = 20_000
+    # Items in one row of the parser's chart.
+    row_items: int = 1000
+    # States of the lexer, at 1 to 2 kB each.
+    lexer_states: int = 20_000
+    # Symbols in the productions of the grammar.
+    symbols: int = 50_000
+
+    def native(self) -> llguidance.LLParserLimits:
+        return llguidance.LLParserLimits(
+            max_items_in_row=self.row_items,
+            initial_lexer_fuel=self.compile_fuel,
+            step_lexer_fuel=self.step_fuel,
+            step_max_items=self.step_items,
+            max_lexer_states=self.lexer_states,
+            max_grammar_size=self.symbols,
+            verbose_errors=False,
+        )
+
+
+LIMITS: Final = GrammarLimits()
+
+
+class GuidanceMatcher:
+    """Implements ``Matcher``."""
+
+    def __init__(self, native: llguidance.LLMatcher, eos_ids: frozenset[int]) -> None:
+        self.native = native
+        self._eos_ids = eos_ids
+        self._refusal = ""
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """See ``Matcher``. A complete output may go on with ends of sequence, where these are ignored."""
+        native = self.native
+        if tokens and not self._refusal:
+            rest = tokens[native.try_consume_tokens(list(tokens)) :]
+            if native.is_error():
+                self._refusal = _shown(native.get_error())
+            elif rest and not (native.is_stopped() and self._eos_ids.issuperset(rest)):
+                self._refusal = f"token {rest[0]} of the output does not fit it"
+        if self._refusal:
+            raise GrammarRefused(self._refusal)
+
+    def fitting(self, tokens: Sequence[int]) -> int:
+        """See ``Matcher``."""
+        found: int = self.native.validate_tokens(list(tokens))
+        return found
+
+
+class GuidanceGrammars:
+    """Implements ``Grammars``. A compiled grammar is kept and copied for the next request with it."""
+
+    def __init__(
+        self,
+        tokenizer: llguidance.LLTokenizer,
+        *,
+        eos_ids: Sequence[int],
+        limits: GrammarLimits = LIMITS,
+        threads: int = 1,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits.native()
+        self._executor = llguidance.LLExecutor(num_threads=threads)
+        self._row_bytes = -(-int(tokenizer.vocab_size) // 32) * 4
+        self._eos_ids = frozenset(eos_ids)
+        self._end = bytearray(self._row_bytes)  # the mask of an output that can only end
+        for token in eos_ids:
+            self._end[token // 8] |= 1 << token % 8
+        self._compiled: OrderedDict[Constraint, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of the kept grammars
+
+    @property
+    def row_bytes(self) -> int:
+        """See ``Grammars``."""
+        return self._row_bytes
+
+    def compile(self, constraint: Constraint) -> GuidanceMatcher:
+        """See ``Grammars``. The first mask is computed as well: some grammars fail only there."""
+        with self._lock:
+            kept = self._compiled.get(constraint)
+            if kept is not None:
+                self._compiled.move_to_end(constraint)
+                return GuidanceMatcher(kept.deep_copy(), self._eos_ids)
+        native = llguidance.LLMatcher(self._tokenizer, _grammar(constraint), log_level=0, limits=self._limits)
+        if not native.is_error():
+            native.compute_bitmask()
+        if native.is_error():
+            raise GrammarRefused(_shown(native.get_error()))
+        with self._lock:
+            self._compiled[constraint] = native
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return GuidanceMatcher(native.deep_copy(), self._eos_ids)
+
+    def fill(self, requests: Sequence[MaskRequest], into: Bits) -> dict[int, str]:
+        """See ``Grammars``. The interpreter's lock is free while masks are computed."""
+        problems: dict[int, str] = {}
+        asked: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
+        for request in requests:
+            matcher = request.matcher
+            assert isinstance(matcher, GuidanceMatcher), "a matcher of other grammars"
+            try:
+                matcher.consume(request.produced)
+            except GrammarRefused as refused:
+                problems[request.row] = str(refused)
+                continue
+            if matcher.native.is_stopped() and not matcher.native.is_error():
+                into[request.row : request.row + 1 + len(request.proposals)] = self._end
+            else:
+                asked.append((matcher.native, request.row, list(request.proposals)))
+        if asked:
+            self._fill(asked, into)
+        for native, row, _ in asked:
+            if native.is_error():
+                problems[row] = _shown(native.get_error())
+        return problems
+
+    def _fill(self, asked: list[tuple[llguidance.LLMatcher, int, list[int]]], into: Bits) -> None:
+        rows, width = into.shape
+        assert into.flags.c_contiguous, "masks are written in place"
+        assert width == self._row_bytes, "a mask of another vocabulary"
+        plain = [(native, row) for native, row, proposals in asked if not proposals]
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, into.ctypes.data, width, rows)
+        ahead = [each for each in asked if each[2]]
+        if ahead:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(ahead, into.ctypes.data, width, rows)
+
+
+def grammars_of(
+    source: str,
+    *,
+    eos_ids: Sequence[int],
+    vocab_size: int,
+    threads: int = 1,
+) -> GuidanceGrammars:
+    """Return the grammars of a tokenizer.json; takes up to a second for 131k tokens.
+
+    Raises TokenizerUnusable, also where the version names no end of sequence.
+    """
+    if not eos_ids:
+        raise TokenizerUnusable("the version names no end-of-sequence token")
+    try:
+        tokenizer = llguidance.LLTokenizer(source, eos_token=sorted(eos_ids))
+        if tokenizer.vocab_size < vocab_size:
+            tokenizer = llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=sorted(eos_ids))
+    except ValueError as error:
+        raise TokenizerUnusable(_shown(str(error))) from error
+    return GuidanceGrammars(tokenizer, eos_ids=sorted(eos_ids), threads=threads)
+
+
+def _grammar(constraint: Constraint) -> str:
+    """Return the constraint in llguidance's own form. Raises GrammarRefused."""
+    source = constraint.source
+    if len(source.encode()) > MAX_CONSTRAINT_BYTES:
+        raise GrammarRefused(f"it is longer than {MAX_CONSTRAINT_BYTES} bytes")
+    try:
+        return _WRITERS[constraint.kind](source)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise GrammarRefused(_shown(str(error))) from error
+
+
+def _json_schema(source: str) -> str:
+    found: str = llguidance.LLMatcher.grammar_from_json_schema(
+        source, overrides={"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+    )
+    return found
+
+
+def _regex(source: str) -> str:
+    found: str = llguidance.LLMatcher.grammar_from_regex(source)
+    return found
+
+
+def _choice(source: str) -> str:
+    choices: Any = json.loads(source)
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) for each in choices):
+        raise GrammarRefused("it is no list of strings")
+    found: str = llguidance.grammar_from("choice", source)
+    return found
+
+
+def _free(source: str) -> str:
+    found: str = llguidance.grammar_from("grammar", source)
+    return found
+
+
+_WRITERS: Final[dict[ConstraintKind, Callable[[str], str]]] = {
+    ConstraintKind.JSON_SCHEMA: _json_schema,
+    ConstraintKind.REGEX: _regex,
+    ConstraintKind.CHOICE: _choice,
+    ConstraintKind.GRAMMAR: _free,
+}
+
+
+# What a grammar is refused with that compiles and then has no first token, or exceeds a limit of a step.
+_REASONS: Final = {
+    "NoExtensionBias": "no output can match it",
+    "NoExtension": "no output can match it",
+    "ParserTooComplex": "it needs more parser items than one step may take",
+    "LexerTooComplex": "it needs more lexer fuel or states than it may take",
+}
+
+
+def _shown(message: str) -> str:
+    """Return a message in one line of bounded length."""
+    line = " ".join(message.replace("<non-verbose/>", "").split())
+    line = _REASONS.get(line, line)
+    return line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."

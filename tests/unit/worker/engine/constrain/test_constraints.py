@@ -1,0 +1,274 @@
+"""Constrained outputs of an engine with the bundled checkpoint: whatever else goes on, the text matches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import jsonschema
+import pytest
+from tokenizers import Tokenizer
+
+from bench.guided.schemas import drawn
+from services.core.generation import JSON_OBJECT, Constraint, ConstraintKind
+from services.worker.engine.core import Engine
+from services.worker.engine.load.loading import load
+from services.worker.engine_protocol import Cancel, Credit, EngineConfig, Park, Submit
+from tests.support.submits import make_submit
+
+FOLDER: Final = Path("models/tiny/checkpoint")
+MOST: Final = 70
+SCHEMA: Final = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["x", "yy", "zzz"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def of_schema(schema: Mapping[str, Any] = SCHEMA) -> Constraint:
+    return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def of_regex(text: str) -> Constraint:
+    return Constraint(ConstraintKind.REGEX, text)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
+PROMPT: Final = 'x = {"name": "a", "age": 3, "tags": ["x"]}\ny = '
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of an engine's sequences, by handle."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    proposed: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+
+    def text(self, handle: int) -> str:
+        return str(tokenizer().decode(self.tokens[handle]))
+
+
+def engine_of(**options: Any) -> Engine:
+    config = EngineConfig("", str(FOLDER), threads=1, prefix_cache=False, kv_blocks=200)
+    fields = {name: getattr(config, name) for name in config.__struct_fields__} | options
+    engine = load(EngineConfig(**fields), lambda phase, ratio: None)[0]
+    # With time that counts calls, what is planned is the same in each run, and proposals always pay.
+    ticks = count()
+    engine._clock = lambda: float(next(ticks))
+    if engine._speculation is not None:
+        engine._speculation._clock = lambda: 0.0
+    return engine
+
+
+def submit(handle: int, constraint: Constraint | None, *, prompt: str = PROMPT, **options: Any) -> Submit:
+    ids = tokenizer().encode(prompt).ids
+    options = {"max_tokens": MOST, "temperature": 0.0, "seed": handle} | options
+    return make_submit(handle, ids, MOST, constraint=constraint, **options)
+
+
+def run(engine: Engine, submits: Iterable[Submit] = (), *, steps: int | None = None) -> Run:
+    """Run until nothing is left to do, or for so many steps."""
+    found = Run()
+    for each in submits:
+        engine.apply(each)
+    if engine._constraints is not None:  # how long compilations take decides nothing
+        wait(engine._constraints._pending.values())
+    while engine.has_work and steps != 0:
+        stepped = engine.step()
+        for handle, token in zip(stepped.handles, stepped.tokens, strict=True):
+            found.tokens.setdefault(handle, []).append(token)
+        found.finished |= stepped.finished
+        found.errors |= stepped.errors
+        for handle, entries in stepped.logprobs.items():
+            found.logprobs.setdefault(handle, []).extend(entries)
+        found.proposed += stepped.proposed_tokens
+        found.accepted += stepped.accepted_tokens
+        found.preemptions = stepped.preemptions
+        steps = steps - 1 if steps is not None and stepped.handles else steps
+    engine.check_integrity()
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return engine_of()
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> Run:
+    """Greedy and drawn outputs, and an unconstrained one, in one batch."""
+    drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
+    return run(engine, [submit(0, of_schema()), submit(1, of_schema(), **drawn), submit(2, None)])
+
+
+def test_outputs_match_their_schema(alone: Run) -> None:
+    for handle in (0, 1):
+        assert alone.finished[handle] == "stop"
+        jsonschema.validate(json.loads(alone.text(handle)), SCHEMA)
+    assert alone.text(0) != alone.text(1)
+
+
+def test_an_output_without_a_constraint_is_what_it_is_alone(engine: Engine, alone: Run) -> None:
+    assert run(engine, [submit(2, None)]).tokens[2] == alone.tokens[2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"token_budget": 3, "max_sequences": 3},  # prompts in chunks of a token or two
+        {"speculation": "prompt_lookup"},
+        {"speculation": "draft", "draft_model_dir": str(FOLDER)},
+        {"kv_blocks": 8, "max_model_len": 128},  # too few for three: the youngest is preempted
+    ],
+    ids=["chunked", "prompt_lookup", "draft", "preempted"],
+)
+def test_tokens_are_the_same_however_they_are_computed(alone: Run, options: dict[str, Any]) -> None:
+    drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
+    engine = engine_of(**options)
+    found = run(engine, [submit(2, None), submit(0, of_schema()), submit(1, of_schema(), **drawn)])
+    if "kv_blocks" in options:
+        assert found.preemptions > 0
+        resumed = [handle for handle, reason in found.finished.items() if reason == "preempted"]
+        for handle in resumed:  # as the scheduler would, with its tokens
+            made = found.tokens[handle]
+            again = {0: {}, 1: drawn, 2: {}}[handle]
+            rest = run(
+                engine,
+                [submit(handle, None if handle == 2 else of_schema(), produced_ids=made, **again)],
+            )
+            found.tokens[handle] = made + rest.tokens[handle]
+    if "speculation" in options:
+        assert found.accepted > 0
+    assert found.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("handle", [0, 1])
+def test_a_resumed_output_goes_on_as_it_would_have(engine: Engine, alone: Run, handle: int) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95} if handle else {}
+    whole = alone.tokens[handle]
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        resume = submit(handle, of_schema(), produced_ids=whole[:cut], **options)
+        assert run(engine, [resume]).tokens[handle] == whole[cut:]
+
+
+def test_the_end_comes_exactly_where_the_output_is_complete(engine: Engine) -> None:
+    constraints = [of_regex("ab?"), of_regex("a{3}"), Constraint(ConstraintKind.CHOICE, '["yes","no"]')]
+    found = run(engine, [submit(number, each) for number, each in enumerate(constraints)])
+    assert found.text(0) in ("a", "ab")
+    assert found.text(1) == "aaa"
+    assert found.text(2) in ("yes", "no")
+    assert set(found.finished.values()) == {"stop"}
+
+
+def test_an_output_that_is_complete_ends_before_min_tokens(engine: Engine) -> None:
+    found = run(engine, [submit(0, of_regex("a{3}"), min_tokens=20), submit(1, of_regex("a*"), min_tokens=9)])
+    assert found.text(0) == "aaa"
+    assert found.finished[0] == "stop"
+    assert len(found.tokens[1]) > 9
+
+
+def test_ignored_ends_are_repeated(engine: Engine) -> None:
+    found = run(engine, [submit(0, of_regex("a{3}"), ignore_eos=True, max_tokens=12)])
+    assert found.finished == {0: "length"}
+    assert found.text(0) == "aaa"
+    assert len(found.tokens[0]) == 12
+
+
+def test_a_grammar_and_any_object(engine: Engine) -> None:
+    grammar = Constraint(ConstraintKind.GRAMMAR, 'start: "(" start ")" | "x"')
+    found = run(engine, [submit(0, grammar, max_tokens=8), submit(1, of_schema(json.loads(JSON_OBJECT)))])
+    assert set(found.text(0)) <= set("(x)")
+    if found.finished[1] == "stop":
+        assert isinstance(json.loads(found.text(1)), dict)
+
+
+def test_log_probabilities_are_those_of_the_allowed_tokens(engine: Engine) -> None:
+    found = run(engine, [submit(0, of_regex("[ab]"), logprobs=8)])
+    first = found.logprobs[0][0]
+    assert {tokenizer().decode([token]) for token in first.top_ids} == {"a", "b"}
+    assert sum(2.718281828**each for each in first.top_logprobs) == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "word"),
+    [
+        (of_regex("["), "invalid regex"),
+        (of_schema({"$ref": "#"}), "no output can match"),
+        (of_schema({"$ref": "https://example.com/schema.json"}), "example.com"),
+        (Constraint(ConstraintKind.CHOICE, "[1]"), "strings"),
+        (Constraint(ConstraintKind.JSON_SCHEMA, "{"), "EOF"),
+    ],
+)
+def test_a_refused_constraint_fails_its_sequence_alone(
+    engine: Engine, alone: Run, constraint: Constraint, word: str
+) -> None:
+    found = run(engine, [submit(0, of_schema()), submit(5, constraint)])
+    assert found.finished == {0: "stop", 5: "constraint"}
+    assert word in found.errors[5]
+    assert found.tokens == {0: alone.tokens[0]}
+
+
+def test_produced_tokens_that_do_not_match_fail_their_sequence_alone(engine: Engine, alone: Run) -> None:
+    found = run(engine, [submit(0, of_schema()), submit(5, of_schema(), produced_ids=[9, 9])])
+    assert found.finished == {0: "stop", 5: "constraint"}
+    assert found.tokens == {0: alone.tokens[0]}
+
+
+def test_commands_reach_a_sequence_whose_constraint_is_being_compiled(engine: Engine, alone: Run) -> None:
+    engine.apply(submit(0, of_schema()))
+    engine.apply(submit(1, of_schema()))
+    engine.apply(Park([0]))
+    engine.apply(Cancel([1]))
+    engine.apply(Credit([0], [MOST]))
+    found = run(engine)
+    assert found.tokens == {0: alone.tokens[0]}
+
+
+def test_an_engine_without_a_tokenizer_refuses_by_name(tmp_path: Path) -> None:
+    engine = load(EngineConfig("", str(tmp_path), executor="null"), lambda phase, ratio: None)[0]
+    found = run(engine, [make_submit(0, [1, 2], 4, max_tokens=4, seed=0, constraint=of_regex("a"))])
+    assert found.finished == {0: "constraint"}
+    assert "tokenizer" in found.errors[0]
+
+
+def test_an_engine_without_a_model_keeps_to_constraints_too() -> None:
+    engine = engine_of(executor="null")
+    found = run(engine, [submit(0, of_schema(), seed=3), submit(1, None, max_tokens=5)])
+    assert len(found.tokens[1]) == 5
+    if found.finished[0] == "stop":
+        jsonschema.validate(json.loads(found.text(0)), SCHEMA)
+
+
+def test_outputs_of_drawn_schemas_are_valid_whole_and_resumed(engine: Engine) -> None:
+    schemas = dict(enumerate(map(drawn, range(20))))
+    drawing: dict[str, Any] = {"temperature": 1.0}
+    whole = run(engine, [submit(each, of_schema(schema), **drawing) for each, schema in schemas.items()])
+    assert whole.errors == {}
+    ended = [handle for handle, reason in whole.finished.items() if reason == "stop"]
+    assert len(ended) > len(schemas) / 2
+    for handle in ended:
+        jsonschema.validate(json.loads(whole.text(handle)), schemas[handle])
+    halves = {handle: tokens[: len(tokens) // 2] for handle, tokens in whole.tokens.items()}
+    again = [submit(n, of_schema(schemas[n]), produced_ids=half, **drawing) for n, half in halves.items()]
+    resumed = run(engine, again)
+    assert {n: half + resumed.tokens[n] for n, half in halves.items()} == whole.tokens
