@@ -73,6 +73,7 @@ async def test_an_open_loop_counts_from_the_time_that_a_request_was_due() -> Non
     assert len(taken.seconds) == 20
     assert taken.unanswered == 0
     assert taken.seconds == sorted(taken.seconds)  # each waits for the one before
+    assert taken.seconds[-1] > 2 * taken.seconds[0]
 
 
 async def test_an_error_of_a_server_ends_the_run() -> None:
