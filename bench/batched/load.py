@@ -195,8 +195,7 @@ async def open_loop(
                 free.pop()(due_s, message)
             else:
                 waiting.append((due_s, message))
-        wall_s = clock() - began_s
-        end_s = clock() + DRAIN_S
+        wall_s, end_s = clock() - began_s, clock() + DRAIN_S
         while len(found) < len(times_s) and clock() < end_s:
             await failure.sleep(0.02)
         client_s = time.process_time() - used_s
