@@ -129,9 +129,31 @@ class RowsGateway:
         self.put_tenant(Tenant(Meta("acme")))
         for name in folders:
             self.deploy(name)
+        self.ports = self._ports()
+        validator = Validator(self.catalog, self.identity, Random(0))
+        parts: Any = {
+            "validator": validator,
+            "identity": self.identity,
+            "catalog": self.catalog,
+            "ports": self.ports,
+        }
+        self.service = IdempotentService(self._keyed(records, owner), **parts, limits=GatewayLimits())
+        work = RowsParts(
+            validator,
+            self.catalog,
+            RequestQuotas(self.identity, self.ports),
+            self.ports,
+            self.runner,
+            prefills=self.runner,
+        )
+        runs = IdempotentRows(PlainRows(self.service, work), self.service, self.identity, work)
+        self.rows = RowsService(self.service, validator=validator, catalog=self.catalog, runs=runs)
+        self._numbers = count()
+
+    def _ports(self) -> Ports:
         telemetry = GatewayTelemetry(self.metrics, clock=CLOCK)
         nothing: Any = None
-        self.ports = Ports(
+        return Ports(
             limiter=self.limiter,
             placement=nothing,
             workers=nothing,
@@ -147,14 +169,9 @@ class RowsGateway:
                 self.quarantine, secret=SECRET, clock=CLOCK, supervisor=self.supervisor, telemetry=telemetry
             ),
         )
-        validator = Validator(self.catalog, self.identity, Random(0))
-        parts: Any = {
-            "validator": validator,
-            "identity": self.identity,
-            "catalog": self.catalog,
-            "ports": self.ports,
-        }
-        keyed = KeyedPorts(
+
+    def _keyed(self, records: IdempotencyStore | None, owner: str) -> KeyedPorts:
+        return KeyedPorts(
             store=records or MemoryIdempotency(CLOCK, self.limiter),
             limiter=self.limiter,
             clock=CLOCK,
@@ -166,18 +183,6 @@ class RowsGateway:
             limits=KeyedLimits(),
             report_usage=self.reported.append,
         )
-        self.service = IdempotentService(keyed, **parts, limits=GatewayLimits())
-        work = RowsParts(
-            validator,
-            self.catalog,
-            RequestQuotas(self.identity, self.ports),
-            self.ports,
-            self.runner,
-            prefills=self.runner,
-        )
-        runs = IdempotentRows(PlainRows(self.service, work), self.service, self.identity, work)
-        self.rows = RowsService(self.service, validator=validator, catalog=self.catalog, runs=runs)
-        self._numbers = count()
 
     @property
     def principal(self) -> Principal:

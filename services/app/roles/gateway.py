@@ -509,12 +509,17 @@ def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -
         ),
         responses=_response_cache(environment, quotas, gateway_id),
         telemetry=telemetry,
-        poisons=PoisonGate(
-            StoreQuarantine(environment.store, environment.informer(QUARANTINE, Quarantined), clock),
-            secret=quarantine_secret(_ticket_key(settings)),
-            clock=clock,
-            supervisor=supervisor,
-            telemetry=telemetry,
-        ),
+        poisons=_poison_gate(environment, telemetry),
     )
     return ports, rows
+
+
+def _poison_gate(environment: Environment, telemetry: GatewayTelemetry) -> PoisonGate:
+    quarantined = environment.informer(QUARANTINE, Quarantined)
+    return PoisonGate(
+        StoreQuarantine(environment.store, quarantined, environment.clock),
+        secret=quarantine_secret(_ticket_key(environment.settings)),
+        clock=environment.clock,
+        supervisor=environment.supervisor,
+        telemetry=telemetry,
+    )

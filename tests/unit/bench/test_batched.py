@@ -59,7 +59,7 @@ async def served(echo: Echo) -> AsyncIterator[Target]:
 
 
 async def test_a_closed_loop_over_grpc_streams_sends_every_message_whole() -> None:
-    echo = Echo()  # type: ignore[abstract]
+    echo = Echo()
     async with served(echo) as target:
         taken = await closed_loop(target, connections=2, seconds=0.3, warm_s=0.1)
     # 16 KiB each: more than a frame, and more in all than the first window.
@@ -68,7 +68,7 @@ async def test_a_closed_loop_over_grpc_streams_sends_every_message_whole() -> No
 
 
 async def test_an_open_loop_counts_from_the_time_that_a_request_was_due() -> None:
-    async with served(Echo()) as target:  # type: ignore[abstract]
+    async with served(Echo()) as target:
         taken = await open_loop(target, [0.0] * 20, connections=1)
     assert len(taken.seconds) == 20
     assert taken.unanswered == 0
@@ -77,7 +77,7 @@ async def test_an_open_loop_counts_from_the_time_that_a_request_was_due() -> Non
 
 
 async def test_an_error_of_a_server_ends_the_run() -> None:
-    async with served(Echo("QUEUE_FULL: no")) as target:  # type: ignore[abstract]
+    async with served(Echo("QUEUE_FULL: no")) as target:
         with pytest.raises(Failed, match="QUEUE_FULL"):
             await closed_loop(target, connections=1, seconds=5.0)
 
