@@ -80,16 +80,16 @@ _UNLOADED: Final = "the version's tokenizer was unloaded; send the request again
 
 
 # What is read, and what becomes of it.
-AnyText = str | Conversation | RowTexts | TokenRun
-AnyRead = EncodedText | EncodedRows | DecodedText
+AnyText = str | Conversation | RowTexts | TokenRun | Constraint
+AnyRead = EncodedText | EncodedRows | DecodedText | None
 
 
 @dataclass(eq=False, slots=True)
 class _Job:
     tenant_id: str
-    text: AnyText | Constraint
+    text: AnyText
     size_bytes: int
-    future: asyncio.Future[AnyRead | None]
+    future: asyncio.Future[AnyRead]
     retried: bool = False
 
     @property
@@ -253,9 +253,9 @@ class TextProcesses:
         self,
         model: TextModel,
         tenant_id: str,
-        text: AnyText | Constraint,
+        text: AnyText,
         size_bytes: int,
-    ) -> AnyRead | None:
+    ) -> AnyRead:
         version = self._versions.get(model.version_digest)
         if version is None:
             raise Unavailable(_UNLOADED, retry_after_s=0.5)

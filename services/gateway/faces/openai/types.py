@@ -156,20 +156,20 @@ class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
         Literal["batch", "standard", "interactive"] | int | None, About("A class; of numbers only 0.")
     ] = None
 
-    metadata: Metadata | None = None
-    prompt_cache_key: Short | None = None
-    prompt_cache_retention: Short | None = None
-
     response_format: ResponseFormat | None = None
     guided_json: Schema | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_decoding_backend: Unserved = UNSET
-    guided_whitespace_pattern: Unserved = UNSET
+
+    metadata: Metadata | None = None
+    prompt_cache_key: Short | None = None
+    prompt_cache_retention: Short | None = None
 
     store: Unserved = UNSET
+    guided_decoding_backend: Unserved = UNSET
+    guided_whitespace_pattern: Unserved = UNSET
     chat_template: Unserved = UNSET
     best_of: Unserved = UNSET
     echo: Unserved = UNSET

@@ -379,7 +379,7 @@ def test_turns_that_cannot_be_rendered(turn: dict[str, Any], field: str) -> None
     ("fields", "field"),
     [
         ({"foo": 1}, "foo"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_xml": {}}, "guided_xml"),
         ({"n": "2"}, "n"),
         ({"n": 1.5}, "n"),
         ({"n": -1}, "n"),
