@@ -42,7 +42,7 @@ LIST = "/fairway.v1.InferenceService/ListModels"
 UNKNOWN = "/no.such.Service/Method"
 LARGEST = 16 * 1024 * 1024 - 64
 PINGS = frame(PING, 0, 0, bytes(8)) * 200_000
-WORST_S = 2.0
+WORST_S = 5.0
 GROWTH_MIB = 64.0
 
 

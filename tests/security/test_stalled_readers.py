@@ -19,7 +19,7 @@ SLOTS = 16
 STALLED = 5 * SLOTS  # more than may be without a slot: the longest parked are ended
 LOOKS = 7
 FLOOD_S = 5.0  # until those that can begin have; shorter than a reader is waited for
-WORST_S = 2.0
+WORST_S = 5.0
 SLACK_S = 0.3  # of a machine that has other work; a slot that a stalled reader holds costs seconds
 
 
