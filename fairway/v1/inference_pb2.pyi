@@ -179,6 +179,7 @@ class Generation(_message.Message):
     USER_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    DEFAULT_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     prompt: _builtins.str
     max_output_tokens: _builtins.int
@@ -202,6 +203,8 @@ class Generation(_message.Message):
     """The answer of an equal earlier request of the tenant is good enough. See docs/idempotency.md."""
     version: _builtins.str
     """Digest or arm of the version that is to answer, of those that the model name serves now. Empty: the split decides."""
+    default_output_tokens: _builtins.int
+    """Without max_output_tokens: at most so many, fewer where the context or a limit allows fewer. Absent: what they allow."""
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
@@ -240,13 +243,16 @@ class Generation(_message.Message):
         user: _builtins.str = ...,
         cache: _builtins.bool = ...,
         version: _builtins.str = ...,
+        default_output_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "chat", b"chat", "choices", b"choices", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "sampling", b"sampling", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_default_output_tokens", b"_default_output_tokens", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "chat", b"chat", "choices", b"choices", "default_output_tokens", b"default_output_tokens", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "sampling", b"sampling", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "cache", b"cache", "chat", b"chat", "choices", b"choices", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "session_key", b"session_key", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout", b"timeout", "token_ids", b"token_ids", "user", b"user", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_default_output_tokens", b"_default_output_tokens", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "cache", b"cache", "chat", b"chat", "choices", b"choices", "default_output_tokens", b"default_output_tokens", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "session_key", b"session_key", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout", b"timeout", "token_ids", b"token_ids", "user", b"user", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choices: _TypeAlias = _typing.Literal["choices"]  # noqa: Y015
     _WhichOneofArgType__choices: _TypeAlias = _typing.Literal["_choices", b"_choices"]  # noqa: Y015
+    _WhichOneofReturnType__default_output_tokens: _TypeAlias = _typing.Literal["default_output_tokens"]  # noqa: Y015
+    _WhichOneofArgType__default_output_tokens: _TypeAlias = _typing.Literal["_default_output_tokens", b"_default_output_tokens"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__max_output_tokens: _TypeAlias = _typing.Literal["max_output_tokens"]  # noqa: Y015
@@ -255,6 +261,8 @@ class Generation(_message.Message):
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__choices) -> _WhichOneofReturnType__choices | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__default_output_tokens) -> _WhichOneofReturnType__default_output_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload

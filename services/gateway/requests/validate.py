@@ -343,7 +343,12 @@ class Validator:
                 choices=choices,
                 max_fanout_tokens=self._max_fanout_tokens,
             )
-        longest = asked if asked is not None else request_bounds.output_tokens.cap(min(room, share))
+        if asked is not None:
+            longest = asked
+        else:
+            longest = request_bounds.output_tokens.cap(min(room, share))
+            if generation.HasField("default_output_tokens"):
+                longest = min(longest, generation.default_output_tokens)
         if generation.min_output_tokens > longest:
             raise InvalidInput(
                 f"min_output_tokens {generation.min_output_tokens} is above the {longest} that may be made",

@@ -89,8 +89,9 @@ def chat_request(data: bytes) -> ApiRequest:
 def completion_request(data: bytes) -> ApiRequest:
     """Return the request of a /v1/completions body. Raises InvalidInput, UnsupportedFeature."""
     body = parse_body(data, CompletionBody, waived=_without_effect)
-    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    template = _generation(body, max_tokens)
+    template = _generation(body, body.max_tokens)
+    if body.max_tokens is None:
+        template.default_output_tokens = DEFAULT_COMPLETION_TOKENS
     if body.logprobs is not None:
         template.logprobs = body.logprobs
     generations = []

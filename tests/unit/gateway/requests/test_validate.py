@@ -192,6 +192,14 @@ async def test_numbers_are_in_the_refusal(resolve: Resolve) -> None:
     }
 
 
+@pytest.mark.parametrize(("prompt_tokens", "most"), [(3, 16), (90, 6)])
+async def test_a_default_of_the_output_ends_with_the_context(
+    resolve: Resolve, prompt_tokens: int, most: int
+) -> None:
+    spec = await resolve(token_ids=ids(*[5] * prompt_tokens), default_output_tokens=16)
+    assert spec.limits.max_tokens == most
+
+
 async def test_the_context_can_be_filled_to_the_last_token(resolve: Resolve) -> None:
     spec = await resolve(token_ids=ids(*[5] * 90), max_output_tokens=6, min_output_tokens=6)
     assert (spec.limits.max_tokens, spec.limits.min_tokens) == (6, 6)

@@ -314,9 +314,11 @@ def test_an_error_names_the_field_that_the_client_sent() -> None:
 
 
 def test_a_completion_without_max_tokens_has_those_of_openai() -> None:
-    assert completion().generations[0].max_output_tokens == 16
-    assert completion(max_tokens=5).generations[0].max_output_tokens == 5
-    assert not chat().generations[0].HasField("max_output_tokens")
+    assert completion().generations[0].default_output_tokens == 16
+    assert not completion().generations[0].HasField("max_output_tokens"), "a limit below 16 would refuse it"
+    asked = completion(max_tokens=5).generations[0]
+    assert (asked.max_output_tokens, asked.HasField("default_output_tokens")) == (5, False)
+    assert not chat().generations[0].HasField("default_output_tokens")
 
 
 CALLS = [
