@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from services.core.generation import Constraint
 
-Bits = npt.NDArray[np.uint8]
+if TYPE_CHECKING:  # text processes import this module; numpy would quintuple their memory
+    import numpy as np
+    import numpy.typing as npt
+
+Bits: TypeAlias = "npt.NDArray[np.uint8]"
 
 
 class GrammarRefused(Exception):

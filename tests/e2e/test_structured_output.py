@@ -22,7 +22,7 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-LONG = r"(lo|ng|er){40}"
+LONG = r"(lo|ng|er){120}"
 
 
 def post(stack: Stack, path: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -78,7 +78,7 @@ def test_the_command_line_takes_a_schema(stack: Stack, tmp_path: Path) -> None:
 
 async def constrained(stack: Stack, *, lose_worker: bool) -> tuple[str, int]:
     """Return the text of a long output, and how often it was resumed."""
-    generation = pb.Generation(model=stack.model, prompt="a", max_output_tokens=300)
+    generation = pb.Generation(model=stack.model, prompt="a", max_output_tokens=900)
     generation.sampling.seed = 7
     generation.sampling.temperature = 1.0
     generation.sampling.constraint.CopyFrom(common_pb2.Constraint(regex=LONG))
@@ -106,4 +106,4 @@ async def test_an_output_is_the_same_when_its_worker_is_lost(stack: Stack) -> No
         await stack.wait_workers(at_rest, 120)
     assert resumes > 0
     assert found == expected
-    assert len(found) == 80
+    assert len(found) == 240

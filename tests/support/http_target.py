@@ -205,7 +205,8 @@ async def _serve(changes: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
     for name, value in changes.pop("protocol", {}).items():
         setattr(http_server._Protocol, name, value)
-    async with serving(HttpLimits(MAX_BODY), **changes) as face:
+    # The status of a stream without output goes out at once: tests wait for it.
+    async with serving(HttpLimits(MAX_BODY, status_wait_s=0.01), **changes) as face:
         face.service.script = _script
         recent: Any = collections.deque(maxlen=1)
         face.service.calls = recent
