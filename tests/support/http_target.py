@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import uvloop
 
-from services.gateway.events import Event
+from services.gateway.events import Event, Tokens
 from services.gateway.faces.openai import server as http_server
 from services.gateway.faces.openai.exchange import HttpLimits
 from services.runtime.telemetry import logging
@@ -193,9 +193,10 @@ class _LoopWatch:
 
 
 async def _script(call: Call) -> AsyncGenerator[Event, None]:
-    """A request of the user ``held`` does not end."""
+    """A request of the user ``held`` does not end after its first token."""
     if call.generation.session_key == "held":
         yield accepted(call)
+        yield Tokens(0, 0, [0], "Hel")
         await asyncio.sleep(600)
     async for event in plain(call):
         yield event
@@ -205,8 +206,7 @@ async def _serve(changes: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
     for name, value in changes.pop("protocol", {}).items():
         setattr(http_server._Protocol, name, value)
-    # The status of a stream without output goes out at once: tests wait for it.
-    async with serving(HttpLimits(MAX_BODY, status_wait_s=0.01), **changes) as face:
+    async with serving(HttpLimits(MAX_BODY), **changes) as face:
         face.service.script = _script
         recent: Any = collections.deque(maxlen=1)
         face.service.calls = recent
