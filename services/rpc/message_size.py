@@ -18,6 +18,8 @@ MALFORMED: Final = "the request is not a valid message of this method"
 _LEAST_BYTES: Final = 64 * 1024  # room for fields that a newer client sends
 _LEAST_FIELDS: Final = 1024
 _MOST_FIELDS: Final = 256 * 1024
+# Of tenants' methods. A conversation of 2,048 turns has up to 128 calls in each of them, but not in all.
+_MOST_TENANT_FIELDS: Final = 36 * 1024
 # A field takes two bytes or more, so a shorter message cannot cost much and is not scanned.
 _CHEAP_BYTES: Final = 32 * 1024
 _TAG_BYTES: Final = 12  # largest size of a tag and a length; most take two
@@ -40,10 +42,12 @@ PUBLIC: Final = MessageLimits(4096)
 def limits_of(method: Any) -> MessageLimits:
     """Return the size of the largest request within its field bounds, at most the transport's bound."""
     size, fields = _largest(method.input_type)
-    internal = list(method.GetOptions().Extensions[options_pb2.access]) == [options_pb2.ACCESS_INTERNAL]
+    access = list(method.GetOptions().Extensions[options_pb2.access])
+    internal = access == [options_pb2.ACCESS_INTERNAL]
+    most = _MOST_TENANT_FIELDS if options_pb2.ACCESS_TENANT in access else _MOST_FIELDS
     return MessageLimits(
         min(max(size, _LEAST_BYTES), MAX_MESSAGE_BYTES),
-        0 if internal else min(2 * fields + _LEAST_FIELDS, _MOST_FIELDS),
+        0 if internal else min(2 * fields + _LEAST_FIELDS, most),
         method.input_type,
     )
 

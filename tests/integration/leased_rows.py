@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
+from msgspec.structs import replace
 
 from fairway.v1 import worker_pb2_grpc
 from services.adapters.grpc.client_stream import GrpcStreams

@@ -49,12 +49,12 @@ def test_a_seed_does_not_reach_everything() -> None:
 # The bug, the invariant that finds it, and a seed in which it shows: of a good candidate (0, 10), of a slow
 # one (1), of an abort (2), and of a gateway that is stale for long (12).
 PLANTED = {
-    "two planes write": (Parts(plane=WritesUnfenced), WRITERS, 0),
+    "two planes write": (Parts(plane=WritesUnfenced), WRITERS, 1),
     "the route is written apart": (Parts(plane=WritesTheRouteApart), SPLIT, 0),
     "an abort is overwritten": (Parts(plane=WritesWhatItReadBefore), SPLIT, 2),
     "a slow version is promoted": (Parts(plane=JudgesNothing), OUTCOME, 1),
     "an old view is trusted": (Parts(gateway=TrustsOldRoutes), STALE, 12),
-    "a session flips": (Parts(gateway=DrawsEachRequest), STICKY, 2),
+    "a session flips": (Parts(gateway=DrawsEachRequest), STICKY, 0),
     "an abort is missed": (Parts(gateway=MissesAborts), LATE, 2),
     "versions are mixed": (Parts(gateway=SwapsVersions), ONE_ARM, 10),
     "probes are left out": (Parts(worker=AsksNoProbe), PROBE, 8),

@@ -83,8 +83,8 @@ def _cut(shape: RequestShape, ready: Ready, speed: EngineSpeed) -> RequestShape:
     output = max(1, min(shape.output_tokens, MOST_OUTPUT_TOKENS, most - 1))
     tokens = max(1, min(shape.input_tokens, most - output))
     if speed.full_step_s:
-        affordable = int(MOST_PREFILL_S / speed.full_step_s * speed.token_budget)
-        tokens = min(tokens, max(speed.token_budget, affordable))
+        affordable = MOST_PREFILL_S / speed.full_step_s * speed.token_budget
+        tokens = int(min(tokens, max(speed.token_budget, affordable)))
     return RequestShape(tokens, output, shape.sampling)
 
 

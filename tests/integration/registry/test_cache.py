@@ -153,7 +153,8 @@ async def test_versions_in_use_beyond_the_bound_are_an_error_that_names_sizes(
         with pytest.raises(StoreUnavailable) as caught:
             await files.fetch("tiny", done.digest)
         told = caught.value.message
-        for size in (sizes[2], 25_000, sizes[0] + sizes[1]):
+        # Equal files are there once: a further version adds its weights.
+        for size in (10_000, 25_000, sizes[0] + 10_000):
             assert str(size) in told
         assert "FAIRWAY_MODEL_CACHE_BYTES" in told
         assert caught.value.retry_after_s

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from fairway.client import convert
-from fairway.client.values import FinishReason, Message, Options, Priority, TokenLogprobs, Tokens
+from fairway.client.values import FinishReason, Message, Options, Priority, Regex, TokenLogprobs, Tokens
 from fairway.v1 import common_pb2 as common
 from fairway.v1 import inference_pb2 as pb
 
@@ -28,6 +28,7 @@ EVERY = Options(
     priority=Priority.BATCH,
     session_key="s",
     ignore_eos=True,
+    constraint=Regex("a+"),
 )
 
 
@@ -40,6 +41,8 @@ def test_every_option_reaches_the_message_and_zeros_are_set() -> None:
             assert value == common.PRIORITY_BATCH
         elif isinstance(wanted, dict):
             assert dict(value) == wanted
+        elif isinstance(wanted, Regex):
+            assert value == common.Constraint(regex=wanted.pattern)
         elif isinstance(wanted, tuple):
             assert tuple(value) == wanted
         else:

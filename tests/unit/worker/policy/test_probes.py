@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.core.estimates.traffic_shapes import DEFAULT_SHAPES, RequestShape, SamplingKind
@@ -34,6 +34,7 @@ SHAPES = st.builds(RequestShape, st.integers(0, 1 << 20), st.integers(0, 1 << 16
     st.integers(2, 5000),
     st.floats(0, 100),
 )
+@example([], 1, 16, 2, 5e-324)
 def test_every_prompt_is_one_that_the_engine_takes(
     shapes: list[RequestShape], blocks: int, size: int, longest: int, full_step_s: float
 ) -> None:

@@ -56,12 +56,16 @@ def test_what_did_not_fit_asks_for_what_it_was_told() -> None:
 def test_a_shrink_is_booked_when_the_engine_answered() -> None:
     ledger = MemoryLedger(100 * MIB)
     memory = running(ledger)
-    assert memory.share(1, movable=True) == MemoryShare("v1", 1, 30 * MIB, 5 * MIB, 64 * MIB, 32 * MIB)
+    assert memory.share(1, movable=True) == MemoryShare(
+        "v1", 1, 30 * MIB, 5 * MIB, 64 * MIB, 32 * MIB, held_bytes=32 * MIB
+    )
     assert memory.aim(16 * MIB) == 32
     assert memory.releases_memory
     assert memory.aim(24 * MIB) is None, "one at a time"
     assert ledger.free_bytes == 38 * MIB, "it has it still"
-    assert memory.share(1, movable=True) == MemoryShare("v1", 1, 30 * MIB, 16 * MIB, 16 * MIB, 16 * MIB)
+    assert memory.share(1, movable=True) == MemoryShare(
+        "v1", 1, 30 * MIB, 16 * MIB, 16 * MIB, 16 * MIB, held_bytes=32 * MIB
+    )
     memory.resized(40)
     assert (memory.releases_memory, ledger.free_bytes) == (False, 50 * MIB), "as much as it says"
 
@@ -75,7 +79,9 @@ def test_growth_is_booked_before_the_engine_is_asked() -> None:
     memory.resized(64)
     assert ledger.free_bytes == 38 * MIB, "the device had no memory"
     assert memory.aim(48 * MIB) is None, "it is not asked again before it starts again"
-    assert memory.share(1, movable=True) == MemoryShare("v1", 1, 30 * MIB, 32 * MIB, 32 * MIB, 32 * MIB)
+    assert memory.share(1, movable=True) == MemoryShare(
+        "v1", 1, 30 * MIB, 32 * MIB, 32 * MIB, 32 * MIB, held_bytes=32 * MIB
+    )
     memory.release()
     memory = running(ledger)
     ledger.grant("other", weight_bytes=30 * MIB, kv_bytes=1)
