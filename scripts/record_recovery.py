@@ -28,10 +28,10 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 FAIRWAY: Final = ROOT / ".venv" / "bin" / "fairway"
 PROMPT: Final = "class Stack:\n    def __init__(self):\n"
 SEED: Final = 11
-TOKENS: Final = 240
+TOKENS: Final = 480
 KILL_AFTER: Final = 80  # tokens
 COLUMNS: Final = 84
-LINES: Final = 22  # of the streamed text
+LINES: Final = 30  # of the streamed text
 LINE_PX: Final = 17
 COLUMN_PX: Final = 8.4
 STYLE: Final = (
@@ -85,8 +85,11 @@ def main(path: Path) -> int:
             killed = asyncio.run(record(endpoints, kill=True))
         finally:
             subprocess.run([FAIRWAY, "down", *state], check=False, stdout=subprocess.DEVNULL)
-    if killed.text != whole.text or killed.tokens != TOKENS:
-        print("the text after the kill differs from the text without one", file=sys.stderr)
+    if killed.text != whole.text or killed.tokens != TOKENS or not killed.killed:
+        print(
+            "no worker was killed in time, or the text after the kill differs from that without one",
+            file=sys.stderr,
+        )
         return 1
     path.write_text(picture(killed))
     print(f"{path}: {killed.killed} killed after {killed.tokens_before} tokens, gap {killed.gap_s:.2f} s")
@@ -94,10 +97,11 @@ def main(path: Path) -> int:
 
 
 async def record(endpoints: Endpoints, kill: bool) -> Recording:
-    """Stream the completion and kill its worker after ``KILL_AFTER`` tokens if ``kill``."""
+    """Stream the completion; if ``kill``, kill its worker after ``KILL_AFTER`` tokens or a few more."""
     recording = Recording()
     options = Options(max_output_tokens=TOKENS, temperature=0.6, seed=SEED, ignore_eos=True)
     async with Client([endpoints.grpc], api_key=endpoints.api_key) as client:
+        worker = asyncio.create_task(running_worker(endpoints)) if kill else None
         began = last = time.monotonic()
         async with client.generate(endpoints.model, PROMPT, options) as stream:
             async for event in stream:
@@ -111,20 +115,20 @@ async def record(endpoints: Endpoints, kill: bool) -> Recording:
                         last = now
                     case Finished():
                         recording.finished_s = now - began
-                if kill and not recording.killed and recording.tokens >= KILL_AFTER:
-                    recording.killed = await running_worker(endpoints)
+                if worker is not None and worker.done() and recording.tokens >= KILL_AFTER:
+                    recording.killed, worker = worker.result(), None
                     os.kill(endpoints.pids[recording.killed], signal.SIGKILL)
                     recording.killed_s, recording.tokens_before = time.monotonic() - began, recording.tokens
     return recording
 
 
 async def running_worker(endpoints: Endpoints) -> str:
-    """Return the worker that runs a sequence. Raises LookupError if none does."""
+    """Return the worker that runs a sequence, once the scheduler reports one."""
     async with AdminClient(endpoints.controlplane, admin_key=endpoints.admin_key) as admin:
-        for worker in await admin.placements.workers():
-            if any(pool.running for pool in worker.pools):
-                return str(worker.worker_id)
-    raise LookupError("no worker runs the stream; raise TOKENS")
+        while True:
+            for worker in await admin.placements.workers():
+                if any(pool.running for pool in worker.pools):
+                    return str(worker.worker_id)
 
 
 def placed(recording: Recording, first_row: int) -> list[Line]:
