@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
@@ -13,17 +12,10 @@ from services.core.errors import (
     DeadlineExceeded,
     FairwayError,
     InternalError,
-    NoLeader,
-    NoWorkerAvailable,
-    QueueTimeout,
     SlowReader,
-    StaleRoute,
-    StreamBroken,
-    VersionFailing,
     VersionGone,
 )
 from services.core.generation import (
-    NOT_FINITE,
     AnyGrant,
     FallbackGrant,
     FinishReason,
@@ -36,15 +28,17 @@ from services.core.generation import (
 from services.core.poison.suspicion import Condemned
 from services.gateway.events import ChoiceResult, RequestSink
 from services.gateway.poison import condemned_error
-from services.gateway.policy.retry import (
-    EXCLUDED_S,
-    GiveUp,
-    PlaceAgain,
-    after_not_finite,
-    after_refusal,
-    after_unreached,
+from services.gateway.policy.retry import PlaceAgain
+from services.gateway.requests.attempts import (
+    Attempts,
+    Lost,
+    Outcome,
+    StartRefused,
+    is_not_finite,
+    placed,
+    ran_on,
+    refusal_of,
 )
-from services.gateway.requests.losses import Losses
 from services.gateway.requests.stage_timer import Stage, StageTimer
 from services.gateway.requests.terms import Admitted
 from services.ports.worker import RunningSequence
@@ -53,19 +47,6 @@ log = structlog.get_logger()
 # A worker that lost its lease for a moment returns within it.
 GONE_AFTER_S: Final = 10.0
 _GONE_CHECK_S: Final = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class StartRefused:
-    reason: NotAdmittedReason
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    message: str
-
-
-Outcome = SequenceEnd | StartRefused | Lost
 
 
 class ChoiceRun:
@@ -86,21 +67,15 @@ class ChoiceRun:
         self.spec = request.spec
         self.choice = choice
         self.timer = timer
-        self.losses = 0
-        self._losses = Losses(request.ports.kills)
-        self._not_finite = 0
+        self._attempts = Attempts(request.spec, request.ports, request.queue_ttl_s)
         self.cached_tokens = 0
         self.device_us = 0  # on all workers that ran it and reported its end
         self._request = request
         self._clock = request.ports.clock
         self._sink = sink
         self._pace = request.telemetry.pace()
-        self._refusals = 0
         self._first_run = True  # the worker computes the prompt for the first time
-        self._accepted = False  # by the worker that was started last
         self._granted = bool(produced.ids)  # whether it ever had a placement
-        self._unreached = 0  # consecutive starts whose worker disconnected before acceptance, and since when
-        self._unreached_since_s = 0.0
         self._produced = list(produced.ids)
         self._chars = produced.chars
         self._running: RunningSequence | None = None
@@ -110,6 +85,10 @@ class ChoiceRun:
         self._window = request.limits.window_tokens
         self._allowed = request.terms.client_window
         self._limit = 0
+
+    @property
+    def losses(self) -> int:
+        return self._attempts.losses
 
     @property
     def output_tokens(self) -> int:
@@ -168,22 +147,10 @@ class ChoiceRun:
             self._limit = limit
 
     async def _place(self, excluded: tuple[str, ...]) -> AnyGrant:
-        """Return a grant, without an excluded worker if another becomes available soon.
-
-        A lost worker may be the only one, and return: after a while it is no longer excluded.
-        """
         place = self._place_begun if self._produced else self._request.ports.placement.place
         self.timer.enter(Stage.QUEUE, self._clock.monotonic_s())
-        spec = self._place_spec()
         try:
-            if not excluded:
-                return await place(spec)
-            patient_s = min(spec.queue_ttl_s, EXCLUDED_S)
-            return await place(replace(spec, excluded_workers=excluded, queue_ttl_s=patient_s))
-        except (QueueTimeout, NoWorkerAvailable, NoLeader):
-            if not excluded:
-                raise
-            return await place(spec)
+            return await placed(place, self._place_spec(), excluded)
         finally:
             self.timer.enter(Stage.DISPATCH, self._clock.monotonic_s())
 
@@ -264,25 +231,20 @@ class ChoiceRun:
             delivered_chars=self._chars,
             time_left_s=self._time_left_s(),
             traceparent=self.timer.traceparent,
-            apart_tokens=self._losses.trial_tokens,
+            apart_tokens=self._attempts.trial_tokens,
         )
         if isinstance(grant, FallbackGrant):
             request.telemetry.placed_by_fallback()
-        self._losses.starts(self._clock.monotonic_s())
-        self._accepted = False
+        self._attempts.start()
         self._first_run = not self._produced
         self._outcome = asyncio.get_running_loop().create_future()
         self._running = ports.workers.start(start, self)
         try:
             return await self._outcome
         finally:
-            if (
-                not self._outcome.done()
-                or self._outcome.cancelled()
-                or isinstance(self._outcome.result(), Lost)
-            ):
+            if ran_on(self._outcome):
                 self._running.cancel()
-            ports.placement.over(grant, _refusal_of(self._outcome))
+            ports.placement.over(grant, refusal_of(self._outcome))
             self._running = self._outcome = None
 
     def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain | Condemned:
@@ -291,63 +253,14 @@ class ChoiceRun:
         Raises another error that ends the choice.
         """
         jitter = self._request.ports.rng.random()
-        if isinstance(outcome, StartRefused):
-            if outcome.reason is NotAdmittedReason.INVALID:
-                raise InternalError(f"{grant.worker_id} took the start for out of bounds")
-            if outcome.reason is NotAdmittedReason.STALE_ROUTE:
-                raise StaleRoute(
-                    f"{self.spec.model} withdrew version {self.spec.version_digest} while the request "
-                    "waited; send it again",
-                    retry_after_s=1.0,
-                    model=self.spec.model,
-                    version_digest=self.spec.version_digest,
-                )
-            self._refusals += 1
-            again = after_refusal(outcome.reason, grant.worker_id, self._refusals, jitter)
-            if isinstance(again, GiveUp):
-                raise NoWorkerAvailable(again.why, retry_after_s=1.0)
-        else:
-            if isinstance(outcome, SequenceEnd):
-                self._record_use(outcome)
-                if outcome.reason is FinishReason.PREEMPTED:
-                    self._log_placed_again(grant, outcome)
-                    return PlaceAgain()
-                if outcome.reason is not FinishReason.ENGINE_LOST:
-                    raise self._error(outcome)
-            decision = self._after_end(outcome, grant, jitter)
-            if isinstance(decision, Condemned):
-                return decision
-            if isinstance(decision, GiveUp) and _is_not_finite(outcome):
-                raise VersionFailing(
-                    f"version {self.spec.version_digest} of {self.spec.model} gave logits that are not "
-                    f"finite on {self._not_finite} tries: the version is faulty",
-                    retry_after_s=10.0,
-                    version_digest=self.spec.version_digest,
-                    model=self.spec.model,
-                    tries=self._not_finite,
-                )
-            if isinstance(decision, GiveUp):
-                raise StreamBroken(f"{decision.why}; send it again", retry_after_s=1.0)
-            paced_s = self._request.ports.retries.take(self._clock.monotonic_s())
-            again = replace(decision, delay_s=decision.delay_s + paced_s)
-        self._log_placed_again(grant, outcome)
+        if isinstance(outcome, SequenceEnd):
+            self._record_use(outcome)
+            if outcome.reason not in (FinishReason.PREEMPTED, FinishReason.ENGINE_LOST):
+                raise self._error(outcome)
+        again = self._attempts.after(outcome, grant.worker_id, jitter)
+        if isinstance(again, PlaceAgain):
+            self._log_placed_again(grant, outcome)
         return again
-
-    def _after_end(self, outcome: Outcome, grant: AnyGrant, jitter: float) -> PlaceAgain | GiveUp | Condemned:
-        """Count a loss, unless the worker never accepted the sequence."""
-        now_s = self._clock.monotonic_s()
-        if self._accepted or not isinstance(outcome, Lost):
-            self.losses += 1
-            if _is_not_finite(outcome):
-                self._not_finite += 1
-                return after_not_finite(grant.worker_id, self._not_finite, jitter)
-            end = outcome if isinstance(outcome, SequenceEnd) else None
-            return self._losses.after(end, grant.worker_id, self.losses, now_s, jitter)
-        if self._unreached == 0:
-            self._unreached_since_s = now_s
-        self._unreached += 1
-        waited_s = now_s - self._unreached_since_s
-        return after_unreached(grant.worker_id, self._unreached, waited_s, self._request.queue_ttl_s, jitter)
 
     async def _condemned(self, verdict: Condemned) -> FairwayError:
         """Return the error of the request, once the fleet refuses its input."""
@@ -358,12 +271,12 @@ class ChoiceRun:
     def _check_quarantine(self) -> None:
         """Raise PoisonedInput for a suspect whose input another request proved to be the cause."""
         poisons = self._request.ports.poisons
-        if self._losses.trial_tokens and poisons is not None:
+        if self._attempts.trial_tokens and poisons is not None:
             poisons.check(self.spec)
 
     def _log_placed_again(self, grant: AnyGrant, outcome: Outcome) -> None:
         cause = "lost" if isinstance(outcome, Lost) else outcome.reason.value
-        cause = "not_finite" if _is_not_finite(outcome) else cause
+        cause = "not_finite" if is_not_finite(outcome) else cause
         self._request.telemetry.placed_again(cause)
         log.info(
             "sequence.placed_again",
@@ -400,8 +313,7 @@ class ChoiceRun:
     # --- SequenceSink: called by the worker client's reader -------------------------------------
 
     def on_accepted(self) -> None:
-        self._accepted = True
-        self._refusals = self._unreached = 0
+        self._attempts.accepted()
         self.timer.enter(Stage.ENGINE_WAIT, self._clock.monotonic_s())
 
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:
@@ -432,14 +344,3 @@ class ChoiceRun:
     def _resolve(self, outcome: Outcome) -> None:
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(outcome)
-
-
-def _is_not_finite(outcome: Outcome) -> bool:
-    return isinstance(outcome, SequenceEnd) and outcome.error_reason == NOT_FINITE
-
-
-def _refusal_of(outcome: asyncio.Future[Outcome]) -> NotAdmittedReason | None:
-    if not outcome.done() or outcome.cancelled():
-        return None
-    found = outcome.result()
-    return found.reason if isinstance(found, StartRefused) else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -18,17 +18,11 @@ from services.core.errors import (
     DeadlineExceeded,
     FairwayError,
     InternalError,
-    NoLeader,
-    NoWorkerAvailable,
-    PoisonedInput,
-    QueueTimeout,
     StaleRoute,
-    StreamBroken,
     first_failure,
 )
 from services.core.fixed_cost.rows import RawTensor, RowEnd, RowsRequest
 from services.core.generation import (
-    NOT_FINITE,
     AnyGrant,
     FinishReason,
     GenerationSpec,
@@ -41,23 +35,23 @@ from services.core.generation import (
     StartSpec,
     TokenLogprobs,
 )
-from services.core.poison.suspicion import Condemned
-from services.gateway.policy.retry import (
-    EXCLUDED_S,
-    GiveUp,
-    PlaceAgain,
-    after_not_finite,
-    after_refusal,
-    after_unreached,
+from services.gateway.poison import condemned_error
+from services.gateway.policy.retry import PlaceAgain
+from services.gateway.requests.attempts import (
+    Attempts,
+    Lost,
+    Outcome,
+    StartRefused,
+    placed,
+    ran_on,
+    refusal_of,
 )
-from services.gateway.requests.losses import Losses
 from services.gateway.service_types import Ports
 from services.runtime.secrets import Ticket
 
 MAX_AT_ONCE: Final = 64  # rows of one request that are placed or run
 _ONE_TOKEN: Final = OutputLimits(1)
 _ANY: Final = Sampling(seed=0, temperature=0.0)
-Outcome = SequenceEnd | NotAdmittedReason | str  # text: why its worker was lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +122,7 @@ class _EmbeddedRow:
             limits=_ONE_TOKEN,
             priority=request.priority,
         )
-        self._losses = Losses(ports.kills)
-        self._lost = self._refusals = self._not_finite = self._unreached = 0
-        self._unreached_since_s = 0.0
-        self._accepted = False
+        self._attempts = Attempts(self._spec, ports, limits.queue_ttl_s)
         self._device_us = 0
         self._began_s = ports.clock.monotonic_s()
         self._wait_s = 0.0
@@ -141,13 +132,16 @@ class _EmbeddedRow:
         """Return how the row ended. Raises what fails the whole request: nothing can place it."""
         excluded: tuple[str, ...] = ()
         while True:
-            grant = await self._place(excluded)
+            grant = await placed(self._ports.placement.place, self._place_spec(), excluded)
             outcome = await self._execute(grant)
             if isinstance(outcome, SequenceEnd) and outcome.embedding:
                 return self._answer(outcome)
-            again = self._decide(outcome, grant)
-            if isinstance(again, FairwayError):
-                return RowEnd(error=again, device_s=self._device_us / 1e6)
+            try:
+                again = self._decide(outcome, grant)
+            except StaleRoute:
+                raise
+            except FairwayError as error:
+                return RowEnd(error=error, device_s=self._device_us / 1e6)
             excluded = (again.exclude_worker,) if again.exclude_worker else ()
             if again.delay_s > 0:
                 await self._ports.clock.sleep(again.delay_s)
@@ -156,17 +150,6 @@ class _EmbeddedRow:
         vector = RawTensor("embedding", "FP32", (len(end.embedding) // 4,), end.embedding)
         device_s = (self._device_us + end.device_us) / 1e6
         return RowEnd((vector,), device_s=device_s, wait_s=self._wait_s, batch_rows=1)
-
-    async def _place(self, excluded: tuple[str, ...]) -> AnyGrant:
-        """Return a grant, without an excluded worker if another becomes available soon."""
-        place, spec = self._ports.placement.place, self._place_spec()
-        if not excluded:
-            return await place(spec)
-        patient_s = min(spec.queue_ttl_s, EXCLUDED_S)
-        try:
-            return await place(replace(spec, excluded_workers=excluded, queue_ttl_s=patient_s))
-        except (QueueTimeout, NoWorkerAvailable, NoLeader):
-            return await place(spec)
 
     def _place_spec(self) -> PlaceSpec:
         request = self._request
@@ -203,86 +186,45 @@ class _EmbeddedRow:
             initial_credit_tokens=1,
             time_left_s=self._left_s(),
             traceparent=self._request.traceparent,
-            apart_tokens=self._losses.trial_tokens,
+            apart_tokens=self._attempts.trial_tokens,
             embed=True,
         )
-        now_s = self._ports.clock.monotonic_s()
-        self._wait_s = now_s - self._began_s
-        self._losses.starts(now_s)
-        self._accepted = False
+        self._wait_s = self._ports.clock.monotonic_s() - self._began_s
+        self._attempts.start()
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._outcome = outcome
         running = self._ports.workers.start(start, self)
-        refusal: NotAdmittedReason | None = None
         try:
-            found = await outcome
-            if isinstance(found, NotAdmittedReason):
-                refusal = found
-            return found
+            return await outcome
         finally:
-            if not outcome.done() or outcome.cancelled() or isinstance(outcome.result(), str):
+            if ran_on(outcome):
                 running.cancel()
-            self._ports.placement.over(grant, refusal)
+            self._ports.placement.over(grant, refusal_of(outcome))
             self._outcome = None
 
-    def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain | FairwayError:
-        """Return the next placement, or the error of the row."""
-        jitter, now_s = self._ports.rng.random(), self._ports.clock.monotonic_s()
-        if isinstance(outcome, NotAdmittedReason):
-            return self._refused(outcome, grant, jitter)
-        found: PlaceAgain | GiveUp | Condemned
+    def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain:
+        """Return the next placement. Raises the error that ends the row."""
+        jitter = self._ports.rng.random()
         if isinstance(outcome, SequenceEnd):
             self._device_us += outcome.device_us
-            if outcome.reason is FinishReason.PREEMPTED:
-                return PlaceAgain()
             if outcome.reason is FinishReason.DEADLINE:
-                return DeadlineExceeded("the deadline passed before the row was computed")
+                raise DeadlineExceeded("the deadline passed before the row was computed")
             if outcome.reason is FinishReason.ERROR:
-                return self._ports.error_of(outcome.error_reason, outcome.error_message)
-            if outcome.reason is not FinishReason.ENGINE_LOST:
-                return InternalError(f"{grant.worker_id} returned no embedding")
-        if isinstance(outcome, SequenceEnd) and outcome.error_reason == NOT_FINITE:
-            self._not_finite += 1
-            found = after_not_finite(grant.worker_id, self._not_finite, jitter)
-        elif isinstance(outcome, SequenceEnd) or self._accepted:
-            self._lost += 1
-            end = outcome if isinstance(outcome, SequenceEnd) else None
-            found = self._losses.after(end, grant.worker_id, self._lost, now_s, jitter)
-        else:
-            self._unreached_since_s = self._unreached_since_s if self._unreached else now_s
-            self._unreached += 1
-            waited_s, patience_s = now_s - self._unreached_since_s, self._limits.queue_ttl_s
-            found = after_unreached(grant.worker_id, self._unreached, waited_s, patience_s, jitter)
-        if isinstance(found, Condemned):
-            return PoisonedInput(
-                f"this input ended the engine of version {self._request.version_digest}",
-                version_digest=self._request.version_digest,
-                deaths=found.deaths,
-            )
-        if isinstance(found, GiveUp):
-            return StreamBroken(f"{found.why}; send it again", retry_after_s=1.0)
-        return replace(found, delay_s=found.delay_s + self._ports.retries.take(now_s))
-
-    def _refused(
-        self, reason: NotAdmittedReason, grant: AnyGrant, jitter: float
-    ) -> PlaceAgain | FairwayError:
-        if reason is NotAdmittedReason.INVALID:
-            return InternalError(f"{grant.worker_id} took the start for out of bounds")
-        if reason is NotAdmittedReason.STALE_ROUTE:
-            text = f"{self._request.model} withdrew version {self._request.version_digest}; send it again"
-            raise StaleRoute(text, retry_after_s=1.0, model=self._request.model)
-        self._refusals += 1
-        found = after_refusal(reason, grant.worker_id, self._refusals, jitter)
-        return NoWorkerAvailable(found.why, retry_after_s=1.0) if isinstance(found, GiveUp) else found
+                raise self._ports.error_of(outcome.error_reason, outcome.error_message)
+            if outcome.reason not in (FinishReason.PREEMPTED, FinishReason.ENGINE_LOST):
+                raise InternalError(f"{grant.worker_id} returned no embedding")
+        again = self._attempts.after(outcome, grant.worker_id, jitter)
+        if isinstance(again, PlaceAgain):
+            return again
+        raise condemned_error(self._spec, again.deaths)
 
     # --- SequenceSink: called by the worker client's reader ---------------------------------------
 
     def on_accepted(self) -> None:
-        self._accepted = True
-        self._refusals = self._unreached = 0
+        self._attempts.accepted()
 
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:
-        self._resolve(reason)
+        self._resolve(StartRefused(reason))
 
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
@@ -293,7 +235,7 @@ class _EmbeddedRow:
         self._resolve(end)
 
     def on_lost(self, message: str) -> None:
-        self._resolve(message)
+        self._resolve(Lost(message))
 
     def _resolve(self, outcome: Outcome) -> None:
         if self._outcome is not None and not self._outcome.done():

@@ -1,0 +1,198 @@
+"""The attempts of one sequence: what follows from the end of each, and whether the sequence is a suspect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from services.core.errors import (
+    InternalError,
+    NoLeader,
+    NoWorkerAvailable,
+    QueueTimeout,
+    StaleRoute,
+    StreamBroken,
+    VersionFailing,
+)
+from services.core.generation import (
+    NOT_FINITE,
+    AnyGrant,
+    FinishReason,
+    GenerationSpec,
+    NotAdmittedReason,
+    PlaceSpec,
+    SequenceEnd,
+)
+from services.core.poison.suspicion import Condemned, LossCause, LostTooOften, StepRole, Suspicion, judge
+from services.gateway.policy.retry import (
+    EXCLUDED_S,
+    GiveUp,
+    PlaceAgain,
+    after_loss,
+    after_not_finite,
+    after_refusal,
+    after_unreached,
+)
+from services.gateway.service_types import Ports
+
+
+@dataclass(frozen=True, slots=True)
+class StartRefused:
+    reason: NotAdmittedReason
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    message: str
+
+
+Outcome = SequenceEnd | StartRefused | Lost
+
+
+async def placed(
+    place: Callable[[PlaceSpec], Awaitable[AnyGrant]], spec: PlaceSpec, excluded: tuple[str, ...]
+) -> AnyGrant:
+    """Return a grant, without an excluded worker if another becomes available soon.
+
+    A lost worker may be the only one, and return: after a while it is no longer excluded.
+    """
+    if not excluded:
+        return await place(spec)
+    patient_s = min(spec.queue_ttl_s, EXCLUDED_S)
+    try:
+        return await place(replace(spec, excluded_workers=excluded, queue_ttl_s=patient_s))
+    except (QueueTimeout, NoWorkerAvailable, NoLeader):
+        return await place(spec)
+
+
+class Attempts:
+    """Written by the sequence's task; the reader of its worker reports the acceptance."""
+
+    def __init__(self, spec: GenerationSpec, ports: Ports, patience_s: float) -> None:
+        """``patience_s``: how long workers may be out of reach."""
+        self.losses = 0
+        self._spec = spec
+        self._ports = ports
+        self._patience_s = patience_s
+        self._refusals = self._not_finite = 0
+        self._accepted = False  # by the worker that was started last
+        self._unreached = 0  # consecutive starts whose worker disconnected before acceptance, and since when
+        self._unreached_since_s = 0.0
+        self._suspicion = Suspicion()
+        self._suspect_since_s: float | None = None  # the start of its first run apart
+
+    @property
+    def trial_tokens(self) -> int:
+        """How many tokens the next run produces apart; 0: the sequence is no suspect."""
+        return self._suspicion.trial_tokens
+
+    def start(self) -> None:
+        """The sequence runs again."""
+        self._accepted = False
+        if self.trial_tokens and self._suspect_since_s is None:
+            self._suspect_since_s = self._ports.clock.monotonic_s()
+
+    def accepted(self) -> None:
+        """The worker accepted the start."""
+        self._accepted = True
+        self._refusals = self._unreached = 0
+
+    def after(self, outcome: Outcome, worker_id: str, jitter: float) -> PlaceAgain | Condemned:
+        """Return the next placement, or that there is none because the input is the cause of its losses.
+
+        Of a sequence's ends it takes those that another run follows: PREEMPTED and ENGINE_LOST. Raises
+        another error that ends the sequence. ``jitter`` is uniform in 0..1.
+        """
+        if isinstance(outcome, StartRefused):
+            return self._after_refusal(outcome.reason, worker_id, jitter)
+        if isinstance(outcome, SequenceEnd) and outcome.reason is FinishReason.PREEMPTED:
+            return PlaceAgain()
+        now_s = self._ports.clock.monotonic_s()
+        decision = self._after_end(outcome, worker_id, now_s, jitter)
+        if isinstance(decision, Condemned):
+            return decision
+        if isinstance(decision, GiveUp):
+            if is_not_finite(outcome):
+                raise VersionFailing(
+                    f"version {self._spec.version_digest} of {self._spec.model} gave logits that are not "
+                    f"finite on {self._not_finite} tries: the version is faulty",
+                    retry_after_s=10.0,
+                    version_digest=self._spec.version_digest,
+                    model=self._spec.model,
+                    tries=self._not_finite,
+                )
+            raise StreamBroken(f"{decision.why}; send it again", retry_after_s=1.0)
+        return replace(decision, delay_s=decision.delay_s + self._ports.retries.take(now_s))
+
+    def _after_refusal(self, reason: NotAdmittedReason, worker_id: str, jitter: float) -> PlaceAgain:
+        spec = self._spec
+        if reason is NotAdmittedReason.INVALID:
+            raise InternalError(f"{worker_id} took the start for out of bounds")
+        if reason is NotAdmittedReason.STALE_ROUTE:
+            raise StaleRoute(
+                f"{spec.model} withdrew version {spec.version_digest} while the request waited; "
+                "send it again",
+                retry_after_s=1.0,
+                model=spec.model,
+                version_digest=spec.version_digest,
+            )
+        self._refusals += 1
+        again = after_refusal(reason, worker_id, self._refusals, jitter)
+        if isinstance(again, GiveUp):
+            raise NoWorkerAvailable(again.why, retry_after_s=1.0)
+        return again
+
+    def _after_end(
+        self, outcome: SequenceEnd | Lost, worker_id: str, now_s: float, jitter: float
+    ) -> PlaceAgain | GiveUp | Condemned:
+        """Count a loss, unless the worker never accepted the sequence."""
+        if self._accepted or isinstance(outcome, SequenceEnd):
+            self.losses += 1
+            if is_not_finite(outcome):
+                self._not_finite += 1
+                return after_not_finite(worker_id, self._not_finite, jitter)
+            return self._after_loss(outcome, worker_id, now_s, jitter)
+        if self._unreached == 0:
+            self._unreached_since_s = now_s
+        self._unreached += 1
+        waited_s = now_s - self._unreached_since_s
+        return after_unreached(worker_id, self._unreached, waited_s, self._patience_s, jitter)
+
+    def _after_loss(
+        self, outcome: SequenceEnd | Lost, worker_id: str, now_s: float, jitter: float
+    ) -> PlaceAgain | GiveUp | Condemned:
+        """Judge the sequence after a loss."""
+        kills, since_s = self._ports.kills, self._suspect_since_s
+        cause, role = LossCause.OUTSIDE, StepRole.NONE
+        if isinstance(outcome, SequenceEnd):
+            cause, role = outcome.loss_cause, outcome.step_role
+            kills.note(cause, role, now_s)
+        others_killed = since_s is not None and kills.any_since(since_s)
+        verdict = judge(self._suspicion, cause, role, others_killed=others_killed)
+        if isinstance(verdict, Condemned):
+            return verdict
+        if isinstance(verdict, LostTooOften):
+            return GiveUp(f"the worker was lost under this request {verdict.losses} times")
+        self._suspicion = verdict.suspicion
+        if others_killed:
+            self._suspect_since_s = None  # its next run apart is its first evidence
+        return after_loss(worker_id, self.losses, jitter, cause, role)
+
+
+def is_not_finite(outcome: Outcome) -> bool:
+    """Whether the engine ended the sequence because its model gave no finite numbers."""
+    return isinstance(outcome, SequenceEnd) and outcome.error_reason == NOT_FINITE
+
+
+def ran_on(outcome: asyncio.Future[Outcome]) -> bool:
+    """Whether the worker may still run the sequence when its run is left."""
+    return not outcome.done() or outcome.cancelled() or isinstance(outcome.result(), Lost)
+
+
+def refusal_of(outcome: asyncio.Future[Outcome]) -> NotAdmittedReason | None:
+    """Return why the worker did not admit the sequence; None if it did, or is still to answer."""
+    if not outcome.done() or outcome.cancelled():
+        return None
+    found = outcome.result()
+    return found.reason if isinstance(found, StartRefused) else None
