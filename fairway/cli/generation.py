@@ -85,11 +85,11 @@ def options_of(
     )
 
 
-def _schema(path: Path) -> JsonSchema:
-    if str(path) == "-":
-        return JsonSchema({"type": "object"})
+def read_file(path: Path, most: int = -1) -> bytes:
+    """Return the file's first ``most`` bytes, all for -1. Raises CliError."""
     try:
-        found = json.loads(path.read_bytes())
+        with path.open("rb") as source:
+            return source.read(most)
     except OSError as exc:
         raise CliError(
             "FILE_UNREADABLE",
@@ -97,6 +97,13 @@ def _schema(path: Path) -> JsonSchema:
             exit_code=ExitCode.USAGE,
             next_step="name a file that you may read",
         ) from exc
+
+
+def _schema(path: Path) -> JsonSchema:
+    if str(path) == "-":
+        return JsonSchema({"type": "object"})
+    try:
+        found = json.loads(read_file(path))
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict | bool):

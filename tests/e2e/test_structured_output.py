@@ -64,6 +64,7 @@ def test_a_schema_that_is_refused_is_named(stack: Stack) -> None:
     assert "example.com" in answer["error"]["message"]
     status, answer = post(stack, "completions", {"prompt": "x", "guided_regex": "["})
     assert status == 400
+    assert answer["error"]["param"] == "guided_regex"
 
 
 def test_the_command_line_takes_a_schema(stack: Stack, tmp_path: Path) -> None:

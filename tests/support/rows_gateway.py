@@ -105,13 +105,17 @@ class RowsGateway:
         owner: str = "g0",
         runner: Any = None,
         quarantine: MemoryQuarantine | None = None,
+        aliases: dict[str, str] | None = None,
     ) -> None:
         """Without ``records``, keys are kept in memory; without a ``runner``, rows are computed here."""
         self.keys, self.tenants, self.deployments = View(), View(), View()
         self.workers, self.routes = View(), View()
-        self.runner = runner or LocalRows()
         if runner is None:
-            self.runner.gate.set()
+            runner = LocalRows()
+            runner.gate.set()
+            for name, folder in folders.items():
+                runner.load(digest_of(name), folder)
+        self.runner = runner
         self.limiter = limiter or MemoryLimiter(CLOCK)
         self.quarantine = quarantine or MemoryQuarantine(CLOCK)
         self.reported: list[RequestUsage] = []
@@ -125,6 +129,7 @@ class RowsGateway:
             CLOCK,
             texts=LocalTexts(threads, CLOCK),
             splits=Splits(self.routes),
+            aliases=aliases,
         )
         self.put_tenant(Tenant(Meta("acme")))
         for name in folders:
@@ -214,8 +219,6 @@ async def rows_gateway(folders: dict[str, Path], **options: Any) -> AsyncIterato
     """Yield a gateway with the models of these folders loaded. Nothing is held afterwards."""
     with ThreadPoolExecutor(2) as threads:
         gateway = RowsGateway(folders, threads, **options)
-        for name, folder in folders.items() if isinstance(gateway.runner, LocalRows) else ():
-            gateway.runner.load(digest_of(name), folder)
         yield gateway
         await gateway.close()
 

@@ -22,7 +22,11 @@ from fairway.v1 import scheduler_pb2 as pb
 
 
 def _ms(value: Duration) -> str:
-    return f"{value.ToMicroseconds() / 1e3:.1f} ms"
+    return _ms_of(value.ToMicroseconds() / 1e6)
+
+
+def _ms_of(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
 
 
 def _candidate(found: pb.RankedWorker) -> str:
@@ -94,23 +98,19 @@ def _window(line: _RowLine) -> str:
         return ""
     found = line.trip.window
     return (
-        f"{_s(found.linger_s)} = {_s(found.objective_s)} - {_s(found.compute_s)} compute "
-        f"- {_s(found.transport_s)} transport; {found.rate_per_s:.1f} rows/s, "
+        f"{_ms_of(found.linger_s)} = {_ms_of(found.objective_s)} - {_ms_of(found.compute_s)} compute "
+        f"- {_ms_of(found.transport_s)} transport; {found.rate_per_s:.1f} rows/s, "
         f"{found.returning_rows:.0f} returning"
     )
-
-
-def _s(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
 
 
 ROWS: Final[tuple[Column[_RowLine], ...]] = (
     Column("row", lambda line: str(line.trip.row)),
     Column("outcome", lambda line: line.trip.outcome),
     Column("worker", lambda line: line.trip.worker_id),
-    Column("slot wait", lambda line: _s(line.trip.slot_wait_s)),
-    Column("stay", lambda line: _s(line.trip.stay_s)),
-    Column("batch wait", lambda line: _s(line.trip.batch_wait_s)),
+    Column("slot wait", lambda line: _ms_of(line.trip.slot_wait_s)),
+    Column("stay", lambda line: _ms_of(line.trip.stay_s)),
+    Column("batch wait", lambda line: _ms_of(line.trip.batch_wait_s)),
     Column("batch", lambda line: f"{line.trip.batch_rows} rows" if line.trip.batch_rows else ""),
     Column("started by", lambda line: line.trip.batch_cause),
     Column("bucket", lambda line: str(line.trip.window.width or ""), drop=2),

@@ -79,7 +79,7 @@ from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.rows.explanations import RowExplanations
 from services.gateway.rows.keyed import IdempotentRows
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
-from services.gateway.rows.prefills import PrefilledRows, PrefillLimits
+from services.gateway.rows.prefills import PrefilledRows
 from services.gateway.rows.run import RowsParts
 from services.gateway.rows.runner import LeasedRows, RowLimits
 from services.gateway.rows.runs import PlainRows
@@ -344,7 +344,7 @@ def _gateway_services(
         ports=ports,
         limits=limits,
     )
-    prefills = PrefilledRows(ports, PrefillLimits(settings.queue_ttl_s))
+    prefills = PrefilledRows(ports, settings.queue_ttl_s)
     parts = RowsParts(validator, catalog, RequestQuotas(identity, ports), ports, runner, prefills)
     runs = IdempotentRows(PlainRows(service, parts), service, identity, parts)
     return service, RowsService(service, validator=validator, catalog=catalog, runs=runs)

@@ -96,6 +96,7 @@ class PendingRecordEnds:
         self._released = released
         self._runs: OrderedDict[KeyedRun, None] = OrderedDict()
         self._of_tenant: Counter[str] = Counter()
+        self._bytes = 0  # of the retained ends
         self._has_ends = asyncio.Event()  # at least one end is retained
 
     def __len__(self) -> int:
@@ -106,7 +107,9 @@ class PendingRecordEnds:
         self._runs[run] = None
         self._has_ends.set()
         self._of_tenant[tenant_id] += 1
-        self._bound_bytes()
+        self._bytes += run.end_bytes
+        if self._bytes > MAX_PENDING_BYTES:
+            self._bound_bytes()
         crowded = self._of_tenant[tenant_id] > share_of(MAX_PENDING_ENDS)
         if crowded or len(self._runs) > MAX_PENDING_ENDS:
             dropped = next(each for each in self._runs if not crowded or each.key.tenant_id == tenant_id)
@@ -149,17 +152,17 @@ class PendingRecordEnds:
 
     def _bound_bytes(self) -> None:
         """Drop the answers of the largest ends until all are within the bound: they are charged, not kept."""
-        total = sum(run.end_bytes for run in self._runs)
-        for run in sorted(self._runs, key=lambda run: -run.end_bytes) if total > MAX_PENDING_BYTES else ():
-            if total <= MAX_PENDING_BYTES:
+        for run in sorted(self._runs, key=lambda run: -run.end_bytes):
+            if self._bytes <= MAX_PENDING_BYTES:
                 return
-            total -= run.end_bytes
+            self._bytes -= run.end_bytes
             run.drop_answer()
-            total += run.end_bytes
+            self._bytes += run.end_bytes
             log.warning("idempotency.output_not_kept", record=run.key.digest[:12])
 
     def _remove(self, run: KeyedRun) -> None:
         del self._runs[run]
+        self._bytes -= run.end_bytes
         if not self._runs:
             self._has_ends.clear()
         self._of_tenant[run.key.tenant_id] -= 1
@@ -170,5 +173,6 @@ class PendingRecordEnds:
         assert self._of_tenant == Counter(run.key.tenant_id for run in self._runs), (
             "tenants are counted wrongly"
         )
+        assert self._bytes == sum(run.end_bytes for run in self._runs), "bytes are counted wrongly"
         assert len(self._runs) <= MAX_PENDING_ENDS, "more endings are kept than the bound allows"
         assert all(run.pending_end is not None for run in self._runs), "a kept run has nothing to write"

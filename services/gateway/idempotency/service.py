@@ -77,8 +77,7 @@ class IdempotentService(GatewayService):
         self.check_open(principal.tenant_id, generation.model, received)
         timeout_s = self.limits.timeout_of(generation, timeout_s)
         bounds.check(generation)
-        asked = generation.model
-        self._identity.authorise_model(principal, self._catalog.named(asked), asked=asked)
+        self._validator.authorise(principal, generation.model)
         tenant_id = self._identity.still_valid(principal).meta.name
         return self.runs.attach(
             record_key(self.names_secret, tenant_id, generation.idempotency_key, received.part),

@@ -7,7 +7,7 @@ size is allocated. Every error names its ``field``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -221,10 +221,7 @@ class Validator:
         model = await self._catalog.text_model(route.version_digest)
         if model.signature is not None:
             raise _generates_nothing(name, model.signature.operation)
-        if ids and max(ids) >= model.vocab_size:
-            raise InvalidInput(
-                f"tokens holds {max(ids)}; the model's vocabulary has {model.vocab_size}", field="tokens"
-            )
+        _check_within("tokens", ids, model.vocab_size)
         return await self._tokeniser.decode(model, principal.tenant_id, ids)
 
     def check_rows(self, principal: Principal, request: RowsMessage) -> Checked:
@@ -237,6 +234,10 @@ class Validator:
         self._catalog.require_servable(route)
         return Checked(route, self._priority(principal, request.priority))
 
+    def authorise(self, principal: Principal, asked: str) -> None:
+        """Return if the caller may use a model by the name that it sent. Raises ModelNotFound."""
+        self._identity.authorise_model(principal, self._catalog.named(asked), asked=asked)
+
     def _route(
         self, principal: Principal, generation: AnyRequest, pinned: PinnedVersion | None = None
     ) -> Route:
@@ -245,8 +246,7 @@ class Validator:
         """
         if pinned is not None:
             return self._catalog.resolve_pinned(generation.model, pinned)
-        asked = generation.model
-        self._identity.authorise_model(principal, self._catalog.named(asked), asked=asked)
+        self.authorise(principal, generation.model)
         tenant = self._identity.tenant(principal.tenant_id)
         caller = SplitCaller(
             principal.tenant_id,
@@ -456,11 +456,15 @@ def _check_ids(generation: inference_pb2.Generation, vocab_size: int) -> None:
         ("stop_token_ids", generation.stop_token_ids),
         ("logit_bias", generation.sampling.logit_bias),
     ):
-        largest = max(ids, default=0)
-        if largest >= vocab_size:
-            raise InvalidInput(
-                f"{field} holds token {largest}; the model's vocabulary has {vocab_size}",
-                field=field,
-                token=largest,
-                vocab_size=vocab_size,
-            )
+        _check_within(field, ids, vocab_size)
+
+
+def _check_within(field: str, ids: Iterable[int], vocab_size: int) -> None:
+    largest = max(ids, default=0)
+    if largest >= vocab_size:
+        raise InvalidInput(
+            f"{field} holds token {largest}; the model's vocabulary has {vocab_size}",
+            field=field,
+            token=largest,
+            vocab_size=vocab_size,
+        )

@@ -65,7 +65,7 @@ class IdempotentRows:
         if not job.message.idempotency_key:
             return await self._plain.answer(job)
         bounds.check(job.message)
-        self._identity.authorise_model(job.principal, job.message.model)
+        self._parts.validator.authorise(job.principal, job.message.model)
         deadline_s = job.received.monotonic_s + job.timeout_s
         for number in range(1, MAX_RUNS + 1):
             client = _Client()
@@ -166,20 +166,13 @@ class _Client:
             self.ended.set_exception(error)
 
 
-class _Tensor(msgspec.Struct, array_like=True, frozen=True):
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
 class _Answer(msgspec.Struct, array_like=True, frozen=True):
     """The answer in the record. New fields are added at the end, with a default."""
 
     request_id: str
     model: str
     version_digest: str
-    outputs: tuple[_Tensor, ...]
+    outputs: tuple[RawTensor, ...]
     tokens: tuple[int, ...]
 
 
@@ -188,9 +181,8 @@ _decoder: Final = msgspec.msgpack.Decoder(_Answer)
 
 def encode_answer(answer: RowsAnswer) -> bytes:
     """Return what a record keeps of an answer."""
-    outputs = tuple(_Tensor(each.name, each.datatype, each.shape, each.data) for each in answer.outputs)
     return msgspec.msgpack.encode(
-        _Answer(answer.request_id, answer.model, answer.version_digest, outputs, answer.tokens)
+        _Answer(answer.request_id, answer.model, answer.version_digest, answer.outputs, answer.tokens)
     )
 
 
@@ -204,7 +196,7 @@ def decode_answer(finished: Finished, *, replayed: bool) -> RowsAnswer:
         request_id=found.request_id,
         model=found.model,
         version_digest=found.version_digest,
-        outputs=tuple(RawTensor(each.name, each.datatype, each.shape, each.data) for each in found.outputs),
+        outputs=found.outputs,
         tokens=found.tokens,
         usage=finished.usage,
         clock=finished.clock,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -54,19 +53,13 @@ _ONE_TOKEN: Final = OutputLimits(1)
 _ANY: Final = Sampling(seed=0, temperature=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillLimits:
-    """``queue_ttl_s``: the longest time in the scheduler's queue."""
-
-    queue_ttl_s: float = 30.0
-
-
 class PrefilledRows:
     """Implements ``ports.rows.RowRunner`` for versions of decoders."""
 
-    def __init__(self, ports: Ports, limits: PrefillLimits | None = None) -> None:
+    def __init__(self, ports: Ports, queue_ttl_s: float = 30.0) -> None:
+        """``queue_ttl_s``: the longest time of a row in the scheduler's queue."""
         self._ports = ports
-        self._limits = limits if limits is not None else PrefillLimits()
+        self._queue_ttl_s = queue_ttl_s
 
     async def run(self, request: RowsRequest) -> tuple[RowEnd, ...]:
         """See ``ports.rows.RowRunner.run``."""
@@ -77,11 +70,12 @@ class PrefilledRows:
         ticket = self._ports.sign_ticket(
             Ticket(request.tenant_id, request.request_id, expire_unix_s, tokens, count)
         )
+        arrival_unix_us = round(unix_s * 1e6)
         places, ends = asyncio.Semaphore(MAX_AT_ONCE), [RowEnd()] * len(request.rows)
 
         async def one(row: int) -> None:
             async with places:
-                sequence = _EmbeddedRow(request, row, ticket, round(unix_s * 1e6), self._ports, self._limits)
+                sequence = _EmbeddedRow(request, row, ticket, arrival_unix_us, self._ports, self._queue_ttl_s)
                 ends[row] = await sequence.run()
 
         try:
@@ -103,14 +97,14 @@ class _EmbeddedRow:
         ticket: bytes,
         arrival_unix_us: int,
         ports: Ports,
-        limits: PrefillLimits,
+        queue_ttl_s: float,
     ) -> None:
         self._request = request
         self._row = row
         self._ticket = ticket
         self._arrival_unix_us = arrival_unix_us
         self._ports = ports
-        self._limits = limits
+        self._queue_ttl_s = queue_ttl_s
         (ids,) = request.rows[row]
         self._spec = GenerationSpec(
             request_id=request.request_id,
@@ -122,7 +116,7 @@ class _EmbeddedRow:
             limits=_ONE_TOKEN,
             priority=request.priority,
         )
-        self._attempts = Attempts(self._spec, ports, limits.queue_ttl_s)
+        self._attempts = Attempts(self._spec, ports, queue_ttl_s)
         self._device_us = 0
         self._began_s = ports.clock.monotonic_s()
         self._wait_s = 0.0
@@ -165,7 +159,7 @@ class _EmbeddedRow:
             prompt_tokens=len(self._spec.prompt.ids),
             max_output_tokens=1,
             arrival_unix_us=self._arrival_unix_us,
-            queue_ttl_s=min(self._limits.queue_ttl_s, left_s),
+            queue_ttl_s=min(self._queue_ttl_s, left_s),
             ticket=self._ticket,
             traceparent=request.traceparent,
             deadline_left_s=left_s,

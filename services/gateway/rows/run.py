@@ -33,7 +33,7 @@ from services.gateway.policy.claims import Payer, admission_limits, bounds_of, c
 from services.gateway.requests.admission import class_of
 from services.gateway.requests.quotas import HeldQuota, RequestQuotas, check_timeout, settled
 from services.gateway.requests.stage_timer import Stage
-from services.gateway.requests.terms import usage_of
+from services.gateway.requests.terms import Settle, usage_of
 from services.gateway.requests.validate import Checked, Validator, session_key_of
 from services.gateway.rows.inputs import PreparedRows
 from services.gateway.service_types import Ports, RowsMessage
@@ -94,7 +94,7 @@ class RecordedRun:
     # Awaited with the acceptance, before any row runs.
     accept: Callable[[Checked, PreparedRows], Awaitable[None]]
     # Settles the reservation in place of the limiter.
-    settle: Callable[[Reservation, Usage], Awaitable[None]]
+    settle: Settle
     # Receives the usage in place of the ports: it is reported when ``settle`` took effect.
     report_usage: Callable[[RequestUsage], None]
 

@@ -86,7 +86,7 @@ class TextEncoder:
         self._grammars: Grammars | None = None
         self.model = model
         self.template = template
-        self.tokenizer = self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.rows: RowTextEncoder | None = None  # of a decoder that embeds
         self._control = control
         added = tokenizer.get_added_tokens_decoder()
@@ -104,7 +104,7 @@ class TextEncoder:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, control tokens included. Ids without a token have no text."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[ChatMessage], variables: str = "") -> tuple[int, ...]:
         """Return the ids of a conversation up to the assistant's turn.
@@ -147,7 +147,7 @@ class TextEncoder:
 
         try:
             self._grammars = grammars_of(
-                self._tokenizer.to_str(), eos_ids=self._eos_ids, vocab_size=self.model.vocab_size
+                self.tokenizer.to_str(), eos_ids=self._eos_ids, vocab_size=self.model.vocab_size
             )
         except TokenizerUnusable as error:
             raise UnsupportedFeature(
@@ -166,9 +166,9 @@ class TextEncoder:
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         if len(text) <= _SHORT_CHARS:
-            return self._tokenizer.encode(text, add_special_tokens=special).ids
+            return self.tokenizer.encode(text, add_special_tokens=special).ids
         # The same ids without their offsets, in half the time and memory.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def _in_vocabulary(self, ids: list[int]) -> tuple[int, ...]:
         if ids and max(ids) >= self.model.vocab_size:

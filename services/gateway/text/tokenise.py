@@ -60,7 +60,7 @@ class Tokeniser:
         _check_bytes(model, size, "prompt")
         if size > MAX_CACHED_BYTES:
             return await self._read(model, tenant_id, text, size)
-        key = _key_of(model, tenant_id, text)
+        key = _digest(model.version_digest, tenant_id, "prompt", text)
         return self._cached(key) or self._keep(key, await self._read(model, tenant_id, text, size))
 
     async def chat(self, model: TextModel, tenant_id: str, chat: Conversation) -> Ids:
@@ -70,15 +70,15 @@ class Tokeniser:
         _check_bytes(model, size, "messages")
         if model.depends_on_time or size > MAX_CACHED_BYTES:
             return await self._read(model, tenant_id, chat, size)
-        key = _key_of(model, tenant_id, chat)
+        key = _digest(model.version_digest, tenant_id, "chat", *texts)
         return self._cached(key) or self._keep(key, await self._read(model, tenant_id, chat, size))
 
     def known(self, model: TextModel, tenant_id: str, text: str | Conversation) -> Ids:
         """Return the cached ids of a short text; empty if it is longer or has none. Takes microseconds."""
-        chars = len(text) if isinstance(text, str) else sum(map(len, text.texts()))
-        if chars > MAX_SHORT_CHARS or (model.depends_on_time and not isinstance(text, str)):
+        kind, *texts = ("prompt", text) if isinstance(text, str) else ("chat", *text.texts())
+        if sum(map(len, texts)) > MAX_SHORT_CHARS or (model.depends_on_time and kind == "chat"):
             return ()
-        return self._cached(_key_of(model, tenant_id, text))
+        return self._cached(_digest(model.version_digest, tenant_id, kind, *texts))
 
     async def decode(self, model: TextModel, tenant_id: str, ids: Sequence[int]) -> str:
         """Return the text of token ids, all within the vocabulary. Raises the errors of ``Texts.read``."""
@@ -158,13 +158,8 @@ def _check_bytes(model: TextModel, size: int, field: str) -> None:
         )
 
 
-def _key_of(model: TextModel, tenant_id: str, text: str | Conversation) -> bytes:
-    """Return the name of a raw prompt or a conversation in the cache."""
-    fields = ("prompt", text) if isinstance(text, str) else ("chat", *text.texts())
-    return _digest(model.version_digest, tenant_id, *fields)
-
-
 def _digest(*fields: str) -> bytes:
+    """Return the name of a raw prompt, a conversation or a constraint in a cache."""
     digest = hashlib.sha256()
     for field in fields:
         data = field.encode()

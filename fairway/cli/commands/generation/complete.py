@@ -28,6 +28,7 @@ from fairway.cli.generation import (
     TopPOption,
     open_client,
     options_of,
+    read_file,
     show_end,
     show_text,
     stream,
@@ -154,15 +155,7 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and prompt != "-":
         return prompt
     if file is not None and str(file) != "-":
-        try:
-            with file.open("rb") as source:
-                raw = source.read(MAX_PROMPT_BYTES + 1)
-        except OSError as exc:
-            raise CliError(
-                "FILE_UNREADABLE", f"cannot read {file}: {exc.strerror}", exit_code=ExitCode.USAGE,
-                next_step="name a file that you may read",
-            ) from exc  # fmt: skip
-        return _decoded(raw)
+        return _decoded(read_file(file, MAX_PROMPT_BYTES + 1))
     if prompt is None and file is None and sys.stdin.isatty():
         raise typer.BadParameter("there is no text to continue: add it as an argument, or with --file")
     return _decoded(sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Awaitable, Iterable
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -47,6 +47,9 @@ class ErrorDetail(msgspec.Struct, frozen=True):
     code: str | None
 
 
+T = TypeVar("T")
+
+
 class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
@@ -72,6 +75,7 @@ _CODES: Final[tuple[tuple[type[FairwayError], str], ...]] = (
 # Fields of fairway.v1 with another name in this dialect; longest first.
 _PARAMS: Final = (
     ("token_ids.ids", "prompt"),
+    ("chat.template_variables", "chat_template_kwargs"),
     ("chat.messages", "messages"),
     ("max_output_tokens", "max_tokens"),
     ("min_output_tokens", "min_tokens"),
@@ -129,16 +133,17 @@ def error_body(error: FairwayError) -> bytes:
     return _encode(ErrorBody(ErrorDetail(message, kind, param, _code(error, status))))
 
 
-def rename(error: FairwayError, names: Iterable[tuple[str, str]]) -> None:
-    """Give the field of an error the name that it has in the client's request, by the first that fits."""
-    field = error.metadata.get("field", "")
-    for ours, theirs in names:
-        if field.startswith(ours):
-            named = theirs + field[len(ours) :]
-            error.metadata["field"] = named
-            error.message = error.message.replace(field, named)
+async def named(names: Iterable[tuple[str, str]], work: Awaitable[T]) -> T:
+    """Return the result of ``work``. An error names its field as the client sent it: the first that fits."""
+    try:
+        return await work
+    except FairwayError as error:
+        field = error.metadata.get("field", "")
+        if (theirs := _by_prefix(field, names)) is not None:
+            error.metadata["field"] = theirs
+            error.message = error.message.replace(field, theirs)
             error.args = (error.message,)
-            return
+        raise
 
 
 def _code(error: FairwayError, status: int) -> str | None:
@@ -153,7 +158,12 @@ def _code(error: FairwayError, status: int) -> str | None:
 
 
 def _param(field: str) -> str:
-    for ours, theirs in _PARAMS:
+    found = _by_prefix(field, _PARAMS)
+    return _SAFE_PARAM.sub("?", field) if found is None else found
+
+
+def _by_prefix(field: str, names: Iterable[tuple[str, str]]) -> str | None:
+    for ours, theirs in names:
         if field.startswith(ours):
             return theirs + field[len(ours) :]
-    return _SAFE_PARAM.sub("?", field)
+    return None

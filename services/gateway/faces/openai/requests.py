@@ -38,6 +38,13 @@ PRIORITIES: Final = {
     "interactive": common_pb2.PRIORITY_INTERACTIVE,
 }
 _TIERS: Final = {"flex": "batch", "priority": "interactive"}
+# Fields that constrain the output beside response_format, with the kind of their constraint.
+_GUIDES: Final = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 # OpenAI's, where a completion states no max_tokens.
 DEFAULT_COMPLETION_TOKENS: Final = 16
 
@@ -80,7 +87,7 @@ def chat_request(data: bytes) -> ApiRequest:
         raise InvalidInput("top_logprobs needs logprobs to be true", field="top_logprobs")
     if body.logprobs:
         generation.logprobs = body.top_logprobs or 0
-    names = {"logprobs": "top_logprobs", "chat.template_variables": "chat_template_kwargs"}
+    names = {"logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names["max_output_tokens"] = "max_completion_tokens"
     return _api_request(body, "chat", (generation,), logprobs=bool(body.logprobs), names=names)
@@ -184,6 +191,11 @@ def _own_names(body: Options) -> dict[str, str]:
         found |= {"user": "safety_identifier", "session_key": "safety_identifier"}
     if body.service_tier in _TIERS:
         found["priority"] = "service_tier"
+    for name, kind in _GUIDES.items():
+        if getattr(body, name) is not None:
+            found |= {f"sampling.constraint.{kind}": name, "sampling.constraint": name}
+    if body.structured_outputs is not None:
+        found["sampling.constraint"] = "structured_outputs"
     return found
 
 

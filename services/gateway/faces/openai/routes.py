@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 
@@ -36,7 +36,7 @@ from services.gateway.faces.openai.answers import (
     whole_answer,
 )
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
-from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, rename
+from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, named
 from services.gateway.faces.openai.event_ids import HEADER, AnswerPosition
 from services.gateway.faces.openai.event_stream import (
     CACHE_HIT,
@@ -291,13 +291,14 @@ class OpenAiFace:
                 f"{HEADER} continues a stream with an idempotency key; send it with both, or not at all",
                 field=HEADER,
             )
+        names = request.names.items()
         if request.stream:
             exchange.headers.check_stream()
             work = self._stream(exchange, request, timeout_s)
-            await _named(request, unless_disconnected(exchange.receive, exchange.reply, work))
+            await named(names, unless_disconnected(exchange.receive, exchange.reply, work))
             return
         whole = self._complete(exchange, request, timeout_s)
-        completions = await _named(request, unless_disconnected(exchange.receive, exchange.reply, whole))
+        completions = await named(names, unless_disconnected(exchange.receive, exchange.reply, whole))
         request_id, created_unix_s = exchange.received.request_id, int(self._clock.unix_s())
         first = completions[0].accepted
         if first.received_unix_us:
@@ -364,15 +365,6 @@ class OpenAiFace:
         except BaseExceptionGroup as failures:
             raise primary_failure(failures) from None
         return [task.result() for task in tasks]
-
-
-async def _named(request: ApiRequest, work: Awaitable[T]) -> T:
-    """Return the result of ``work``; an error names its field as the client sent it."""
-    try:
-        return await work
-    except FairwayError as error:
-        rename(error, request.names.items())
-        raise
 
 
 def _numbered(exchange: Exchange, request: ApiRequest) -> Sequence[Received]:

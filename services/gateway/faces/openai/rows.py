@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
-from services.core.errors import FairwayError
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
-from services.gateway.faces.openai.errors import rename
+from services.gateway.faces.openai.errors import named
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.row_answers import (
@@ -102,11 +101,7 @@ class RowsFace:
             received=exchange.received,
             timeout_s=exchange.headers.timeout_s(),
         )
-        try:
-            return await unless_disconnected(exchange.receive, exchange.reply, call)
-        except FairwayError as error:
-            rename(error, _NAMES)
-            raise
+        return await named(_NAMES, unless_disconnected(exchange.receive, exchange.reply, call))
 
     async def _reply(self, exchange: Exchange, found: Embeddings | Scores, body: bytes) -> None:
         for header in (*rate_headers(found.answer), *replay_headers(found.answer)):

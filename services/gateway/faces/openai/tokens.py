@@ -13,13 +13,11 @@ from services.core.errors import InvalidInput
 from services.core.generation import Principal
 from services.gateway.catalog import Route
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
-from services.gateway.faces.openai.errors import rename
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.openai.requests import set_chat
 from services.gateway.faces.openai.types import ChatTurn, UInt32, Unserved, parse_body
 
 _encode: Final = msgspec.json.Encoder().encode
-_NAMES: Final = (("chat.template_variables", "chat_template_kwargs"),)
 
 
 class TokenizeBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -103,11 +101,7 @@ class TokensFace:
             body = await read_body(exchange.headers, exchange.receive, self._limits, hold)
             request = await self._bodies.parse(tokenize_request, body)
         work = self._service.token_ids(exchange.caller, request)
-        try:
-            route, ids = await unless_disconnected(exchange.receive, exchange.reply, work)
-        except InvalidInput as error:
-            rename(error, _NAMES)
-            raise
+        route, ids = await unless_disconnected(exchange.receive, exchange.reply, work)
         most = self._service.max_context_tokens(route)
         await exchange.reply.json(200, _encode(TokenizeAnswer(len(ids), most, ids)))
 

@@ -17,7 +17,9 @@ _EXPOSED: Final = (
     "retry-after-ms",
     "x-request-id",
     "x-client-request-id",
+    "x-should-retry",
     "x-fairway-cache",
+    "idempotent-replayed",
     "x-fairway-degraded",
     *(
         f"x-ratelimit-{what}-{of}"

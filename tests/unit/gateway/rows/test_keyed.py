@@ -76,6 +76,18 @@ def charged(*gateways: RowsGateway) -> dict[str, int]:
     return found
 
 
+async def test_a_key_of_a_deployment_may_use_its_alias(folders: dict[str, Path]) -> None:
+    async with rows_gateway(folders, aliases={"org/Embed": "embed"}) as gateway:
+        limited = ApiKey(Meta("alpha"), KeyRole.TENANT, KEY_HASH, tenant="acme", models=("embed",))
+        gateway.keys.put(KEYS + "alpha", limited)
+        first = await embed(gateway, "the fox", model="org/Embed")
+        again = await embed(gateway, "the fox", model="org/Embed")
+        assert (first.answer.replayed, again.answer.replayed) == (False, True)
+        with pytest.raises(ModelNotFound):
+            await embed(gateway, "the fox", model="org/Other", key="k2")
+        await until(lambda: not gateway.service.busy)
+
+
 async def test_a_repeat_on_any_gateway_receives_the_same_answer_charged_once(
     pair: tuple[RowsGateway, RowsGateway],
 ) -> None:

@@ -310,6 +310,9 @@ def test_an_error_names_the_field_that_the_client_sent() -> None:
     assert chat(max_completion_tokens=5).names["max_output_tokens"] == "max_completion_tokens"
     assert "max_output_tokens" not in chat(max_tokens=5).names
     assert chat(service_tier="priority").names["priority"] == "service_tier"
+    assert chat(guided_regex="a+").names["sampling.constraint.regex"] == "guided_regex"
+    assert chat(structured_outputs={"regex": "a+"}).names["sampling.constraint"] == "structured_outputs"
+    assert "sampling.constraint" not in chat(response_format={"type": "json_object"}).names
     assert chat(safety_identifier="s").names["user"] == "safety_identifier"
 
 
