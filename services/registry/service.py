@@ -64,7 +64,7 @@ from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
 from services.ports.text_check import TextCheck
 from services.registry.garbage import Collected, Collector, SweepFence
-from services.registry.verification import VerificationLimiter, computation_of, verify
+from services.registry.verification import VerificationLimiter, computation_of, content_of, verify
 from services.runtime.idempotent_writes import Answer, RequestLog, WriteRequest, WriteSet, fingerprint_of
 
 log = structlog.get_logger()
@@ -416,10 +416,6 @@ async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, te
 
 async def _copy(blobs: BlobStore, file: ManifestFile, path: Path) -> None:
     """Write a file of at most 64 MiB, the limit of a text file."""
-    body = bytearray()
-    for chunk in file.chunks:
-        async with aclosing(blobs.get(chunk)) as pieces:
-            async for piece in pieces:
-                body += piece
+    body = await content_of(blobs, file)
     path.parent.mkdir(exist_ok=True)
     await in_thread(path.write_bytes, body)

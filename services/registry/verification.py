@@ -69,14 +69,21 @@ async def verify(blobs: BlobStore, manifest: Manifest) -> None:
 
 
 async def computation_of(blobs: BlobStore, manifest: Manifest) -> str:
-    """Return the digest of the computation of a verified version."""
-    content = bytearray()
-    for file in manifest.files:
-        for chunk in file.chunks if file.path == GENERATION_CONFIG else ():
-            async with aclosing(blobs.get(chunk)) as pieces:
-                async for piece in pieces:
-                    content += piece
-    return computation_digest(manifest, bytes(content))
+    """Return the digest of the computation of a verified version; empty where it shares no engine."""
+    if manifest.kind == "fixed-cost":
+        return ""
+    found = [await content_of(blobs, file) for file in manifest.files if file.path == GENERATION_CONFIG]
+    return computation_digest(manifest, b"".join(found))
+
+
+async def content_of(blobs: BlobStore, file: ManifestFile) -> bytes:
+    """Return a file of at most 64 MiB, the limit of a text file."""
+    body = bytearray()
+    for chunk in file.chunks:
+        async with aclosing(blobs.get(chunk)) as pieces:
+            async for piece in pieces:
+                body += piece
+    return bytes(body)
 
 
 class _File:

@@ -159,8 +159,9 @@ class MemoryLimiter:
         admitted = Reservation(
             tenant_id, request_id, self._local, slots, admitted_us=admitted_us, request_rate=tightest(rates)
         )
-        with suppress(OverQuota):
-            return await self.reserve(admitted, claims, price) if claims else admitted
+        if claims:
+            with suppress(OverQuota):
+                return await self.reserve(admitted, claims, price)
         return admitted
 
     async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:

@@ -364,12 +364,12 @@ class ModelFiles:
             raise
         log.info("model_folder.evicted", folder=name)
         version = name[:_HEX_DIGITS]
-        if not any(other.startswith(version) for other in (*self._kept, *self._reserved)):
+        if not any(other.startswith(version) for other in (*self._kept, *self._turns)):
             await in_thread(self._folders.forget_manifest, version)
 
     async def _require_disk(self, name: str, size_bytes: int) -> None:
         """Remove unfinished downloads, oldest first, while there are too many or the disk is nearly full."""
-        idle = [other for other in await in_thread(self._folders.partials) if other not in self._reserved]
+        idle = [other for other in await in_thread(self._folders.partials) if other not in self._turns]
         for position, other in enumerate(idle):
             free = await in_thread(self._folders.free_bytes)
             if len(idle) - position > _STALE_PARTIALS or free < size_bytes + _RESERVE_BYTES:

@@ -52,8 +52,10 @@ def limited(claims: Iterable[Claim]) -> tuple[Claim, ...]:
 
 def fitting(claims: Sequence[Claim]) -> tuple[Claim, ...]:
     """Return the claims on a limit; none of them if one never fits."""
-    found = tuple(claim for claim in claims if claim.limit.limit > 0)
-    return found if all(claim.amount <= most(claim.limit) for claim in found) else ()
+    try:
+        return limited(claims)
+    except OverQuota:
+        return ()
 
 
 def unclaimed(reservation: Reservation, claims: Iterable[Claim]) -> list[Claim]:

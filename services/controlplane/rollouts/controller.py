@@ -21,9 +21,9 @@ from services.controlplane.objectives.policy.gates import (
     GateReport,
     judge,
 )
-from services.controlplane.policy.assign import Unplaced, plan
+from services.controlplane.policy.assign import Unplaced
 from services.controlplane.reconciler import Leadership
-from services.controlplane.resources.status import unplaced_message
+from services.controlplane.resources.status import unplaced_in, unplaced_message
 from services.controlplane.rollouts.policy.advance import advance
 from services.controlplane.rollouts.policy.effects import copies_ratio, load_ratio, step_name
 from services.controlplane.rollouts.policy.facts import facts_of
@@ -113,15 +113,7 @@ class RolloutController:
             self._message_s.clear()
             return 0
         fleet = fleet_of(held.record for held in view.values())
-        actions = plan(
-            fleet.deployments,
-            fleet.workers,
-            fleet.nodes,
-            fleet.assignments,
-            fleet.routes,
-            engines=fleet.engines,
-        )
-        unplaced = {one.deployment: one for one in actions if isinstance(one, Unplaced)}
+        unplaced = unplaced_in(fleet)
         for key, held in open_:
             assert isinstance(held.record, Rollout)
             context = context_in(view, held.record.deployment)

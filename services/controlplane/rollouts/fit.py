@@ -103,7 +103,7 @@ def fit_by_worker(
         if worker is None or not any(one.deployment == name for one in assignment.versions):
             continue
         others = [one for one in assignment.versions if one.deployment != name]
-        if why := no_memory(MemoryView(worker, [*others, version], needs), version):
+        if why := no_memory(MemoryView(worker, [*others, version], needs, fleet.engines), version):
             rejected.append((worker.worker_id, why))
         else:
             taken.append(worker.worker_id)

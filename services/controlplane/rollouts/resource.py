@@ -6,14 +6,14 @@ needs no leader. The leader's controller and operators exclude each other by the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 import structlog
 
-from services.controlplane.fleet import Snapshot, read_snapshot
+from services.controlplane.fleet import Fleet, Snapshot, read_snapshot
 from services.controlplane.resources.deployments import pinned_version
 from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.rollouts.check import check_by_worker, check_rollout, with_defaults
@@ -78,12 +78,12 @@ class Rollouts:
         _require_calm(snapshot, context)
         prepared, together = await self._prepared(rollout, context.deployment)
         sizes = await self._sizes(prepared, context.deployment)
-        prepared, fits = _fitted(prepared, context.deployment, snapshot, sizes)
+        prepared, fits = _fitted(prepared, context.deployment, snapshot.fleet, sizes)
         if dry_run:
             return RolloutView(
                 Stored(prepared, 0, 0), _facts(prepared, context.deployment, snapshot), fits=fits
             )
-        if any(fit.missing for fit in fits):
+        if _short(fits):
             raise _does_not_fit(prepared, fits)
         writes = effects(prepared, context)
         unchanged = ModRevisionIs(DEPLOYMENTS + rollout.deployment, context.deployment_revision)
@@ -257,32 +257,35 @@ def _require_calm(snapshot: Snapshot, context: RolloutContext) -> None:
 
 
 def _fitted(
-    rollout: Rollout, deployment: Deployment, snapshot: Snapshot, sizes: Mapping[str, int]
+    rollout: Rollout, deployment: Deployment, fleet: Fleet, sizes: Mapping[str, int]
 ) -> tuple[Rollout, tuple[ArmFit, ...]]:
     """Return the rollout as it will go, beside the stable version or worker by worker, and how it fits.
 
     What does not fit in either way is returned as it was, with the reason as its message. Raises
     FailedPrecondition where an operator wants it worker by worker and it cannot go so.
     """
-    fleet = snapshot.fleet
-    fits = fit_of(rollout, deployment, fleet, sizes)
-    if not rollout.by_worker and not any(fit.missing for fit in fits):
+    fits = () if rollout.by_worker else fit_of(rollout, deployment, fleet, sizes)
+    if not rollout.by_worker and not _short(fits):
         return rollout, fits
     impossible = check_by_worker(rollout, deployment.replicas)
+    going = by_worker(rollout, deployment.replicas)
+    impossible = impossible or check_by_worker(going, deployment.replicas)
     if rollout.by_worker and impossible:
         raise FailedPrecondition(impossible, name=rollout.meta.name)
     if not impossible:
-        going = by_worker(rollout, deployment.replicas)
-        impossible = check_by_worker(going, deployment.replicas)
-        fits_alone = fit_by_worker(going, deployment, fleet, sizes)
-        if not impossible and (rollout.by_worker or not any(fit.missing for fit in fits_alone)):
+        in_place = fit_by_worker(going, deployment, fleet, sizes)
+        if not _short(in_place):
             least = deployment.replicas - 1
             message = f"worker by worker: {least} of {deployment.replicas} replicas serve meanwhile"
-            if any(fit.missing for fit in fits_alone):
-                message = "does not fit in the place of the stable version"
-            return replace(going, message=message), fits_alone
-        impossible = impossible or "it does not fit in the place of the stable version either"
+            return replace(going, message=message), in_place
+        if rollout.by_worker:
+            return replace(going, message="does not fit in the place of the stable version"), in_place
+        impossible = "it does not fit in the place of the stable version either"
     return replace(rollout, message=f"does not fit beside the stable version; {impossible}"), fits
+
+
+def _short(fits: Sequence[ArmFit]) -> bool:
+    return any(fit.missing for fit in fits)
 
 
 def _does_not_fit(rollout: Rollout, fits: tuple[ArmFit, ...]) -> DoesNotFit:

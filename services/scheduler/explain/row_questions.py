@@ -22,7 +22,7 @@ ANSWER_S: Final = 0.5  # how long gateways are waited for
 @dataclass(slots=True, eq=False)
 class _Question:
     request_id: str
-    missing: dict[int, str]  # gateways that have not answered, by the number of their stream
+    missing: set[int]  # the streams of gateways that have not answered, by number
     found: list[RowsExplanation] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -41,14 +41,16 @@ class RowQuestions:
         if len(self._open) >= MAX_QUESTIONS:
             raise QueueFull("too many explanations are asked for at once", retry_after_s=1.0)
         asked = list(gateways)
-        question = _Question(request_id, {session.number: session.gateway_id for session in asked})
+        if not asked:
+            return ()
+        question = _Question(request_id, {session.number for session in asked})
         self._open[question] = None
         try:
             for session in asked:
                 session.questions.append(request_id)
                 session.wake()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ANSWER_S if asked else 0.0):
+                async with asyncio.timeout(ANSWER_S):
                     await question.done.wait()
         finally:
             del self._open[question]
@@ -59,8 +61,8 @@ class RowQuestions:
         for question in self._open:
             if question.request_id != request_id or session.number not in question.missing:
                 continue
-            gateway_id = question.missing.pop(session.number)
+            question.missing.remove(session.number)
             if found is not None:
-                question.found.append(replace(found, gateway_id=gateway_id))
+                question.found.append(replace(found, gateway_id=session.gateway_id))
             if not question.missing:
                 question.done.set()

@@ -59,8 +59,9 @@ class GrantPass:
         """
         passes = {digest: self.run(pool, digest, now_us) for digest, pool in pools.items()}
         while passes:
-            digest = min(passes, key=lambda each: _turn(pools[each], now_us)) if len(passes) > 1 else ""
-            digest = digest or next(iter(passes))
+            digest = next(iter(passes))
+            if len(passes) > 1:
+                digest = min(passes, key=lambda each: _turn(pools[each], now_us))
             tried = next(passes[digest], None)
             if tried is None:
                 del passes[digest]

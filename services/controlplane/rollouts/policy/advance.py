@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from services.controlplane.objectives.policy.gates import GateMetric, GateReport, Verdict
-from services.controlplane.rollouts.policy.effects import replicas_by_worker, replicas_for
+from services.controlplane.rollouts.policy.effects import (
+    next_step_of,
+    replicas_by_worker,
+    replicas_for,
+    weight_of_step,
+)
 from services.controlplane.rollouts.policy.facts import PROBE_FAILED, RolloutFacts
 from services.controlplane.rollouts.records import (
     STABLE,
@@ -127,10 +132,9 @@ def _why_prepared(rollout: Rollout, report: GateReport | None) -> str:
 def _next_step(
     rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float, why: str
 ) -> Rollout:
-    """Return the next step once its replicas are READY. Worker by worker, an operator skips no step."""
-    step = rollout.step + 1 if rollout.by_worker else max(rollout.step + 1, rollout.promote_to)
-    last = step >= len(rollout.steps)
-    weight_bp = WHOLE_BP if last else rollout.steps[step].weight_bp
+    """Return the next step once its replicas are READY."""
+    step = next_step_of(rollout)
+    last, weight_bp = step >= len(rollout.steps), weight_of_step(rollout, step)
     if (failed := _load_failure(rollout, facts, now_unix_s, rollout.step_unix_s)) is not None:
         return failed
     if waiting := _waiting(rollout, facts, weight_bp):
@@ -226,8 +230,7 @@ def _load_failure(
 def _next_weight(rollout: Rollout) -> int:
     if rollout.phase is not RolloutPhase.RUNNING:
         return 0
-    step = rollout.step + 1 if rollout.by_worker else max(rollout.step + 1, rollout.promote_to)
-    return rollout.steps[step].weight_bp if step < len(rollout.steps) else WHOLE_BP
+    return weight_of_step(rollout, next_step_of(rollout))
 
 
 def _waiting(rollout: Rollout, facts: RolloutFacts, weight_bp: int) -> str:

@@ -43,7 +43,7 @@ def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
     """
     if rollout.by_worker:
         at_end = rollout.phase is RolloutPhase.SOAKING
-        weight_bp = WHOLE_BP if at_end else _weight_of_step(rollout, rollout.step + rollout.preparing)
+        weight_bp = WHOLE_BP if at_end else weight_of_step(rollout, rollout.step + rollout.preparing)
         return replicas_by_worker(weight_bp, replicas)
     everything = rollout.phase is RolloutPhase.SOAKING or rollout.strategy in _FULL
     if everything:
@@ -54,9 +54,7 @@ def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
         return max(1, replicas) if rollout.target == name else replicas_for(weight_bp, replicas)
     if rollout.strategy is RolloutStrategy.SHADOW:
         return replicas_for(0 if rollout.shadow is None else rollout.shadow.fraction_bp, replicas)
-    step = rollout.step + rollout.preparing
-    upto = rollout.steps[: max(step, rollout.promote_to) + 1]
-    return replicas_for(max((one.weight_bp for one in upto), default=0), replicas)
+    return replicas_for(_largest_weight(rollout), replicas)
 
 
 def kv_bp_of(rollout: Rollout, name: str) -> int:
@@ -72,8 +70,7 @@ def kv_bp_of(rollout: Rollout, name: str) -> int:
         case RolloutStrategy.SHADOW:
             found = 0 if rollout.shadow is None else rollout.shadow.fraction_bp // 2
         case RolloutStrategy.CANARY:
-            step = max(rollout.step + rollout.preparing, rollout.promote_to)
-            found = max((one.weight_bp for one in rollout.steps[: step + 1]), default=0)
+            found = _largest_weight(rollout)
         case _:
             found = WHOLE_BP // 2
     if rollout.phase is RolloutPhase.SOAKING or (rollout.target and name == rollout.target):
@@ -93,7 +90,19 @@ def replicas_by_worker(weight_bp: int, replicas: int) -> int:
     return max(1, min(replicas - 1, replicas_for(weight_bp, replicas)))
 
 
-def _weight_of_step(rollout: Rollout, step: int) -> int:
+def _largest_weight(rollout: Rollout) -> int:
+    """Return the largest weight up to the present step, or to the next once that is prepared."""
+    step = max(rollout.step + rollout.preparing, rollout.promote_to)
+    return max((one.weight_bp for one in rollout.steps[: step + 1]), default=0)
+
+
+def next_step_of(rollout: Rollout) -> int:
+    """Return the step after the present one. Worker by worker, an operator skips no step."""
+    return rollout.step + 1 if rollout.by_worker else max(rollout.step + 1, rollout.promote_to)
+
+
+def weight_of_step(rollout: Rollout, step: int) -> int:
+    """Return the candidate's traffic in a step, all of it after the last one, in basis points."""
     return rollout.steps[step].weight_bp if step < len(rollout.steps) else WHOLE_BP
 
 
