@@ -16,7 +16,7 @@ from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import parse_config
 from fairway.formats.fixed_cost.config import CONFIG, is_fixed_cost, parse_fixed_cost
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
-from fairway.formats.fixed_cost.pooling import FILES, last_token
+from fairway.formats.fixed_cost.pooling import FILES, MODULES, last_token
 
 Kind = Literal["causal-lm", "fixed-cost"]
 
@@ -50,9 +50,9 @@ def checkpoint_problem(names: Collection[str], read: Callable[[str], bytes], kin
     if TOKENIZER not in names:
         return _NO_TOKENIZER
     try:
-        decoder = parse_config(fields)
-        last_token(decoder.hidden_size, 1, names, lambda name: json.loads(read(name)))
-    except (UnsupportedModel, ValueError) as error:
+        if MODULES in names:
+            last_token(parse_config(fields).hidden_size, 1, names, lambda name: json.loads(read(name)))
+    except (UnsupportedModel, ValueError, RecursionError) as error:
         return f"how it embeds: {error}"
     draft = f"{drafts.FOLDER}/"
     if draft + CONFIG not in names:

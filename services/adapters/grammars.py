@@ -11,7 +11,6 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import llguidance
@@ -25,36 +24,22 @@ MAX_SHOWN: Final = 300  # characters of a message
 WHITESPACE: Final = r"(\x20|\x0A[\x20\x09]{0,16})?"
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarLimits:
-    """What one constraint may take."""
-
-    # Fuel of the lexer while the grammar is compiled, about 20 ms.
-    compile_fuel: int = 1_000_000
-    # Fuel of the lexer in one step, about 7 ms.
-    step_fuel: int = 100_000
-    # Items of the parser in one step, about 1 ms.
-    step_items: int = 20_000
+# What one constraint may take.
+LIMITS: Final = llguidance.LLParserLimits(
     # Items in one row of the parser's chart.
-    row_items: int = 1000
+    max_items_in_row=1000,
+    # Fuel of the lexer while the grammar is compiled, about 20 ms.
+    initial_lexer_fuel=1_000_000,
+    # Fuel of the lexer in one step, about 7 ms.
+    step_lexer_fuel=100_000,
+    # Items of the parser in one step, about 1 ms.
+    step_max_items=20_000,
     # States of the lexer, at 1 to 2 kB each.
-    lexer_states: int = 20_000
+    max_lexer_states=20_000,
     # Symbols in the productions of the grammar.
-    symbols: int = 50_000
-
-    def native(self) -> llguidance.LLParserLimits:
-        return llguidance.LLParserLimits(
-            max_items_in_row=self.row_items,
-            initial_lexer_fuel=self.compile_fuel,
-            step_lexer_fuel=self.step_fuel,
-            step_max_items=self.step_items,
-            max_lexer_states=self.lexer_states,
-            max_grammar_size=self.symbols,
-            verbose_errors=False,
-        )
-
-
-LIMITS: Final = GrammarLimits()
+    max_grammar_size=50_000,
+    verbose_errors=False,
+)
 
 
 class GuidanceMatcher:
@@ -91,11 +76,9 @@ class GuidanceGrammars:
         tokenizer: llguidance.LLTokenizer,
         *,
         eos_ids: Sequence[int],
-        limits: GrammarLimits = LIMITS,
         threads: int = 1,
     ) -> None:
         self._tokenizer = tokenizer
-        self._limits = limits.native()
         self._executor = llguidance.LLExecutor(num_threads=threads)
         self._row_bytes = -(-int(tokenizer.vocab_size) // 32) * 4
         self._eos_ids = frozenset(eos_ids)
@@ -117,7 +100,7 @@ class GuidanceGrammars:
             if kept is not None:
                 self._compiled.move_to_end(constraint)
                 return GuidanceMatcher(kept.deep_copy(), self._eos_ids)
-        native = llguidance.LLMatcher(self._tokenizer, _grammar(constraint), log_level=0, limits=self._limits)
+        native = llguidance.LLMatcher(self._tokenizer, _grammar(constraint), log_level=0, limits=LIMITS)
         if not native.is_error():
             native.compute_bitmask()
         if native.is_error():

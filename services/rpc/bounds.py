@@ -18,19 +18,11 @@ from google.protobuf.message import Message
 
 from fairway.v1 import options_pb2
 from services.core.errors import InvalidInput
-from services.rpc.quick_bounds import fits
+from services.rpc.quick_bounds import DURATION, INTEGERS, REALS, fits
 
 _MAX_DEPTH: Final = 16
 _STRINGS: Final = (FieldDescriptor.CPPTYPE_STRING,)
-_REALS: Final = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
-_INTEGERS: Final = (
-    FieldDescriptor.CPPTYPE_INT32,
-    FieldDescriptor.CPPTYPE_INT64,
-    FieldDescriptor.CPPTYPE_UINT32,
-    FieldDescriptor.CPPTYPE_UINT64,
-)
-_DURATION: Final = "google.protobuf.Duration"
-_WELL_KNOWN: Final = (_DURATION, "google.protobuf.Timestamp")
+_WELL_KNOWN: Final = (DURATION, "google.protobuf.Timestamp")
 
 ValueCheck = Callable[[Any, str], None]
 FieldCheck = Callable[[Message, str], None]
@@ -113,9 +105,9 @@ def _is_bounded(field: FieldDescriptor) -> bool:
         return False
     if element.cpp_type in _STRINGS:
         return bounds.max_bytes > 0
-    if element.cpp_type in (*_INTEGERS, *_REALS):
+    if element.cpp_type in (*INTEGERS, *REALS):
         return bounds.any or (bounds.HasField("min") and bounds.HasField("max"))
-    if element.message_type is not None and element.message_type.full_name == _DURATION:
+    if element.message_type is not None and element.message_type.full_name == DURATION:
         return bounds.HasField("max")
     return True
 
@@ -171,7 +163,7 @@ def _repeated_check(
     field: FieldDescriptor, bounds: options_pb2.Bounds, value_check: ValueCheck | None
 ) -> FieldCheck:
     name, max_items = field.name, bounds.max_items
-    if field.cpp_type in _INTEGERS and bounds.any:  # token ids: the type is the bound
+    if field.cpp_type in INTEGERS and bounds.any:  # token ids: the type is the bound
         value_check = None
 
     def check_repeated(message: Message, path: str) -> None:
@@ -207,13 +199,13 @@ def _map_check(
 def _value_check(field: FieldDescriptor, bounds: options_pb2.Bounds) -> ValueCheck | None:
     if field.cpp_type in _STRINGS:
         return _string_check(bounds)
-    if field.cpp_type in _REALS:
+    if field.cpp_type in REALS:
         return _number_check(bounds, real=True, single=field.cpp_type == FieldDescriptor.CPPTYPE_FLOAT)
-    if field.cpp_type in _INTEGERS:
+    if field.cpp_type in INTEGERS:
         return None if bounds.any else _number_check(bounds, real=False)
     if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
         return _enum_check(field)
-    if field.message_type is not None and field.message_type.full_name == _DURATION:
+    if field.message_type is not None and field.message_type.full_name == DURATION:
         return _duration_check(bounds)
     if field.message_type is not None and field.message_type.full_name not in _WELL_KNOWN:
         return _message_check

@@ -20,36 +20,36 @@ from fairway.v1 import options_pb2
 
 Fits = Callable[[Message], bool]
 
-_INTEGERS: Final = (
+INTEGERS: Final = (
     FieldDescriptor.CPPTYPE_INT32,
     FieldDescriptor.CPPTYPE_INT64,
     FieldDescriptor.CPPTYPE_UINT32,
     FieldDescriptor.CPPTYPE_UINT64,
 )
-_REALS: Final = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
-_MOST_DEPTH: Final = 8  # of nested messages; ``bounds`` allows more
-_DURATION: Final = "google.protobuf.Duration"
+REALS: Final = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
+DURATION: Final = "google.protobuf.Duration"
 _TIMESTAMP: Final = "google.protobuf.Timestamp"
 
 
 def fits(message: Message) -> bool:
     """Return True only if every field, at every depth, is within its bounds."""
-    return _compiled(message.DESCRIPTOR, _MOST_DEPTH)(message)
+    return _compiled(message.DESCRIPTOR)(message)
 
 
 @lru_cache(maxsize=1024)
-def _compiled(descriptor: Descriptor, depth: int) -> Fits:
+def _compiled(descriptor: Descriptor) -> Fits:
+    """Return the check of a type, which must not contain itself."""
     scope: dict[str, Any] = {"isfinite": math.isfinite}
     lines = ["def fits(m):"]
     for number, field in enumerate(descriptor.fields):
-        lines += [f"    {line}" for line in _lines(field, number, scope, depth)]
+        lines += [f"    {line}" for line in _lines(field, number, scope)]
     lines.append("    return True")
     exec("\n".join(lines), scope)
     found: Fits = scope["fits"]
     return found
 
 
-def _lines(field: FieldDescriptor, number: int, scope: dict[str, Any], depth: int) -> list[str]:
+def _lines(field: FieldDescriptor, number: int, scope: dict[str, Any]) -> list[str]:
     """Return the statements that check one field. They return False at the first value out of bounds."""
     bounds = field.GetOptions().Extensions[options_pb2.bounds]
     name, found = field.name, []
@@ -58,10 +58,10 @@ def _lines(field: FieldDescriptor, number: int, scope: dict[str, Any], depth: in
         found.append(f"if not {there}: return False")
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return [*found, f"if len(m.{name}): return False"]
-    refusal = _refusal(field, bounds, number, scope, depth)
+    refusal = _refusal(field, bounds, number, scope)
     if field.is_repeated:
         found += [f"vs = m.{name}", f"if len(vs) > {bounds.max_items}: return False"]
-        if refusal and not (field.cpp_type in _INTEGERS and bounds.any):
+        if refusal and not (field.cpp_type in INTEGERS and bounds.any):
             found += ["for v in vs:", f"    if {refusal}: return False"]
     elif refusal and field.has_presence:
         found += [f"if m.HasField({name!r}):", f"    v = m.{name}", f"    if {refusal}: return False"]
@@ -70,9 +70,7 @@ def _lines(field: FieldDescriptor, number: int, scope: dict[str, Any], depth: in
     return found
 
 
-def _refusal(
-    field: FieldDescriptor, bounds: options_pb2.Bounds, number: int, scope: dict[str, Any], depth: int
-) -> str:
+def _refusal(field: FieldDescriptor, bounds: options_pb2.Bounds, number: int, scope: dict[str, Any]) -> str:
     """Return an expression that is true for a value ``v`` out of bounds; empty: every value is within."""
     low = repr(bounds.min) if bounds.HasField("min") else "float('-inf')"
     high = repr(bounds.max) if bounds.HasField("max") else "float('inf')"
@@ -86,10 +84,10 @@ def _refusal(
             return longer
         scope[f"matches_{number}"] = re.compile(bounds.pattern).fullmatch
         return f"{longer} or (v and not matches_{number}(v))"
-    if field.cpp_type in _REALS:
+    if field.cpp_type in REALS:
         # A bound is compared as a double here: a float that equals it may be refused, and then is not sure.
         return f"not (isfinite(v) and {low} <= v <= {high})"
-    if field.cpp_type in _INTEGERS:
+    if field.cpp_type in INTEGERS:
         return "" if bounds.any else f"not {low} <= v <= {high}"
     if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
         assert field.enum_type is not None
@@ -97,10 +95,8 @@ def _refusal(
         return f"v not in known_{number}"
     if message is None or message.full_name == _TIMESTAMP:
         return ""
-    if message.full_name == _DURATION:
+    if message.full_name == DURATION:
         least = low if bounds.HasField("min") else "0.0"
         return f"not {least} <= v.seconds + v.nanos / 1e9 <= {bounds.max!r}"
-    if not depth:
-        return "True"
-    scope[f"fits_{number}"] = _compiled(message, depth - 1)
+    scope[f"fits_{number}"] = _compiled(message)
     return f"not fits_{number}(v)"

@@ -95,6 +95,10 @@ class Validator:
     def of(self, identity: object) -> Validator:
         return self
 
+    def authorise(self, principal: Principal, asked: str) -> None:
+        if principal.models and asked not in principal.models:
+            raise errors.ModelNotFound(f"no model {asked}")
+
     def check(
         self, principal: Principal, generation: pb.Generation, *, pinned: PinnedVersion | None = None
     ) -> Checked:
@@ -138,10 +142,6 @@ class Validator:
 class Identity:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-
-    def authorise_model(self, principal: Principal, model: str, *, asked: str = "") -> None:
-        if principal.models and model not in principal.models:
-            raise errors.ModelNotFound(f"no model {model}")
 
     def still_valid(self, principal: Principal) -> Tenant:
         fleet = self._fleet

@@ -199,10 +199,7 @@ def chunk_is_good(path: Path, file: ManifestFile, index: int, whole: Hash | None
 
 def is_equal(path: Path, file: ManifestFile) -> bool:
     """Return whether a file has these bytes. Raises OSError."""
-    try:
-        if not file.size_bytes or path.stat().st_size != file.size_bytes:
-            return False
-    except (FileNotFoundError, NotADirectoryError):
+    if not file.size_bytes or path.stat().st_size != file.size_bytes:
         return False
     whole = hashlib.sha256()
     good = all(chunk_is_good(path, file, index, whole) for index in range(len(file.chunks)))

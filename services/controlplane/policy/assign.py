@@ -168,8 +168,8 @@ def _settle(
         staying.remove(surplus)
         surplus.remove(name, "surplus")
     rejected: tuple[tuple[str, str], ...] = ()
+    alone = split is not None and split.route.by_worker
     while len(staying) < deployment.replicas:
-        alone = split is not None and split.route.by_worker
         choice = _choose(deployment, hosts, staying, alone=alone)
         if not isinstance(choice, Host):
             rejected = choice
@@ -254,9 +254,8 @@ def _choose(
         why = host.rejection(deployment)
         if not why and alone and any(base_name(held) == version.deployment for held in host.held):
             why = "has_another_version"
-        crowded = False
+        crowded, memory = False, host.memory
         if not why and version.version_digest in host.needs:
-            memory = host.memory
             why = no_memory(memory, version)
             free_bytes = memory.free_bytes(but=version.version_digest, rank=version.priority.rank)
             crowded = free_bytes < memory.needed_bytes(version)
@@ -264,7 +263,7 @@ def _choose(
             rejected.append((worker_id, why))
             continue
         by_id[worker_id] = host
-        new = not host.memory.joins(version)
+        new = not memory.joins(version)
         ranking.append((crowded, new, _in_zone(staying, host.worker.zone), len(host.assigned), worker_id))
     return by_id[min(ranking)[-1]] if ranking else tuple(rejected)
 

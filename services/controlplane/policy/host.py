@@ -18,8 +18,6 @@ from services.core.records import (
 from services.core.rollouts.routes import ModelRoute, RouteArm
 
 MAX_VERSIONS_PER_WORKER: Final = 16
-_MEASURED: Final[Mapping[str, int]] = {}
-_UNKNOWN: Final[Mapping[str, str]] = {}
 
 
 def arm_deployment(deployment: Deployment, arm: RouteArm) -> Deployment:
@@ -124,8 +122,8 @@ def hosts_of(
     workers: Sequence[Worker],
     nodes: Sequence[Node],
     assignments: Sequence[Assignment],
-    estimates: Mapping[str, int] = _MEASURED,
-    engines: Mapping[str, str] = _UNKNOWN,
+    estimates: Mapping[str, int],
+    engines: Mapping[str, str],
 ) -> tuple[Host, ...]:
     """Return every worker that is live or has an assignment, by id. ``deployments`` include those of arms.
 

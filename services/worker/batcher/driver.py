@@ -386,22 +386,30 @@ class Batcher:
                 break
             rows.append(row)
         self._waiting.remove(row.number for row in rows)
-        self._run(RunPlace.SERVING, rows, width, found.cause.value, None)
-        self._runs[RunPlace.SERVING].window = window
+        self._run(RunPlace.SERVING, rows, width, found.cause.value, window=window)
 
     def _search_on(self, search: RowSearch) -> None:
         assert search.place is not None, "the search is over"
         if self._context.telemetry is not None:
             self._context.telemetry.searched(search.place.value)
-        self._run(search.place, search.rows, search.width, search.cause, search)
+        self._run(search.place, search.rows, search.width, search.cause, search=search)
 
     def _run(
-        self, place: RunPlace, rows: Sequence[LiveRow], width: int, cause: str, search: RowSearch | None
+        self,
+        place: RunPlace,
+        rows: Sequence[LiveRow],
+        width: int,
+        cause: str,
+        *,
+        search: RowSearch | None = None,
+        window: BatchWindow | None = None,
     ) -> None:
         self._last_batch += 1
         limit_s = self.curve.limit_s(width, len(rows))
         now_s = self._clock.monotonic_s()
-        self._runs[place] = BatchRun(self._last_batch, tuple(rows), width, cause, now_s, limit_s, search)
+        self._runs[place] = BatchRun(
+            self._last_batch, tuple(rows), width, cause, now_s, limit_s, search, window=window
+        )
         command = RunBatch(self._last_batch, [row.spec.inputs for row in rows], width)
         if not self._processes[place].send(command):
             self._processes[place].kill("the process takes no batches")

@@ -93,10 +93,10 @@ class BatcherTelemetry:
 
     def decided(self, *, width: int, linger_s: float) -> None:
         """Store the bound of the last decision. Widths are chosen anew now and then: old ones are dropped."""
-        lingers = self._all.lingers
-        if len(lingers) >= MOST_LINGERS:
+        lingers, key = self._all.lingers, (self._label, str(width))
+        if key not in lingers and len(lingers) >= MOST_LINGERS:
             lingers.clear()
-        lingers[self._label, str(width)] = max(0.0, linger_s)
+        lingers[key] = max(0.0, linger_s)
 
     def answered(self, *, wait_s: float, run_s: float) -> None:
         """Count an answered row."""

@@ -199,7 +199,7 @@ class Engine:
     def _collect(self, batch: Batch) -> Samples:
         """Return the samples of the batch that was submitted first, with what its masks failed by."""
         samples = self._executor.collect()
-        if batch.masks is None or not (problems := batch.masks.wait().problems):
+        if batch.masks is None or not (problems := batch.masks.result().problems):
             return samples
         return replace(samples, unmasked=problems)
 
@@ -297,7 +297,7 @@ class Engine:
 
     def _stepped(self, work: Work, outcome: Outcome, step_s: float, prefill_s: float) -> Stepped:
         self._steps += 1
-        finished, errors = self._live.take_ended()
+        finished, errors, embeddings = self._live.take_ended()
         device_us, settled = self._meter.report(finished, airborne=self._flight is not None)
         added, removed = self._reuse.take_changes() if self._reuse is not None else ([], [])
         return Stepped(
@@ -322,5 +322,5 @@ class Engine:
             prefill_s=prefill_s,
             device_us=device_us,
             settled=settled,
-            embeddings=outcome.embeddings,
+            embeddings=embeddings,
         )

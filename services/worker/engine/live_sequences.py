@@ -39,6 +39,7 @@ class LiveSequences:
         self._live: dict[int, SequenceState] = {}
         self._finished: dict[int, FinishReason] = {}
         self._errors: dict[int, str] = {}
+        self._embeddings: dict[int, bytes] = {}
         self._gone: list[int] = []  # of those that were live
 
     def __len__(self) -> int:
@@ -86,6 +87,7 @@ class LiveSequences:
         if sequence is not None:
             self._planner.remove(sequence)
         self._errors.pop(handle, None)
+        self._embeddings.pop(handle, None)
         return self._finished.pop(handle, None) is not None or sequence is not None
 
     def hand_back(self, sequences: Iterable[SequenceState]) -> None:
@@ -93,10 +95,10 @@ class LiveSequences:
         for sequence in sequences:
             self._report(sequence, "preempted")
 
-    def take_ended(self) -> tuple[dict[int, FinishReason], dict[int, str]]:
-        """Return the reasons and the errors by handle, since the call before."""
-        ended = self._finished, self._errors
-        self._finished, self._errors = {}, {}
+    def take_ended(self) -> tuple[dict[int, FinishReason], dict[int, str], dict[int, bytes]]:
+        """Return the reasons, the errors and the embeddings by handle, since the call before."""
+        ended = self._finished, self._errors, self._embeddings
+        self._finished, self._errors, self._embeddings = {}, {}, {}
         return ended
 
     def take_gone(self) -> list[int]:
@@ -115,19 +117,14 @@ class LiveSequences:
         accepted = accepted_proposals(batch, samples)
         rows = standing_rows(batch, accepted, len(sampled)) if accepted else range(len(sampled))
         kept: list[int] = []
-        embeddings: dict[int, bytes] = {}
         for row in rows:
             sequence = sampled[row]
             if sequence.status is not Status.DECODING:
                 continue  # an earlier row of it was its last, or a command came
-            if self._failed(sequence, samples, row):
+            if self._ended(sequence, samples, row):
                 continue
             token, length = samples.tokens[row], len(sequence.tokens)
             sequence.computed = length
-            if sequence.embeds:
-                embeddings[sequence.handle] = samples.embeddings[row]
-                self._finish(sequence, "length")
-                continue
             sequence.tokens.append(token)
             kept.append(row)
             if length + 1 >= sequence.pause_at or token in sequence.stop_ids:
@@ -137,7 +134,6 @@ class LiveSequences:
         if batch.prefills:
             self._planner.publish(batch.prefills)
         outcome = outcome_of(sampled, samples, kept)
-        outcome.embeddings = embeddings
         outcome.verified += (
             Verified(batch.decodes[index].handle, len(batch.proposals[index]), count)
             for index, count in accepted.items()
@@ -163,15 +159,10 @@ class LiveSequences:
         A row of the batch that follows, whose sequence ends here, is computed for nothing.
         """
         kept: list[int] = []
-        embeddings: dict[int, bytes] = {}
         for row, sequence in enumerate(flight.sampled):
             if sequence.status is Status.FINISHED:
                 continue
-            if self._failed(sequence, samples, row):
-                continue
-            if sequence.embeds:
-                embeddings[sequence.handle] = samples.embeddings[row]
-                self._finish(sequence, "length")
+            if self._ended(sequence, samples, row):
                 continue
             token = sequence.tokens[-1] = samples.tokens[row]
             kept.append(row)
@@ -179,9 +170,7 @@ class LiveSequences:
                 self._pause(sequence, token)
         if flight.batch.prefills:
             self._planner.publish(flight.batch.prefills)
-        outcome = outcome_of(flight.sampled, samples, kept)
-        outcome.embeddings = embeddings
-        return outcome
+        return outcome_of(flight.sampled, samples, kept)
 
     # --- ends ----------------------------------------------------------------------------------------
 
@@ -195,15 +184,18 @@ class LiveSequences:
         elif not sequence.has_credit:
             self._planner.stall(sequence)
 
-    def _failed(self, sequence: SequenceState, samples: Samples, row: int) -> bool:
-        """Fail the sequence if its row has no token."""
+    def _ended(self, sequence: SequenceState, samples: Samples, row: int) -> bool:
+        """End the sequence if its row has no token: it failed, or it embeds."""
         if samples.errors and row in samples.errors:
             self._fail(sequence, samples.errors[row], "not_finite")
-            return True
-        if samples.unmasked and row in samples.unmasked:
+        elif samples.unmasked and row in samples.unmasked:
             self._fail(sequence, samples.unmasked[row], "constraint")
-            return True
-        return False
+        elif sequence.embeds:
+            self._embeddings[sequence.handle] = samples.embeddings[row]
+            self._finish(sequence, "length")
+        else:
+            return False
+        return True
 
     def _fail(self, sequence: SequenceState, why: str, reason: FinishReason) -> None:
         self._errors[sequence.handle] = why
@@ -231,11 +223,11 @@ def accepted_proposals(batch: Batch, samples: Samples) -> dict[int, int]:
     """
     accepted: dict[int, int] = {}
     extra = 0  # rows of proposals before this decode's first
+    void = samples.errors | samples.unmasked if batch.proposals else {}
     for index, proposed in sorted(batch.proposals.items()):
         first = index + extra
         sampled = samples.tokens[first : first + len(proposed)]
         pairs = zip(proposed, sampled, range(first, first + len(proposed)), strict=True)
-        void = samples.errors | samples.unmasked
         equal = (token == other and row not in void for token, other, row in pairs)
         accepted[index] = next((count for count, same in enumerate(equal) if not same), len(proposed))
         extra += len(proposed)

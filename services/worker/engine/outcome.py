@@ -33,7 +33,6 @@ class Outcome:
     tokens: list[int]
     logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     verified: list[Verified] = field(default_factory=list)
-    embeddings: dict[int, bytes] = field(default_factory=dict)
 
 
 def outcome_of(sampled: list[SequenceState], samples: Samples, kept: list[int]) -> Outcome:

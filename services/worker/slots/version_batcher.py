@@ -18,7 +18,7 @@ from services.worker.policy.lifecycle import VersionPhase
 from services.worker.policy.probes import plan_row_probe
 from services.worker.slots.engine_process import Crashed, EngineExit, RunningEngine, batch_events
 from services.worker.slots.sacrificial_process import SacrificialProcess
-from services.worker.slots.version_engine import EngineOwner, SlotContext, TookTooMuch, probe_failure
+from services.worker.slots.version_engine import EngineOwner, SlotContext, TookTooMuch
 from services.worker.slots.version_memory import VersionMemory
 from services.worker.slots.version_probe import ProbeContext, ProbeFailed, RowProbe
 
@@ -166,6 +166,6 @@ class VersionBatcher:
                 self.rows.lose_all()
         unfit, self._unfit = self._unfit, None
         if self._probe is not None:
-            unfit = probe_failure(self._probe, exit_)
+            unfit = self._probe.failure(exit_)
             self._probe = None
         self._owner.engine_ended(exit_ if unfit is None else unfit, ran_s)

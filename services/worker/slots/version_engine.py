@@ -82,15 +82,6 @@ class TookTooMuch:
     message: str
 
 
-class Probe(Protocol):
-    """A probe under way."""
-
-    def cancel(self) -> None: ...
-
-    def waits_for(self) -> str:
-        """Return what the engine has not answered."""
-
-
 @dataclass(frozen=True, slots=True)
 class CrashShare:
     """What one version has of an engine's end.
@@ -373,7 +364,7 @@ class VersionEngine:
             ran_s = self._context.clock.monotonic_s() - self._ready_s
         unfit, self._unfit = self._unfit, None
         if self._probe is not None:
-            unfit = probe_failure(self._probe, exit_)
+            unfit = self._probe.failure(exit_)
             self._probe = None
         ended = exit_ if unfit is None else unfit
         self.memory.release()
@@ -382,11 +373,3 @@ class VersionEngine:
         for owner in owners:
             counts = crashed_in <= {owner.version.version_digest}
             owner.engine_ended(ended, ran_s, share=CrashShare(counts, leads=owner is owners[0]))
-
-
-def probe_failure(probe: Probe, exit_: EngineExit) -> ProbeFailed | None:
-    """Return the failure of a probe whose engine ended by itself."""
-    probe.cancel()
-    if not isinstance(exit_, Crashed):
-        return None
-    return ProbeFailed("PROBE_CRASHED", f"{probe.waits_for()}: {exit_.message}", final=False)

@@ -47,17 +47,6 @@ class Compiled:
     refusal: str = ""
 
 
-class _Pending:
-    """Implements ``StepMasks``."""
-
-    def __init__(self, future: Future[RuledRows]) -> None:
-        self._future = future
-
-    def wait(self) -> RuledRows:
-        """See ``StepMasks``."""
-        return self._future.result()
-
-
 class Constraints:
     """Single owner of the matchers, by handle."""
 
@@ -127,7 +116,7 @@ class Constraints:
             rows += range(first, first + count)
         if not rows:
             return None
-        return _Pending(self._masking.submit(self._fill, requests, rows))
+        return self._masking.submit(self._fill, requests, rows)
 
     # --- in other threads ----------------------------------------------------------------------------
 

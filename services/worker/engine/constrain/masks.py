@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +25,5 @@ class RuledRows:
     problems: dict[int, str] = field(default_factory=dict)
 
 
-class StepMasks(Protocol):
-    """The masks of a step that is computed meanwhile."""
-
-    def wait(self) -> RuledRows:
-        """Return the masks once they are computed; any number of times."""
+# The masks of a step that is computed meanwhile.
+StepMasks: TypeAlias = Future[RuledRows]

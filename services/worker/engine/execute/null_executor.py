@@ -45,7 +45,7 @@ class NullExecutor:
         if not self._eos_ids.isdisjoint(tokens):
             tokens = [self._not_eos(token) for token in tokens]
         if batch.masks is not None:
-            ruled = batch.masks.wait()
+            ruled = batch.masks.result()
             for row, biases in zip(ruled.rows, ruled.biases, strict=True):
                 tokens[row] = _allowed(tokens[row], biases)
         logprobs = {

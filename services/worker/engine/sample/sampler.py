@@ -119,7 +119,7 @@ def launch(
         _penalise_repetition(logits, rows)
     if flags & OUTPUT_PENALTY:
         _penalise_output(logits, rows)
-    ruled = None if masks is None else masks.wait()
+    ruled = None if masks is None else masks.result()
     if ruled is not None:
         _rule_out(logits, ruled)
     logged = rows.asking(LOGGED) if flags & LOGGED else []
