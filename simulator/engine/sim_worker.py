@@ -34,6 +34,7 @@ from services.worker.slots.engine_process import (
     EngineEvents,
     EngineExit,
     EngineTimeouts,
+    RunningEngine,
     Stopped,
 )
 from services.worker.slots.engine_settings import EngineSettings
@@ -41,6 +42,7 @@ from services.worker.streams.fallback import FallbackAdmission
 from services.worker.streams.host import SequenceHost
 from services.worker.text.detokenizer import Vocabulary
 from simulator.engine.poison import Ending, Poison
+from simulator.engine.sim_batches import SimBatchRun, SimRowVersion
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec
 from simulator.engine.sim_executor import OutputLength
 from simulator.kernel.links.store_link import SimStore
@@ -84,7 +86,7 @@ class SimWorkerSpec:
 
     worker_id: str
     address: str
-    versions: tuple[SimVersion, ...]
+    versions: tuple[SimVersion | SimRowVersion, ...]
     zone: str = ""
     device_type: str = ""
     cost_per_hour: float = 0.0
@@ -98,7 +100,12 @@ class SimWorkerSpec:
         return Assignment(
             self.worker_id,
             tuple(
-                AssignedVersion(version.deployment, version.model, version.version_digest, executor="null")
+                AssignedVersion(
+                    version.deployment,
+                    version.model,
+                    version.version_digest,
+                    executor="null" if isinstance(version, SimVersion) else "torch",
+                )
                 for version in self.versions
             ),
         )
@@ -107,7 +114,7 @@ class SimWorkerSpec:
 class SimFiles:
     """Implements ``LocalFiles``: files that are there. The folder's name is the version's digest."""
 
-    def __init__(self, version: SimVersion, vocabulary: Vocabulary) -> None:
+    def __init__(self, version: SimVersion | SimRowVersion, vocabulary: Vocabulary) -> None:
         self._version = version
         self._vocabulary = vocabulary
         self.folder: Path | None = None
@@ -126,7 +133,7 @@ class SimFiles:
         self.folder = None
 
     async def kind(self) -> str:
-        return "causal-lm"
+        return "causal-lm" if isinstance(self._version, SimVersion) else "fixed-cost"
 
     async def computation(self, folder: Path) -> str:
         return ""
@@ -134,7 +141,11 @@ class SimFiles:
     async def vocabulary(self, folder: Path) -> Vocabulary:
         return self._vocabulary
 
+    async def weight_bytes(self, folder: Path, bytes_per_value: int) -> int:
+        return 0
+
     async def limited(self, config: wire.EngineConfig, folder: Path) -> wire.EngineConfig:
+        assert isinstance(self._version, SimVersion), "it has an engine"
         return msgspec.structs.replace(config, max_sequences=self._version.engine.max_sequences)
 
 
@@ -261,19 +272,30 @@ class SimEngines:
     """Implements ``EngineLauncher``: the engines of one life of a worker, and the faults that befall them."""
 
     def __init__(
-        self, process: Process, versions: Mapping[str, SimVersion], output_length: OutputLength | None
+        self,
+        process: Process,
+        versions: Mapping[str, SimVersion | SimRowVersion],
+        output_length: OutputLength | None,
     ) -> None:
         self.process = process
         self.context = process.context()
         self.output_length = output_length
         self.slow_factor = 1.0
         self.runs: dict[str, SimEngineRun] = {}
+        self.batches: dict[SimBatchRun, None] = {}  # processes of fixed-cost versions, the oldest first
         self.died: Callable[[Poison], None] = lambda _poison: None
         self._versions = versions
         self._launched: set[str] = set()
 
-    def __call__(self, config: wire.EngineConfig, events: EngineEvents) -> SimEngineRun:
+    def __call__(self, config: wire.EngineConfig, events: EngineEvents) -> RunningEngine:
         version = self._versions[config.model_dir]
+        if isinstance(version, SimRowVersion):
+            ended = self.batches.pop
+            made = SimBatchRun(
+                version, events, self.process, slow_factor=lambda: self.slow_factor, ended=ended
+            )
+            self.batches[made] = None
+            return made
         load_s = version.load_s if config.model_dir in self._launched else version.first_load_s
         self._launched.add(config.model_dir)
         run = self.runs[config.model_dir] = SimEngineRun(version, events, self, load_s)
@@ -287,8 +309,20 @@ class SimEngines:
 
     def crash(self) -> None:
         """Every engine process ends; the agent starts them again."""
-        for run in list(self.runs.values()):
+        for run in [*self.runs.values(), *self.batches]:
             run.crash("killed by the simulation")
+
+    def hang(self) -> None:
+        """No engine process makes progress; batches of fixed-cost versions never end."""
+        for engine in self.running():
+            engine.hang()
+        for run in self.batches:
+            run.hang()
+
+    def unhang(self) -> None:
+        """The engines go on."""
+        for engine in self.running():
+            engine.unhang()
 
     def running(self) -> list[SimEngine]:
         """Return the engines that are loaded."""

@@ -31,6 +31,7 @@ from services.core.records import (
 from services.ports.store import Put
 from services.scheduler.term import Term
 from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.row_client import RowClients, SimRows
 from simulator.fleet.clients.session import Clients
 from simulator.fleet.grant_watch import GrantWatch, Trace
 from simulator.fleet.nodes.gateway_node import GatewayNode, key_name
@@ -105,6 +106,7 @@ class SimFleet:
             self.violations,
             self._ended,
         )
+        self.rows = RowClients(self.clients, self._rows_door, self.violations)
         self._names = (
             *(f"scheduler-{number}" for number in range(spec.schedulers)),
             *(f"worker-{number}" for number in range(spec.workers)),
@@ -126,13 +128,16 @@ class SimFleet:
             await self.wait(_LOOK_S)
         self.load_began_s = self.loop.now_s
 
-    async def send(self, load: Iterable[SimRequest]) -> None:
+    async def send(self, load: Iterable[SimRequest | SimRows]) -> None:
         """Send each request at its arrival, in order of arrival, and return after the last."""
         for request in load:
             ahead_s = self.load_began_s + request.arrival_s - self.loop.now_s
             if ahead_s > 0:
                 await self.wait(ahead_s)
-            self.clients.send(request)
+            if isinstance(request, SimRows):
+                self.rows.send(request)
+            else:
+                self.clients.send(request)
 
     async def wait(self, seconds: float) -> None:
         """Return after so many seconds of the simulation."""
@@ -165,6 +170,10 @@ class SimFleet:
         """The control plane that leads, None while none certainly does."""
         return next((node for node in self.planes.values() if node.leads), None)
 
+    def _rows_door(self) -> GatewayNode | None:
+        door = self.clients.door()
+        return None if door is None else self.gateways[door.name]
+
     def _serving(self, term: Term) -> int:
         """Return how many replicas are READY for requests, of the version that has the most."""
         found = (term.fleet.candidates(version.digest) for version in self.spec.versions)
@@ -178,6 +187,7 @@ class SimFleet:
         self.processes[name].crash(silent=silent)
         if name in self.gateways:
             self.clients.gateway_lost(name)
+            self.rows.gateway_lost(name)
 
     def restart(self, name: str) -> None:
         """Start the next life of a process that crashed."""
@@ -267,10 +277,14 @@ class SimFleet:
                 record = VersionRecord(MODEL, version.digest, 0, 0.0)
                 await self.store.commit([Put(version_key(MODEL, version.digest), dump(record))])
             return
-        assigned = (AssignedVersion(MODEL, MODEL, VERSION_DIGEST, executor="null"),)
-        for name in self._names:
-            if name.startswith("worker"):
-                await self.store.commit([Put(ASSIGNMENTS + name, dump(Assignment(name, assigned)))])
+        sequences = (AssignedVersion(MODEL, MODEL, VERSION_DIGEST, executor="null"),)
+        for number in range(self.spec.workers):
+            name = f"worker-{number}"
+            rows = tuple(
+                AssignedVersion(version.deployment, version.model, version.version_digest)
+                for version in self.spec.row_versions(number)
+            )
+            await self.store.commit([Put(ASSIGNMENTS + name, dump(Assignment(name, sequences + rows)))])
 
     def slots_held(self, tenant: str) -> int:
         """Return how many requests of a tenant hold a slot in Redis now, or once it runs again."""

@@ -15,8 +15,10 @@ from services.scheduler.policy.overload.pressure import ServiceTargets
 from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.term import TermSettings
 from simulator.engine.poison import Ending, Poison
+from simulator.engine.sim_batches import LEAST_TOKENS, MOST_TOKENS
 from simulator.fleet.clients.client import SimRequest
-from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
+from simulator.fleet.clients.row_client import SimRows
+from simulator.fleet.spec import FleetSpec, RowsSpec, TenantSpec, WorkerSpec
 
 
 class FaultKind(StrEnum):
@@ -133,11 +135,13 @@ def _amount(kind: FaultKind, rng: Random) -> float:
 
 
 REQUESTS: Final = 200
+ROW_REQUESTS: Final = 60
 DURATION_S: Final = 12.0
 FAULTS: Final = 8
 FLOOD_RATIO: Final = 0.4
 POISONED_RATIO: Final = 0.25  # of the seeds
 _PREFIXES: Final = 6
+_ROW_WORKERS: Final = 3
 _PRIORITIES: Final = (Priority.BATCH, Priority.STANDARD, Priority.STANDARD, Priority.INTERACTIVE)
 _TENANTS: Final = (
     TenantSpec("whale", weight=1.0),
@@ -171,6 +175,7 @@ def chaos_spec(seed: int, *, workers: int) -> FleetSpec:
         ),
         slow_reader_s=3.0,
         engine_restart_s=1.0,
+        rows=RowsSpec(workers=_ROW_WORKERS) if has_rows(seed) else None,
     )
 
 
@@ -198,6 +203,31 @@ def chaos_load(seed: int, requests: int = REQUESTS) -> Iterator[SimRequest]:
 def _poisoned(poison: Poison) -> dict[str, Any]:
     """Return what a poison changes in a request: patient, so that its end is known."""
     return {"poison": poison, "prefix_id": 0, "prefix_tokens": 0, "deadline_s": None, "cancel_after_s": None}
+
+
+def has_rows(seed: int) -> bool:
+    """Return whether a fleet of this seed serves a fixed-cost version too."""
+    return seed % 4 == 1
+
+
+def chaos_rows(seed: int, requests: int = ROW_REQUESTS) -> Iterator[SimRows]:
+    """Yield requests of one to forty rows of mixed lengths, more in bursts than the pool can run."""
+    rng = Random(f"rows {seed}")
+    at_s = 0.0
+    for _ in range(requests):
+        at_s += rng.expovariate(requests / DURATION_S * (3.0 if rng.random() < 0.7 else 0.4))
+        rows = 1 if rng.random() < 0.5 else rng.randint(2, 40)
+        longest = rng.choice((8, 16, MOST_TOKENS))
+        poison = rng.random() < 0.04
+        yield SimRows(
+            tenant=rng.choices(_TENANTS, (6, 2, 2, 1, 1, 2, 2))[0].name,
+            tokens=tuple(rng.randint(LEAST_TOKENS, longest) for _ in range(rows)),
+            arrival_s=at_s,
+            priority=rng.choice(_PRIORITIES),
+            deadline_s=rng.uniform(0.2, 8.0) if rng.random() < 0.1 else None,
+            cancel_after_s=rng.uniform(0.01, 4.0) if rng.random() < 0.1 else None,
+            poisons={rng.randrange(rows): rng.choice(list(Ending))} if poison else {},
+        )
 
 
 def chaos_poisons(seed: int, requests: int = REQUESTS) -> dict[int, Poison]:

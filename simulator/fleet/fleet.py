@@ -15,6 +15,7 @@ import structlog
 from fairway.task_group import TaskGroup
 from simulator.fleet.assembly import Parts, SimFleet
 from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.row_client import SimRows
 from simulator.fleet.grant_watch import Trace
 from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec
 from simulator.invariants.balance import leftovers
@@ -46,6 +47,7 @@ class RunReport:
     requests: int
     simulated_s: float
     outcomes: dict[str, int]
+    rows: dict[str, int]  # of fixed-cost models, by outcome
     violations: tuple[str, ...]
     trace_digest: str
     events: int
@@ -53,7 +55,7 @@ class RunReport:
 
 def simulate(
     spec: FleetSpec,
-    load: Iterable[SimRequest],
+    load: Iterable[SimRequest | SimRows],
     *,
     plans: Sequence[Plan] = (),
     invariants: Sequence[Invariant] = (),
@@ -84,6 +86,7 @@ def simulate(
             requests=fleet.clients.sent,
             simulated_s=loop.now_s,
             outcomes=dict(sorted(outcomes.items())),
+            rows=dict(sorted(fleet.rows.outcomes.items())),
             violations=tuple(map(str, fleet.violations.found)),
             trace_digest=trace.digest,
             events=loop.callbacks,
@@ -100,7 +103,9 @@ class _Run:
     trace: Trace
 
 
-async def _run(spec: FleetSpec, loop: VirtualTimeLoop, load: Iterable[SimRequest], run: _Run) -> SimFleet:
+async def _run(
+    spec: FleetSpec, loop: VirtualTimeLoop, load: Iterable[SimRequest | SimRows], run: _Run
+) -> SimFleet:
     fleet = SimFleet(spec, loop, on_record=run.ended, trace=run.trace, parts=run.parts)
     await fleet.start()
     for invariant in run.invariants:

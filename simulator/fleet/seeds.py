@@ -7,6 +7,7 @@ that wait (``saturated``): there the order in which they are served is judged.
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import time
 from collections import Counter
@@ -15,11 +16,22 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
+from operator import attrgetter
 from typing import Final
 
 from simulator.fleet.assembly import Parts
-from simulator.fleet.chaos import DURATION_S, REQUESTS, Fault, chaos_faults, chaos_load, chaos_spec
+from simulator.fleet.chaos import (
+    DURATION_S,
+    REQUESTS,
+    Fault,
+    chaos_faults,
+    chaos_load,
+    chaos_rows,
+    chaos_spec,
+    has_rows,
+)
 from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.row_client import SimRows
 from simulator.fleet.fault_actions import Strikes
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.saturated import (
@@ -35,6 +47,7 @@ from simulator.invariants.fencing import Fencing
 from simulator.invariants.invariant import Invariant, Looks
 from simulator.invariants.poisons import Poisons
 from simulator.invariants.shedding import Shedding
+from simulator.invariants.slots import Slots
 
 # Continued elsewhere after the loss of a worker; came through another gateway; had its output limit
 # reduced; was sent again after a refusal; was placed by a gateway without a leader; was a poison that was
@@ -66,6 +79,7 @@ class Total:
     seeds: int = 0
     requests: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     reached: Counter[str] = field(default_factory=Counter)
     violations: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -76,6 +90,7 @@ class Total:
         self.seeds += 1
         self.requests += result.report.requests
         self.outcomes.update(result.report.outcomes)
+        self.rows.update(result.report.rows)
         self.faults.update(result.faults)
         self.reached.update(result.reached)
         self.compared += result.compared
@@ -98,7 +113,7 @@ def run_seed(
     spec, load, faults = _seed(seed, workers, requests)
     strikes = Strikes(faults)
     fencing, fairness, poisons = Fencing(), Fairness(predictable=True), Poisons()
-    invariants: list[Invariant] = [Balance(), Bounds(), fencing, Shedding(), poisons]
+    invariants: list[Invariant] = [Balance(), Bounds(), fencing, Shedding(), poisons, Slots()]
     if is_saturated(seed):
         invariants.append(fairness)
     reached: Counter[str] = Counter()
@@ -128,12 +143,15 @@ def run_seed(
 
 def _seed(
     seed: int, workers: int, requests: int
-) -> tuple[FleetSpec, Iterator[SimRequest], tuple[Fault, ...]]:
+) -> tuple[FleetSpec, Iterator[SimRequest | SimRows], tuple[Fault, ...]]:
     """Return the fleet of a seed, its load and its faults."""
     if is_saturated(seed):
         faults = saturated_faults(seed, duration_s=DURATION_S)
         return saturated_spec(seed, workers=workers), saturated_load(seed, requests), faults
-    return chaos_spec(seed, workers=workers), chaos_load(seed, requests), chaos_faults(seed)
+    load: Iterator[SimRequest | SimRows] = chaos_load(seed, requests)
+    if has_rows(seed):
+        load = heapq.merge(load, chaos_rows(seed), key=attrgetter("arrival_s"))
+    return chaos_spec(seed, workers=workers), load, chaos_faults(seed)
 
 
 def run_seeds(
@@ -186,6 +204,7 @@ def main(arguments: Sequence[str]) -> int:
         tell=_tell,
     )
     print(f"outcomes: {_counts(total.outcomes)}")
+    print(f"rows:     {_counts(total.rows)}")
     print(f"faults:   {_counts(total.faults)}")
     print(f"reached:  {_counts(total.reached)}, of {total.requests} requests")
     nearest = max(total.widest.values(), default=0.0)
@@ -203,6 +222,8 @@ def _replay(seed: int, workers: int, requests: int, *, trace: bool) -> int:
     result = run_seed(seed, workers=workers, requests=requests, show=print if trace else None)
     report = result.report
     print(f"outcomes: {_counts(report.outcomes)}")
+    if report.rows:
+        print(f"rows:     {_counts(report.rows)}")
     print(f"faults:   {_counts(result.faults)}")
     if result.compared:
         print(f"fairness: {result.compared} comparisons, at most {result.widest:.2f} of the bound")

@@ -9,11 +9,15 @@ from services.adapters.quotas.quota import SETTLED_KEEP_S
 from services.core.records import Priority
 from services.gateway.service_types import GatewayLimits
 from services.scheduler.term import TermSettings
+from simulator.batcher.costs import BatchCosts
+from simulator.engine.sim_batches import SimRowVersion
 from simulator.engine.sim_executor import FRAGILE, VersionFaults
 
 MODEL: Final = "sim"
 VERSION_DIGEST: Final = "sha256:" + "51" * 32
 VOCABULARY: Final = 32_000
+ROWS_MODEL: Final = "rows"
+ROWS_DIGEST: Final = "sha256:" + "52" * 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,18 @@ class VersionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsSpec:
+    """A fixed-cost version that the first ``workers`` serve beside the others. ``costs``: measured model."""
+
+    workers: int
+    costs: str = "minilm"
+
+    @property
+    def version(self) -> SimRowVersion:
+        return SimRowVersion(ROWS_MODEL, ROWS_DIGEST, BatchCosts.measured(self.costs))
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSpec:
     """A fleet."""
 
@@ -103,3 +119,9 @@ class FleetSpec:
     planes: int = 0
     # Of the deployment; 0: one on each worker.
     replicas: int = 0
+    # A pool of a fixed-cost version; without control planes only.
+    rows: RowsSpec | None = None
+
+    def row_versions(self, worker: int) -> tuple[SimRowVersion, ...]:
+        """Return the fixed-cost versions of the worker with a number."""
+        return (self.rows.version,) if self.rows is not None and worker < self.rows.workers else ()

@@ -48,11 +48,15 @@ class Balance(Invariant):
 
 def leftovers(fleet: SimFleet) -> dict[str, int]:
     """Return the resources still held, by name; empty in a fleet at rest."""
-    found: dict[str, int] = {"clients": len(fleet.clients.present)}
+    found: dict[str, int] = {
+        "clients": len(fleet.clients.present),
+        "clients of rows": len(fleet.rows.present),
+    }
     for name, worker in fleet.workers.items():
         found |= {f"{name} {what}": count for what, count in worker.held().items()}
     for name, gateway in fleet.gateways.items():
         found[f"{name} requests"] = gateway.service.running
+        found[f"{name} rows"] = gateway.rows.rows
         found[f"{name} placements"] = gateway.placement.pending
         found[f"{name} untaken tokens"] = gateway.service.buffered_tokens
         found[f"{name} unsettled"] = gateway.limiter.unsettled
@@ -60,6 +64,7 @@ def leftovers(fleet: SimFleet) -> dict[str, int]:
     if term is not None:
         found["outstanding grants"] = term.fleet.outstanding
         found["queued placements"] = len(term.queue)
+        found |= {f"slots {kind}": count for kind, count in term.slots.by_kind().items()}
     for tenant in fleet.spec.tenants:
         found[f"slots of {tenant.name}"] = fleet.slots_held(tenant.name)
     return {name: count for name, count in found.items() if count}

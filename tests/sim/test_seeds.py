@@ -62,6 +62,7 @@ def test_the_daily_seeds_reach_much(total: Total) -> None:
     assert total.outcomes["finished"] > total.requests // 2
     assert len(total.faults) > len(CHAOS_FAULTS) // 2
     assert total.widest, "one is a fairness seed"
+    assert total.rows["ANSWERED"] > 500 and total.rows["POISONED_INPUT"], "some serve a fixed-cost version"
 
 
 @pytest.mark.sweep

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from services.core.records import Priority
+
+DEMAND_TTL_S: Final = 3.0  # a demand that is not sent again ends: its gateway may be lost without notice
+REPEAT_S: Final = DEMAND_TTL_S / 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """What a gateway asks of slots: the rows that it has, of each version and tenant.
 
 A demand that rises is sent at once, and one that changes at most every 20 ms. It falls a second after its
-rows, so that the next request of a tenant finds its slots still leased.
+rows, so that the next request of a tenant finds its slots still leased. While it lasts it is sent every
+second, changed or not.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.core.fixed_cost.rows import RowsRequest
-from services.core.fixed_cost.slots import SlotDemand
+from services.core.fixed_cost.slots import REPEAT_S, SlotDemand
 from services.core.records import Priority
 from services.ports.clock import Clock
 from services.ports.slots import SlotClient
@@ -80,7 +81,8 @@ class SlotDemands:
                 del self._demands[key]
 
     def _send(self, key: tuple[str, str], demand: _Demand, now_s: float) -> None:
-        wanted = demand.wanted(*key)
-        if wanted != demand.sent and (demand.sent is None or now_s - demand.sent_s >= _GAP_S):
+        wanted, age_s = demand.wanted(*key), now_s - demand.sent_s
+        is_due = age_s >= (_GAP_S if wanted != demand.sent else REPEAT_S)
+        if demand.sent is None or is_due:
             demand.sent, demand.sent_s = wanted, now_s
             self._slots.demand(wanted)

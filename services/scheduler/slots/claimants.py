@@ -24,6 +24,7 @@ class PartyDemand:
     demand: SlotDemand
     zone: str
     since_s: float  # when it last began to have slots, or to have none
+    received_s: float  # when it was last sent
     has_slots: bool = False
     was_overdue: bool = False  # when it got the slots that it has
 

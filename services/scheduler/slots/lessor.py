@@ -91,7 +91,7 @@ class SlotLessor:
     # --- turns ------------------------------------------------------------------------------------
 
     def run(self, now_s: float) -> None:
-        """Plan the versions that are due, and renew what would lapse."""
+        """Plan the versions that are due, renew what would lapse, and end demands of silent gateways."""
         for digest, pool in self._pools.items():
             if pool.book.settles_s() <= now_s or self._turn_s(digest, pool) <= now_s:
                 self._changed[digest] = None
@@ -104,6 +104,8 @@ class SlotLessor:
         for digest, pool in list(self._pools.items()):
             if renews:
                 pool.book.renew(now_s)
+                if pool.end_old_demands(now_s):
+                    self._changed[digest] = None
             self._gateways.update(dict.fromkeys(pool.book.unsent))
             if pool.idle and not pool.book.changed_tenants:
                 del self._pools[digest]

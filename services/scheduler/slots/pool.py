@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from services.core.fixed_cost.slots import SlotDemand, SlotReturn
+from services.core.fixed_cost.slots import DEMAND_TTL_S, SlotDemand, SlotReturn
 from services.core.fleet import TenantTokens
 from services.core.records import Priority
 from services.scheduler.policy.queue.fairness import FairShares
@@ -61,12 +61,12 @@ class SlotPool:
         tenant = self._tenants.get(wanted.tenant)
         known = None if tenant is None else tenant.demands.get(gateway)
         if known is not None:
-            known.demand, known.zone = wanted, zone
+            known.demand, known.zone, known.received_s = wanted, zone, now_s
         elif not wanted.rows or self._demands >= MAX_DEMANDS:
             return
         else:
             tenant = self._tenants.setdefault(wanted.tenant, TenantRows())
-            tenant.demands[gateway] = PartyDemand(wanted, zone, now_s)
+            tenant.demands[gateway] = PartyDemand(wanted, zone, now_s, now_s)
             self._demands += 1
         assert tenant is not None
         if not wanted.rows:
@@ -81,6 +81,14 @@ class SlotPool:
                 self._demands -= 1
                 self._count_waiting(name, tenant)
         self.book.disconnect(gateway)
+
+    def end_old_demands(self, now_s: float) -> bool:
+        """End the demands that were not sent again; return whether there were any."""
+        parties = self._parties()
+        old = [(party[0], wanted) for party, wanted in parties if now_s - wanted.received_s > DEMAND_TTL_S]
+        for gateway, wanted in old:
+            self.demand(gateway, wanted.zone, replace(wanted.demand, rows=0), now_s)
+        return bool(old)
 
     def returned(self, gateway: str, found: SlotReturn) -> bool:
         return self.book.returned(gateway, found)

@@ -85,6 +85,9 @@ class LocalFiles(Protocol):
     async def limited(self, config: EngineConfig, folder: Path) -> EngineConfig:
         """Return the configuration within the limits of the version. Raises FailedPrecondition."""
 
+    async def weight_bytes(self, folder: Path, bytes_per_value: int) -> int:
+        """Return the bytes of the weights in a folder of the version. Raises FailedPrecondition."""
+
 
 class VersionFiles:
     """Implements ``LocalFiles``: the pinned folder of a version, and its vocabulary."""
@@ -157,6 +160,9 @@ class VersionFiles:
         limits = await asyncio.to_thread(read_limits, folder)
         context = await self._source.max_context_tokens(self._version.model, self._version.version_digest)
         return limited(config, limits, max_context_tokens=context)
+
+    async def weight_bytes(self, folder: Path, bytes_per_value: int) -> int:
+        return await asyncio.to_thread(weight_bytes, folder, bytes_per_value)
 
 
 def without_weights(path: str) -> bool:

@@ -27,7 +27,7 @@ from services.worker.slots.version_engine import (
     TookTooMuch,
     VersionEngine,
 )
-from services.worker.slots.version_files import draft_of, weight_bytes
+from services.worker.slots.version_files import draft_of
 from services.worker.slots.version_memory import VersionMemory
 from services.worker.slots.version_probe import ProbeFailed
 from services.worker.streams.sequences import SequenceTable
@@ -264,7 +264,7 @@ class VersionSlot:
         if isinstance(self.engine, VersionEngine):
             self.engine = VersionBatcher(self, self._context, self.memory)
         settings = self._context.settings
-        weights = await asyncio.to_thread(weight_bytes, folder, 4 if settings.dtype == "float32" else 2)
+        weights = await self.files.weight_bytes(folder, 4 if settings.dtype == "float32" else 2)
         grant = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target)
         self._context.woke()  # other loads may wait for this grant
         config = settings.config(folder, "rows", memory_bytes=grant.bytes, draft=None)
@@ -290,11 +290,11 @@ class VersionSlot:
         draft: Path | None = None
         if self.version.executor != "null":  # a null engine allocates nothing
             bytes_per_value = 4 if settings.dtype == "float32" else 2
-            weights = await asyncio.to_thread(weight_bytes, folder, bytes_per_value)
+            weights = await self.files.weight_bytes(folder, bytes_per_value)
             if settings.speculation == "draft":
                 draft = await asyncio.to_thread(draft_of, folder)
             if draft is not None:
-                weights += await asyncio.to_thread(weight_bytes, draft, bytes_per_value)
+                weights += await self.files.weight_bytes(draft, bytes_per_value)
             memory_bytes = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target).bytes
             self._context.woke()  # other loads may wait for this grant
         executor: Executor = "null" if self.version.executor == "null" else "torch"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -17,6 +19,8 @@ from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quarantine.store import StoreQuarantine
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.core.errors import FairwayError
+from services.core.fixed_cost.rows import RawTensor, RowsRequest
 from services.core.generation import Principal
 from services.core.records import (
     DEPLOYMENTS,
@@ -40,6 +44,8 @@ from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.poison import PoisonGate
 from services.gateway.requests.validate import Validator
+from services.gateway.rows.leases import GatewayLeases
+from services.gateway.rows.runner import LeasedRows
 from services.gateway.service import GatewayService, drain
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.slis.recorder import SliRecorder
@@ -50,18 +56,18 @@ from services.gateway.text.tokenise import PrefixNames
 from services.ports.placement import FallbackPlacer
 from services.ports.poison.quarantine import Quarantine, Quarantined
 from services.ports.store import Entry, Store
-from services.ports.streams.message_stream import StreamClient
 from services.ports.worker import WorkerClient
 from services.rpc.status import by_reason
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import issue_ticket
 from services.runtime.telemetry.metrics import Metrics
+from simulator.fleet.clients.row_client import RowsEnded, SimRows
 from simulator.fleet.nodes.local_texts import LocalTexts
 from simulator.fleet.nodes.remote_slis import RemoteSlis
 from simulator.fleet.nodes.shared_redis import RedisLink, RemoteLimiter, RemoteRecords
 from simulator.fleet.rollout_watch import WatchedCatalog
-from simulator.fleet.spec import FleetSpec
+from simulator.fleet.spec import ROWS_DIGEST, ROWS_MODEL, FleetSpec
 from simulator.kernel.links.store_link import SimStore
 from simulator.kernel.links.streams import SimStreams
 from simulator.kernel.network import Network
@@ -110,8 +116,15 @@ class GatewayNode:
         streams = SimStreams(process, network)
         links = StreamPlacementLinks(streams, directory, gateway_id)
         fallback = self.make_fallback(spec)
-        self.placement = MuxedPlacement(links, clock, supervisor, process.rng, fallback=fallback)
-        self.workers = self.make_workers(streams, gateway_id)
+        leases = self.make_leases()
+        self.placement = MuxedPlacement(
+            links, clock, supervisor, process.rng, fallback=fallback, listener=leases
+        )
+        workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=self.placement.give_back)
+        self.workers = self.make_workers(workers)
+        self.rows = LeasedRows(workers, self.placement, leases, clock, supervisor)
+        self.leases = leases
+        self._weights = {tenant.name: tenant.weight for tenant in spec.tenants}
         self._informers = _Informers(store, process)
         catalog = WatchedCatalog(
             self._informers.deployments,
@@ -190,10 +203,13 @@ class GatewayNode:
 
     # What a test overrides with something broken.
 
-    def make_workers(self, streams: StreamClient, gateway_id: str) -> WorkerClient:
+    def make_workers(self, workers: WorkerClient) -> WorkerClient:
         """Return how this gateway runs sequences on workers."""
-        process, give_back = self._process, self.placement.give_back
-        return MuxedWorkers(streams, gateway_id, process.clock, process.supervisor, unsent=give_back)
+        return workers
+
+    def make_leases(self) -> GatewayLeases:
+        """Return what this gateway keeps of its slots."""
+        return GatewayLeases(self._process.clock)
 
     def make_fallback(self, spec: FleetSpec) -> FallbackPlacer:
         """Return how this gateway places while no leader answers."""
@@ -257,6 +273,31 @@ class GatewayNode:
 
     def enter(self, call: Callable[[], None]) -> None:
         self._process.call_soon(call)
+
+    def run_rows(
+        self, asked: SimRows, rows: tuple[tuple[RawTensor, ...], ...], ended: RowsEnded
+    ) -> asyncio.Task[None]:
+        """Run rows as an admitted request; cancelling the task withdraws them."""
+        within_s = math.inf if asked.deadline_s is None else asked.deadline_s
+        request = RowsRequest(
+            self._process.ids.request_id(),
+            asked.tenant,
+            ROWS_MODEL,
+            ROWS_DIGEST,
+            rows,
+            asked.priority,
+            tenant_weight=self._weights[asked.tenant],
+            deadline_s=self._process.clock.monotonic_s() + within_s,
+        )
+        return self._process.spawn("rows", self._run_rows(request, ended))
+
+    async def _run_rows(self, request: RowsRequest, ended: RowsEnded) -> None:
+        try:
+            found = await self.rows.run(request)
+        except FairwayError as error:
+            ended(error)
+        else:
+            ended(found)
 
     def submit(
         self, tenant: str, generation: inference_pb2.Generation, sink: RequestSink, *, attempt: int = 0

@@ -37,7 +37,10 @@ class WorkerNode:
             SimWorkerSpec(
                 worker_id=process.name,
                 address=process.name,
-                versions=tuple(self._version(spec, kind, version) for version in spec.versions),
+                versions=(
+                    *(self._version(spec, kind, version) for version in spec.versions),
+                    *spec.row_versions(number),
+                ),
                 zone=kind.zones[number % len(kind.zones)],
                 device_type=kind.preset,
                 lease_ttl_s=spec.lease_ttl_s,
@@ -75,17 +78,20 @@ class WorkerNode:
         self.worker.engines.crash()
 
     def hang_engine(self) -> None:
-        for engine in self.worker.engines.running():
-            engine.hang()
+        self.worker.engines.hang()
 
     def unhang_engine(self) -> None:
-        for engine in self.worker.engines.running():
-            engine.unhang()
+        self.worker.engines.unhang()
 
     @property
     def serving(self) -> bool:
         """Its engine runs and it takes requests."""
         return self.process.running and not self.host.draining and self.host.takes(VERSION_DIGEST)
+
+    @property
+    def row_slots(self) -> int:
+        """How many rows of the fixed-cost version may be in flight; 0 while it is not ready."""
+        return sum(table.row_slots for table in self.host.row_tables() if table.ready)
 
     @property
     def running(self) -> int:
@@ -103,7 +109,7 @@ class WorkerNode:
 
     def held(self) -> dict[str, int]:
         """Return what sequences hold here, by a name of it."""
-        found = {"sequences": self.host.running}
+        found = {"sequences": self.host.running, "rows": sum(map(len, self.host.row_tables()))}
         for table in self.host.tables():
             found["reserved blocks"] = table.kv.blocks
             found["queued prefill tokens"] = table.prefills.queued_tokens

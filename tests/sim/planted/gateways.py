@@ -14,7 +14,6 @@ from services.gateway.service_types import GatewayLimits
 from services.ports.placement import FallbackPlacer
 from services.ports.poison.quarantine import Quarantine, Quarantined
 from services.ports.store import Store
-from services.ports.streams.message_stream import StreamClient
 from services.ports.worker import RunningSequence, SequenceSink, WorkerClient
 from simulator.fleet.nodes.gateway_node import GatewayNode
 from simulator.fleet.spec import FleetSpec
@@ -32,8 +31,8 @@ class EndsTwice(GatewayNode):
 class ResumesElsewhere(GatewayNode):
     """Resumes an output with another seed than it began with."""
 
-    def make_workers(self, streams: StreamClient, gateway_id: str) -> WorkerClient:
-        return _OtherSeed(super().make_workers(streams, gateway_id))
+    def make_workers(self, workers: WorkerClient) -> WorkerClient:
+        return _OtherSeed(super().make_workers(workers))
 
 
 class ShowsOldGrants(GatewayNode):
@@ -42,8 +41,8 @@ class ShowsOldGrants(GatewayNode):
     A worker in order refuses both, and the sequence is placed again.
     """
 
-    def make_workers(self, streams: StreamClient, gateway_id: str) -> WorkerClient:
-        return _OldGrants(super().make_workers(streams, gateway_id))
+    def make_workers(self, workers: WorkerClient) -> WorkerClient:
+        return _OldGrants(super().make_workers(workers))
 
 
 class AsksNobody(GatewayNode):
@@ -65,8 +64,8 @@ class RepeatsTokens(GatewayNode):
 class RunsSuspectsTogether(GatewayNode):
     """Places the suspects of a crash again as if they were none."""
 
-    def make_workers(self, streams: StreamClient, gateway_id: str) -> WorkerClient:
-        return _NoSuspects(super().make_workers(streams, gateway_id))
+    def make_workers(self, workers: WorkerClient) -> WorkerClient:
+        return _NoSuspects(super().make_workers(workers))
 
 
 class AdmitsTheCondemned(GatewayNode):

@@ -22,7 +22,6 @@ from services.ports.store import (
     Operation,
     Store,
 )
-from services.ports.streams.message_stream import StreamClient
 from services.ports.worker import RunningSequence, SequenceSink, WorkerClient
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.fleet_state.leadership import Election
@@ -104,8 +103,8 @@ class MissesAborts(GatewayNode):
 class SwapsVersions(GatewayNode):
     """Starts one sequence in three on the other version, where a worker has it."""
 
-    def make_workers(self, streams: StreamClient, gateway_id: str) -> WorkerClient:
-        return _Swapping(super().make_workers(streams, gateway_id))
+    def make_workers(self, workers: WorkerClient) -> WorkerClient:
+        return _Swapping(super().make_workers(workers))
 
 
 class StartsTheWithdrawn(WorkerNode):

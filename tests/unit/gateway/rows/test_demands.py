@@ -76,3 +76,13 @@ def test_the_class_is_that_of_the_most_urgent_row() -> None:
     clock.now_s += 0.03
     demands.send_due()
     assert sent.demands[-1].priority is Priority.BATCH
+
+
+def test_a_demand_is_repeated_while_it_lasts() -> None:
+    sent, clock = Sent(), HandClock()
+    demands = SlotDemands(sent, clock)
+    demands.enter(request(3))
+    for _ in range(35):
+        clock.now_s += 0.1
+        demands.send_due()
+    assert sent.rows == [3, 3, 3, 3], "at first, and after each second"

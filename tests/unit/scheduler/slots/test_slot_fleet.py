@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from services.core.fixed_cost.slots import DEMAND_TTL_S
 from services.core.records import Priority
 from services.scheduler.slots.leases import LeaseTerms
 from tests.unit.scheduler.slots.slot_fleet import DIGEST, SlotFleet, Tenant
@@ -101,6 +102,15 @@ def test_leases_of_a_lost_gateway_lapse_and_are_leased_to_others() -> None:
     book = fleet.leader.lessor._pools[DIGEST].book
     assert book.slots_of(("g1", "acme")) == 60, "all of 64 but those for newcomers"
     assert not book.of(("g0", "acme"))
+
+
+def test_demands_of_a_gateway_that_is_lost_without_notice_end() -> None:
+    fleet = fleet_of(Tenant("acme", 200, 0.001))
+    fleet.run(1.0)
+    lost = fleet.gateways[0]
+    lost.alive = lost.up.is_open = lost.down.is_open = False  # the leader's stream stays open
+    fleet.run(DEMAND_TTL_S + LeaseTerms().hold_s + 1.0)
+    assert fleet.leader.lessor._pools[DIGEST].book.slots_of(("g1", "acme")) == 60
 
 
 def test_a_worker_that_joins_relieves_those_that_are_loaded() -> None:

@@ -1,0 +1,128 @@
+"""A pool of a fixed-cost version in a fleet under faults: rows are answered rightly, once, within leases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.core.errors import PoisonedInput
+from services.core.fixed_cost.rows import RowEnd
+from services.worker.batcher.driver import Batcher, BatchRun
+from services.worker.batcher.policy.isolation import RunFailure
+from services.worker.streams.device_time import DeviceTime
+from simulator.engine.poison import Ending
+from simulator.fleet.assembly import Parts
+from simulator.fleet.chaos import Fault, FaultKind
+from simulator.fleet.clients.client import SimRequest
+from simulator.fleet.clients.row_client import ROWS, SimRows
+from simulator.fleet.fault_actions import Strikes
+from simulator.fleet.fleet import RunReport, simulate
+from simulator.fleet.spec import FleetSpec, RowsSpec, TenantSpec
+from simulator.invariants.balance import BALANCE, Balance
+from simulator.invariants.slots import SLOTS, Slots
+from tests.sim.planted.rows import KeepsLeases, SwapsAnswers
+
+TENANTS = (TenantSpec("whale"), TenantSpec("minnow"))
+FLEET = FleetSpec(workers=2, gateways=2, tenants=TENANTS, rows=RowsSpec(workers=2))
+
+
+def crowd(requests: int, *, rows: int = 8, every_s: float = 0.05) -> list[SimRows]:
+    """Return requests of two tenants in turn, of rows of mixed lengths."""
+    return [
+        SimRows(
+            TENANTS[number % 2].name,
+            tuple(2 + (7 * number + 5 * place) % 60 for place in range(rows)),
+            arrival_s=number * every_s,
+        )
+        for number in range(requests)
+    ]
+
+
+def ran(
+    load: Sequence[SimRows | SimRequest],
+    *,
+    faults: Sequence[Fault] = (),
+    parts: Parts | None = None,
+    fleet: FleetSpec = FLEET,
+    slots: Slots | None = None,
+) -> RunReport:
+    invariants = (Balance(), slots if slots is not None else Slots())
+    return simulate(fleet, load, plans=(Strikes(faults),), invariants=invariants, parts=parts)
+
+
+def fault(kind: FaultKind, at_s: float, for_s: float = 1.0) -> Fault:
+    return Fault(kind, at_s, for_s, 0.3, 0.7, 3.0)
+
+
+def test_more_rows_than_the_pool_takes_are_all_answered() -> None:
+    slots = Slots()
+    report = ran(crowd(60, rows=40), slots=slots)
+    assert report.violations == ()
+    assert report.rows == {"ANSWERED": 60 * 40}
+    assert slots.most == 1.0
+
+
+@pytest.mark.parametrize("ending", list(Ending), ids=lambda ending: ending.name)
+def test_a_poison_ends_alone(ending: Ending) -> None:
+    load = crowd(20)
+    load[3] = replace(load[3], poisons={2: ending})
+    report = ran(load)
+    assert report.violations == ()
+    assert report.rows == {"ANSWERED": 20 * 8 - 1, "POISONED_INPUT": 1}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        FaultKind.WORKER_CRASH,
+        FaultKind.WORKER_DRAIN,
+        FaultKind.ENGINE_CRASH,
+        FaultKind.ENGINE_HANG,
+        FaultKind.LEADER_CRASH,
+        FaultKind.LEADER_PAUSE,
+        FaultKind.STORE_OUTAGE,
+    ],
+)
+def test_one_fault_costs_no_row(kind: FaultKind) -> None:
+    """Another worker takes what was lost; without a leader, gateways place rows themselves."""
+    report = ran(crowd(60), faults=[fault(kind, 1.0, 3.0)])
+    assert report.violations == ()
+    assert report.rows == {"ANSWERED": 60 * 8}
+
+
+PLANTED = {"swaps answers": (SwapsAnswers, ROWS), "keeps leases": (KeepsLeases, SLOTS)}
+
+
+@pytest.mark.parametrize("bug", sorted(PLANTED))
+def test_planted_gateways_are_found(bug: str) -> None:
+    gateway, invariant = PLANTED[bug]
+    found = ran(crowd(40, rows=40), parts=Parts(gateway=gateway)).violations
+    assert any(text.startswith(invariant) for text in found), found
+
+
+def _condemn_all(batcher: Batcher, run: BatchRun, _: RunFailure) -> None:
+    for row in run.rows:
+        batcher._end(row, RowEnd(error=PoisonedInput("", version_digest="")), PoisonedInput.reason)
+
+
+def _nothing(*_: object, **__: object) -> None: ...
+
+
+BROKEN: dict[str, tuple[type, str, Callable[..., Any], str]] = {
+    "a condemned innocent": (Batcher, "_failed", _condemn_all, ROWS),
+    "device time that nobody pays": (DeviceTime, "rows_ended", _nothing, BALANCE),
+    "a lost batch that nobody searches": (Batcher, "_failed", _nothing, BALANCE),
+}
+
+
+@pytest.mark.parametrize("bug", sorted(BROKEN))
+def test_planted_workers_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, broken, invariant = BROKEN[bug]
+    monkeypatch.setattr(owner, method, broken)
+    load = crowd(20)
+    load[3] = replace(load[3], poisons={2: Ending.RAISES})
+    found = ran(load).violations
+    assert any(text.startswith(invariant) for text in found), found
