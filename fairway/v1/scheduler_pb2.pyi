@@ -568,19 +568,23 @@ class TenantSlots(_message.Message):
     VERSION_DIGEST_FIELD_NUMBER: _builtins.int
     TENANT_ID_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     tenant_id: _builtins.str
     slots: _builtins.int
+    tenant_weight: _builtins.float
+    """The tenant's share of a contended pool. 0: 1."""
     def __init__(
         self,
         *,
         version_digest: _builtins.str = ...,
         tenant_id: _builtins.str = ...,
         slots: _builtins.int = ...,
+        tenant_weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots", "tenant_id", b"tenant_id", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -95,6 +95,7 @@ class TenantSlots:
     digest: str
     tenant: str
     slots: int
+    weight: float = 1.0  # of the tenant
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class RunReport:
     simulated_s: float
     outcomes: dict[str, int]
     rows: dict[str, int]  # of fixed-cost models, by outcome
+    rows_p95_s: dict[str, float]  # of their answered requests, by tenant
     violations: tuple[str, ...]
     trace_digest: str
     events: int
@@ -87,6 +88,7 @@ def simulate(
             simulated_s=loop.now_s,
             outcomes=dict(sorted(outcomes.items())),
             rows=dict(sorted(fleet.rows.outcomes.items())),
+            rows_p95_s={name: found.quantile(0.95) or 0.0 for name, found in fleet.rows.seconds.items()},
             violations=tuple(map(str, fleet.violations.found)),
             trace_digest=trace.digest,
             events=loop.callbacks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from services.core.errors import PoisonedInput
 from services.core.fixed_cost.rows import RowEnd
 from services.worker.batcher.driver import Batcher, BatchRun
 from services.worker.batcher.policy.isolation import RunFailure
+from services.worker.batcher.policy.turns import TenantTurns
 from services.worker.streams.device_time import DeviceTime
 from simulator.engine.poison import Ending
 from simulator.fleet.assembly import Parts
@@ -122,7 +124,35 @@ BROKEN: dict[str, tuple[type, str, Callable[..., Any], str]] = {
 def test_planted_workers_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, method, broken, invariant = BROKEN[bug]
     monkeypatch.setattr(owner, method, broken)
-    load = crowd(20)
-    load[3] = replace(load[3], poisons={2: Ending.RAISES})
+    load = [SimRows("whale", (4,) * 40, poisons={2: Ending.RAISES})]
     found = ran(load).violations
     assert any(text.startswith(invariant) for text in found), found
+
+
+def beside_bursts(bursts: Sequence[SimRows]) -> dict[str, float]:
+    """Return each tenant's p95, of short rows that come one by one and these bursts, on one worker."""
+    rng = Random(1)
+    at_s, load = 0.0, list(bursts)
+    while at_s < 20.0:
+        at_s += rng.expovariate(10.0)
+        load.append(SimRows("minnow", (8,), arrival_s=at_s))
+    load.sort(key=lambda asked: asked.arrival_s)
+    report = ran(load, fleet=replace(FLEET, workers=1, rows=RowsSpec(workers=1)))
+    assert report.violations == ()
+    assert set(report.rows) == {"ANSWERED"}
+    return report.rows_p95_s
+
+
+BURSTS = [SimRows("whale", (64,) * 40, arrival_s=2.0 + 4.0 * number) for number in range(5)]
+
+
+def test_bursts_of_long_rows_do_not_stand_before_another_tenant() -> None:
+    """Forty rows take 0.7 s in one batch, 28 ms each alone: a short row waits for one, not for all."""
+    alone, beside = beside_bursts(())["minnow"], beside_bursts(BURSTS)
+    assert beside["minnow"] < 1.7 * alone
+    assert beside["whale"] < 2.0
+
+
+def test_without_turns_they_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TenantTurns, "are_shared", lambda *_: False)
+    assert beside_bursts(BURSTS)["minnow"] > 5.0 * beside_bursts(())["minnow"]

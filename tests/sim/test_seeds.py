@@ -62,7 +62,8 @@ def test_the_daily_seeds_reach_much(total: Total) -> None:
     assert total.outcomes["finished"] > total.requests // 2
     assert len(total.faults) > len(CHAOS_FAULTS) // 2
     assert total.widest, "one is a fairness seed"
-    assert total.rows["ANSWERED"] > 500 and total.rows["POISONED_INPUT"], "some serve a fixed-cost version"
+    assert total.rows["ANSWERED"] > 500, "some serve a fixed-cost version"
+    assert total.rows["POISONED_INPUT"]
 
 
 @pytest.mark.sweep

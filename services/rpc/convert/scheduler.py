@@ -79,7 +79,11 @@ _MEMBER: Final = Mirror(
 )
 _OF_TENANT: Final = {"tenant": TENANT, "digest": DIGEST, "priority": PRIORITY}
 _COUNTER: Final = Mirror(TenantCounter, pb.TenantCounter, _OF_TENANT)
-_SLOTS: Final = Mirror(TenantSlots, pb.TenantSlots, {"tenant": TENANT, "digest": DIGEST})
+_SLOTS: Final = Mirror(
+    TenantSlots,
+    pb.TenantSlots,
+    {"tenant": TENANT, "digest": DIGEST, "weight": Pair("tenant_weight", read=lambda weight: weight or 1.0)},
+)
 _TOKENS: Final = Mirror(
     TenantTokens,
     pb.TenantTokens,

@@ -139,7 +139,9 @@ class SlotLessor:
             changed, pool.book.changed_tenants = pool.book.changed_tenants, {}
             for worker_id, tenants in changed.items():
                 found.setdefault(worker_id, []).extend(
-                    TenantSlots(digest, tenant, pool.book.tenant_slots_on(worker_id, tenant))
+                    TenantSlots(
+                        digest, tenant, pool.book.tenant_slots_on(worker_id, tenant), pool.weight_of(tenant)
+                    )
                     for tenant in tenants
                 )
         return found

@@ -30,10 +30,14 @@ from services.worker.batcher.policy.flush import (
     BatchLimits,
     Device,
     Flush,
+    FlushCause,
+    Linger,
+    WaitingGroup,
 )
 from services.worker.batcher.policy.isolation import RunFailure, RunPlace
-from services.worker.batcher.policy.linger import BatchObjective, window_of
-from services.worker.batcher.policy.waiting import TooLate, TooManyRows, WaitingRow, WaitingRows
+from services.worker.batcher.policy.linger import BatchObjective, Expected, window_of
+from services.worker.batcher.policy.turns import TURN_RATIO, TenantTurns
+from services.worker.batcher.policy.waiting import Tags, TooLate, TooManyRows, WaitingRow, WaitingRows
 from services.worker.batcher.policy.window import DerivedWindow, Window
 from services.worker.batcher.search import RowSearch
 from services.worker.batcher.telemetry import BatcherTelemetry
@@ -118,7 +122,7 @@ class Batcher:
         self._objective = BatchObjective()
         self._arrivals = ArrivingRows(model.max_tokens)
         self._waiting = WaitingRows()
-        self._leases: dict[str, int] = {}
+        self._turns = TenantTurns()
         self._live: dict[int, LiveRow] = {}
         self._keys: dict[tuple[tuple[str, str, tuple[int, ...]], ...], BatchKey] = {}
         self._searches: list[RowSearch] = []  # the oldest first
@@ -187,10 +191,7 @@ class Batcher:
             self._end(row, RowEnd(), "CANCELLED")
 
     def lease(self, slots: TenantSlots) -> None:
-        if slots.slots:
-            self._leases[slots.tenant] = slots.slots
-        else:
-            self._leases.pop(slots.tenant, None)
+        self._turns.lease(slots)
 
     def sweep(self, now_s: float) -> None:
         """End rows whose deadline passes, and batches that hang."""
@@ -297,6 +298,7 @@ class Batcher:
                 return InvalidInput(f"the row has {row.length} tokens; the model takes 1 to {most}")
         width = self._arrivals.note(row.length, now_s)
         due_s = min(now_s + self._objective.latency_s, row.deadline_s)
+        self._turns.seen(spec.tenant_id, now_s)
         key = self._key_of(spec)
         waiting = WaitingRow(row.number, spec.tenant_id, key, width, now_s, due_s, row.deadline_s)
         run = self._runs.get(RunPlace.SERVING)
@@ -354,19 +356,30 @@ class Batcher:
             self._search_on(search)
             return
         now_s = self._clock.monotonic_s()
-        device = Device(self.curve, self.limits, self._objective, draining=self._context.draining())
-        until_s = math.inf
-        for key, group in self._waiting.groups():
+        shared = self._turns.are_shared(now_s)
+        turn_s = TURN_RATIO * self._objective.latency_s if shared else math.inf
+        device = Device(
+            self.curve, self.limits, self._objective, draining=self._context.draining(), turn_s=turn_s
+        )
+        tags = self._turns.tags(self._waiting.by_due(), device.row_s) if shared else None
+        lingers: tuple[float, BatchKey, WaitingGroup, Linger, Expected] | None = None
+        for key, group in self._waiting.groups(tags):
             expected = self._arrivals.expected(group.width, now_s)
             found = self._context.window.decide(group, device, expected, now_s)
             if self._context.telemetry is not None:
                 self._context.telemetry.decided(width=group.width, linger_s=found.bound.linger_s)
             if isinstance(found, Flush):
-                self._flush(key, group.width, found, window_of(group.width, found.bound, expected))
+                ends_s = now_s + self.curve.mean_s(group.width, found.rows)
+                if lingers is not None and lingers[0] < ends_s:  # it would wait for too long
+                    _, key, group, waits, expected = lingers
+                    found = Flush(group.rows, FlushCause.LINGER, waits.bound)
+                window = window_of(group.width, found.bound, expected)
+                self._flush(key, group.width, found, window, tags)
                 return
-            until_s = min(until_s, found.until_s)
-        if until_s < math.inf:
-            self._context.call_later(until_s - now_s, self._timer(self._decision))
+            if lingers is None or found.until_s < lingers[0]:
+                lingers = found.until_s, key, group, found, expected
+        if lingers is not None:
+            self._context.call_later(lingers[0] - now_s, self._timer(self._decision))
 
     def _timer(self, decision: int) -> Callable[[], None]:
         def due() -> None:
@@ -375,9 +388,10 @@ class Batcher:
 
         return due
 
-    def _flush(self, key: BatchKey, width: int, found: Flush, window: BatchWindow) -> None:
+    def _flush(self, key: BatchKey, width: int, found: Flush, window: BatchWindow, tags: Tags | None) -> None:
         in_batches = Counter(row.spec.tenant_id for run in self._runs.values() for row in run.rows)
-        chosen = self._waiting.select(key, width, found.rows, leases=self._leases, running=in_batches)
+        leases = self._turns.leases
+        chosen = self._waiting.select(key, width, found.rows, leases=leases, running=in_batches, tags=tags)
         rows, size = [self._live[chosen[0].number]], 0
         for each in chosen[1:]:
             row = self._live[each.number]
@@ -386,6 +400,8 @@ class Batcher:
                 break
             rows.append(row)
         self._waiting.remove(row.number for row in rows)
+        row_s = self.curve.mean_s(width, len(rows)) / len(rows)
+        self._turns.started(Counter(row.spec.tenant_id for row in rows), row_s, self._clock.monotonic_s())
         self._run(RunPlace.SERVING, rows, width, found.cause.value, window=window)
 
     def _search_on(self, search: RowSearch) -> None:

@@ -54,7 +54,7 @@ class SequenceHost:
         self.changed = changed
         self._tables: dict[str, SequenceTable] = {}
         self._row_tables: dict[str, RowTable] = {}
-        self._leased: dict[str, dict[str, int]] = {}  # slots by version and tenant, as the leader leased them
+        self._leased: dict[str, dict[str, TenantSlots]] = {}  # by version and tenant
         self._closed_to: set[str] = set()  # versions that finish their sequences and admit no new ones
         # Cached and shared prefixes of ended engines, by version.
         self._left_prefixes: dict[str, tuple[PrefixSet, PrefixSet]] = {}
@@ -205,8 +205,8 @@ class SequenceHost:
         assert table.version_digest not in self._row_tables, "the version has a batcher already"
         self._row_tables[table.version_digest] = table
         self._closed_to.discard(table.version_digest)
-        for tenant, slots in self._leased.get(table.version_digest, {}).items():
-            table.lease(TenantSlots(table.version_digest, tenant, slots))
+        for slots in self._leased.get(table.version_digest, {}).values():
+            table.lease(slots)
         self.changed()
 
     def remove_rows(self, table: RowTable) -> None:
@@ -227,7 +227,7 @@ class SequenceHost:
         for slots in leased:
             tenants = self._leased.setdefault(slots.digest, {})
             if slots.slots:
-                tenants[slots.tenant] = slots.slots
+                tenants[slots.tenant] = slots
             else:
                 tenants.pop(slots.tenant, None)
             if not tenants:

@@ -7,12 +7,13 @@ does not send it again: what is checked is that no answer is wrong, missing or d
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from services.core.errors import FairwayError, PoisonedInput
+from services.core.estimates.sketch import Sketch
 from services.core.fixed_cost.rows import RawTensor, RowEnd
 from services.core.records import Priority
 from simulator.engine.poison import Ending
@@ -21,6 +22,7 @@ from simulator.fleet.clients.session import GATEWAY_LOST, ONCE, UNREACHABLE, Cli
 from simulator.invariants.invariant import Violations
 
 ROWS: Final = "rows"
+ANSWERED: Final = "ANSWERED"
 _MOST_ROWS: Final = 1000  # of a request: a row's number is the request's and its place
 
 RowsEnded = Callable[[Sequence[RowEnd] | FairwayError], None]
@@ -71,6 +73,7 @@ class RowClients:
         self.violations = violations
         self.present: dict[int, RowsSession] = {}
         self.outcomes: Counter[str] = Counter()
+        self.seconds: defaultdict[str, Sketch] = defaultdict(Sketch)  # of answered requests, by tenant
         self.sent = 0
 
     def send(self, asked: SimRows) -> None:
@@ -80,7 +83,7 @@ class RowClients:
         if door is None:
             self.outcomes[UNREACHABLE] += len(asked.tokens)
             return
-        session = RowsSession(self, self.sent, asked, door)
+        session = RowsSession(self, self.sent, asked, door, self._clients.now_s)
         self.present[session.number] = session
         door.enter(session.submit)
         if asked.cancel_after_s is not None:
@@ -96,22 +99,31 @@ class RowClients:
         if self.present.pop(session.number, None) is None:
             self.violations.add(ONCE, f"rows {session.number} ended twice")
         self.outcomes.update(outcomes)
+        if set(outcomes) == {ANSWERED}:
+            self.seconds[session.tenant].add(self._clients.now_s - session.sent_s)
 
 
 class RowsSession:
     """One request of one client."""
 
-    def __init__(self, clients: RowClients, number: int, asked: SimRows, door: RowsDoor) -> None:
+    def __init__(
+        self, clients: RowClients, number: int, asked: SimRows, door: RowsDoor, sent_s: float
+    ) -> None:
         self._clients = clients
         self._asked = asked
         self._task: asyncio.Task[None] | None = None
         self._over = False
         self.number = number
         self.door = door
+        self.sent_s = sent_s
         self._rows = tuple(
             row_input(number * _MOST_ROWS + place, tokens, asked.poisons.get(place))
             for place, tokens in enumerate(asked.tokens)
         )
+
+    @property
+    def tenant(self) -> str:
+        return self._asked.tenant
 
     def submit(self) -> None:
         if not self._over:
@@ -151,7 +163,7 @@ class RowsSession:
             self._violated(f"row {place} was answered and is a poison")
         if end.outputs != row_output(self._rows[place]):
             self._violated(f"row {place} has the output of another input")
-        return "ANSWERED"
+        return ANSWERED
 
     def _cancel(self) -> None:
         if self._task is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -30,6 +32,7 @@ class FlushCause(StrEnum):
     DEADLINE = "deadline"  # a client's deadline leaves no time to wait
     IDLE = "idle"  # the device is idle and waiting does not pay
     DRAIN = "drain"  # nothing new arrives
+    TURN = "turn"  # one row more would let other tenants wait for too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,21 @@ class Device:
     objective: BatchObjective
     transport_s: float = 0.0  # of an answer, as observed at the objective's level
     draining: bool = False
+    turn_s: float = math.inf  # what a batch of several rows may take
+
+    def rows_at(self, width: int) -> tuple[int, FlushCause]:
+        """Return the most rows of this width, at least 1, and which limit it is."""
+        most, cause = self.limits.rows_at(width)
+        if most == 1 or self.curve.mean_s(width, most) <= self.turn_s:
+            return most, cause
+        sizes = range(2, most)
+        more = bisect_right(sizes, self.turn_s, key=lambda size: self.curve.mean_s(width, size))
+        return 1 + more, FlushCause.TURN
+
+    def row_s(self, width: int) -> float:
+        """Return the seconds of one row in a batch of the most rows."""
+        most, _ = self.rows_at(width)
+        return self.curve.mean_s(width, most) / most
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +112,7 @@ class Linger:
 
 def decide(group: WaitingGroup, device: Device, expected: Expected, now_s: float) -> Flush | Linger:
     """Return whether an idle device starts a batch of this group now."""
-    most, limit = device.limits.rows_at(group.width)
+    most, limit = device.rows_at(group.width)
     rows = min(group.rows, most)
     target_s = group.oldest_s + device.objective.latency_s
     bound = linger_bound(

@@ -1,11 +1,14 @@
 """The rows that wait for a batch: bounded, in order of deadline within what their tenants were leased. Pure.
 
+While tenants share the device, their turns (``turns``) come before deadlines.
+
 The scheduler leases slots to tenants; a row is within its tenant's lease while the tenant has no more rows
 running and ahead of it. Rows beyond a lease fill what room the others leave.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -53,6 +56,7 @@ class TooLate:
 
 
 Admission = RowAccepted | TooManyRows | TooLate
+Tags = Mapping[int, float]  # of ``turns``, by row; the order while tenants share the device
 _Group = tuple[BatchKey, int]
 _Entry = tuple[float, int, WaitingRow]
 
@@ -115,17 +119,34 @@ class WaitingRows:
             found += [row for _, _, row in entries if row.deadline_s < least_s]
         return found
 
-    def groups(self) -> Iterator[tuple[BatchKey, WaitingGroup]]:
-        """Yield all groups, the one with the earliest due row first."""
-        for (key, width), entries in sorted(self._groups.items(), key=lambda item: item[1][0][:2]):
+    def by_due(self) -> list[WaitingRow]:
+        """Return all rows by due time."""
+        return [row for _, _, row in heapq.merge(*self._groups.values(), key=lambda entry: entry[:2])]
+
+    def groups(self, tags: Tags | None = None) -> Iterator[tuple[BatchKey, WaitingGroup]]:
+        """Yield all groups, the one with the earliest due row first, or with the least tag."""
+
+        def first(item: tuple[_Group, list[_Entry]]) -> tuple[float, float, int]:
+            due_s, number, _ = item[1][0]
+            least = 0.0 if tags is None else min(tags[row.number] for _, _, row in item[1])
+            return least, due_s, number
+
+        for (key, width), entries in sorted(self._groups.items(), key=first):
             rows = [row for _, _, row in entries]
             oldest_s = min(row.arrived_s for row in rows)
             yield key, WaitingGroup(width, len(rows), oldest_s, min(row.deadline_s for row in rows))
 
     def select(
-        self, key: BatchKey, width: int, rows: int, *, leases: Mapping[str, int], running: Mapping[str, int]
+        self,
+        key: BatchKey,
+        width: int,
+        rows: int,
+        *,
+        leases: Mapping[str, int],
+        running: Mapping[str, int],
+        tags: Tags | None = None,
     ) -> list[WaitingRow]:
-        """Return up to ``rows`` rows of a group: those within a lease by deadline, then others by deadline.
+        """Return up to ``rows`` rows of a group: those within a lease by tag and deadline, then others alike.
 
         ``running``: rows of each tenant in batches that run. A tenant without a lease has none.
         """
@@ -135,6 +156,9 @@ class WaitingRows:
         for _, _, row in self._groups.get((key, width), ()):
             used[row.tenant] += 1
             (within if used[row.tenant] <= leases.get(row.tenant, 0) else beyond).append(row)
+        if tags is not None:
+            within.sort(key=lambda row: tags[row.number])
+            beyond.sort(key=lambda row: tags[row.number])
         return [*within, *beyond][:rows]
 
     def check_integrity(self) -> None:

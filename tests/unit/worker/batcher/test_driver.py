@@ -107,7 +107,7 @@ def test_rows_within_their_tenants_lease_go_first() -> None:
     scripted.batcher.lease(TenantSlots(DIGEST, "leased", 0))
     scripted.start(tenant_id="leased")
     scripted.answer()
-    assert scripted.running()[-1] == scripted.sent
+    assert scripted.running()[0] == scripted.sent, "of those without a lease, who was served least is next"
 
 
 def test_a_full_batcher_has_no_room(scripted: Scripted) -> None:

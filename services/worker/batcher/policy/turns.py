@@ -1,0 +1,84 @@
+"""The order of rows of several tenants: start-time fair queueing of device time. Pure.
+
+A row's *tag* is the virtual time at which it begins: that of the device, or that to which its tenant was
+served, whichever is later, after the tenant's rows that are due before it. The row with the least tag is
+next, and the virtual time follows it (Goyal, Vin and Cheng, 1996). So the backlog of one tenant does not
+stand before a single row of another. A deadline that a client chose moves no row ahead of other tenants. What
+a tenant used while it was alone is not held against it. Virtual time is device seconds over the tenant's
+weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from services.core.fleet import TenantSlots
+from services.worker.batcher.policy.waiting import WaitingRow
+
+TURN_RATIO: Final = 0.5  # of the objective, that a batch takes at most while tenants share the device
+SHARED_S: Final = 10.0  # after a tenant's last row
+_MOST_TENANTS: Final = 1024  # before those that were not ahead are forgotten
+
+
+class TenantTurns:
+    """Single writer: the batcher."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, TenantSlots] = {}
+        self._seen_s: dict[str, float] = {}  # last row of each tenant, the oldest first
+        self._virtual_s = 0.0
+        self._served_s: dict[str, float] = {}  # virtual, by tenant; others are at the device's
+
+    @property
+    def leases(self) -> dict[str, int]:
+        """The slots that tenants were leased."""
+        return {tenant: leased.slots for tenant, leased in self._leases.items()}
+
+    def lease(self, slots: TenantSlots) -> None:
+        """Replace what one tenant was leased."""
+        if slots.slots:
+            self._leases[slots.tenant] = slots
+        else:
+            self._leases.pop(slots.tenant, None)
+
+    def seen(self, tenant: str, now_s: float) -> None:
+        """Record that the tenant has rows here."""
+        self._seen_s.pop(tenant, None)
+        self._seen_s[tenant] = now_s
+
+    def are_shared(self, now_s: float) -> bool:
+        """Whether several tenants have, or recently had, rows here."""
+        while self._seen_s and self._seen_s[oldest := next(iter(self._seen_s))] < now_s - SHARED_S:
+            del self._seen_s[oldest]
+        return len(self._seen_s) > 1
+
+    def tags(self, rows: Iterable[WaitingRow], cost_s: Callable[[int], float]) -> dict[int, float]:
+        """Return the tags by row number. ``rows``: by due time; ``cost_s``: of a row of a width."""
+        found: dict[int, float] = {}
+        begin_s: dict[str, float] = {}
+        costs: dict[int, float] = {}
+        for row in rows:
+            tenant, width = row.tenant, row.width
+            tag = begin_s.get(tenant)
+            if tag is None:
+                tag = max(self._virtual_s, self._served_s.get(tenant, 0.0))
+            found[row.number] = tag
+            if (cost := costs.get(width)) is None:
+                cost = costs[width] = cost_s(width)
+            begin_s[tenant] = tag + cost / self._weight_of(tenant)
+        return found
+
+    def started(self, rows: Mapping[str, int], row_s: float, now_s: float) -> None:
+        """Charge a batch that starts: so many rows of each tenant, of ``row_s`` seconds each."""
+        begin_s = {tenant: max(self._virtual_s, self._served_s.get(tenant, 0.0)) for tenant in rows}
+        self._virtual_s = min(begin_s.values())
+        for tenant, count in rows.items():
+            self._served_s[tenant] = begin_s[tenant] + count * row_s / self._weight_of(tenant)
+            self.seen(tenant, now_s)
+        if len(self._served_s) > _MOST_TENANTS:
+            self._served_s = {name: at_s for name, at_s in self._served_s.items() if at_s > self._virtual_s}
+
+    def _weight_of(self, tenant: str) -> float:
+        leased = self._leases.get(tenant)
+        return 1.0 if leased is None else leased.weight

@@ -1,0 +1,102 @@
+"""Turns of tenants: equal device time over weight, whatever their rows cost and however many wait."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from services.core.fixed_cost.tensors import Operation
+from services.core.fleet import TenantSlots
+from services.worker.batcher.policy.batch_key import BatchKey
+from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
+from services.worker.batcher.policy.flush import BatchLimits, Device, FlushCause
+from services.worker.batcher.policy.linger import BatchObjective
+from services.worker.batcher.policy.turns import SHARED_S, TenantTurns
+from services.worker.batcher.policy.waiting import WaitingRow, WaitingRows
+
+KEY = BatchKey.of("d", Operation.INFER, "float32", (), {})
+CURVE = CostCurve(CostPrior(batch_s=0.0, row_s=0.0, token_s=0.001))  # a row takes a millisecond per token
+LIMITS = BatchLimits()
+
+
+def cost_s(width: int) -> float:
+    return CURVE.mean_s(width, 1)
+
+
+def served(widths: dict[str, int], weights: dict[str, float], rows: int) -> dict[str, float]:
+    """Return the device time of tenants that always have ten rows, after so many single rows."""
+    turns, waiting, rng = TenantTurns(), WaitingRows(), Random(3)
+    for name, weight in weights.items():
+        turns.lease(TenantSlots("d", name, 10, weight))
+    found = dict.fromkeys(widths, 0.0)
+    number = 0
+
+    def add(name: str) -> None:
+        nonlocal number
+        number += 1
+        waiting.add(WaitingRow(number, name, KEY, widths[name], 0.0, rng.random()), CURVE, LIMITS, now_s=0.0)
+
+    for name in widths:
+        for _ in range(10):
+            add(name)
+    for _ in range(rows):
+        tags = turns.tags(waiting.by_due(), cost_s)
+        key, group = next(waiting.groups(tags))
+        row = waiting.select(key, group.width, 1, leases=turns.leases, running={}, tags=tags)[0]
+        waiting.remove((row.number,))
+        turns.started({row.tenant: 1}, cost_s(row.width), 0.0)
+        found[row.tenant] += cost_s(row.width)
+        add(row.tenant)
+    waiting.check_integrity()
+    return found
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_device_time_follows_weights(weight: float) -> None:
+    found = served({"long": 64, "short": 8, "middle": 20}, {"short": weight}, 3000)
+    assert found["short"] / found["long"] == pytest.approx(weight, rel=0.02)
+    assert found["middle"] / found["long"] == pytest.approx(1.0, rel=0.02)
+
+
+def row(number: int, tenant: str, due_s: float, width: int = 64) -> WaitingRow:
+    return WaitingRow(number, tenant, KEY, width, 0.0, due_s)
+
+
+def test_a_backlog_does_not_stand_before_a_single_row() -> None:
+    turns = TenantTurns()
+    backlog = [row(number, "whale", 1.0) for number in range(50)]
+    turns.started({"whale": 1}, cost_s(64), 0.0)
+    tags = turns.tags([*backlog, row(99, "minnow", 9.0)], cost_s)
+    assert sorted(tags, key=tags.__getitem__)[0] == 99
+    assert [tags[one.number] for one in backlog] == sorted(tags[one.number] for one in backlog)
+
+
+def test_time_alone_is_not_held_against_a_tenant() -> None:
+    turns = TenantTurns()
+    for _ in range(1000):
+        turns.started({"whale": 1}, 1.0, 0.0)
+    tags = turns.tags([row(1, "whale", 0.0), row(2, "minnow", 0.0), row(3, "minnow", 0.0)], lambda _: 1.0)
+    assert tags[2] == 999.0
+    assert tags[1] == tags[3] == 1000.0
+
+
+def test_a_device_is_shared_for_a_while_after_a_tenants_last_row() -> None:
+    turns = TenantTurns()
+    turns.seen("a", 0.0)
+    assert not turns.are_shared(0.0)
+    turns.seen("b", 1.0)
+    turns.seen("a", SHARED_S)
+    assert turns.are_shared(SHARED_S + 1.0)
+    assert not turns.are_shared(SHARED_S + 1.1)
+
+
+@pytest.mark.parametrize(("turn_s", "most"), [(1.0, 15), (0.2, 3), (0.064, 1), (0.01, 1)])
+def test_a_turn_bounds_the_rows_of_a_batch(turn_s: float, most: int) -> None:
+    device = Device(CURVE, LIMITS, BatchObjective(), turn_s=turn_s)
+    assert device.rows_at(64) == (most, FlushCause.TURN)
+
+
+def test_a_batch_within_the_turn_is_bounded_by_its_limits() -> None:
+    device = Device(CURVE, LIMITS, BatchObjective(), turn_s=0.1)
+    assert device.rows_at(1) == (100, FlushCause.FULL)
