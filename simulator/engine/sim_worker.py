@@ -309,8 +309,10 @@ class SimEngines:
 
     def crash(self) -> None:
         """Every engine process ends; the agent starts them again."""
-        for run in [*self.runs.values(), *self.batches]:
+        for run in list(self.runs.values()):
             run.crash("killed by the simulation")
+        for process in list(self.batches):
+            process.crash("killed by the simulation")
 
     def hang(self) -> None:
         """No engine process makes progress; batches of fixed-cost versions never end."""

@@ -1,4 +1,4 @@
-"""Every invariant finds the bug that was planted for it."""
+"""Every invariant finds the bug that was planted for it. Most run in ``make sim-tests`` alone."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ from tests.sim.planted.workers import (
     TakesEveryGrant,
     TakesWhatNobodyGranted,
 )
+from tests.support.sweep import daily
 
 # The bug, the invariant that finds it, and the seed that is tried first: one in which it shows.
 PLANTED = {
@@ -70,7 +71,7 @@ PLANTED = {
 SEEDS = range(12)
 
 
-@pytest.mark.parametrize("bug", sorted(PLANTED))
+@pytest.mark.parametrize("bug", daily(sorted(PLANTED), ["ends twice"]))
 def test_planted_bugs_are_found_by_the_seeds(bug: str) -> None:
     parts, invariant, first = PLANTED[bug]
     for seed in (first, *SEEDS):
@@ -80,6 +81,7 @@ def test_planted_bugs_are_found_by_the_seeds(bug: str) -> None:
     pytest.fail(f"{len(SEEDS)} seeds do not find it")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("scheduler", "shows_in"), [(FirstComeFirstServed, 27), (IgnoresWeights, 7)])
 def test_planted_unfair_orders_are_found_by_the_fairness_seeds(
     scheduler: type[SchedulerNode], shows_in: int
@@ -98,6 +100,7 @@ HEALS: dict[str, tuple[type[WorkerNode], Looks]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("when", sorted(HEALS))
 def test_planted_bug_that_heals_between_two_samples(when: str) -> None:
     """A sample sees some of it by chance; a look at the end of each instant sees all."""
@@ -128,6 +131,7 @@ def test_planted_worker_that_starts_what_it_may_not_take() -> None:
     assert struck(drains, Parts(), every_s=0.2) == ()
 
 
+@pytest.mark.sweep
 def test_planted_scheduler_that_grants_on_who_is_ejected() -> None:
     """One that is tried is barred by its grant; that grant was right, and the next is wrong."""
     slow = [Fault(FaultKind.WORKER_SLOW, 0.0, 80.0, 0.0, 0.0, 6.0)]
@@ -146,12 +150,14 @@ def struck(
     return simulate(spec, load, plans=(Strikes(faults),), invariants=invariants, parts=parts).violations
 
 
+@pytest.mark.sweep
 def test_planted_worker_that_does_not_tell_of_a_lost_engine() -> None:
     faults = [Fault(FaultKind.ENGINE_CRASH, 1.0, 0.1, 0.0, 0.0, 0.0, Moment.IN_PREFILL)]
     assert any(text.startswith(REST) for text in struck(faults, Parts(worker=LosesSequences)))
     assert struck(faults, Parts()) == ()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("invariant", [FENCED, REPLAYED])
 def test_planted_worker_that_takes_every_grant(invariant: str) -> None:
     """One in order refuses what is shown to it, and nothing is lost by that."""
@@ -160,12 +166,14 @@ def test_planted_worker_that_takes_every_grant(invariant: str) -> None:
     assert struck((), Parts(gateway=ShowsOldGrants)) == ()
 
 
+@pytest.mark.sweep
 def test_planted_worker_that_takes_what_nobody_granted() -> None:
     taken = struck((), Parts(gateway=AsksNobody, worker=TakesWhatNobodyGranted), every_s=0.5)
     assert any(text.startswith(ALONE) for text in taken)
     assert struck((), Parts(gateway=AsksNobody), every_s=0.5) == ()
 
 
+@pytest.mark.sweep
 def test_planted_worker_that_gives_unbounded_credit() -> None:
     kinds = (FaultKind.LEADER_PAUSE, FaultKind.STORE_OUTAGE)
     away = [Fault(kind, 5.0, 20.0, 0.0, 0.0, 0.0) for kind in kinds]
@@ -209,17 +217,20 @@ def fair_run(discipline: QueueDiscipline) -> tuple[RunReport, Fairness]:
     return simulate(spec, crowd({"whale": 120, "minnow": 40}), invariants=(fairness,)), fairness
 
 
+@pytest.mark.sweep
 def test_planted_first_come_first_served_is_unfair() -> None:
     report, _ = fair_run(ARRIVAL)
     assert any(text.startswith(FAIRNESS) for text in report.violations)
 
 
+@pytest.mark.sweep
 def test_the_fair_order_keeps_its_bound_on_the_same_load() -> None:
     report, fairness = fair_run(PRODUCTION)
     assert report.violations == ()
     assert fairness.compared > 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("discipline", "is_fair"), [(PRODUCTION, True), (ARRIVAL, False)])
 def test_a_scenario_with_an_unfair_queue_is_violated(discipline: QueueDiscipline, is_fair: bool) -> None:
     fleet = fair_fleet(discipline)
@@ -240,11 +251,13 @@ def shedding_run(parts: Parts | None) -> tuple[RunReport, Shedding]:
     return report, shedding
 
 
+@pytest.mark.sweep
 def test_planted_shedding_of_whoever_comes_inverts_classes() -> None:
     report, _ = shedding_run(Parts(scheduler=ShedsWhoComes))
     assert any(text.startswith(INVERSION) for text in report.violations)
 
 
+@pytest.mark.sweep
 def test_shedding_refuses_and_inverts_no_classes() -> None:
     report, shedding = shedding_run(None)
     assert report.violations == ()
@@ -257,11 +270,13 @@ def bounded_run(parts: Parts | None) -> RunReport:
     return simulate(spec, crowd({"whale": 30, "minnow": 30}), invariants=(Bounds(),), parts=parts)
 
 
+@pytest.mark.sweep
 def test_planted_gateway_without_a_limit_is_found() -> None:
     report = bounded_run(Parts(gateway=TakesAll))
     assert any(text.startswith(BOUNDS) for text in report.violations)
 
 
+@pytest.mark.sweep
 def test_a_gateway_keeps_its_limit() -> None:
     report = bounded_run(None)
     assert report.violations == ()

@@ -31,7 +31,7 @@ from tests.support.sweep import daily
 OF_EACH_KIND = (0, 1, 2, 3, 5, 8, 9)
 
 
-@pytest.mark.parametrize("seed", daily(OF_EACH_KIND, OF_EACH_KIND[:3]))
+@pytest.mark.parametrize("seed", daily(OF_EACH_KIND, OF_EACH_KIND[:2]))
 def test_a_rollout_under_faults_keeps_every_invariant(seed: int) -> None:
     result = run_rollout(seed)
     assert result.violations == (), f"python -m simulator rollouts --seeds 1 --first {seed} --trace"
@@ -41,6 +41,7 @@ def test_the_seeds_have_every_kind() -> None:
     assert {kind_of(seed) for seed in OF_EACH_KIND} == set(CandidateKind)
 
 
+@pytest.mark.sweep
 def test_a_seed_does_not_reach_everything() -> None:
     """Else the check of ``make sim`` finds nothing."""
     assert "failing" in unreached([run_rollout(0)])
@@ -62,7 +63,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("bug", sorted(PLANTED))
+@pytest.mark.parametrize("bug", daily(sorted(PLANTED), ["a fence is ignored"]))
 def test_planted_bugs_are_found(bug: str) -> None:
     parts, invariant, seed = PLANTED[bug]
     found = run_rollout(seed, parts=parts).violations

@@ -11,6 +11,7 @@ from simulator.fleet import scale
 from simulator.fleet.fleet import simulate
 
 
+@pytest.mark.sweep
 def test_a_small_run_is_whole_and_says_what_it_held(capsys: pytest.CaptureFixture[str]) -> None:
     assert scale.main(["--workers", "20", "--requests", "800", "--seed", "3"]) == 0
     *_, last = capsys.readouterr().out.splitlines()

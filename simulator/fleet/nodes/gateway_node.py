@@ -114,17 +114,7 @@ class GatewayNode:
         directory = SchedulerDirectory(store, clock, rng=process.rng)
         gateway_id = f"{process.name}/{process.ids.request_id()}"
         streams = SimStreams(process, network)
-        links = StreamPlacementLinks(streams, directory, gateway_id)
-        fallback = self.make_fallback(spec)
-        leases = self.make_leases()
-        self.placement = MuxedPlacement(
-            links, clock, supervisor, process.rng, fallback=fallback, listener=leases
-        )
-        workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=self.placement.give_back)
-        self.workers = self.make_workers(workers)
-        self.rows = LeasedRows(workers, self.placement, leases, clock, supervisor)
-        self.leases = leases
-        self._weights = {tenant.name: tenant.weight for tenant in spec.tenants}
+        self._open_links(spec, streams, StreamPlacementLinks(streams, directory, gateway_id), gateway_id)
         self._informers = _Informers(store, process)
         catalog = WatchedCatalog(
             self._informers.deployments,
@@ -162,6 +152,20 @@ class GatewayNode:
             self.service = self._keyed = IdempotentService(keyed, **parts)
         else:
             self.service = GatewayService(**parts)
+
+    def _open_links(
+        self, spec: FleetSpec, streams: SimStreams, links: StreamPlacementLinks, gateway_id: str
+    ) -> None:
+        """Make the links to the leader and the workers, and what runs rows over them."""
+        process, clock, supervisor = self._process, self._process.clock, self._process.supervisor
+        fallback, self.leases = self.make_fallback(spec), self.make_leases()
+        self.placement = MuxedPlacement(
+            links, clock, supervisor, process.rng, fallback=fallback, listener=self.leases
+        )
+        workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=self.placement.give_back)
+        self.workers = self.make_workers(workers)
+        self.rows = LeasedRows(workers, self.placement, self.leases, clock, supervisor)
+        self._weights = {tenant.name: tenant.weight for tenant in spec.tenants}
 
     def _ports(self, telemetry: GatewayTelemetry, quarantine: Quarantine) -> Ports:
         process = self._process

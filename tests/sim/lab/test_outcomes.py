@@ -22,6 +22,7 @@ def small(name: str, *, workers: int, duration_s: float, load_ratio: float | Non
     return catalog.load(name, Options(workers=workers, seed=1, duration_s=duration_s, load_ratio=load_ratio))
 
 
+@pytest.mark.sweep
 def test_a_slow_worker_is_found_and_gets_next_to_nothing_from_then_on() -> None:
     report = run(small("slow-worker", workers=4, duration_s=24.0))
     before, after = report.figures["share_before_ratio"], report.figures["share_after_ratio"]
@@ -71,6 +72,7 @@ def test_beside_a_whale_the_others_wait_a_fraction_of_what_it_does() -> None:
     assert minnows_s < whale.ttft_s.p95 / 3
 
 
+@pytest.mark.sweep
 def test_tenants_that_wait_beside_a_whale_get_equal_service() -> None:
     report = run(small("whale", workers=2, duration_s=40.0, load_ratio=2.0))
     found = report.fairness

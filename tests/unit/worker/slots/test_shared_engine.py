@@ -24,6 +24,7 @@ from services.worker.policy.lifecycle import VersionPhase
 from services.worker.slots.engine_process import Crashed, EngineEvents, Stopped
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_engine import SlotContext
+from services.worker.slots.version_files import weight_bytes
 from services.worker.slots.version_slot import VersionSlot
 from services.worker.streams.device_time import DeviceKind, DeviceTime
 from services.worker.streams.host import SequenceHost
@@ -96,6 +97,9 @@ class Files:
 
     async def vocabulary(self, folder: Path) -> Vocabulary:
         return self._vocabulary
+
+    async def weight_bytes(self, folder: Path, bytes_per_value: int) -> int:
+        return await asyncio.to_thread(weight_bytes, folder, bytes_per_value)
 
     async def limited(self, config: wire.EngineConfig, folder: Path) -> wire.EngineConfig:
         if self.error is not None:

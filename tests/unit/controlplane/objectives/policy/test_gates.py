@@ -55,6 +55,7 @@ def window(clusters: int = 40, requests: int = 25, **counts: float) -> ArmWindow
     return ArmWindow(found)
 
 
+@pytest.mark.sweep
 def test_no_alarm_without_a_margin_however_often_one_looks() -> None:
     assert alarms(40, HARSH) <= 4
 
