@@ -107,7 +107,7 @@ class GatewayNode:
         self._process = process
         self.name = process.name
         self.draining = False
-        clock, supervisor = process.clock, process.supervisor
+        clock = process.clock
         store = SimStore(process, network)
         redis = RedisLink(process, network)
         self.limiter = FallbackLimiter(RemoteLimiter(redis), MemoryLimiter(clock, local=True), clock)
