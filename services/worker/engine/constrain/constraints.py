@@ -1,6 +1,6 @@
 """The constrained outputs of one engine: grammars are compiled and masks computed beside the steps.
 
-A matcher follows its output: it consumes what was produced since its last mask, whoever produced it. So a
+A matcher follows its output: it consumes what was produced since its last mask, by any run. So a
 resumed output is replayed, a preempted one goes on, and a step that is discarded leaves nothing behind. The
 engine's thread owns the table; a matcher is used by one thread at a time, because masks are waited for before
 their step is committed.
