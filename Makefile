@@ -17,7 +17,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-escrow sim-batching bench-batch-costs bench-batching bench-batching-peers bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-escrow sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 

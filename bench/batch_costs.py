@@ -48,14 +48,19 @@ MLP: Final[dict[str, Any]] = {
 }
 
 
-def random_model(fields: dict[str, Any], folder: Path) -> FixedCostModel:
-    """Return a model of random weights, loaded from a folder as a published one is."""
+def write_random(fields: dict[str, Any], folder: Path) -> Path:
+    """Write the configuration and random weights of a model; return the folder."""
     (folder / "config.json").write_text(json.dumps(fields))
     layout = layout_of(parse_fixed_cost(["config.json"], lambda name: (folder / name).read_bytes()))
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in layout.shapes.items()}
     save_file(tensors, folder / "model.safetensors")
-    return load_model(folder)
+    return folder
+
+
+def random_model(fields: dict[str, Any], folder: Path) -> FixedCostModel:
+    """Return a model of random weights, loaded from a folder as a published one is."""
+    return load_model(write_random(fields, folder))
 
 
 def least_s(model: FixedCostModel, batch: Batch, repeats: int) -> float:

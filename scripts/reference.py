@@ -268,7 +268,8 @@ def _readers() -> dict[str, tuple[str, ...]]:
     shared = _read_by_function(modules / "roles" / "shared.py")
     found: dict[str, set[str]] = {name: set() for name in Settings.model_fields}
     for role in _ROLES:
-        source = (modules / "roles" / f"{role}.py").read_text()
+        parts = (modules / "roles" / f"{role}.py", *sorted((modules / "roles").glob(f"{role}_*.py")))
+        source = "".join(part.read_text() for part in parts)
         used = set(re.findall(r"\bsettings\.([a-z0-9_]+)", source))
         for function, fields in shared.items():
             used |= fields if f"{function}(" in source else set()

@@ -6,11 +6,11 @@ import asyncio
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from bench.batched.connections import Failed
 from bench.batched.load import Taken, Target, closed_loop, open_loop
@@ -18,6 +18,8 @@ from bench.batched.model import LONGEST, Rows, mlp_rows, token_rows
 from bench.batched.systems import Installation, Peer, Window, installation, until_ready
 from bench.stack import metric_sum
 from simulator.lab.load.arrivals import Arrivals, Gamma, Poisson
+
+T = TypeVar("T")
 
 CONNECTIONS: Final = 64
 OPEN_CONNECTIONS: Final = 192
@@ -62,14 +64,14 @@ class Bench:
     models: Mapping[str, Path]
 
     async def with_peer(
-        self, name: str, model: str, rows: Rows, window: Window, measure: Callable[[Target], object]
-    ) -> object:
+        self, name: str, model: str, rows: Rows, window: Window, measure: Callable[[Target], Awaitable[T]]
+    ) -> T:
         """Return what ``measure`` returns of a peer that answers."""
         serving = Peer(name, self.peers).serving(self.models[model], window, self.folder / "logs")
         with serving as target_of:
             target = target_of(rows)
             await until_ready(target)
-            return await measure(target)  # type: ignore[misc]
+            return await measure(target)
 
 
 async def closed(bench: Bench, here: Installation) -> dict[str, float]:
@@ -86,7 +88,6 @@ async def closed(bench: Bench, here: Installation) -> dict[str, float]:
     for name in bench.names:
         for window in effort.windows:
             taken = await bench.with_peer(name, "mlp", rows, window, short)
-            assert isinstance(taken, Taken)
             print(f"{window}: {taken}", flush=True)
             best[name] = max(best.get(name, (0.0, window)), (taken.per_s, window), key=lambda each: each[0])
     ours = [here.worker_target(rows), here.worker_target(rows, muxed=True), here.path_target("mlp", rows)]
@@ -97,7 +98,6 @@ async def closed(bench: Bench, here: Installation) -> dict[str, float]:
             found[target.name] = await long(target)
         for name, (_, window) in best.items():
             taken = await bench.with_peer(name, "mlp", rows, window, long)
-            assert isinstance(taken, Taken)
             found[name] = taken
         rounds.append(found)
         print(f"round {number + 1} of {effort.rounds}: " + "; ".join(map(str, found.values())), flush=True)
@@ -132,7 +132,6 @@ async def open_arrivals(bench: Bench, here: Installation) -> dict[str, float]:
         for window in effort.windows:
             print(window, flush=True)
             found = await bench.with_peer(name, "encoder", rows, window, both)
-            assert isinstance(found, dict)
             best = {kind: max(best.get(kind, 0.0), found[kind]) for kind in ARRIVALS}
     ratios = {
         f"goodput_{kind}_vs_best_peer": round(own[kind] / max(best.get(kind, 0.0), 1e-9), 3) for kind in own
@@ -147,9 +146,7 @@ async def goodput(
     low, high, found = most_per_s / 8, most_per_s * 1.1, 0.0
     for _ in range(effort.halvings):
         rate_per_s = math.sqrt(low * high)
-        times_s = list(
-            takewhile(lambda at_s: at_s < effort.seconds, arrivals(rate_per_s).times(random.Random(0)))
-        )
+        times_s = times_of(arrivals(rate_per_s), effort.seconds)
         rng = random.Random(1)
         picks = [rng.randrange(len(target.messages)) for _ in times_s]
         try:
@@ -165,9 +162,9 @@ async def goodput(
     return found
 
 
-def times_of(arrivals: Arrivals, seconds: float) -> list[float]:
+def times_of(arrivals: Arrivals, seconds: float, *, seed: int = 0) -> list[float]:
     """Return the instants of a run, always the same ones."""
-    return list(takewhile(lambda at_s: at_s < seconds, arrivals.times(random.Random(0))))
+    return list(takewhile(lambda at_s: at_s < seconds, arrivals.times(random.Random(seed))))
 
 
 async def linger(bench: Bench, here: Installation) -> dict[str, float]:
@@ -234,9 +231,7 @@ async def neighbours(bench: Bench, here: Installation) -> dict[str, float]:
     await until_ready(own)
     await until_ready(heavy)
     most = (await closed_loop(own, connections=CONNECTIONS, seconds=effort.seconds / 2)).per_s
-    times_s = list(
-        takewhile(lambda at_s: at_s < effort.seconds, Poisson(OTHERS_RATIO * most).times(random.Random(2)))
-    )
+    times_s = times_of(Poisson(OTHERS_RATIO * most), effort.seconds, seed=2)
     ratios = []
     for number in range(effort.rounds):
         before = await open_loop(own, times_s, connections=CONNECTIONS)

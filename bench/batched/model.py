@@ -9,17 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from bench.batch_costs import MLP
-from fairway.formats.fixed_cost.config import parse_fixed_cost
+from bench.batch_costs import MLP, write_random
 from fairway.inference import v2_pb2
 from fairway.v1 import common_pb2
-from services.worker.batcher.models.loading import layout_of
 
 # A small encoder: about as many rows per second as a gateway can bring.
 ENCODER: Final[dict[str, Any]] = {
@@ -40,11 +36,7 @@ LONGEST: Final = 256
 def write_model(fields: dict[str, Any], folder: Path) -> Path:
     """Write a version of random weights, as one that is published."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(fields))
-    layout = layout_of(parse_fixed_cost(["config.json"], lambda name: (folder / name).read_bytes()))
-    generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in layout.shapes.items()}
-    save_file(tensors, folder / "model.safetensors")
+    write_random(fields, folder)
     if "vocab_size" in fields:  # gateways need one; requests bring token ids
         Tokenizer(WordLevel({"[UNK]": 0}, "[UNK]")).save(str(folder / "tokenizer.json"))
     return folder

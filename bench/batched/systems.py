@@ -20,8 +20,9 @@ import grpc
 from bench.batched.connections import Connection, Failed, GrpcStream, HttpConnection, http_request
 from bench.batched.load import Target, closed_loop
 from bench.batched.model import Rows
-from bench.batched.peers.install import is_installed, python_of
+from bench.batched.peers.install import is_installed
 from bench.batched.peers.servers import MODEL, PAD_TO
+from bench.engines.peers.catalog import python_of
 from bench.stack import free_port
 from fairway.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 

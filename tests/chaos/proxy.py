@@ -122,7 +122,7 @@ class Connection:
             self.reset()
 
     def reset(self) -> None:
-        """Both ends are told with an RST."""
+        """Both ends receive an RST."""
         for writer in self._writers:
             raw = writer.get_extra_info("socket")
             with contextlib.suppress(OSError, AttributeError):

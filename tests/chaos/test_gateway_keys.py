@@ -30,7 +30,7 @@ LEASE_S = 1
 
 @dataclass
 class Heard:
-    """What one call heard."""
+    """What one call received."""
 
     accepted: pb.Accepted | None = None
     ids: list[int] = field(default_factory=list)

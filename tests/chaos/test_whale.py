@@ -1,7 +1,7 @@
 """One tenant with far more than the fleet holds, and small ones beside it, on two workers.
 
 - Small ones that ask now and then: their requests take at most twice as long as alone, also beside a whale of
-  long prompts, which gives way to them.
+  long prompts, which yields to them.
 - Small ones that have something waiting all the time, as the whale has: what they are served, over their
   weights, stays as close together as ``fairness_bound`` says. First come, first served would give nine tenths
   to the whale, which has 64 of the 80 streams, and the longer requests.
@@ -56,8 +56,8 @@ WHALE_TOKENS: Final = (50, 150)  # of different lengths: they do not all end at 
 LONG_PROMPT: Final = 900
 LONG_TOKENS: Final = (15, 25)
 MINNOW_TOKENS: Final = 40
-# What gives way starts behind so much prefill at most, and then its own is queued, too. Compared with the
-# median: up to a tenth of the looks is above it, perhaps since the whale does not give way while it holds
+# What yields starts behind so much prefill at most, and then its own is queued, too. Compared with the
+# median: up to a tenth of the looks is above it, perhaps since the whale does not yield while it holds
 # no more than its share; why was not measured.
 LEAVES_TOKENS: Final = LONG_PROMPT + max(
     CHUNK_TOKENS, LengthPolicy().giving_way_backlog_s / STEP_S * CHUNK_TOKENS

@@ -21,8 +21,8 @@ from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import worker_pb2
 from tests.support.faulty_versions import CHECKPOINT
-from tests.support.stack import Stack, fairway, metadata
-from tests.support.updating import admin_of
+from tests.support.stack import Stack, metadata
+from tests.support.updating import admin_of, publish
 
 NAME = "arms"
 LOADED_S = 300.0  # an engine starts
@@ -88,18 +88,7 @@ def write_versions(folder: Path) -> dict[str, Path]:
 async def measure(stack: Stack, folder: Path) -> dict[str, float]:
     """Return the ratio of an A/B test's memory over that of one version, for each kind of arm."""
     for tag, path in write_versions(folder).items():
-        await asyncio.to_thread(
-            fairway,
-            "models",
-            "publish",
-            str(path),
-            "--name",
-            NAME,
-            "--tag",
-            tag,
-            "--state-dir",
-            str(stack.state),
-        )
+        await asyncio.to_thread(publish, stack, path, NAME, tag)
     ratios: dict[str, float] = {}
     async with admin_of(stack) as admin:
         await admin.deployments.create(
@@ -144,13 +133,10 @@ async def serve(stack: Stack, *, session: str = "") -> str:
     generation = pb.Generation(
         model=NAME, token_ids=pb.TokenIds(ids=[5, 6, 7, 8]), max_output_tokens=8, session_key=session
     )
-    digest = ""
     async with stack.inference() as stub:
-        async for event in stub.Generate(
-            pb.GenerateRequest(generation=generation), metadata=metadata(stack.api_key), timeout=60
-        ):
-            if event.HasField("accepted"):
-                digest = event.accepted.version_digest
+        request = pb.CompleteRequest(generation=generation)
+        answer = await stub.Complete(request, metadata=metadata(stack.api_key), timeout=60)
+    digest: str = answer.accepted.version_digest
     return digest
 
 

@@ -38,8 +38,8 @@ from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
 from tests.e2e.arms_memory import measure
 from tests.support.faulty_versions import CRASHING_ID, VersionFault, write_version
-from tests.support.stack import ROOT, Stack, fairway, metadata
-from tests.support.updating import admin_of
+from tests.support.stack import ROOT, Stack, metadata
+from tests.support.updating import admin_of, publish
 
 NAME: Final = "drill"
 SESSIONS: Final = 600
@@ -217,7 +217,7 @@ async def roll_out(admin: AdminClient, load: Load, fault: VersionFault, version:
 
 async def drill(stack: Stack, folder: Path, kinds: list[VersionFault], runs: int, clients: int) -> list[Run]:
     found: list[Run] = []
-    publish(stack, write_version(folder / "stable", VersionFault.GOOD, 0), "stable")
+    publish(stack, write_version(folder / "stable", VersionFault.GOOD, 0), NAME, "stable")
     async with admin_of(stack) as admin:
         await admin.deployments.create(
             cp.Deployment(
@@ -232,7 +232,7 @@ async def drill(stack: Stack, folder: Path, kinds: list[VersionFault], runs: int
                 for fault in kinds:
                     tag = f"{fault}-{number}"
                     written = write_version(folder / tag, fault, number)
-                    await asyncio.to_thread(publish, stack, written, tag)
+                    await asyncio.to_thread(publish, stack, written, NAME, tag)
                     run = await roll_out(admin, load, fault, tag, number)
                     print(f"{tag}: {'right' if run.right else 'WRONG'} {run}", flush=True)
                     found.append(run)
@@ -241,10 +241,6 @@ async def drill(stack: Stack, folder: Path, kinds: list[VersionFault], runs: int
         failures = Counter(one.failure.partition("(")[0][:120] for one in load.sent if one.failure)
         print(f"requests: {len(load.sent)}; failures: {dict(failures.most_common(5))}", flush=True)
     return found
-
-
-def publish(stack: Stack, folder: Path, tag: str) -> None:
-    fairway("models", "publish", str(folder), "--name", NAME, "--tag", tag, "--state-dir", str(stack.state))
 
 
 def run_installation(installation: Installation, kinds: list[VersionFault], runs: int) -> list[Run]:

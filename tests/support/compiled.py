@@ -18,8 +18,9 @@ PATIENCE_S: Final = 600.0  # beside other tests
 
 
 def operators(base: Path) -> Path:
-    """Return the folder where installations of this user keep them; in ``base`` where that cannot be used."""
-    folder = compile_folder(base)
+    """Return the folder where installations of this user keep them; beside ``base``, the temporary folder of
+    a test process, where that cannot be used."""
+    folder = compile_folder(_shared(base))
     with contextlib.suppress(build.BuildFailed), _alone(folder):
         build.build(folder, build.Toolchain(openmp=loaded_openmp(), timeout_s=PATIENCE_S))
     return folder
@@ -27,7 +28,7 @@ def operators(base: Path) -> Path:
 
 def all_levels(base: Path, image: Path) -> None:
     """Fill the folder ``image`` with the libraries of all levels of this machine."""
-    folder = compile_folder(base)
+    folder = compile_folder(_shared(base))
     compiler = next(path for path in map(shutil.which, build.COMPILERS) if path is not None)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     makers = [(build.SOURCE.parent / name).read_text() for name in ("build.py", "prebuilt.py")]
@@ -42,6 +43,11 @@ def all_levels(base: Path, image: Path) -> None:
             prebuilt.make(part, build.Toolchain(openmp=loaded_openmp(), timeout_s=PATIENCE_S))
             part.rename(made)
         shutil.copytree(made, image)
+
+
+def _shared(base: Path) -> Path:
+    """Return the folder that the processes of one test run share: pytest-xdist gives each one below it."""
+    return base.parent if base.name.startswith("popen-") else base
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
+from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import build_app
 from services.gateway.faces.openai.server import HttpServer
 from services.rpc.server import RpcServer, Service
@@ -117,7 +118,7 @@ async def _http(gateway: Gateway) -> AsyncIterator[str]:
         CLOCK,
         Ids(),
         event_secret=b"e" * 32,
-        max_body_bytes=100_000,
+        limits=HttpLimits(100_000),
     )
     server = HttpServer(app, "127.0.0.1", 0)
     await server.start()

@@ -38,6 +38,7 @@ from services.core.usage import RequestUsage
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
+from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import build_app
 from services.gateway.faces.openai.server import HttpServer
 from services.gateway.faces.predict.servicer import PredictServicer
@@ -259,7 +260,7 @@ async def served(gateway: RowsGateway) -> AsyncIterator[Sockets]:
         CLOCK,
         Ids(),
         event_secret=b"e" * 32,
-        max_body_bytes=8 * 1024 * 1024,
+        limits=HttpLimits(8 * 1024 * 1024),
     )
     http = HttpServer(app, "127.0.0.1", 0)
     await server.start()

@@ -112,9 +112,12 @@ def publish_twin(stack: Stack, folder: Path, tag: str) -> None:
     """Publish the bundled weights once more, as a version with another digest."""
     shutil.copytree(CHECKPOINT, folder)
     (folder / "README.md").write_text(f"The same weights, published as {tag}.\n")
-    fairway(
-        "models", "publish", str(folder), "--name", stack.model, "--tag", tag, "--state-dir", str(stack.state)
-    )
+    publish(stack, folder, stack.model, tag)
+
+
+def publish(stack: Stack, folder: Path, name: str, tag: str) -> None:
+    """Publish a folder to the stack, with a tag."""
+    fairway("models", "publish", str(folder), "--name", name, "--tag", tag, "--state-dir", str(stack.state))
 
 
 def admin_of(stack: Stack) -> AdminClient:

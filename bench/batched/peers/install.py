@@ -6,17 +6,15 @@ interpreter that Debian 12 calls /usr/bin/python3, with NumPy 1.
 
 from __future__ import annotations
 
-import argparse
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from bench.engines.peers.catalog import INSTALLED
-from bench.engines.peers.install import install_cpu_torch
+from bench.engines.peers.catalog import has_stamp
+from bench.engines.peers.install import install, install_cpu_torch, install_each
 from scripts.setup_env import pip
 
 MODEL_CODE: Final = ("msgspec", "safetensors", "structlog")  # what our model code imports
@@ -42,46 +40,22 @@ ENVIRONMENTS: Final[Mapping[str, Environment]] = {
 }
 
 
-def python_of(folder: Path, name: str) -> Path:
-    return folder / name / "bin" / "python"
-
-
 def is_installed(folder: Path, name: str) -> bool:
     """Whether the environment holds the version that is compared with."""
-    stamp = folder / name / INSTALLED
-    return stamp.exists() and stamp.read_text() == ENVIRONMENTS[name].stamp
+    return has_stamp(folder / name, ENVIRONMENTS[name].stamp)
 
 
-def install(name: str, folder: Path) -> None:
-    """The environment below ``folder`` is whole; one that is whole already is left alone."""
-    environment, there = ENVIRONMENTS[name], folder / name
-    if is_installed(folder, name):
-        print(f"{name}: {environment.packages[0]} is installed")
-        return
-    shutil.rmtree(there, ignore_errors=True)
-    there.parent.mkdir(parents=True, exist_ok=True)
-    print(f"{name}: installing {environment.packages[0]}", flush=True)
-    subprocess.run([environment.python, "-m", "venv", str(there)], check=True)
-    python = str(python_of(folder, name))
-    install_cpu_torch(python)
-    pip(python, ["install", *environment.packages])
-    (there / INSTALLED).write_text(environment.stamp)
+def install_peer(environment: Environment, there: Path) -> None:
+    def fill(python: str, _: Path) -> None:
+        install_cpu_torch(python)
+        pip(python, ["install", *environment.packages])
+
+    install(there, environment.stamp, fill, interpreter=environment.python)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("names", nargs="*", choices=[[], *ENVIRONMENTS], default=[])
-    options = parser.parse_args()
-    failed = []
-    for name in options.names or ENVIRONMENTS:
-        try:
-            install(name, options.folder.resolve())
-        except (subprocess.CalledProcessError, SystemExit, OSError) as error:
-            failed.append(name)
-            print(f"{name}: not installed: {error}")
-    if failed:
-        raise SystemExit(f"not installed: {', '.join(failed)}; the benchmark names them as missing")
+    installers = {name: partial(install_peer, each) for name, each in ENVIRONMENTS.items()}
+    install_each(__doc__.partition("\n")[0], FOLDER, installers)
 
 
 if __name__ == "__main__":

@@ -48,5 +48,10 @@ def python_of(folder: Path, environment: str) -> Path:
 
 def is_installed(folder: Path, environment: str) -> bool:
     """Whether the environment holds the version that is compared with."""
-    stamp = folder / environment / INSTALLED
-    return stamp.exists() and stamp.read_text() == VERSIONS[environment]
+    return has_stamp(folder / environment, VERSIONS[environment])
+
+
+def has_stamp(environment: Path, stamp: str) -> bool:
+    """Whether all of the environment is there, as of this stamp."""
+    written = environment / INSTALLED
+    return written.exists() and written.read_text() == stamp

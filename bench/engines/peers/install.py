@@ -15,10 +15,11 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from email.parser import HeaderParser
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from bench.engines.peers.catalog import INSTALLED, SERVER, VERSIONS, is_installed, python_of
+from bench.engines.peers.catalog import INSTALLED, SERVER, VERSIONS, has_stamp, python_of
 from scripts.setup_env import has_nvidia_gpu, install_torch, pinned, pip
 
 # What vLLM names and a run of random ids on a CPU does not need, or needs in another build.
@@ -36,18 +37,42 @@ CMAKE_OPTIONS: Final = (
 )
 
 
-def install(environment: str, folder: Path) -> None:
-    """The environment below ``folder`` is whole; one that is whole already is left alone."""
-    if is_installed(folder, environment):
-        print(f"{environment}: {VERSIONS[environment]} is installed")
+def install(
+    there: Path, stamp: str, fill: Callable[[str, Path], None], *, interpreter: str = sys.executable
+) -> None:
+    """The environment ``there`` is whole; one that is whole already is left alone.
+
+    ``fill`` receives its Python and its folder. ``stamp`` names what is compared with.
+    """
+    if has_stamp(there, stamp):
+        print(f"{there.name}: {stamp} is installed")
         return
-    there = folder / environment
     shutil.rmtree(there, ignore_errors=True)
     there.parent.mkdir(parents=True, exist_ok=True)
-    print(f"{environment}: installing {VERSIONS[environment]}", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", str(there)], check=True)
-    INSTALLERS[environment](str(python_of(folder, environment)), there)
-    (there / INSTALLED).write_text(VERSIONS[environment])
+    print(f"{there.name}: installing {stamp}", flush=True)
+    subprocess.run([interpreter, "-m", "venv", str(there)], check=True)
+    fill(str(python_of(there.parent, there.name)), there)
+    (there / INSTALLED).write_text(stamp)
+
+
+def install_each(about: str, folder: Path, installers: Mapping[str, Callable[[Path], None]]) -> None:
+    """Install the peers that the command line names, by default all, below ``folder`` or the folder named.
+
+    An installer receives the folder of its environment. Raises SystemExit that names those that failed.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--folder", type=Path, default=folder)
+    parser.add_argument("names", nargs="*", choices=[[], *installers], default=[])
+    options = parser.parse_args()
+    failed = []
+    for name in options.names or installers:
+        try:
+            installers[name](options.folder.resolve() / name)
+        except (subprocess.CalledProcessError, SystemExit, OSError, ValueError) as error:
+            failed.append(name)
+            print(f"{name}: not installed: {error}")
+    if failed:
+        raise SystemExit(f"not installed: {', '.join(failed)}; the benchmark names them as missing")
 
 
 def install_transformers(python: str, _: Path) -> None:
@@ -113,19 +138,10 @@ def install_cpu_torch(python: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, default=Path(".fairway", "bench", "peers"))
-    parser.add_argument("names", nargs="*", choices=[[], *INSTALLERS], default=[])
-    options = parser.parse_args()
-    failed = []
-    for name in options.names or INSTALLERS:
-        try:
-            install(name, options.folder.resolve())
-        except (subprocess.CalledProcessError, SystemExit, OSError, ValueError) as error:
-            failed.append(name)
-            print(f"{name}: not installed: {error}")
-    if failed:
-        raise SystemExit(f"not installed: {', '.join(failed)}; the benchmark names them as missing")
+    installers = {
+        name: partial(install, stamp=VERSIONS[name], fill=fill) for name, fill in INSTALLERS.items()
+    }
+    install_each(__doc__.partition("\n")[0], Path(".fairway", "bench", "peers"), installers)
 
 
 if __name__ == "__main__":

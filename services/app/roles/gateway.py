@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from secrets import token_bytes
 from typing import Final
 
 import structlog
@@ -16,47 +15,33 @@ from fairway.v1 import (
     inference_pb2,
     inference_pb2_grpc,
 )
-from services.adapters.encrypted_records import EncryptedRecords
 from services.adapters.grpc.client_stream import GrpcStreams
 from services.adapters.links.leader_streams import StreamPlacementLinks
 from services.adapters.links.muxed_placement import MuxedPlacement
 from services.adapters.links.muxed_workers import MuxedWorkers
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.model_files.cache import ModelFiles
 from services.adapters.quarantine.store import StoreQuarantine
-from services.adapters.quotas.fallback_limiter import FallbackLimiter
-from services.adapters.quotas.leased_limiter import LeasedLimiter
-from services.adapters.quotas.observed_limiter import ObservedLimiter
-from services.adapters.quotas.settlement_spool import SettlementSpool
-from services.adapters.record_cipher import RecordCipher
-from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.usage.outbox import DiskOutbox
 from services.app.environment import Environment
 from services.app.process import Role
+from services.app.roles.gateway_quotas import GatewayQuotas
 from services.app.roles.ledger import open_usage_outbox, start_outbox
 from services.app.roles.shared import (
     open_directory,
     open_model_files,
-    open_redis,
-    redis_password,
 )
 from services.app.roles.slis import open_sli_recorder
-from services.core.errors import StoreUnavailable
-from services.core.limits import TOKEN_RATES, LimitKind
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import (
     BUDGETS,
     DEPLOYMENTS,
-    GATEWAYS,
     OBJECTIVES,
     QUARANTINE,
     WORKERS,
     Budget,
     Deployment,
-    Gateway,
     Objective,
     Worker,
-    dump,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.gateway.budgets import TenantBudgets
@@ -91,15 +76,13 @@ from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
-from services.ports.idempotency import RecordLimits
 from services.ports.poison.quarantine import Quarantined
 from services.ports.streams.message_stream import StreamClient
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import Service
 from services.rpc.status import by_reason
-from services.runtime.config import Settings, read_secret, read_secrets
+from services.runtime.config import Settings, read_secret
 from services.runtime.fleet_state.objectives import ObjectiveIndex
-from services.runtime.fleet_state.registration import Registration
 from services.runtime.identity import KeyDirectory
 from services.runtime.process.health import Check
 from services.runtime.secrets import (
@@ -115,8 +98,6 @@ log = structlog.get_logger()
 
 _NAMING_THREADS: Final = 2
 _PLACED_BLOCKS: Final = 1024  # 64 Ki tokens
-_REGISTER_S: Final = 5.0
-_CACHED_RESPONSES: Final = 10_000  # of a tenant
 
 
 def gateway(environment: Environment) -> Role:
@@ -125,7 +106,7 @@ def gateway(environment: Environment) -> Role:
     identity = environment.identity()
     files = open_model_files(environment)
     outbox = open_usage_outbox(environment)
-    quotas = _Quotas(environment)
+    quotas = GatewayQuotas(environment)
     gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
     service, rows = _gateway_services(environment, identity, files, quotas, gateway_id, outbox)
 
@@ -208,7 +189,6 @@ def _http_server(
         environment.clock,
         environment.ids,
         event_secret=event_ids_secret(_ticket_key(settings)),
-        max_body_bytes=settings.max_body_bytes,
         not_ready=not_ready,
         observe=_http_observer(environment.metrics),
         cors_origins=settings.cors_origins,
@@ -227,82 +207,11 @@ def _http_observer(metrics: Metrics) -> ObserveExchange:
     return lambda route, status, elapsed_s: exchanges.observe(elapsed_s, route, str(status))
 
 
-class _Quotas:
-    """The limiter and the idempotency records on one Redis, with their helpers."""
-
-    def __init__(self, environment: Environment) -> None:
-        settings, clock = environment.settings, environment.clock
-        self._supervisor = environment.supervisor
-        password = redis_password(settings)
-        self._redis = redis = open_redis(environment)
-        self._record_store = RedisIdempotency(
-            settings.redis_url, clock, _record_limits(settings), password=password
-        )
-        environment.closing.push_async_callback(self._record_store.close)
-        cipher = RecordCipher(read_secrets(settings.record_keys_file), token_bytes)
-        self.records = EncryptedRecords(self._record_store, cipher)
-        self.responses: EncryptedRecords | None = None
-        if settings.response_cache_ttl_s:
-            responses = RedisIdempotency(
-                settings.redis_url, clock, _response_limits(settings), password=password
-            )
-            environment.closing.push_async_callback(responses.close)
-            self.responses = EncryptedRecords(responses, cipher)
-        spool = SettlementSpool(settings.state_dir / "settlements")
-        environment.closing.push_async_callback(spool.close)
-        gateways = environment.informer(GATEWAYS, Gateway)
-        observed = ObservedLimiter(
-            redis,
-            environment.metrics,
-            clock,
-            breaker_open=lambda: redis.breaker_open,
-            unsettled=lambda: limiter.unsettled,
-            spool_bytes=lambda: spool.size_bytes,
-        )
-        self.limiter = limiter = FallbackLimiter(
-            LeasedLimiter(observed, clock, gateways=lambda: len(gateways.view)),
-            MemoryLimiter(clock, local=True),
-            clock,
-            gateways=lambda: len(gateways.view),
-            spool=spool,
-            closed=_closed_kinds(settings),
-            observe=observed.decided_without_store,
-        )
-        address = settings.advertised
-        self._registration = Registration(
-            environment.store,
-            GATEWAYS + address,
-            dump(Gateway(address)),
-            clock,
-            ttl_s=settings.lease_ttl_s,
-            rng=environment.rng,
-        )
-
-    async def start(self) -> None:
-        """Return once Redis has the scripts, or is found unavailable. Raises FailedPrecondition."""
-        await self.limiter.recover()
-        self._supervisor.spawn("settle", self.limiter.settle_forever())
-        try:
-            await self._redis.connect()
-            await self._record_store.connect()
-            await self.limiter.renew([])  # settles what an earlier process could not
-        except StoreUnavailable as error:
-            log.warning("gateway.started_without_redis", error=error.message)
-
-    async def register(self) -> None:
-        """Return once the other gateways count this one, or the store rejects the registration."""
-        self._supervisor.spawn("registration", self._registration.run())
-        try:
-            await self._registration.wait_registered(_REGISTER_S)
-        except StoreUnavailable as error:
-            log.warning("gateway.not_registered", error=error.message)
-
-
 def _gateway_services(
     environment: Environment,
     identity: KeyDirectory,
     files: ModelFiles,
-    quotas: _Quotas,
+    quotas: GatewayQuotas,
     gateway_id: str,
     outbox: DiskOutbox,
 ) -> tuple[IdempotentService, RowsService]:
@@ -351,7 +260,7 @@ def _gateway_services(
 
 
 def _keyed_ports(
-    environment: Environment, quotas: _Quotas, gateway_id: str, limits: GatewayLimits
+    environment: Environment, quotas: GatewayQuotas, gateway_id: str, limits: GatewayLimits
 ) -> KeyedPorts:
     settings = environment.settings
     return KeyedPorts(
@@ -377,16 +286,6 @@ def _usage_problem(settings: Settings, outbox: DiskOutbox) -> str:
     )
 
 
-def _closed_kinds(settings: Settings) -> list[LimitKind]:
-    """Return the kinds of limits that fail closed without Redis, beside budgets."""
-    policies = {
-        LimitKind.REQUESTS: settings.outage_requests,
-        LimitKind.CONCURRENCY: settings.outage_concurrency,
-        **dict.fromkeys(TOKEN_RATES, settings.outage_tokens),
-    }
-    return [kind for kind, policy in policies.items() if policy == "closed"]
-
-
 def _limits(settings: Settings) -> GatewayLimits:
     return GatewayLimits(
         queue_ttl_s=settings.queue_ttl_s,
@@ -400,26 +299,7 @@ def _ticket_key(settings: Settings) -> bytes:
     return read_secret(settings.ticket_key_file).encode()
 
 
-def _record_limits(settings: Settings) -> RecordLimits:
-    return RecordLimits(
-        lease_s=settings.idempotency_lease_s,
-        body_s=settings.idempotency_body_s,
-        tombstone_s=settings.idempotency_tombstone_s,
-        max_tenant_bytes=settings.idempotency_tenant_bytes,
-        max_tenant_keys=settings.idempotency_tenant_keys,
-    )
-
-
-def _response_limits(settings: Settings) -> RecordLimits:
-    return RecordLimits(
-        body_s=settings.response_cache_ttl_s,
-        tombstone_s=settings.response_cache_ttl_s,
-        max_tenant_bytes=settings.response_cache_tenant_bytes,
-        max_tenant_keys=_CACHED_RESPONSES,
-    )
-
-
-def _response_cache(environment: Environment, quotas: _Quotas, gateway_id: str) -> ResponseCache | None:
+def _response_cache(environment: Environment, quotas: GatewayQuotas, gateway_id: str) -> ResponseCache | None:
     lookups = count_lookups(environment.metrics)  # exported by every gateway, with or without a cache
     if quotas.responses is None:
         return None
@@ -457,7 +337,9 @@ def _open_placement(
     return placement
 
 
-def _gateway_ports(environment: Environment, quotas: _Quotas, gateway_id: str) -> tuple[Ports, LeasedRows]:
+def _gateway_ports(
+    environment: Environment, quotas: GatewayQuotas, gateway_id: str
+) -> tuple[Ports, LeasedRows]:
     """Return what requests act through, and what runs the rows of fixed-cost models."""
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     streams = GrpcStreams(environment.internal_token)

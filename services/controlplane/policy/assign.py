@@ -15,7 +15,8 @@ with memory.
 target follows the objectives at once; the shapes stay those of the time when the version was assigned.
 
 For a deployment's change to another version, see ``update``. An arm of a split is planned like a deployment
-of its own, NAME@DIGEST, after all deployments: it runs beside the stable version and evicts nothing.
+of its own, NAME@DIGEST, after all deployments: it evicts nothing, and runs beside the stable version, or in
+its place where the route goes worker by worker.
 """
 
 from __future__ import annotations

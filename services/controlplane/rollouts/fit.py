@@ -19,7 +19,7 @@ from services.controlplane.policy.host import arm_deployment
 from services.controlplane.policy.memory import MemoryView, needs_of, no_memory
 from services.controlplane.rollouts.policy.effects import replicas_by_worker, replicas_for, route_of
 from services.controlplane.rollouts.records import Rollout, RolloutPhase, RolloutStep, RolloutStrategy
-from services.core.records import AssignedVersion, Assignment, Deployment
+from services.core.records import AssignedVersion, Deployment
 from services.core.rollouts.routes import WHOLE_BP, RevisedRoute, RouteArm
 
 
@@ -62,6 +62,7 @@ def fit_of(
         estimates=estimates,
         engines=fleet.engines,
     )
+    workers = {worker.worker_id: worker for worker in fleet.workers}
     missing = {one.deployment: one for one in actions if isinstance(one, Unplaced)}
     puts = [one.assignment for one in actions if isinstance(one, PutAssignment)]
     fits: list[ArmFit] = []
@@ -69,7 +70,12 @@ def fit_of(
         digest = arm.version_digest
         short = missing.get(arm_deployment(deployment, arm).meta.name)
         mine = [put for put in puts if any(one.version_digest == digest for one in put.versions)]
-        joins = bool(mine) and all(_joins(put, digest, fleet.engines) for put in mine)
+        joins = bool(mine) and all(
+            MemoryView(workers[put.worker_id], put.versions, measured, fleet.engines).joins(one)
+            for put in mine
+            for one in put.versions
+            if one.version_digest == digest
+        )
         fits.append(
             ArmFit(
                 arm.name,
@@ -144,14 +150,6 @@ def _estimates(deployment: Deployment, fleet: Fleet, sizes: Mapping[str, int]) -
         if loaded.version_digest == deployment.version_digest and loaded.weight_bytes
     ]
     return {digest: size + max(0, *beside, 0) for digest, size in sizes.items()}
-
-
-def _joins(planned: Assignment, digest: str, engines: Mapping[str, str]) -> bool:
-    """Whether the worker gets another version whose engine serves this one too."""
-    return any(
-        one.version_digest != digest and engines.get(one.version_digest, "") == engines.get(digest)
-        for one in planned.versions
-    )
 
 
 def _most(rollout: Rollout, arm: RouteArm, replicas: int) -> int:

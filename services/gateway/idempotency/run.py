@@ -33,6 +33,7 @@ from services.gateway.idempotency.record_codec import AcceptedTerms, encode, fai
 from services.gateway.idempotency.record_reader import RecordReader
 from services.gateway.idempotency.telemetry import Arrivals, EndingOutcome, KeyOutcome, outcome_of
 from services.gateway.idempotency.types import Ending, KeyedPorts, Launch
+from services.gateway.incidents import incident_of
 from services.ports.idempotency import Claim, Expired, OtherBody, Owned, RecordKey, Written
 
 log = structlog.get_logger()
@@ -267,10 +268,8 @@ class KeyedRun:
         self.broadcast.failed(error)
 
     def _incident(self, error: BaseException) -> InternalError:
-        """Return the clients' error for a bug: an incident id that is in the log, without the bug's text."""
-        incident = self._ports.new_incident()
-        log.error("idempotency.crashed", record=self.key.digest[:12], incident=incident, exc_info=error)
-        return InternalError("internal error; quote the incident id to the operator", incident=incident)
+        record = self.key.digest[:12]
+        return incident_of(error, self._ports.new_incident, "idempotency.crashed", record=record)
 
     # --- departing clients -------------------------------------------------------------------------
 

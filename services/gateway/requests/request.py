@@ -20,6 +20,7 @@ from services.core.errors import (
 )
 from services.core.generation import Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, RequestSink
+from services.gateway.incidents import incident_of
 from services.gateway.requests.choice import ChoiceRun
 from services.gateway.requests.quotas import settled
 from services.gateway.requests.stage_timer import StageTimer
@@ -248,10 +249,7 @@ class Request:
         return self._cancel_error or RequestCancelled("the request was cancelled")
 
     def _incident(self, error: BaseException) -> InternalError:
-        """Return the client's error for a bug: an incident id that is in the log, without the bug's text."""
-        incident = self._ports.new_incident()
-        log.error("request.crashed", request_id=self.request_id, incident=incident, exc_info=error)
-        return InternalError("internal error; quote the incident id to the operator", incident=incident)
+        return incident_of(error, self._ports.new_incident, "request.crashed", request_id=self.request_id)
 
     def _last_timer(self) -> StageTimer:
         """The stage clock of the choice that took longest, or the request's own before any choice."""

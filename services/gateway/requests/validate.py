@@ -120,13 +120,13 @@ class Validator:
         _check_ids(generation, model.vocab_size)
         ids = await self._prompt_ids(principal, generation, model)
         limits = self._limits(generation, len(ids), context, request_bounds)
-        if generation.sampling.HasField("constraint"):
-            constraint = constraint_from_proto(generation.sampling.constraint)
-            await self._tokeniser.check_constraint(model, principal.tenant_id, constraint)
         prompt = Prompt(ids)
         if self._prefixes is not None:
             prompt = await self._prefixes.prompt(ids, principal.tenant_id, route.version_digest)
-        return self._spec(principal, generation, request_id, checked, prompt, limits, model)
+        spec = self._spec(principal, generation, request_id, checked, prompt, limits, model)
+        if spec.sampling.constraint is not None:
+            await self._tokeniser.check_constraint(model, principal.tenant_id, spec.sampling.constraint)
+        return spec
 
     def resolve_short(
         self,

@@ -14,14 +14,12 @@ from functools import partial
 from typing import Final
 
 import msgspec
-import structlog
 
 from services.core.errors import (
     DeadlineExceeded,
     DeadlineUnmeetable,
     FairwayError,
     IntegrityError,
-    InternalError,
     RequestCancelled,
 )
 from services.core.fixed_cost.rows import RawTensor
@@ -31,6 +29,7 @@ from services.gateway.events import Accepted, Finished, Received, RequestSink
 from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.idempotency.service import IdempotentService, fingerprint, record_key
 from services.gateway.idempotency.types import EarlierRun, KeyedRequest, RecordTerms
+from services.gateway.incidents import incident_of
 from services.gateway.requests.terms import Settle
 from services.gateway.requests.validate import Checked
 from services.gateway.rows.inputs import PreparedRows
@@ -38,8 +37,6 @@ from services.gateway.rows.run import RecordedRun, RowsAnswer, RowsJob, RowsPart
 from services.gateway.rows.runs import PlainRows
 from services.rpc import bounds
 from services.runtime.identity import KeyDirectory
-
-log = structlog.get_logger()
 
 # How many runs of other clients with less time than this one a client follows before it receives their error.
 MAX_RUNS: Final = 4
@@ -134,10 +131,8 @@ class IdempotentRows:
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # a panic in a native library is no Exception
-            incident = self._parts.ports.new_incident()
-            log.error("request.crashed", request_id=request_id, incident=incident, exc_info=error)
-            text = "internal error; quote the incident id to the operator"
-            sink.on_failed(InternalError(text, incident=incident))
+            new_incident = self._parts.ports.new_incident
+            sink.on_failed(incident_of(error, new_incident, "request.crashed", request_id=request_id))
         else:
             sink.on_finished(Finished((), answer.usage, answer.clock, answer=encode_answer(answer)))
 

@@ -35,19 +35,15 @@ from services.gateway.text.messages import (
     CheckConstraint,
     ConstraintPassed,
     Decoded,
-    DecodeTokens,
-    EncodeChat,
     Encoded,
-    EncodePrompt,
-    EncodeRows,
     Loaded,
     LoadText,
-    Order,
     RowsEncoded,
     TextRefused,
     error_of,
     ids_of,
 )
+from services.gateway.text.text_job import AnyRead, AnyText, TextJob, ended_error, order_of
 from services.gateway.text.text_model import (
     Conversation,
     DecodedText,
@@ -64,8 +60,6 @@ from services.runtime.telemetry.metrics import Metrics
 
 log = structlog.get_logger()
 
-# A short text takes at most about 20 ms of a processor: the longest delay of another tenant's.
-SHORT_BYTES: Final = 16 * 1024
 MAX_LONG: Final = 2  # long texts that are read at a time, of all versions
 MAX_VERSION_PROCESSES: Final = 4
 MAX_FURTHER: Final = 6  # processes beyond the first ones, of all versions
@@ -79,25 +73,6 @@ _ID_BYTES: Final = 4  # what a token id counts as
 _UNLOADED: Final = "the version's tokenizer was unloaded; send the request again"
 
 
-# What is read, and what becomes of it.
-AnyText = str | Conversation | RowTexts | TokenRun | Constraint
-AnyRead = EncodedText | EncodedRows | DecodedText | None
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    tenant_id: str
-    text: AnyText
-    size_bytes: int
-    future: asyncio.Future[AnyRead]
-    retried: bool = False
-
-    @property
-    def is_long(self) -> bool:
-        """A constraint is: what it costs does not follow from its size, and it may end its process."""
-        return self.size_bytes > SHORT_BYTES or isinstance(self.text, Constraint)
-
-
 @dataclass(eq=False, slots=True)
 class _Version:
     """The processes and waiting texts of one version."""
@@ -108,9 +83,9 @@ class _Version:
     # Running and starting processes; at most one, the first, has normal priority.
     processes: list[TextProcess] = field(default_factory=list)
     # Waiting short texts, by tenant.
-    short: TenantRoundRobin[_Job] = field(default_factory=TenantRoundRobin)
+    short: TenantRoundRobin[TextJob] = field(default_factory=TenantRoundRobin)
     # Waiting long texts, by tenant.
-    long: TenantRoundRobin[_Job] = field(default_factory=TenantRoundRobin)
+    long: TenantRoundRobin[TextJob] = field(default_factory=TenantRoundRobin)
     # The tenants whose short text is being read.
     reading: set[str] = field(default_factory=set)
     # Ended processes, by tenant.
@@ -122,7 +97,7 @@ class _Version:
     # When the next start may be tried.
     retry_at_s: float = 0.0
 
-    def queue(self, job: _Job) -> TenantRoundRobin[_Job]:
+    def queue(self, job: TextJob) -> TenantRoundRobin[TextJob]:
         return self.long if job.is_long else self.short
 
     def next_check_s(self, idle_s: float) -> float:
@@ -261,7 +236,7 @@ class TextProcesses:
             raise Unavailable(_UNLOADED, retry_after_s=0.5)
         began_s = self._clock.monotonic_s()
         self._check(version, tenant_id, size_bytes, began_s)
-        job = _Job(tenant_id, text, size_bytes, asyncio.get_running_loop().create_future())
+        job = TextJob(tenant_id, text, size_bytes, asyncio.get_running_loop().create_future())
         texts, size = self._pending.get(tenant_id, (0, 0))
         self._pending[tenant_id] = (texts + 1, size + size_bytes)
         job.future.add_done_callback(partial(self._forget, version, job))
@@ -313,7 +288,7 @@ class TextProcesses:
             if process.idle and (job := self._next(version, process)) is not None:
                 self._send(version, process, job)
 
-    def _next(self, version: _Version, process: TextProcess) -> _Job | None:
+    def _next(self, version: _Version, process: TextProcess) -> TextJob | None:
         while True:
             job = None
             if process.nice and len(self._long) < MAX_LONG:
@@ -323,18 +298,18 @@ class TextProcesses:
             if job is None:
                 return None
             if suspended_s := version.strikes.suspended_s(job.tenant_id, self._clock.monotonic_s()):
-                _fail(job, _suspended(suspended_s))
+                job.fail(_suspended(suspended_s))
             if not job.future.done():
                 return job
 
-    def _send(self, version: _Version, process: TextProcess, job: _Job) -> None:
+    def _send(self, version: _Version, process: TextProcess, job: TextJob) -> None:
         (self._long if job.is_long else version.reading).add(job.tenant_id)
-        order = _order(job, self._limits)
+        order = order_of(job, self._limits)
         cpu_s = order.cpu_s + (order.open_cpu_s if isinstance(order, CheckConstraint) else 0.0)
         answer = process.send_order(order, patience_s=self._limits.wait_s(cpu_s))
         answer.add_done_callback(partial(self._answered, version, job))
 
-    def _answered(self, version: _Version, job: _Job, answer: asyncio.Future[Answer]) -> None:
+    def _answered(self, version: _Version, job: TextJob, answer: asyncio.Future[Answer]) -> None:
         (self._long if job.is_long else version.reading).discard(job.tenant_id)
         ended = answer.exception()
         if isinstance(ended, ProcessEnded):
@@ -356,7 +331,7 @@ class TextProcesses:
             for other in self._versions.values():
                 self._dispatch(other)
 
-    def _lost(self, version: _Version, job: _Job, cause: Cause) -> None:
+    def _lost(self, version: _Version, job: TextJob, cause: Cause) -> None:
         """The process ended on a text: read it again elsewhere once, or fail it with its cause."""
         if cause is Cause.CRASHED and not job.retried and self._versions.get(version.digest) is version:
             job.retried = True
@@ -365,9 +340,9 @@ class TextProcesses:
             return
         if cause is not Cause.STOPPED:
             version.strikes.killed(job.tenant_id, self._clock.monotonic_s())
-        _fail(job, _ended_error(job, cause, self._limits))
+        job.fail(ended_error(job, cause, self._limits))
 
-    def _forget(self, version: _Version, job: _Job, _: object) -> None:
+    def _forget(self, version: _Version, job: TextJob, _: object) -> None:
         """Remove a text that is read, rejected or abandoned."""
         texts, size = self._pending[job.tenant_id]
         if texts == 1:
@@ -379,7 +354,7 @@ class TextProcesses:
     def _refuse_waiting(self, version: _Version, message: str) -> None:
         for queue in (version.short, version.long):
             while (job := queue.take(())) is not None:
-                _fail(job, Unavailable(message, retry_after_s=1.0))
+                job.fail(Unavailable(message, retry_after_s=1.0))
 
     # --- the set of processes --------------------------------------------------------------------
 
@@ -479,32 +454,6 @@ class TextProcesses:
         self._failed[digest] = _Failure(error, count, until_s)
         while len(self._failed) > MAX_FAILED:
             self._failed.popitem(last=False)
-
-
-def _order(job: _Job, limits: TextLimits) -> Order:
-    cpu_s = limits.cpu_s(job.size_bytes)
-    match job.text:
-        case Constraint() as constraint:
-            return CheckConstraint(constraint, limits.constraint_cpu_s, limits.load_cpu_s)
-        case str(text):
-            return EncodePrompt(text, cpu_s)
-        case RowTexts() as rows:
-            return EncodeRows(rows, cpu_s)
-        case TokenRun() as run:
-            return DecodeTokens(run, cpu_s)
-        case chat:
-            return EncodeChat(chat, cpu_s)
-
-
-def _ended_error(job: _Job, cause: Cause, limits: TextLimits) -> FairwayError:
-    if isinstance(job.text, Constraint):
-        return limits.constraint_error(cause)
-    return limits.read_error(cause, job.size_bytes)
-
-
-def _fail(job: _Job, error: FairwayError) -> None:
-    if not job.future.done():
-        job.future.set_exception(error)
 
 
 def _share_full(what: str, most: int) -> ShareExceeded:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from services.runtime.fleet_state.guarded_store import GuardedStore
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Election
 from services.runtime.fleet_state.lease import LeaseHolder
+from services.runtime.process.product import product_version
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Labels, Metrics, Reading
 
@@ -24,7 +24,7 @@ class ProcessMetrics:
         self._elections: dict[str, Election] = {}
         self._metrics = metrics
         metrics.process()
-        build = (role, _version(), platform.python_version())
+        build = (role, product_version(), platform.python_version())
         metrics.gauge(
             "fairway_runtime_build_info",
             "Always 1; the labels name the role, the version and Python",
@@ -125,10 +125,3 @@ class ProcessMetrics:
             lambda: [((role,), float(held.epoch or 0)) for role, held in self._elections.items()],
             ("election",),
         )
-
-
-def _version() -> str:
-    try:
-        return version("fairway")
-    except PackageNotFoundError:
-        return "unknown"

@@ -166,11 +166,15 @@ class EngineLauncher(Protocol):
     def __call__(self, config: EngineConfig, events: EngineEvents) -> RunningEngine: ...
 
 
-def process_launcher(clock: Clock, supervisor: Supervisor, timeouts: EngineTimeouts) -> EngineLauncher:
-    """Return the launcher of engine processes."""
+def process_launcher(
+    clock: Clock, supervisor: Supervisor, timeouts: EngineTimeouts, env: Mapping[str, str] | None = None
+) -> EngineLauncher:
+    """Return the launcher of engine processes. ``env`` None: the agent's own environment."""
 
     def launch(config: EngineConfig, events: EngineEvents) -> RunningEngine:
-        return EngineProcess(config, events=events, clock=clock, supervisor=supervisor, timeouts=timeouts)
+        return EngineProcess(
+            config, events=events, clock=clock, supervisor=supervisor, timeouts=timeouts, env=env
+        )
 
     return launch
 

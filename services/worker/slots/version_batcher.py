@@ -32,7 +32,7 @@ class VersionBatcher:
     def __init__(self, owner: EngineOwner, context: SlotContext, memory: VersionMemory) -> None:
         self._owner = owner
         self._context = context
-        self._memory = memory
+        self.memory = memory
         self._process: RunningEngine | None = None
         self._ready_s = 0.0
         # Why it was stopped right after it loaded.
@@ -61,10 +61,15 @@ class VersionBatcher:
             on_exit=self._on_exit,
         )
         self._process = self._context.launch(config, events)
-        await self._process.start()
+        try:
+            await self._process.start()
+        except BaseException:
+            self._process = None
+            self.memory.release()
+            raise
 
     async def stop(self) -> None:
-        """Return once no process runs. The rows are lost."""
+        """Return once no process runs and the memory is free. The rows are lost."""
         if self.rows is not None:
             self.rows.lose_all()
             self._context.host.remove_rows(self.rows)
@@ -73,6 +78,7 @@ class VersionBatcher:
         await self._sacrifice.ended()
         if self._process is not None:
             await self._process.stop()
+        self.memory.release()
 
     def _on_ready(self, config: EngineConfig, event: Ready) -> None:
         process = self._process
@@ -81,11 +87,11 @@ class VersionBatcher:
         if self._owner.phase is not VersionPhase.LOADING:  # it is being removed
             return
         try:
-            self._memory.settle(event)
+            self.memory.settle(event)
         except DoesNotFit as error:
             self._refuse(TookTooMuch(error.message), process)
             return
-        self._memory.stay()
+        self.memory.stay()
         self._owner.engine_loaded()
         if self._owner.probed:
             self._admit(config, event, process)
@@ -168,4 +174,5 @@ class VersionBatcher:
         if self._probe is not None:
             unfit = self._probe.failure(exit_)
             self._probe = None
+        self.memory.release()
         self._owner.engine_ended(exit_ if unfit is None else unfit, ran_s)

@@ -92,14 +92,14 @@ class VersionSlot:
         self.itl_target_s = version.itl_target_s or context.settings.itl_target_s
         self.gone = False
         self._context = context
-        self.memory = VersionMemory(
+        memory = VersionMemory(
             version.version_digest,
             version.deployment,
             ledger=context.ledger,
             wished_kv_bytes=context.settings.kv_memory_bytes,
         )
         # Until it loads, an engine of its own; then that of its computation.
-        self.engine: VersionEngine | VersionBatcher = VersionEngine(context, self.memory)
+        self.engine: VersionEngine | VersionBatcher = VersionEngine(context, memory)
         self._kv_target: int | None = None  # bytes, from the last division of the device's memory
         self.memory_comes = False
         self.failures = Failures(context.settings, context.clock)
@@ -112,6 +112,11 @@ class VersionSlot:
     @property
     def digest(self) -> str:
         return self.version.version_digest
+
+    @property
+    def memory(self) -> VersionMemory:
+        """The memory of its engine, which releases it."""
+        return self.engine.memory
 
     @property
     def table(self) -> SequenceTable | None:
@@ -211,7 +216,6 @@ class VersionSlot:
             await self.engine.leave(self)
         else:
             await self.engine.stop()
-            self.memory.release()
         self.files.unpin()
         self.gone = True
         self._context.woke()
@@ -249,7 +253,7 @@ class VersionSlot:
         computation = await self.files.computation(folder) if shares else ""
         assert isinstance(self.engine, VersionEngine), "a version has one kind"
         engine = self._context.engines.claim(computation and self._name_of(computation), self.engine)
-        self.engine, self.memory = engine, engine.memory
+        self.engine = engine
         if engine.enter(self):
             with engine.starts(self):
                 await engine.start(await self._config(folder), vocabulary)
@@ -268,11 +272,7 @@ class VersionSlot:
         grant = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target)
         self._context.woke()  # other loads may wait for this grant
         config = settings.config(folder, "rows", memory_bytes=grant.bytes, draft=None)
-        try:
-            await self.engine.start(structs.replace(config, kv_memory_bytes=grant.kv_bytes))
-        except FairwayError:
-            self.memory.release()
-            raise
+        await self.engine.start(structs.replace(config, kv_memory_bytes=grant.kv_bytes))
 
     def _lost_files(self) -> bool:
         """Return whether the files were deleted from the cache; they are then fetched again after a pause."""
@@ -328,7 +328,6 @@ class VersionSlot:
         self, exit_: EngineExit | TookTooMuch | ProbeFailed, ran_s: float, *, share: CrashShare = ALONE
     ) -> None:
         """Record why the engine ended, and what the version has of it. ``ran_s``: how long it was ready."""
-        self.memory.release()
         if self.phase is VersionPhase.STOPPING:
             return
         if ran_s > CALM_S:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from services.core.generation import FinishReason, SequenceEnd
+from services.core.errors import ConstraintRefused
+from services.core.generation import NOT_FINITE, FinishReason, SequenceEnd
 from services.core.poison.suspicion import LossCause, StepRole
 from services.worker import engine_protocol as wire
 from services.worker.streams.live_sequence import WorkerSequence
@@ -47,6 +48,21 @@ def end_of(
         step_role=loss[1],
         embedding=embedding,
     )
+
+
+def engine_end(event: wire.Stepped, sequence: WorkerSequence) -> tuple[FinishReason, tuple[str, str]]:
+    """Return the reason by which the engine finished a sequence, with the reason and message of an error."""
+    message = event.errors.get(sequence.number, "")
+    match event.finished[sequence.number]:
+        case "constraint":
+            return FinishReason.ERROR, (ConstraintRefused.reason, message)
+        case "error":
+            began = sequence.prefill_started_s is not None
+            return FinishReason.ERROR, ("INTERNAL" if began else "INVALID_INPUT", message)
+        case "not_finite":  # possibly the worker's fault: another worker may continue it
+            return FinishReason.ENGINE_LOST, (NOT_FINITE, message)
+        case reason:
+            return FinishReason(reason), ("", "")
 
 
 def last_rows(event: wire.Stepped) -> dict[int, int]:

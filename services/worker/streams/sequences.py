@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from services.core.errors import ConstraintRefused
 from services.core.generation import NOT_FINITE, FinishReason, StartSpec, TokenLogprobs
 from services.core.poison.suspicion import LossCause, StepRole
 from services.ports.clock import Clock
@@ -21,7 +20,7 @@ from services.worker.kv.reservations import Reservations
 from services.worker.policy.crash_cause import role_of
 from services.worker.policy.engine_silence import StallDetector
 from services.worker.streams.charges import UsageAccounting
-from services.worker.streams.ends import FLUSHED, end_of, last_rows
+from services.worker.streams.ends import FLUSHED, end_of, engine_end, last_rows
 from services.worker.streams.live_sequence import SlotState, WorkerSequence
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.prefills import Prefills
@@ -369,25 +368,11 @@ class SequenceTable:
         )
 
     def _finish(self, event: wire.Stepped) -> None:
-        for number, reason in event.finished.items():
-            if (sequence := self._live.get(number)) is None:
-                continue
-            if reason == "constraint":
-                self._end(
-                    sequence,
-                    FinishReason.ERROR,
-                    error=(ConstraintRefused.reason, event.errors.get(number, "")),
-                )
-            elif reason == "error":
-                error = "INVALID_INPUT" if sequence.prefill_started_s is None else "INTERNAL"
-                self._end(sequence, FinishReason.ERROR, error=(error, event.errors.get(number, "")))
-            elif reason == "not_finite":  # possibly the worker's fault: another worker may continue it
-                self.had_non_finite = True
-                self._end(
-                    sequence, FinishReason.ENGINE_LOST, error=(NOT_FINITE, event.errors.get(number, ""))
-                )
-            else:
-                self._end(sequence, FinishReason(reason), embedding=event.embeddings.get(number, b""))
+        for number in event.finished:
+            if (sequence := self._live.get(number)) is not None:
+                reason, error = engine_end(event, sequence)
+                self.had_non_finite |= error[0] == NOT_FINITE
+                self._end(sequence, reason, error=error, embedding=event.embeddings.get(number, b""))
         self._room_changed()
 
     def _lose_all(self, cause: LossCause, members: Collection[int]) -> None:

@@ -216,6 +216,15 @@ async def test_only_a_canary_goes_worker_by_worker(
         await create(plane, message(strategy=strategy, by_worker=True))
 
 
+async def test_more_workers_than_a_rollout_has_steps_are_refused(plane: Plane) -> None:
+    """The few steps of the request become one for each worker."""
+    await plane.deployment("chat", DIGEST, replicas=40)
+    await ready(plane, DIGEST)
+    with pytest.raises(FailedPrecondition, match="40 replicas need more than 32 steps"):
+        await create(plane, message(by_worker=True))
+    assert await route(plane) is None
+
+
 async def test_an_abort_needs_no_leader(serving: Plane) -> None:
     """No controller runs in this test: the call itself moves the traffic."""
     found = await create(serving, message())

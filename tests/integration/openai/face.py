@@ -332,8 +332,7 @@ async def serving(
         SystemClock(),
         Ids(),
         event_secret=b"e" * 32,
-        max_body_bytes=MAX_BODY,
-        limits=limits,
+        limits=limits or HttpLimits(MAX_BODY),
         not_ready=lambda: reasons[0] if reasons else "",
         cors_origins=cors_origins,
     )

@@ -11,7 +11,7 @@ import pytest
 from services.gateway.events import Event, Heartbeat, Tokens
 from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.rate_headers import duration
-from services.gateway.faces.predict.metadata import VERSION
+from services.runtime.process.product import product_version
 from tests.integration.openai.face import (
     CHAT,
     MAX_BODY,
@@ -259,7 +259,7 @@ async def test_the_openapi_document(face: Face) -> None:
 
 
 async def test_the_version_of_the_server(face: Face) -> None:
-    assert (await face.ask("GET", "/version")).json == {"version": VERSION}
+    assert (await face.ask("GET", "/version")).json == {"version": product_version()}
 
 
 async def test_health_and_readiness(face: Face) -> None:

@@ -45,11 +45,8 @@ from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker.agent.agent import WorkerAgent
 from services.worker.agent.report import WorkerIdentity
-from services.worker.engine_protocol import EngineConfig
 from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import (
-    EngineEvents,
-    EngineProcess,
     EngineTimeouts,
     process_launcher,
 )
@@ -327,20 +324,13 @@ async def start_harness(
     engines = settings or EngineSettings(
         null_step_s=0.002, timeouts=EngineTimeouts(silence_s=3.0, shutdown_s=5.0)
     )
-
-    def launch(config: EngineConfig, events: EngineEvents) -> EngineProcess:
-        timeouts = engines.timeouts
-        return EngineProcess(
-            config, events=events, clock=clock, supervisor=supervisor, timeouts=timeouts, env=env
-        )
-
     agent = WorkerAgent(
         WorkerIdentity("w1", address, memory_bytes=memory_bytes),
         settings=engines,
         host=host,
         store=store,
         files=lambda version: VersionFiles(version, used, texts, clock),
-        launch=process_launcher(clock, supervisor, engines.timeouts) if env is None else launch,
+        launch=process_launcher(clock, supervisor, engines.timeouts, env),
         clock=clock,
         supervisor=supervisor,
         telemetry=telemetry,

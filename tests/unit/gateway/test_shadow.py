@@ -27,7 +27,7 @@ from services.core.generation import (
     StartSpec,
     Usage,
 )
-from services.core.limits import Claim, Limit, Price
+from services.core.limits import Claim, Price
 from services.core.poison.suspicion import StepRole
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Priority, Tenant
 from services.core.rollouts.routes import (
@@ -50,7 +50,7 @@ from services.gateway.service import GatewayService, drain
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.shadow import MAX_PRESSURE
 from services.gateway.telemetry import GatewayTelemetry
-from services.ports.limiter import NO_PRICE, Reservation
+from services.ports.limiter import Reservation
 from services.ports.worker import SequenceSink
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
@@ -121,16 +121,9 @@ class RecordingLimiter(MemoryLimiter):
         super().__init__(CLOCK)
         self.calls: list[tuple[str, str]] = []
 
-    async def admit(
-        self,
-        tenant_id: str,
-        request_id: str,
-        limits: Sequence[Limit],
-        claims: Sequence[Claim] = (),
-        price: Price = NO_PRICE,
-    ) -> Reservation:
+    async def admit(self, tenant_id: str, request_id: str, *rest: Any, **named: Any) -> Reservation:
         self.calls.append(("admit", request_id))
-        return await super().admit(tenant_id, request_id, limits, claims, price)
+        return await super().admit(tenant_id, request_id, *rest, **named)
 
     async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         self.calls.append(("reserve", reservation.request_id))

@@ -65,7 +65,6 @@ from services.gateway.faces.openai.requests import ApiRequest, chat_request, com
 from services.gateway.faces.openai.rows import RowsFace
 from services.gateway.faces.openai.tokens import TokenCalls, TokensFace
 from services.gateway.faces.openai.types import ChatBody, CompletionBody
-from services.gateway.faces.predict.metadata import VERSION
 from services.gateway.faces.predict.routes import PredictFace
 from services.gateway.faces.transport.middleware import WithoutTrailingSlash, cross_origin
 from services.gateway.requests.streaming import Completion
@@ -73,6 +72,7 @@ from services.gateway.rows.calls import RowsCalls
 from services.gateway.service import ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
+from services.runtime.process.product import product_version
 
 log = structlog.get_logger()
 _encode: Final = msgspec.json.Encoder().encode
@@ -132,8 +132,7 @@ def build_app(
     ids: IdSource,
     *,
     event_secret: bytes,
-    max_body_bytes: int,
-    limits: HttpLimits | None = None,
+    limits: HttpLimits,
     not_ready: Callable[[], str] = lambda: "",
     observe: ObserveExchange = lambda _route, _status, _elapsed_s: None,
     cors_origins: Sequence[str] = (),
@@ -144,8 +143,6 @@ def build_app(
     should arrive now, or an empty text. ``observe`` is called for each exchange when it is over. Web pages
     of ``cors_origins`` may call the server. The endpoints with their rules are in ``app.state.endpoints``.
     """
-    if limits is None:
-        limits = HttpLimits(max_body_bytes)
     endpoints = endpoints_of(service, rows, clock, limits, not_ready, event_secret)
     problems = _Problems(ids)
     guards = [_Guard(endpoint, identity, clock, ids, limits, observe) for endpoint in endpoints]
@@ -272,7 +269,7 @@ class OpenAiFace:
         await exchange.reply.json(503 if reason else 200, _encode({"status": reason or "ready"}))
 
     async def version(self, exchange: Exchange) -> None:
-        await exchange.reply.json(200, _encode({"version": VERSION}))
+        await exchange.reply.json(200, _encode({"version": product_version()}))
 
     async def _generate(self, exchange: Exchange, parse: Callable[[bytes], ApiRequest]) -> None:
         timeout_s, session_key = exchange.headers.timeout_s(), exchange.headers.session_key()

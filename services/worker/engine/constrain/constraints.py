@@ -1,6 +1,6 @@
 """The constrained outputs of one engine: grammars are compiled and masks computed beside the steps.
 
-A matcher follows its output: it consumes what was produced since its last mask, whoever produced it. So a
+A matcher follows its output: it consumes what was produced since its last mask, by any run. So a
 resumed output is replayed, a preempted one goes on, and a step that is discarded leaves nothing behind. The
 engine's thread owns the table; a matcher is used by one thread at a time, because masks are waited for before
 their step is committed.
@@ -37,6 +37,10 @@ class _Output:
 
     matcher: Matcher
     consumed: int = 0
+
+    def unconsumed(self, sequence: SequenceState) -> Sequence[int]:
+        """Return the output tokens that the matcher does not have yet."""
+        return sequence.tokens[sequence.prompt_tokens + self.consumed :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class Constraints:
             output = self._outputs.get(sequence.handle)
             if output is None:
                 continue
-            produced = sequence.tokens[sequence.prompt_tokens + output.consumed :]
+            produced = output.unconsumed(sequence)
             requests.append(MaskRequest(output.matcher, len(rows), produced, proposals))
             output.consumed += len(produced)
             rows += range(first, first + count)
@@ -130,12 +134,10 @@ class Constraints:
         biases = _BIASES.take(allowed, axis=0).reshape(len(rows), -1)[:, : self._vocab_size]
         failed: dict[int, str] = {}
         for request in requests:
-            if request.row in problems:
-                failed |= {
-                    rows[row]: problems[request.row]
-                    for row in range(request.row, request.row + 1 + len(request.proposals))
-                }
-                biases[request.row : request.row + 1 + len(request.proposals)] = 0.0
+            if (problem := problems.get(request.row)) is not None:
+                end = request.row + 1 + len(request.proposals)
+                failed |= dict.fromkeys(rows[request.row : end], problem)
+                biases[request.row : end] = 0.0
         return RuledRows(rows, biases, failed)
 
     # --- inside --------------------------------------------------------------------------------------
@@ -185,7 +187,7 @@ def _rows(batch: Batch) -> Iterator[tuple[int, int, SequenceState, Sequence[int]
 
 
 def _fitting(output: _Output, sequence: SequenceState, tokens: list[int]) -> list[int]:
-    produced = sequence.tokens[sequence.prompt_tokens + output.consumed :]
+    produced = output.unconsumed(sequence)
     try:
         output.matcher.consume(produced)
     except GrammarRefused:

@@ -198,7 +198,7 @@ def _engine(
 def _constraints(config: EngineConfig, ready: Ready, stop_ids: frozenset[int]) -> Constraints:
     """Return who compiles constraints, with threads that start at the first one.
 
-    Compilations give way to the steps and to the masks, which a step waits for.
+    Compilations have a lower priority than the steps and the masks, which a step waits for.
     """
 
     def open_grammars() -> Grammars:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -110,6 +112,31 @@ async def test_a_damaged_file_is_replaced_and_the_other_version_s_is_not_written
     assert (await files.fetch("m", first, recheck=True) / NAME).read_bytes() == WEIGHTS
     assert (one / NAME).samefile(two_ / NAME), "they share again"
     files.check_integrity()
+
+
+async def test_a_download_that_links_files_is_not_dropped_as_idle(tmp_path: Path) -> None:
+    source = Source()
+    shared = {f"f{number:03d}_json": f"{number}".encode() for number in range(200)}
+    first, second = (source.add(**shared, config_json=text) for text in (b"{}", b"[]"))
+    files = cache(source, tmp_path)
+    await files.fetch("m", first)
+    third = source.add(config_json=b"{ }")
+    others: list[asyncio.Task[Path]] = []
+    ratios: list[float] = []  # of the second version's bytes
+
+    def note(done_ratio: float) -> None:
+        ratios.append(done_ratio)
+        if not others:  # its folder is the oldest of more than are kept
+            for number in range(10):
+                (stale := tmp_path / "partial" / f"{number:064d}").mkdir()
+                os.utime(stale, (2e9, 2e9 + number))
+            others.append(asyncio.create_task(files.fetch("m", third)))
+            others[0].add_done_callback(lambda _: ratios.append(-1.0))
+
+    folder = await files.fetch("m", second, progress=note)
+    assert ratios.index(-1.0) < len(shared), "the third came too late to find it linking"
+    assert (folder / "config.json").read_bytes() == b"[]"
+    assert len(list((tmp_path / "partial").iterdir())) == 8
 
 
 async def test_the_files_of_an_evicted_version_stay_the_other_s(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from services.adapters.quotas.slices import SliceSettings, TenantSlices
 from services.core.errors import OverQuota, RequestRateExceeded, TokenRateExceeded
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Price, Scope
-from services.ports.limiter import NO_PRICE, Reservation
+from services.ports.limiter import Reservation
 from tests.support.clocks import HandClock
 
 RATE = Limit(LimitKind.REQUESTS, 600_000)
@@ -32,16 +33,9 @@ class CountedStore(MemoryLimiter):
         self.calls += 1
         await super().take(tenant_id, claims)
 
-    async def admit(
-        self,
-        tenant_id: str,
-        request_id: str,
-        limits: Sequence[Limit],
-        claims: Sequence[Claim] = (),
-        price: Price = NO_PRICE,
-    ) -> Reservation:
+    async def admit(self, tenant_id: str, request_id: str, *rest: Any, **named: Any) -> Reservation:
         self.calls += 1
-        return await super().admit(tenant_id, request_id, limits, claims, price)
+        return await super().admit(tenant_id, request_id, *rest, **named)
 
 
 async def run_request(

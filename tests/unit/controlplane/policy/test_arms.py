@@ -20,16 +20,10 @@ def closed(revision: int = 9) -> RevisedRoute:
     return RevisedRoute(replace(route, arms=split(route, {}, closed=("canary",))), revision)
 
 
-def ready(fleet: Fleet, digest: str) -> int:
-    return sum(
-        worker.versions.get(digest, (None, 0))[0] is VersionState.READY for worker in fleet.workers.values()
-    )
-
-
 def stable_throughout(fleet: Fleet, steps: int = 20) -> None:
     for _ in range(steps):
         fleet.step()
-        assert ready(fleet, OLD) == 2
+        assert fleet.ready(OLD) == 2
     assert not [one for one in fleet.actions if not isinstance(one, Unplaced)], "the plan does not settle"
 
 
@@ -39,7 +33,7 @@ def test_an_arm_is_loaded_beside_the_stable_version_at_its_replicas() -> None:
     for replicas in (1, 2, 1):
         fleet.routes = [routed(replicas)]
         stable_throughout(fleet)
-        assert ready(fleet, NEW) == replicas
+        assert fleet.ready(NEW) == replicas
 
 
 def test_an_arm_without_room_takes_nobody_s_place() -> None:
@@ -47,7 +41,7 @@ def test_an_arm_without_room_takes_nobody_s_place() -> None:
     fleet.run(10)
     fleet.routes = [routed(1)]
     stable_throughout(fleet)
-    assert ready(fleet, NEW) == 0
+    assert fleet.ready(NEW) == 0
     missing = [one for one in fleet.actions if isinstance(one, Unplaced)]
     assert [one.deployment for one in missing] in ([], [f"d@{NEW}"])
 
@@ -57,7 +51,7 @@ def test_an_arm_of_the_same_computation_needs_no_room() -> None:
     fleet.run(10)
     fleet.routes = [routed(2, 5000)]
     stable_throughout(fleet)
-    assert ready(fleet, NEW) == 2
+    assert fleet.ready(NEW) == 2
     fleet.wanted = replace(fleet.wanted, version_digest=NEW)
     fleet.routes = []
     fleet.run(20)
@@ -130,11 +124,11 @@ def test_a_promoted_arm_keeps_its_replicas_and_the_version_before_retires() -> N
     fleet.routes = [RevisedRoute(ModelRoute("d", "s", (RouteArm("canary", NEW, WHOLE_BP, 2),)), 11)]
     for _ in range(20):
         fleet.step()
-        assert ready(fleet, NEW) == 2
+        assert fleet.ready(NEW) == 2
     assert fleet.digests() == {NEW}
     fleet.routes = []
     fleet.run(5)
-    assert (ready(fleet, NEW), fleet.digests()) == (2, {NEW})
+    assert (fleet.ready(NEW), fleet.digests()) == (2, {NEW})
 
 
 def test_the_arms_of_a_stopped_or_deleted_deployment_leave() -> None:

@@ -116,6 +116,11 @@ class Fleet:
         self.wanted = deployment(OLD, len(rooms))
         self.actions: tuple[Action, ...] = ()
 
+    def ready(self, digest: str) -> int:
+        """Return how many workers have the version READY."""
+        states = [worker.versions.get(digest, (None, 0))[0] for worker in self.workers.values()]
+        return states.count(VersionState.READY)
+
     def step(self, *, lag: int = 1) -> None:
         """Plan once, then let ``lag`` steps of the workers pass."""
         records = [worker.record(worker_id) for worker_id, worker in self.workers.items()]

@@ -102,15 +102,8 @@ class NotedLimiter(MemoryLimiter):
         super().__init__(CLOCK)
         self.admitted: list[Reservation] = []
 
-    async def admit(
-        self,
-        tenant_id: str,
-        request_id: str,
-        limits: Sequence[Limit],
-        claims: Sequence[Claim] = (),
-        price: Price = NO_PRICE,
-    ) -> Reservation:
-        found = await super().admit(tenant_id, request_id, limits, claims, price)
+    async def admit(self, tenant_id: str, request_id: str, *rest: Any, **named: Any) -> Reservation:
+        found = await super().admit(tenant_id, request_id, *rest, **named)
         self.admitted.append(found)
         return found
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,6 @@ from services.core.generation import (
     TokenLogprobs,
     Usage,
 )
-from services.core.limits import Claim, Limit, Price
 from services.core.poison.fingerprint import fingerprint_of
 from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import ApiKey, KeyRole, Meta, Tenant
@@ -35,7 +35,7 @@ from services.gateway.policy.claims import Payer
 from services.gateway.requests.request import MAX_ROUTES, Request
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.service_types import GatewayLimits, Ports
-from services.ports.limiter import NO_PRICE, Reservation
+from services.ports.limiter import Reservation
 from services.ports.worker import SequenceSink
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -126,16 +126,9 @@ class SlotLimiter(MemoryLimiter):
         self.running: set[str] = set()
         self.usage: list[Usage] = []
 
-    async def admit(
-        self,
-        tenant_id: str,
-        request_id: str,
-        limits: Sequence[Limit],
-        claims: Sequence[Claim] = (),
-        price: Price = NO_PRICE,
-    ) -> Reservation:
+    async def admit(self, tenant_id: str, request_id: str, *rest: Any, **named: Any) -> Reservation:
         self.running.add(request_id)
-        return await super().admit(tenant_id, request_id, limits, claims, price)
+        return await super().admit(tenant_id, request_id, *rest, **named)
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         await asyncio.sleep(0)

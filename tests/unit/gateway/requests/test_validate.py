@@ -1,4 +1,4 @@
-"""The one validator: what passes can run, what cannot says which field and why."""
+"""The one validator: what passes can run, what cannot is refused by field, with the reason."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ from services.controlplane.rollouts.records import (
 from services.core.errors import FailedPrecondition, InvalidInput
 from services.core.records import LoadedVersion, VersionState, Worker
 from services.core.rollouts.routes import ModelRoute, RouteArm, Shadow, split
-from tests.unit.controlplane.policy.test_arms import ready
 from tests.unit.controlplane.policy.test_update import NEW, OLD
 from tests.unit.controlplane.rollouts.policy.driven import STEPS, Driven, rollout
 
@@ -40,7 +39,7 @@ def test_a_good_canary_goes_through_every_step_and_is_final() -> None:
     weights: list[int] = []
     for _ in range(200):
         driven.tick()
-        assert ready(driven.fleet, OLD) == 2 or driven.phase in (
+        assert driven.fleet.ready(OLD) == 2 or driven.phase in (
             RolloutPhase.FINISHING,
             RolloutPhase.COMPLETED,
         )
@@ -61,7 +60,7 @@ def test_no_traffic_before_the_candidate_is_ready_at_the_weight_s_replicas() -> 
         if route is None or driven.phase is RolloutPhase.FINISHING:
             break
         if driven.weight_bp():
-            assert ready(driven.fleet, NEW) >= (2 if driven.weight_bp() > 5000 else 1)
+            assert driven.fleet.ready(NEW) >= (2 if driven.weight_bp() > 5000 else 1)
 
 
 def test_the_replicas_of_the_next_step_wait_for_the_gate() -> None:
@@ -71,12 +70,12 @@ def test_the_replicas_of_the_next_step_wait_for_the_gate() -> None:
         driven.tick()
     driven.verdict = Verdict.INCONCLUSIVE
     driven.tick(30)
-    assert (driven.weight_bp(), ready(driven.fleet, NEW)) == (5000, 1)
+    assert (driven.weight_bp(), driven.fleet.ready(NEW)) == (5000, 1)
     driven.verdict = Verdict.PASS
     driven.tick()
     driven.verdict = Verdict.INCONCLUSIVE  # what passed has passed
     driven.until(RolloutPhase.SOAKING)
-    assert ready(driven.fleet, NEW) == 2
+    assert driven.fleet.ready(NEW) == 2
 
 
 @pytest.mark.parametrize("step", range(4))
@@ -121,7 +120,7 @@ def test_an_abort_moves_every_new_request_back_at_once(phase: RolloutPhase) -> N
     assert driven.weight_bp() == 0
     driven.until(RolloutPhase.ABORTED)
     assert driven.fleet.digests() == {OLD}
-    assert ready(driven.fleet, OLD) == 2
+    assert driven.fleet.ready(OLD) == 2
     assert "looks odd" in driven.rollout.history[-2].message
 
 
@@ -144,7 +143,7 @@ def test_promotions_skip_the_hold_and_wait_for_replicas() -> None:
     driven.tick()
     assert driven.weight_bp() == 500, "one replica cannot take all traffic"
     driven.until(RolloutPhase.SOAKING)
-    assert ready(driven.fleet, NEW) == 2
+    assert driven.fleet.ready(NEW) == 2
     driven.operate(lambda one: promote(one, Promotion(), driven.now_s))
     driven.tick()
     assert driven.phase is RolloutPhase.FINISHING
@@ -231,7 +230,7 @@ def test_a_candidate_that_does_not_load_is_rolled_back_with_the_reason() -> None
     driven.until(RolloutPhase.ABORTED)
     assert "LOAD_FAILED" in driven.whats()
     assert any("BAD_CHECKPOINT" in event.message for event in driven.rollout.history)
-    assert ready(driven.fleet, OLD) == 2
+    assert driven.fleet.ready(OLD) == 2
 
 
 @pytest.mark.parametrize("phase", [RolloutPhase.LOADING, RolloutPhase.RUNNING])
@@ -266,7 +265,7 @@ def test_a_candidate_without_room_never_costs_the_stable_version_a_replica() -> 
     driven = Driven(rollout(load_timeout_s=30.0), rooms=(1, 1))
     for _ in range(80):
         driven.tick()
-        assert ready(driven.fleet, OLD) == 2
+        assert driven.fleet.ready(OLD) == 2
     assert driven.phase is RolloutPhase.ABORTED
 
 
@@ -294,11 +293,11 @@ def test_blue_green_takes_all_traffic_once_every_replica_is_ready(strategy: Roll
     driven = Driven(rollout(strategy, soak_s=30.0 if strategy is RolloutStrategy.BLUE_GREEN else 0.0))
     while driven.phase is RolloutPhase.LOADING:
         driven.tick()
-        assert driven.weight_bp() == 0 or ready(driven.fleet, NEW) == 2
+        assert driven.weight_bp() == 0 or driven.fleet.ready(NEW) == 2
     assert driven.weight_bp() == 10_000
     if strategy is RolloutStrategy.BLUE_GREEN:
         driven.tick(20)
-        assert (driven.phase, ready(driven.fleet, OLD)) == (RolloutPhase.SOAKING, 2)
+        assert (driven.phase, driven.fleet.ready(OLD)) == (RolloutPhase.SOAKING, 2)
     driven.until(RolloutPhase.COMPLETED)
     assert driven.fleet.digests() == {NEW}
 
@@ -375,7 +374,7 @@ def test_whatever_happens_the_split_is_whole_and_a_version_serves(events: list[s
         driven.tick(3)
         final = (RolloutPhase.FINISHING, RolloutPhase.COMPLETED)
         if driven.phase not in final and before not in final:
-            assert ready(driven.fleet, OLD) == 2
+            assert driven.fleet.ready(OLD) == 2
     driven.verdict = Verdict.PASS
     if driven.rollout.paused and driven.phase in ABORTABLE:
         driven.operate(lambda one: resume(one, driven.now_s))
@@ -384,7 +383,7 @@ def test_whatever_happens_the_split_is_whole_and_a_version_serves(events: list[s
     assert driven.phase in (RolloutPhase.COMPLETED, RolloutPhase.ABORTED)
     wanted = NEW if driven.phase is RolloutPhase.COMPLETED else OLD
     assert driven.fleet.digests() == {wanted}
-    assert ready(driven.fleet, wanted) == 2
+    assert driven.fleet.ready(wanted) == 2
 
 
 def test_the_load_of_an_arm_s_replicas_is_relative_to_the_stable_ones() -> None:

@@ -23,16 +23,9 @@ def wished(replicas: int, weights: tuple[int, ...] = WEIGHTS) -> Rollout:
     return by_worker(rollout(steps=steps, soak_s=5.0), replicas)
 
 
-def ready(driven: Driven, digest: str) -> int:
-    return sum(
-        worker.versions.get(digest, (VersionState.FAILED, 0))[0] is VersionState.READY
-        for worker in driven.fleet.workers.values()
-    )
-
-
 def check(driven: Driven, replicas: int) -> None:
     """All but one replica serve, each with no more than its share of what all but one can take."""
-    old, new = ready(driven, OLD), ready(driven, NEW)
+    old, new = driven.fleet.ready(OLD), driven.fleet.ready(NEW)
     assert old + new >= replicas - 1
     for worker in driven.fleet.workers.values():
         assert sum(state is not VersionState.FAILED for state, _ in worker.versions.values()) <= 1
@@ -56,14 +49,15 @@ def test_a_good_version_reaches_every_worker(replicas: int) -> None:
     driven = Driven(wished(replicas), rooms=(1,) * replicas)
     run(driven, RolloutPhase.COMPLETED, replicas)
     driven.tick(20)
-    assert (ready(driven, OLD), ready(driven, NEW)) == (0, replicas)
+    assert (driven.fleet.ready(OLD), driven.fleet.ready(NEW)) == (0, replicas)
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 5])
 def test_all_traffic_leaves_the_version_before_on_one_worker(replicas: int) -> None:
     driven = Driven(wished(replicas), rooms=(1,) * replicas)
     run(driven, RolloutPhase.SOAKING, replicas)
-    assert (ready(driven, OLD), ready(driven, NEW), driven.weight_bp()) == (1, replicas - 1, WHOLE_BP)
+    assert (driven.fleet.ready(OLD), driven.fleet.ready(NEW)) == (1, replicas - 1)
+    assert driven.weight_bp() == WHOLE_BP
 
 
 def test_an_operator_s_promotion_takes_each_worker_in_its_turn() -> None:
@@ -72,7 +66,7 @@ def test_an_operator_s_promotion_takes_each_worker_in_its_turn() -> None:
     run(driven, RolloutPhase.RUNNING, 4)
     driven.operate(lambda one: promote(one, Promotion(to_end=True), driven.now_s))
     run(driven, RolloutPhase.SOAKING, 4, most=60)
-    assert ready(driven, NEW) == 3
+    assert driven.fleet.ready(NEW) == 3
 
 
 @pytest.mark.parametrize("aborted_after", [1, 8, 16, 24])
@@ -83,7 +77,7 @@ def test_an_abort_returns_every_worker(aborted_after: int) -> None:
     assert driven.weight_bp() == 0
     driven.until(RolloutPhase.ABORTED)
     driven.tick(20)
-    assert (ready(driven, OLD), ready(driven, NEW)) == (3, 0)
+    assert (driven.fleet.ready(OLD), driven.fleet.ready(NEW)) == (3, 0)
 
 
 def test_a_version_that_does_not_load_costs_one_replica_at_most_and_for_a_while() -> None:
@@ -92,7 +86,7 @@ def test_a_version_that_does_not_load_costs_one_replica_at_most_and_for_a_while(
         worker.unloadable = frozenset({NEW})
     run(driven, RolloutPhase.ABORTED, 3)
     driven.tick(10)
-    assert ready(driven, OLD) == 3
+    assert driven.fleet.ready(OLD) == 3
     assert "STARTED" not in driven.whats()
 
 
@@ -112,8 +106,8 @@ def test_several_workers_are_taken_one_after_the_other() -> None:
     driven = at_once(1)
     while driven.phase is not RolloutPhase.SOAKING:
         driven.tick()
-        assert ready(driven, OLD) + ready(driven, NEW) >= 3, driven.rollout.message
-    assert (ready(driven, OLD), ready(driven, NEW)) == (1, 3)
+        assert driven.fleet.ready(OLD) + driven.fleet.ready(NEW) >= 3, driven.rollout.message
+    assert (driven.fleet.ready(OLD), driven.fleet.ready(NEW)) == (1, 3)
 
 
 def test_no_worker_gets_two_versions_also_with_memory_for_both() -> None:

@@ -109,6 +109,14 @@ def run(engine: Engine, submits: Iterable[Submit] = (), *, steps: int | None = N
     return found
 
 
+DRAWING: Final[Mapping[str, Any]] = {"temperature": 1.0, "top_p": 0.95}
+
+
+def member(handle: int, **options: Any) -> Submit:
+    """Return a sequence of ``alone``: greedy, drawn or unconstrained."""
+    return submit(handle, None if handle == 2 else of_schema(), **(DRAWING if handle == 1 else {}), **options)
+
+
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return engine_of()
@@ -117,8 +125,7 @@ def engine() -> Engine:
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> Run:
     """Greedy and drawn outputs, and an unconstrained one, in one batch."""
-    drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
-    return run(engine, [submit(0, of_schema()), submit(1, of_schema(), **drawn), submit(2, None)])
+    return run(engine, map(member, (0, 1, 2)))
 
 
 def test_outputs_match_their_schema(alone: Run) -> None:
@@ -129,7 +136,7 @@ def test_outputs_match_their_schema(alone: Run) -> None:
 
 
 def test_an_output_without_a_constraint_is_what_it_is_alone(engine: Engine, alone: Run) -> None:
-    assert run(engine, [submit(2, None)]).tokens[2] == alone.tokens[2]
+    assert run(engine, [member(2)]).tokens[2] == alone.tokens[2]
 
 
 @pytest.mark.parametrize(
@@ -143,19 +150,14 @@ def test_an_output_without_a_constraint_is_what_it_is_alone(engine: Engine, alon
     ids=["chunked", "prompt_lookup", "draft", "preempted"],
 )
 def test_tokens_are_the_same_however_they_are_computed(alone: Run, options: dict[str, Any]) -> None:
-    drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
     engine = engine_of(**options)
-    found = run(engine, [submit(2, None), submit(0, of_schema()), submit(1, of_schema(), **drawn)])
+    found = run(engine, map(member, (2, 0, 1)))
     if "kv_blocks" in options:
         assert found.preemptions > 0
         resumed = [handle for handle, reason in found.finished.items() if reason == "preempted"]
         for handle in resumed:  # as the scheduler would, with its tokens
             made = found.tokens[handle]
-            again = {0: {}, 1: drawn, 2: {}}[handle]
-            rest = run(
-                engine,
-                [submit(handle, None if handle == 2 else of_schema(), produced_ids=made, **again)],
-            )
+            rest = run(engine, [member(handle, produced_ids=made)])
             found.tokens[handle] = made + rest.tokens[handle]
     if "speculation" in options:
         assert found.accepted > 0
@@ -164,11 +166,9 @@ def test_tokens_are_the_same_however_they_are_computed(alone: Run, options: dict
 
 @pytest.mark.parametrize("handle", [0, 1])
 def test_a_resumed_output_goes_on_as_it_would_have(engine: Engine, alone: Run, handle: int) -> None:
-    options: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95} if handle else {}
     whole = alone.tokens[handle]
     for cut in (1, len(whole) // 2, len(whole) - 1):
-        resume = submit(handle, of_schema(), produced_ids=whole[:cut], **options)
-        assert run(engine, [resume]).tokens[handle] == whole[cut:]
+        assert run(engine, [member(handle, produced_ids=whole[:cut])]).tokens[handle] == whole[cut:]
 
 
 def test_the_end_comes_exactly_where_the_output_is_complete(engine: Engine) -> None:

@@ -1,0 +1,130 @@
+"""What bounds a gateway's requests and keeps their records: one Redis, with the helpers around it."""
+
+from __future__ import annotations
+
+from secrets import token_bytes
+from typing import Final
+
+import structlog
+
+from services.adapters.encrypted_records import EncryptedRecords
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.leased_limiter import LeasedLimiter
+from services.adapters.quotas.observed_limiter import ObservedLimiter
+from services.adapters.quotas.settlement_spool import SettlementSpool
+from services.adapters.record_cipher import RecordCipher
+from services.adapters.redis.idempotency import RedisIdempotency
+from services.app.environment import Environment
+from services.app.roles.shared import open_redis, redis_password
+from services.core.errors import StoreUnavailable
+from services.core.limits import TOKEN_RATES, LimitKind
+from services.core.records import GATEWAYS, Gateway, dump
+from services.ports.idempotency import RecordLimits
+from services.runtime.config import Settings, read_secrets
+from services.runtime.fleet_state.registration import Registration
+
+log = structlog.get_logger()
+
+_REGISTER_S: Final = 5.0
+_CACHED_RESPONSES: Final = 10_000  # of a tenant
+
+
+class GatewayQuotas:
+    """The limiter and the idempotency records on one Redis, with their helpers."""
+
+    def __init__(self, environment: Environment) -> None:
+        settings, clock = environment.settings, environment.clock
+        self._supervisor = environment.supervisor
+        password = redis_password(settings)
+        self._redis = redis = open_redis(environment)
+        self._record_store = RedisIdempotency(
+            settings.redis_url, clock, _record_limits(settings), password=password
+        )
+        environment.closing.push_async_callback(self._record_store.close)
+        cipher = RecordCipher(read_secrets(settings.record_keys_file), token_bytes)
+        self.records = EncryptedRecords(self._record_store, cipher)
+        self.responses: EncryptedRecords | None = None
+        if settings.response_cache_ttl_s:
+            responses = RedisIdempotency(
+                settings.redis_url, clock, _response_limits(settings), password=password
+            )
+            environment.closing.push_async_callback(responses.close)
+            self.responses = EncryptedRecords(responses, cipher)
+        spool = SettlementSpool(settings.state_dir / "settlements")
+        environment.closing.push_async_callback(spool.close)
+        gateways = environment.informer(GATEWAYS, Gateway)
+        observed = ObservedLimiter(
+            redis,
+            environment.metrics,
+            clock,
+            breaker_open=lambda: redis.breaker_open,
+            unsettled=lambda: limiter.unsettled,
+            spool_bytes=lambda: spool.size_bytes,
+        )
+        self.limiter = limiter = FallbackLimiter(
+            LeasedLimiter(observed, clock, gateways=lambda: len(gateways.view)),
+            MemoryLimiter(clock, local=True),
+            clock,
+            gateways=lambda: len(gateways.view),
+            spool=spool,
+            closed=_closed_kinds(settings),
+            observe=observed.decided_without_store,
+        )
+        address = settings.advertised
+        self._registration = Registration(
+            environment.store,
+            GATEWAYS + address,
+            dump(Gateway(address)),
+            clock,
+            ttl_s=settings.lease_ttl_s,
+            rng=environment.rng,
+        )
+
+    async def start(self) -> None:
+        """Return once Redis has the scripts, or is found unavailable. Raises FailedPrecondition."""
+        await self.limiter.recover()
+        self._supervisor.spawn("settle", self.limiter.settle_forever())
+        try:
+            await self._redis.connect()
+            await self._record_store.connect()
+            await self.limiter.renew([])  # settles what an earlier process could not
+        except StoreUnavailable as error:
+            log.warning("gateway.started_without_redis", error=error.message)
+
+    async def register(self) -> None:
+        """Return once the other gateways count this one, or the store rejects the registration."""
+        self._supervisor.spawn("registration", self._registration.run())
+        try:
+            await self._registration.wait_registered(_REGISTER_S)
+        except StoreUnavailable as error:
+            log.warning("gateway.not_registered", error=error.message)
+
+
+def _closed_kinds(settings: Settings) -> list[LimitKind]:
+    """Return the kinds of limits that fail closed without Redis, beside budgets."""
+    policies = {
+        LimitKind.REQUESTS: settings.outage_requests,
+        LimitKind.CONCURRENCY: settings.outage_concurrency,
+        **dict.fromkeys(TOKEN_RATES, settings.outage_tokens),
+    }
+    return [kind for kind, policy in policies.items() if policy == "closed"]
+
+
+def _record_limits(settings: Settings) -> RecordLimits:
+    return RecordLimits(
+        lease_s=settings.idempotency_lease_s,
+        body_s=settings.idempotency_body_s,
+        tombstone_s=settings.idempotency_tombstone_s,
+        max_tenant_bytes=settings.idempotency_tenant_bytes,
+        max_tenant_keys=settings.idempotency_tenant_keys,
+    )
+
+
+def _response_limits(settings: Settings) -> RecordLimits:
+    return RecordLimits(
+        body_s=settings.response_cache_ttl_s,
+        tombstone_s=settings.response_cache_ttl_s,
+        max_tenant_bytes=settings.response_cache_tenant_bytes,
+        max_tenant_keys=_CACHED_RESPONSES,
+    )
