@@ -34,7 +34,7 @@ def test_no_folder_is_crowded() -> None:
 
 
 # The aim is 35,000.
-MAX_DOCS_WORDS = 44_000
+MAX_DOCS_WORDS = 47_000
 
 
 def test_the_documents_can_be_read() -> None:
