@@ -339,6 +339,7 @@ class StartRow(_message.Message):
     INPUTS_FIELD_NUMBER: _builtins.int
     TIME_LEFT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRANSPORT_US_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The gateway's number on this stream; not in use, neither by a sequence."""
     request_id: _builtins.str
@@ -353,6 +354,8 @@ class StartRow(_message.Message):
     epoch: _builtins.int
     traceparent: _builtins.str
     """W3C trace context."""
+    transport_us: _builtins.int
+    """What 99 of 100 rows of this gateway spend on the way to the worker and back. 0: not known yet."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]:
         """Without the batch dimension."""
@@ -376,10 +379,11 @@ class StartRow(_message.Message):
         inputs: _abc.Iterable[_common_pb2.Tensor] | None = ...,
         time_left: _duration_pb2.Duration | None = ...,
         traceparent: _builtins.str = ...,
+        transport_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time_left", b"time_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handle", b"handle", "incarnation", b"incarnation", "inputs", b"inputs", "priority", b"priority", "request_id", b"request_id", "route_revision", b"route_revision", "row", b"row", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handle", b"handle", "incarnation", b"incarnation", "inputs", b"inputs", "priority", b"priority", "request_id", b"request_id", "route_revision", b"route_revision", "row", b"row", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent", "transport_us", b"transport_us", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -544,6 +548,7 @@ class RowFinished(_message.Message):
     BATCH_ROWS_FIELD_NUMBER: _builtins.int
     BATCH_CAUSE_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    STAY_US_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     error_reason: _builtins.str
     """Reason of the error tree, such as INVALID_INPUT, QUEUE_FULL, DEADLINE_UNMEETABLE, POISONED_INPUT or ENGINE_LOST: of
@@ -556,6 +561,8 @@ class RowFinished(_message.Message):
     """From its arrival until its batch started, and of the batch that answered it: rows, and why it started."""
     batch_rows: _builtins.int
     batch_cause: _builtins.str
+    stay_us: _builtins.int
+    """From its arrival on the worker until its end."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]:
         """Without the batch dimension."""
@@ -576,10 +583,11 @@ class RowFinished(_message.Message):
         batch_rows: _builtins.int = ...,
         batch_cause: _builtins.str = ...,
         window: _common_pb2.BatchWindow | None = ...,
+        stay_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_cause", b"batch_cause", "batch_rows", b"batch_rows", "device_us", b"device_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "outputs", b"outputs", "wait_us", b"wait_us", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_cause", b"batch_cause", "batch_rows", b"batch_rows", "device_us", b"device_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "outputs", b"outputs", "stay_us", b"stay_us", "wait_us", b"wait_us", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

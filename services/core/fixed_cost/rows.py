@@ -36,6 +36,7 @@ class RowSpec(Struct, frozen=True):
     epoch: int = 0  # of the leader that gave the lease; 0: placed while no leader answered
     time_left_s: float = 0.0  # until the client's deadline; 0: none
     traceparent: str = ""
+    transport_s: float = 0.0  # of 99 of 100 rows, there and back, as the gateway observed; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class RowEnd(Struct, frozen=True):
     batch_rows: int = 0  # of the batch that answered it
     batch_cause: str = ""  # why that batch started
     window: BatchWindow | None = None  # of that batch, with the first row of a request in it
+    stay_s: float = 0.0  # on the worker; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from services.gateway.rows.demands import SlotDemands
 from services.gateway.rows.explanations import RowExplanations
 from services.gateway.rows.leases import GatewayLeases, SlotsHere
 from services.gateway.rows.row_queue import QueuedRow, RowQueue
+from services.gateway.rows.transport import WorkerTransport
 from services.ports.clock import Clock
 from services.ports.slots import SlotClient
 from services.ports.worker import RowClient, RunningRow
@@ -120,6 +121,7 @@ class LeasedRows:
         self._demands = SlotDemands(slots, clock)
         self._runs: dict[QueuedRow, _Run] = {}
         self._of_tenant: Counter[str] = Counter()
+        self._transport = WorkerTransport()
         self._numbers = 0
         self._expire_s = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -259,6 +261,7 @@ class LeasedRows:
             epoch=lease.epoch,
             time_left_s=0.0 if time_left_s == float("inf") else max(0.001, time_left_s),
             traceparent=request.traceparent,
+            transport_s=self._transport.level_s(lease.worker_id),
         )
         sink = _InFlight(self, row, slots, self._clock.monotonic_s())
         self._leases.started(slots)
@@ -268,7 +271,10 @@ class LeasedRows:
     def ended(self, sink: _InFlight, end: RowEnd) -> None:
         """Store the end of a row; a lost one runs once more."""
         row, worker_id = sink.row, sink.slots.lease.worker_id
-        self._runs[row].note(sink, end, self._clock.monotonic_s())
+        now_s = self._clock.monotonic_s()
+        self._runs[row].note(sink, end, now_s)
+        if end.stay_s:
+            self._transport.note(worker_id, now_s - sink.started_s - end.stay_s)
         self._landed(sink)
         if not end.lost:
             self._settle(row, end)

@@ -35,6 +35,7 @@ _ROW: Final = Mirror(
             lambda seconds: None if seconds <= 0 else _duration(seconds),
             seconds_of,
         ),
+        "transport_s": Pair("transport_us", _microseconds, lambda us: us / 1e6),
     },
 )
 
@@ -61,6 +62,7 @@ def row_end_to_proto(handle: int, end: RowEnd) -> worker_pb2.RowFinished:
         wait_us=_microseconds(end.wait_s),
         batch_rows=end.batch_rows,
         batch_cause=end.batch_cause,
+        stay_us=_microseconds(end.stay_s),
         window=None if end.window is None else window_to_proto(end.window),
     )
     if end.lost:
@@ -81,5 +83,6 @@ def row_end_from_proto(message: worker_pb2.RowFinished) -> RowEnd:
         wait_s=message.wait_us / 1e6,
         batch_rows=message.batch_rows,
         batch_cause=message.batch_cause,
+        stay_s=message.stay_us / 1e6,
         window=window_from_proto(message.window) if message.HasField("window") else None,
     )

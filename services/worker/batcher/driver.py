@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import structlog
+from msgspec import structs
 
 from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, PoisonedInput, QueueFull
 from services.core.fixed_cost.rows import BatchWindow, RowEnd, RowSpec
-from services.core.fixed_cost.tensors import TensorSpec
 from services.core.fleet import PoolSnapshot, TenantSlots
 from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
 from services.worker.batcher.arriving_rows import ArrivingRows
 from services.worker.batcher.charges import RowCharges
-from services.worker.batcher.policy.batch_key import BatchKey
+from services.worker.batcher.policy.batch_key import BatchKey, BatchKeys
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
 from services.worker.batcher.policy.flush import (
     MOST_PADDED_TOKENS,
@@ -50,8 +50,8 @@ log = structlog.get_logger()
 
 SLOTS_PER_BATCH: Final = 4  # rows in flight, in full batches: one runs, others gather and travel
 MOST_BATCH_BYTES: Final = 32 * 1024 * 1024  # of the inputs of one batch
+_TRANSPORT_GAIN: Final = 0.02  # weight of a row in the mean
 RESTART_S: Final = 30.0  # longest wait of rows for a process that starts again
-MOST_KEYS: Final = 256
 _FAILED: Final = {
     RunFailure.RAISED: "raised an exception in the model",
     RunFailure.DIED: "ended the process of the model",
@@ -123,8 +123,9 @@ class Batcher:
         self._arrivals = ArrivingRows(model.max_tokens)
         self._waiting = WaitingRows()
         self._turns = TenantTurns()
+        self._transport_s = 0.0  # of answers, a mean of what gateways observe
         self._live: dict[int, LiveRow] = {}
-        self._keys: dict[tuple[tuple[str, str, tuple[int, ...]], ...], BatchKey] = {}
+        self._keys = BatchKeys(version_digest, model.operation, model.dtype, has_length=model.max_tokens > 0)
         self._searches: list[RowSearch] = []  # the oldest first
         self._processes: dict[RunPlace, RunningEngine] = {}
         self._runs: dict[RunPlace, BatchRun] = {}
@@ -174,6 +175,7 @@ class Batcher:
         deadline_s = now_s + spec.time_left_s if spec.time_left_s > 0 else math.inf
         row = LiveRow(spec, outbox, handle, self._last_number, now_s, deadline_s)
         outbox.rows[handle] = row
+        self._transport_s += _TRANSPORT_GAIN * (spec.transport_s - self._transport_s)
         self._live[row.number] = row
         self._context.charges.began(row)
         if (error := self._admit(row, now_s)) is not None:
@@ -195,7 +197,7 @@ class Batcher:
 
     def sweep(self, now_s: float) -> None:
         """End rows whose deadline passes, and batches that hang."""
-        for found in self._waiting.unmeetable(self.curve, now_s=now_s):
+        for found in self._waiting.unmeetable(self.curve, now_s=now_s, transport_s=self._transport_s):
             self._waiting.remove((found.number,))
             late = DeadlineUnmeetable("the deadline passes before the row is computed")
             self._end(self._live[found.number], RowEnd(error=late), late.reason)
@@ -299,11 +301,19 @@ class Batcher:
         width = self._arrivals.note(row.length, now_s)
         due_s = min(now_s + self._objective.latency_s, row.deadline_s)
         self._turns.seen(spec.tenant_id, now_s)
-        key = self._key_of(spec)
+        key = self._keys.of(spec.inputs)
         waiting = WaitingRow(row.number, spec.tenant_id, key, width, now_s, due_s, row.deadline_s)
         run = self._runs.get(RunPlace.SERVING)
         busy_until_s = 0.0 if run is None else run.began_s + self.curve.mean_s(run.width, len(run.rows))
-        match self._waiting.add(waiting, self.curve, self.limits, now_s=now_s, busy_until_s=busy_until_s):
+        added = self._waiting.add(
+            waiting,
+            self.curve,
+            self.limits,
+            now_s=now_s,
+            busy_until_s=busy_until_s,
+            transport_s=self._transport_s,
+        )
+        match added:
             case TooManyRows(most_rows):
                 return QueueFull(f"{most_rows} rows wait on this worker")
             case TooLate(predicted_s, left_s):
@@ -311,23 +321,6 @@ class Batcher:
                     f"the row would be answered in {predicted_s:.3f} s; the deadline is in {left_s:.3f} s"
                 )
         return None
-
-    def _key_of(self, spec: RowSpec) -> BatchKey:
-        has_length = self._model.max_tokens > 0
-        sent = tuple(
-            [
-                (tensor.name, tensor.datatype, (1, *tensor.shape[1:]) if has_length else tensor.shape)
-                for tensor in spec.inputs
-            ]
-        )
-        key = self._keys.get(sent)
-        if key is None:
-            if len(self._keys) >= MOST_KEYS:
-                self._keys.clear()
-            specs = tuple(TensorSpec(*each, has_length) for each in sent)
-            key = BatchKey.of(self._digest, self._model.operation, self._model.dtype, specs, {})
-            self._keys[sent] = key
-        return key
 
     # --- batches --------------------------------------------------------------------------------
 
@@ -359,7 +352,12 @@ class Batcher:
         shared = self._turns.are_shared(now_s)
         turn_s = TURN_RATIO * self._objective.latency_s if shared else math.inf
         device = Device(
-            self.curve, self.limits, self._objective, draining=self._context.draining(), turn_s=turn_s
+            self.curve,
+            self.limits,
+            self._objective,
+            transport_s=self._transport_s,
+            draining=self._context.draining(),
+            turn_s=turn_s,
         )
         tags = self._turns.tags(self._waiting.by_due(), device.row_s) if shared else None
         lingers: tuple[float, BatchKey, WaitingGroup, Linger, Expected] | None = None
@@ -516,7 +514,7 @@ class Batcher:
 
     def _end(self, row: LiveRow, end: RowEnd, reason: str) -> None:
         del self._live[row.number]
-        row.end(end)
+        row.end(structs.replace(end, stay_s=self._clock.monotonic_s() - row.accepted_s))
         self._context.charges.ended(row)
         if self._context.telemetry is not None:
             self._context.telemetry.ended(reason.lower())

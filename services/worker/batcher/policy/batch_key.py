@@ -7,12 +7,16 @@ efficiency.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
+from services.core.fixed_cost.rows import RawTensor
 from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
 
 Parameter = str | int | float | bool
+
+_MOST_KEPT: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +45,29 @@ class BatchKey:
 
 def _without_length(spec: TensorSpec) -> TensorSpec:
     return replace(spec, shape=(ANY, *spec.shape[1:])) if spec.has_length else spec
+
+
+class BatchKeys:
+    """The keys of one version's rows; the recent ones are kept, for most rows have the same tensors."""
+
+    def __init__(self, version_digest: str, operation: Operation, dtype: str, *, has_length: bool) -> None:
+        self._computation = version_digest, operation, dtype
+        self._has_length = has_length
+        self._kept: dict[tuple[tuple[str, str, tuple[int, ...]], ...], BatchKey] = {}
+
+    def of(self, inputs: Sequence[RawTensor]) -> BatchKey:
+        """Return the key of a row."""
+        has_length = self._has_length
+        sent = tuple(
+            [
+                (tensor.name, tensor.datatype, (1, *tensor.shape[1:]) if has_length else tensor.shape)
+                for tensor in inputs
+            ]
+        )
+        key = self._kept.get(sent)
+        if key is None:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            specs = tuple(TensorSpec(*each, has_length) for each in sent)
+            key = self._kept[sent] = BatchKey.of(*self._computation, specs, {})
+        return key

@@ -423,3 +423,14 @@ def _end_a_batch(scripted: Scripted, rng: random.Random, poisons: dict[int, str]
             scripted.answer(place, run_s=0.001)
             return 0.001
     return 0.0
+
+
+def test_observed_transport_shortens_the_window_and_is_explained() -> None:
+    scripted = Scripted()
+    for _ in range(400):
+        scripted.start(transport_s=0.02)
+        scripted.answer()
+    end = scripted.ends[scripted.sent]
+    assert end.window is not None
+    assert end.window.transport_s == pytest.approx(0.02, rel=0.05)
+    assert end.stay_s > 0.0
