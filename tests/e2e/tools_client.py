@@ -70,16 +70,17 @@ def helper() -> dict[str, Any]:
     }
 
 
+def offered(parameters: dict[str, Any]) -> list[Any]:
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
 def refused() -> list[str | None]:
     found = []
     for tools, choice in (
         ([*TOOLS, TOOLS[0]], "auto"),
         (TOOLS, {"type": "function", "function": {"name": "missing"}}),
-        ([{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}], "auto"),
-        (
-            [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}],
-            "required",
-        ),
+        (offered({"type": "string"}), "auto"),
+        (offered({"type": "object", "not": {}}), "required"),
     ):
         try:
             client.chat.completions.create(
