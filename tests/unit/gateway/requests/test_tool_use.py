@@ -33,6 +33,10 @@ OBJECT = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"
 REQUIRED = pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED)
 
 
+FIRST = "chat.tools[0].parameters"
+MANY = 1 + MAX_TOOL_BYTES // 16_000
+
+
 def generation(*tools: pb.Tool, **fields: Any) -> pb.Generation:
     messages = [pb.ChatMessage(role="user", content="hi")]
     return pb.Generation(model="chat-small", chat=pb.Chat(messages=messages, tools=tools), **fields)
@@ -58,12 +62,7 @@ def nested(levels: int) -> str:
             generation(tool(parameters='{"x":' + "[" * 20_000 + "]" * 20_000 + "}")),
             "chat.tools[0].parameters",
         ),
-        (
-            generation(
-                *(tool(f"f{n}", description="x" * 16_000) for n in range(1 + MAX_TOOL_BYTES // 16_000))
-            ),
-            "chat.tools",
-        ),
+        (generation(*(tool(f"f{n}", description="x" * 16_000) for n in range(MANY))), "chat.tools"),
         (generation(tool_choice=REQUIRED), "tool_choice"),
         (generation(tool(), tool_choice=pb.ToolChoice(names=["g"])), "tool_choice"),
         (pb.Generation(prompt="x", parts=True), "parts"),
