@@ -140,6 +140,7 @@ class OutputForms:
         form = declared_form(generation, use, deployment, model, ids)
         if constraint is not None and not use.tools:
             await self._tokeniser.check_constraint(model, tenant_id, constraint)
+            form = replace(form, reasoning=None)  # the output matches from its beginning
         if use.tools:
             form, constraint = await self._with_calls(use, form, constraint, tenant_id, model)
         if not generation.parts:
