@@ -93,6 +93,18 @@ def test_an_output_is_what_the_rules_permit(
             assert model.takes(form, rules, text) == (rules in wanted), (what, rules, text)
 
 
+def test_free_text_does_not_spell_a_mark_in_pieces(model: Model) -> None:
+    form = OutputForm(calls=CALL_FORMS["hermes"])
+    source = call_grammar(form, TOOLS, AUTO, model.marks)
+    matcher = model.grammars.compile(Constraint(ConstraintKind.GRAMMAR, source))
+    pieces = [
+        token
+        for text in ("Hello <tool", "_call> there")
+        for token in model.tokenizer.encode(text, add_special_tokens=False).ids
+    ]
+    assert matcher.fitting(pieces) < len(pieces)
+
+
 @pytest.mark.parametrize("name", [name for name, form in CALL_FORMS.items() if form.mark])
 def test_content_beside_calls_matches_its_schema(model: Model, name: str) -> None:
     form = OutputForm(calls=CALL_FORMS[name])
