@@ -47,7 +47,8 @@ def whole(**options: Any) -> dict[str, Any]:
 
 
 def streamed(**options: Any) -> dict[str, Any]:
-    content, calls, finish, pieces = "", [], "", 0
+    content, finish, pieces = "", "", 0
+    calls: list[list[Any]] = []
     for chunk in client.chat.completions.create(
         model=MODEL, messages=MESSAGES, tools=TOOLS, max_tokens=200, seed=3, stream=True, **options
     ):
@@ -99,7 +100,7 @@ named: Any = {"type": "function", "function": {"name": "get_weather"}}
 key = {"idempotency-key": "tools-1"}
 result = {
     "required": whole(**REQUIRED),
-    "streamed": streamed(**REQUIRED),
+    "streamed": streamed(tool_choice=named),
     "named": whole(tool_choice=named),
     "auto": whole(tool_choice="auto"),
     "none": whole(tool_choice="none"),

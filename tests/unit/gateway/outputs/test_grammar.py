@@ -34,7 +34,7 @@ class Model:
         self.tokenizer = Tokenizer.from_file(str(CHECKPOINT))
         self.tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
         self.tokenizer.add_tokens([AddedToken(text, special=False) for text in added])
-        self.eos = self.tokenizer.token_to_id("<|end|>")
+        (self.eos,) = self.tokenizer.encode("<|end|>", add_special_tokens=False).ids
         found = self.tokenizer.get_added_tokens_decoder().items()
         self.marks = mark_tokens(
             OutputForm(), (MarkToken(one.content, id_, one.special) for id_, one in found)
