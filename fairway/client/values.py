@@ -24,7 +24,7 @@ def checked_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:
 class Tool:
     """A function that the model may call. ``parameters``: a JSON schema of an object; None: no arguments.
 
-    ``strict``: the arguments match the schema in every call, and not only in those that were asked for.
+    ``strict``: the arguments match the schema in every call, and not only in required ones.
     """
 
     name: str
@@ -257,15 +257,13 @@ Event = Accepted | Tokens | Finished
 
 @dataclass(frozen=True, slots=True)
 class CompletedChoice:
-    """``text`` is the whole output. With tools it is also in parts: ``content``, ``reasoning``, ``calls``."""
-
     choice: int
-    text: str
+    text: str  # the whole output
     ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] = ()
-    content: str = ""
-    reasoning: str = ""
+    content: str = ""  # of a request with tools without reasoning and calls, otherwise the text
+    reasoning: str = ""  # of a request with tools
     calls: tuple[ToolCall, ...] = ()
 
 

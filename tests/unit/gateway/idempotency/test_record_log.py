@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from services.core.errors import IntegrityError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
+from services.core.outputs.families import CALL_FORMS
+from services.core.outputs.forms import OutputForm, ReasoningForm
 from services.gateway.events import (
     Accepted,
     ChoiceResult,
@@ -266,7 +268,18 @@ def test_pieces_of_a_choice_are_one_entry() -> None:
 
 def test_entries_survive_their_encoding() -> None:
     entries = (
-        AcceptedTerms("r", "m", "d", 2**63, 2**64 - 1, 3, 4, 5, (Degraded("output_capped", "9", "4", 0.7),)),
+        AcceptedTerms(
+            "r",
+            "m",
+            "d",
+            2**63,
+            2**64 - 1,
+            3,
+            4,
+            5,
+            (Degraded("output_capped", "9", "4", 0.7),),
+            OutputForm(ReasoningForm("<a>", "</a>"), CALL_FORMS["mistral"], thinking=True, held=True),
+        ),
         Resumed(),
         Output(1, 2, 3, [4, 5], "ü\0", logprobs_in(piece(0, 2).logprobs)),
         end_in(END),
