@@ -303,7 +303,7 @@ def test_a_record_of_a_release_without_degrading_is_read() -> None:
 
 def test_a_record_of_a_later_release_is_read_as_far_as_it_is_known() -> None:
     changes = [["output_capped", "9", "4", 0.7, "more"], ["colder", "1.0", "0.5", 0.9]]
-    (terms,) = decode(msgspec.msgpack.encode([["a", "r", "m", "d", 1, 7, 3, 4, 5, changes, "more"]]))
+    (terms,) = decode(msgspec.msgpack.encode([["a", "r", "m", "d", 1, 7, 3, 4, 5, changes, None, "more"]]))
     assert isinstance(terms, AcceptedTerms)
     assert degraded_out(terms.degraded) == (Degradation(DegradationKind.OUTPUT_CAPPED, "9", "4", 0.7),)
 
