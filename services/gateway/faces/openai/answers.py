@@ -360,7 +360,7 @@ class Frames:
         # When usage is requested, every frame but the last has a null usage.
         self._after = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
         self._offsets: dict[int, int] = {}
-        self._whole: set[int] = set()  # choices whose text is all content
+        self._split: set[int] = set()  # choices whose output has parts
         # Output tokens so far and prompt tokens, by choice; only for frames that state them.
         self._tokens: Counter[int] = Counter()
         self._prompt_tokens: dict[int, int] = {}
@@ -372,8 +372,8 @@ class Frames:
 
         ``split``: whether its output has parts; otherwise its text is content.
         """
-        if not split:
-            self._whole.add(index)
+        if split:
+            self._split.add(index)
         self._offsets[index], self._tokens[index] = token_chars, tokens
         self._prompt_tokens[index] = prompt_tokens
 
@@ -387,7 +387,7 @@ class Frames:
         wants = self._request.logprobs and bool(event.logprobs)
         self._tokens[index] += len(event.ids)
         if self._request.dialect == "chat":
-            parts = (ContentText(event.text),) if index in self._whole else event.parts
+            parts = event.parts if index in self._split else (ContentText(event.text),)
             delta = _delta(parts)
             if delta == _NO_DELTA:
                 if not wants:

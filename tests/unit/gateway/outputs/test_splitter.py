@@ -15,9 +15,7 @@ from services.core.outputs.forms import CallForm, OutputForm
 from services.core.outputs.tools import (
     AssistantAnswer,
     CallDelta,
-    ContentText,
     OutputPart,
-    ReasoningText,
     ToolCall,
     answer_of,
 )
@@ -85,8 +83,8 @@ def merged(parts: list[OutputPart]) -> list[tuple[Any, ...]]:
         match part:
             case CallDelta(index, call_id, name, arguments):
                 kind, text = index, (f"{call_id} {name} " if name else "") + arguments
-            case ContentText(text) | ReasoningText(text):
-                pass
+            case _:
+                text = part.text
         if found and found[-1][0] == kind:
             found[-1] = (kind, found[-1][1] + text)
         else:
