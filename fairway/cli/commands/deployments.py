@@ -48,7 +48,7 @@ OutputFormOption = Annotated[
     str | None,
     typer.Option(
         "--output-form",
-        help="How the model writes calls and reasoning, such as hermes+think; empty: as its files show.",
+        help="How it writes calls and reasoning, such as hermes+think.",
     ),
 ]
 

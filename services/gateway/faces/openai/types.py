@@ -243,7 +243,7 @@ class ChatBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
     tools: list[OfferedTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolSelection | None = None
-    parallel_tool_calls: Annotated[bool | None, About("false: at most one call.")] = None
+    parallel_tool_calls: bool | None = None
 
     functions: Unserved = UNSET
     function_call: Unserved = UNSET
