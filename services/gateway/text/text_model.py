@@ -14,6 +14,9 @@ from typing import Final, Protocol
 from fairway.formats.version_files import GATEWAY_FILES
 from services.core.fixed_cost.signature import Signature
 from services.core.generation import Constraint
+from services.core.outputs.forms import OutputForm
+from services.core.outputs.tools import Tool, ToolCall
+from services.gateway.outputs.forms import MarkToken
 
 # At most about 4 s of a text process, which delays no other client: see ``text/child.py``.
 MIN_PROMPT_BYTES: Final = 1024 * 1024
@@ -22,15 +25,6 @@ MIN_PROMPT_BYTES: Final = 1024 * 1024
 def is_text_file(path: str) -> bool:
     """Return whether the gateway reads this file of a version."""
     return path in GATEWAY_FILES
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of an earlier turn; ``arguments`` is a JSON object, or empty."""
-
-    id: str
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +47,17 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, and further variables of the chat template as a JSON object; empty: none."""
+    """Turns, further variables of the chat template as a JSON object (empty: none), and tools."""
 
     messages: Sequence[ChatMessage]
     variables: str = ""
+    tools: Sequence[Tool] = ()
 
     def texts(self) -> tuple[str, ...]:
         """Return every text, in an order that distinguishes conversations."""
-        return (self.variables, *(text for message in self.messages for text in message.texts()))
+        tools = (text for tool in self.tools for text in (tool.name, tool.description, tool.parameters))
+        turns = (text for message in self.messages for text in message.texts())
+        return (self.variables, str(len(self.tools)), *tools, *turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +88,12 @@ class TextModel:
     signature: Signature | None = None
     # Of a decoder whose files declare an embedding.
     embedding: Signature | None = None
+    # How its outputs write reasoning and calls, as far as its files show.
+    form: OutputForm = OutputForm()  # noqa: RUF009
+    # The tokens of its tokenizer that spell a part of a form.
+    marks: tuple[MarkToken, ...] = ()
+    # Ends of a prompt that open the reasoning of a form: the text that opens it, and token ids.
+    openings: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def of_rows(self) -> TextModel:
