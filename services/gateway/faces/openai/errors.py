@@ -122,15 +122,21 @@ def public_message(error: FairwayError) -> str:
 def error_body(error: FairwayError) -> bytes:
     """Return the JSON of an error. It omits a bug's own text and contains only its incident id."""
     status = status_of(error)
+    param, message = field_and_message(error)
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    if isinstance(error, BudgetExceeded):
+        kind = "insufficient_quota"
+    return _encode(ErrorBody(ErrorDetail(message, kind, param, _code(error, status))))
+
+
+def field_and_message(error: FairwayError) -> tuple[str | None, str]:
+    """Return the field by its name in the HTTP dialects, None without one, and the text for the client."""
     field = error.metadata.get("field")
     param = _param(field) if field else None
     message = public_message(error)
     if field and param and param != field:
         message = message.replace(field, param)
-    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    if isinstance(error, BudgetExceeded):
-        kind = "insufficient_quota"
-    return _encode(ErrorBody(ErrorDetail(message, kind, param, _code(error, status))))
+    return param, message
 
 
 async def named(names: Iterable[tuple[str, str]], work: Awaitable[T]) -> T:
