@@ -63,6 +63,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """Internal: the engine process died; the sequence is placed again."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 9
     """Internal: this sequence failed alone."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 10
+    """As STOP, and the output has calls of tools. Only of outputs in parts."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a choice ended."""
@@ -84,6 +86,8 @@ FINISH_REASON_ENGINE_LOST: FinishReason.ValueType  # 8
 """Internal: the engine process died; the sequence is placed again."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 9
 """Internal: this sequence failed alone."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 10
+"""As STOP, and the output has calls of tools. Only of outputs in parts."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -294,6 +298,96 @@ class TokenLogprobs(_message.Message):
 Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
+class ToolCallDelta(_message.Message):
+    """The next piece of a call of a tool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which call of the choice, from 0."""
+    id: _builtins.str
+    """Of the first piece; the same for a repeated request with an idempotency key."""
+    name: _builtins.str
+    """Of the first piece."""
+    arguments: _builtins.str
+    """All pieces of a call together are a JSON object, unless the output was cut short."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
+
+@_typing.final
+class OutputPart(_message.Message):
+    """A piece of an output by its meaning."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    CALL_FIELD_NUMBER: _builtins.int
+    content: _builtins.str
+    reasoning: _builtins.str
+    """What the model thought before its answer."""
+    @_builtins.property
+    def call(self) -> Global___ToolCallDelta: ...
+    def __init__(
+        self,
+        *,
+        content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        call: Global___ToolCallDelta | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "content", b"content", "kind", b"kind", "reasoning", b"reasoning"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "content", b"content", "kind", b"kind", "reasoning", b"reasoning"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["content", "reasoning", "call"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___OutputPart: _TypeAlias = OutputPart  # noqa: Y015
+
+@_typing.final
+class FrameParts(_message.Message):
+    """Output parts of the entry `entry` of a TokenFrame. Only between gateways and clients."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRY_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    entry: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputPart]: ...
+    def __init__(
+        self,
+        *,
+        entry: _builtins.int = ...,
+        parts: _abc.Iterable[Global___OutputPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FrameParts: _TypeAlias = FrameParts  # noqa: Y015
+
+@_typing.final
 class FrameLogprobs(_message.Message):
     """Logprobs of the entry `entry` of a TokenFrame, one per token of that entry."""
 
@@ -333,6 +427,7 @@ class TokenFrame(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -349,6 +444,8 @@ class TokenFrame(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrameLogprobs]: ...
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrameParts]: ...
     def __init__(
         self,
         *,
@@ -358,10 +455,11 @@ class TokenFrame(_message.Message):
         ids: _abc.Iterable[_builtins.int] | None = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
         logprobs: _abc.Iterable[Global___FrameLogprobs] | None = ...,
+        parts: _abc.Iterable[Global___FrameParts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "handles", b"handles", "ids", b"ids", "logprobs", b"logprobs", "offsets", b"offsets", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "handles", b"handles", "ids", b"ids", "logprobs", b"logprobs", "offsets", b"offsets", "parts", b"parts", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,6 +21,33 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
+    """AUTO."""
+    TOOL_MODE_AUTO: _ToolMode.ValueType  # 1
+    """The model decides."""
+    TOOL_MODE_NONE: _ToolMode.ValueType  # 2
+    """No call; the tools are left out of the prompt."""
+    TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 3
+    """At least one call."""
+
+class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper): ...
+
+TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
+"""AUTO."""
+TOOL_MODE_AUTO: ToolMode.ValueType  # 1
+"""The model decides."""
+TOOL_MODE_NONE: ToolMode.ValueType  # 2
+"""No call; the tools are left out of the prompt."""
+TOOL_MODE_REQUIRED: ToolMode.ValueType  # 3
+"""At least one call."""
+Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
+
 class _DegradationKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -44,7 +71,7 @@ Global___DegradationKind: _TypeAlias = DegradationKind  # noqa: Y015
 
 @_typing.final
 class ToolCall(_message.Message):
-    """A call that the model made in an earlier turn."""
+    """A call of a tool by the model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -69,6 +96,67 @@ class ToolCall(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the model may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    description: _builtins.str
+    parameters: _builtins.str
+    """The JSON schema of its arguments, an object, as JSON. Empty: any object."""
+    strict: _builtins.bool
+    """Its arguments match the schema whenever it is called."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+        strict: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    SINGLE_FIELD_NUMBER: _builtins.int
+    mode: Global___ToolMode.ValueType
+    single: _builtins.bool
+    """At most one call."""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only these of the tools are called. Empty: each may be."""
+
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolMode.ValueType = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        single: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "names", b"names", "single", b"single"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -116,19 +204,25 @@ class Chat(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     template_variables: _builtins.str
     """A JSON object: further variables of the chat template, such as enable_thinking. Empty: none."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """What the model may call; part of the prompt. See docs/tools.md."""
+
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         template_variables: _builtins.str = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_variables", b"template_variables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_variables", b"template_variables", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -180,6 +274,8 @@ class Generation(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     DEFAULT_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     prompt: _builtins.str
     max_output_tokens: _builtins.int
@@ -205,6 +301,8 @@ class Generation(_message.Message):
     """Digest or arm of the version that is to answer, of those that the model name serves now. Empty: the split decides."""
     default_output_tokens: _builtins.int
     """Without max_output_tokens: at most so many, fewer where the context or a limit allows fewer. Absent: what they allow."""
+    parts: _builtins.bool
+    """Return the output of a chat in parts too: content, reasoning and calls."""
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
@@ -220,6 +318,10 @@ class Generation(_message.Message):
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """At most this long from receipt to the terminal event. The earlier of this and the RPC's deadline."""
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Of a chat with tools. Absent: the model decides."""
 
     def __init__(
         self,
@@ -244,10 +346,12 @@ class Generation(_message.Message):
         cache: _builtins.bool = ...,
         version: _builtins.str = ...,
         default_output_tokens: _builtins.int | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parts: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_default_output_tokens", b"_default_output_tokens", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "chat", b"chat", "choices", b"choices", "default_output_tokens", b"default_output_tokens", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "sampling", b"sampling", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_default_output_tokens", b"_default_output_tokens", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "chat", b"chat", "choices", b"choices", "default_output_tokens", b"default_output_tokens", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "sampling", b"sampling", "timeout", b"timeout", "token_ids", b"token_ids", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_default_output_tokens", b"_default_output_tokens", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "cache", b"cache", "chat", b"chat", "choices", b"choices", "default_output_tokens", b"default_output_tokens", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "session_key", b"session_key", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout", b"timeout", "token_ids", b"token_ids", "user", b"user", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_default_output_tokens", b"_default_output_tokens", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "cache", b"cache", "chat", b"chat", "choices", b"choices", "default_output_tokens", b"default_output_tokens", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "parts", b"parts", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "session_key", b"session_key", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout", b"timeout", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "user", b"user", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choices: _TypeAlias = _typing.Literal["choices"]  # noqa: Y015
     _WhichOneofArgType__choices: _TypeAlias = _typing.Literal["_choices", b"_choices"]  # noqa: Y015
@@ -383,6 +487,7 @@ class TokenChunk(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     offset: _builtins.int
     """Output offset of the first of ids."""
@@ -391,6 +496,10 @@ class TokenChunk(_message.Message):
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.OutputPart]:
+        """Where parts were asked for: what became final with this text, in order."""
+
     def __init__(
         self,
         *,
@@ -399,10 +508,11 @@ class TokenChunk(_message.Message):
         ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        parts: _abc.Iterable[_common_pb2.OutputPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ids", b"ids", "logprobs", b"logprobs", "offset", b"offset", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ids", b"ids", "logprobs", b"logprobs", "offset", b"offset", "parts", b"parts", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -433,11 +543,16 @@ class ChoiceResult(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     stop: _builtins.str
     """The stop string that ended it, if one did."""
     output_tokens: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.OutputPart]:
+        """Where parts were asked for: the last of them, which its end made final."""
+
     def __init__(
         self,
         *,
@@ -445,10 +560,11 @@ class ChoiceResult(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         stop: _builtins.str = ...,
         output_tokens: _builtins.int = ...,
+        parts: _abc.Iterable[_common_pb2.OutputPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "output_tokens", b"output_tokens", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "output_tokens", b"output_tokens", "parts", b"parts", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -543,6 +659,34 @@ class CompleteRequest(_message.Message):
 Global___CompleteRequest: _TypeAlias = CompleteRequest  # noqa: Y015
 
 @_typing.final
+class AssistantAnswer(_message.Message):
+    """A whole output by its meaning."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    content: _builtins.str
+    reasoning: _builtins.str
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]: ...
+    def __init__(
+        self,
+        *,
+        content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AssistantAnswer: _TypeAlias = AssistantAnswer  # noqa: Y015
+
+@_typing.final
 class CompletedChoice(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -550,12 +694,17 @@ class CompletedChoice(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     text: _builtins.str
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
+    @_builtins.property
+    def answer(self) -> Global___AssistantAnswer:
+        """Where parts were asked for: the text by its meaning."""
+
     def __init__(
         self,
         *,
@@ -563,10 +712,11 @@ class CompletedChoice(_message.Message):
         text: _builtins.str = ...,
         ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
+        answer: Global___AssistantAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ids", b"ids", "logprobs", b"logprobs", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "choice", b"choice", "ids", b"ids", "logprobs", b"logprobs", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -203,6 +203,7 @@ class StartSequence(_message.Message):
     PREFIX_ROOT_FIELD_NUMBER: _builtins.int
     APART_TOKENS_FIELD_NUMBER: _builtins.int
     EMBED_FIELD_NUMBER: _builtins.int
+    SPELLED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The gateway's number on this stream; not in use."""
     request_id: _builtins.str
@@ -251,6 +252,10 @@ class StartSequence(_message.Message):
     def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Hash chain of the prompt's leading prefix blocks of 64 tokens; its root names the isolation domain."""
 
+    @_builtins.property
+    def spelled_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Special tokens whose spelling is part of the text, as the marks of calls."""
+
     def __init__(
         self,
         *,
@@ -279,10 +284,11 @@ class StartSequence(_message.Message):
         prefix_root: _builtins.int = ...,
         apart_tokens: _builtins.int = ...,
         embed: _builtins.bool = ...,
+        spelled_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "fallback", b"fallback", "grant", b"grant", "logprobs", b"logprobs", "sampling", b"sampling", "time_left", b"time_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "apart_tokens", b"apart_tokens", "choice", b"choice", "delivered_chars", b"delivered_chars", "embed", b"embed", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "apart_tokens", b"apart_tokens", "choice", b"choice", "delivered_chars", b"delivered_chars", "embed", b"embed", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "spelled_token_ids", b"spelled_token_ids", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

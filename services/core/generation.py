@@ -12,8 +12,8 @@ from services.core.records import KeyRole, Priority
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. A client never receives the last three: the gateway retries the placement or
-    fails it."""
+    """Why a sequence ended. A client never receives PREEMPTED, ENGINE_LOST and ERROR: the gateway retries
+    the placement or fails it."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -23,6 +23,8 @@ class FinishReason(StrEnum):
     PREEMPTED = "preempted"
     ENGINE_LOST = "engine_lost"
     ERROR = "error"
+    # As STOP, and the output has calls of tools. Gateways set it, workers do not.
+    TOOL_CALLS = "tool_calls"
 
 
 # The error reason of a sequence that ended with ENGINE_LOST because the model produced no finite numbers on
@@ -119,6 +121,8 @@ class OutputLimits:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    # Special tokens whose spelling is part of the text.
+    spelled_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

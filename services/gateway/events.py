@@ -16,6 +16,7 @@ from typing import Final, Protocol
 from services.core.errors import FairwayError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.core.limits import RateState
+from services.core.outputs.tools import OutputPart
 from services.gateway.policy.degrade import Degradation
 
 MAX_ATTEMPT: Final = 1000  # larger numbers count as this one
@@ -107,6 +108,8 @@ class Tokens:
     ids: Sequence[int]
     text: str
     logprobs: Sequence[TokenLogprobs] = ()
+    # Where the request asked for parts: what became final with this text, in order. ``text`` stays whole.
+    parts: Sequence[OutputPart] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,8 @@ class ChoiceResult:
     finish_reason: FinishReason
     stop: str
     output_tokens: int
+    # Where the request asked for parts: the last of them, which the end made final.
+    parts: tuple[OutputPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from services.core.errors import FairwayError
 from services.core.generation import TokenLogprobs
+from services.core.outputs.tools import AssistantAnswer, OutputPart, answer_of
 from services.gateway.events import Accepted, Event, Finished, Handle, Heartbeat, Tokens
 
 
@@ -101,13 +102,17 @@ class BufferedStream:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer: per choice its text, token ids and log probabilities."""
+    """A whole answer: per choice its text, token ids and log probabilities.
+
+    ``answers``: the texts by their meaning; empty where the request did not ask for parts.
+    """
 
     accepted: Accepted
     texts: list[str]
     ids: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
     finished: Finished
+    answers: Sequence[AssistantAnswer] = ()
 
 
 async def complete(stream: AsyncGenerator[Event, None]) -> Completion:
@@ -116,6 +121,7 @@ async def complete(stream: AsyncGenerator[Event, None]) -> Completion:
     texts: defaultdict[int, list[str]] = defaultdict(list)
     ids: defaultdict[int, list[int]] = defaultdict(list)
     logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
+    parts: defaultdict[int, list[OutputPart]] = defaultdict(list)
     accepted: Accepted | None = None
     async with aclosing(stream) as events:
         async for event in events:
@@ -123,16 +129,20 @@ async def complete(stream: AsyncGenerator[Event, None]) -> Completion:
                 texts[event.choice].append(event.text)
                 ids[event.choice].extend(event.ids)
                 logprobs[event.choice].extend(event.logprobs)
+                parts[event.choice].extend(event.parts)
             elif isinstance(event, Accepted):
                 accepted = event
             elif isinstance(event, Finished):
                 assert accepted is not None
                 choices = range(len(event.choices))
+                for result in event.choices:
+                    parts[result.choice].extend(result.parts)
                 return Completion(
                     accepted,
                     ["".join(texts[choice]) for choice in choices],
                     [ids[choice] for choice in choices],
                     [logprobs[choice] for choice in choices],
                     event,
+                    [answer_of(parts[choice]) for choice in choices] if parts else (),
                 )
     raise AssertionError("a stream ended without a terminal event")

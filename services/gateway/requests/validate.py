@@ -15,6 +15,7 @@ from typing import Final
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong, UnsupportedFeature
 from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
+from services.core.outputs.tools import ToolCall
 from services.core.records import Priority
 from services.core.rollouts.routes import SplitCaller
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
@@ -25,7 +26,6 @@ from services.gateway.text.text_model import (
     Conversation,
     SamplingDefaults,
     TextModel,
-    ToolCall,
 )
 from services.gateway.text.tokenise import INLINE_TOKENS, PrefixNames, Tokeniser
 from services.rpc import bounds

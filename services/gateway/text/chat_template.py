@@ -25,6 +25,7 @@ import jinja2
 import msgspec
 
 from services.core.errors import FailedPrecondition, InvalidInput
+from services.core.outputs.tools import ToolCall
 from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES, BudgetedEnvironment
 from services.gateway.text.template_budget import (
     BUDGET,
@@ -32,7 +33,7 @@ from services.gateway.text.template_budget import (
     TemplateRefused,
     TemplateTooCostly,
 )
-from services.gateway.text.text_model import ChatMessage, ToolCall
+from services.gateway.text.text_model import ChatMessage
 from services.gateway.text.traced_text import MESSAGE, OriginText, concat, origin_of
 from services.ports.clock import Clock
 

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from fairway.formats.version_files import GATEWAY_FILES
 from services.core.fixed_cost.signature import Signature
 from services.core.generation import Constraint
+from services.core.outputs.tools import Tool, ToolCall
 
 # At most about 4 s of a text process, which delays no other client: see ``text/child.py``.
 MIN_PROMPT_BYTES: Final = 1024 * 1024
@@ -22,15 +23,6 @@ MIN_PROMPT_BYTES: Final = 1024 * 1024
 def is_text_file(path: str) -> bool:
     """Return whether the gateway reads this file of a version."""
     return path in GATEWAY_FILES
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of an earlier turn; ``arguments`` is a JSON object, or empty."""
-
-    id: str
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +45,17 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, and further variables of the chat template as a JSON object; empty: none."""
+    """Turns, further variables of the chat template as a JSON object (empty: none), and tools."""
 
     messages: Sequence[ChatMessage]
     variables: str = ""
+    tools: Sequence[Tool] = ()
 
     def texts(self) -> tuple[str, ...]:
         """Return every text, in an order that distinguishes conversations."""
-        return (self.variables, *(text for message in self.messages for text in message.texts()))
+        tools = (text for tool in self.tools for text in (tool.name, tool.description, tool.parameters))
+        turns = (text for message in self.messages for text in message.texts())
+        return (self.variables, str(len(self.tools)), *tools, *turns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,7 @@ def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
         prefix_root=prompt.prefix_root,
         apart_tokens=spec.apart_tokens,
         embed=spec.embed,
+        spelled_token_ids=limits.spelled_ids,
     )
     if isinstance(grant, FallbackGrant):
         message.fallback.CopyFrom(_fallback_to_proto(grant))
@@ -140,6 +141,7 @@ def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec:
             tuple(message.stop),
             tuple(message.stop_token_ids),
             message.ignore_eos,
+            tuple(message.spelled_token_ids),
         ),
         priority=PRIORITY_OF[message.priority],
     )

@@ -9,6 +9,7 @@ from services.gateway.events import Accepted, Event, Finished, Heartbeat, Tokens
 from services.gateway.policy.degrade import DegradationKind
 from services.gateway.requests.streaming import Completion
 from services.rpc.convert.inference import FINISH_REASONS, stage_clock, token_logprobs, usage
+from services.rpc.convert.outputs import answer_to_proto, parts_to_proto
 
 _DEGRADATIONS: Final = {
     DegradationKind.OUTPUT_CAPPED: inference_pb2.DEGRADATION_KIND_OUTPUT_CAPPED,
@@ -46,6 +47,7 @@ def finished_message(event: Finished) -> inference_pb2.Finished:
                 finish_reason=FINISH_REASONS[result.finish_reason],
                 stop=result.stop,
                 output_tokens=result.output_tokens,
+                parts=parts_to_proto(result.parts),
             )
             for result in event.choices
         ],
@@ -65,6 +67,8 @@ def generate_response(event: Event) -> inference_pb2.GenerateResponse:
         chunk.text = event.text
         if event.logprobs:
             chunk.logprobs.extend(token_logprobs(event.logprobs))
+        if event.parts:
+            chunk.parts.extend(parts_to_proto(event.parts))
         return response
     if isinstance(event, Accepted):
         return inference_pb2.GenerateResponse(accepted=accepted_message(event))
@@ -78,7 +82,11 @@ def complete_response(completion: Completion) -> inference_pb2.CompleteResponse:
         accepted=accepted_message(completion.accepted),
         choices=[
             inference_pb2.CompletedChoice(
-                choice=choice, text=text, ids=ids, logprobs=token_logprobs(completion.logprobs[choice])
+                choice=choice,
+                text=text,
+                ids=ids,
+                logprobs=token_logprobs(completion.logprobs[choice]),
+                answer=answer_to_proto(completion.answers[choice]) if completion.answers else None,
             )
             for choice, (text, ids) in enumerate(zip(completion.texts, completion.ids, strict=True))
         ],

@@ -1,0 +1,95 @@
+"""Tools that a model may call, its calls, and an output by its meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. ``parameters``: a JSON schema as JSON; empty: any object."""
+
+    name: str
+    description: str = ""
+    parameters: str = ""
+    strict: bool = False
+
+
+class ToolMode(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which calls an output may have. ``names``: of the tools that may be called; empty: each may be.
+
+    ``single``: at most one call.
+    """
+
+    mode: ToolMode = ToolMode.AUTO
+    names: tuple[str, ...] = ()
+    single: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool; ``arguments`` is a JSON object, or empty."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContentText:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningText:
+    """What the model thought before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """The next piece of call ``index`` of a choice. Only the first piece of a call has its id and name."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+OutputPart = ContentText | ReasoningText | CallDelta
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantAnswer:
+    """A whole output by its meaning."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+def answer_of(parts: Iterable[OutputPart]) -> AssistantAnswer:
+    """Return the output that the parts of a choice make up, in their order."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: dict[int, ToolCall] = {}
+    for part in parts:
+        match part:
+            case ContentText(text):
+                content.append(text)
+            case ReasoningText(text):
+                reasoning.append(text)
+            case CallDelta(index, call_id, name, arguments):
+                call = calls.setdefault(index, ToolCall(call_id, name, ""))
+                calls[index] = replace(call, arguments=call.arguments + arguments)
+    return AssistantAnswer("".join(content), "".join(reasoning), tuple(calls.values()))
