@@ -131,12 +131,14 @@ class GatewayService:
         *,
         received: Received,
         timeout_s: float | None = None,
+        withdraws: bool = False,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a request, ending with Finished; raise the error that ended it.
 
-        Closing the generator cancels the request and frees all its resources.
+        Closing the generator cancels the request and frees all its resources. One with an idempotency key
+        runs on for a grace period, unless the caller ``withdraws`` it.
         """
-        buffer = BufferedStream(self.limits.heartbeat_s)
+        buffer = BufferedStream(self.limits.heartbeat_s, withdraws=withdraws)
         return buffer.events(
             lambda: self.submit(principal, generation, buffer, received=received, timeout_s=timeout_s)
         )

@@ -67,6 +67,7 @@ from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import ObserveExchange, build_app
 from services.gateway.faces.openai.server import HttpServer
 from services.gateway.faces.predict.servicer import PredictServicer
+from services.gateway.faces.responses.routes import ResponseParts
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
@@ -76,6 +77,7 @@ from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
+from services.gateway.responses.store import ResponseStore
 from services.gateway.rows.explanations import RowExplanations
 from services.gateway.rows.keyed import IdempotentRows
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
@@ -117,6 +119,7 @@ _NAMING_THREADS: Final = 2
 _PLACED_BLOCKS: Final = 1024  # 64 Ki tokens
 _REGISTER_S: Final = 5.0
 _CACHED_RESPONSES: Final = 10_000  # of a tenant
+_STORED_RESPONSES: Final = 1_000_000  # of a tenant
 
 
 def gateway(environment: Environment) -> Role:
@@ -144,7 +147,8 @@ def gateway(environment: Environment) -> Role:
         *_rpc_services(service, rows, received, not_ready, settings.heartbeat_s), identity=identity
     )
 
-    http = _http_server(environment, service, rows, identity, not_ready)
+    responses = _response_parts(environment, quotas, gateway_id)
+    http = _http_server(environment, service, rows, identity, not_ready, responses)
     export_levels(
         environment.metrics,
         running=lambda: service.running,
@@ -193,12 +197,20 @@ def _rpc_services(
     ]
 
 
+def _response_parts(environment: Environment, quotas: _Quotas, gateway_id: str) -> ResponseParts:
+    settings = environment.settings
+    names_secret = record_names_secret(_ticket_key(settings))
+    store = ResponseStore(quotas.stored_responses, names_secret, gateway_id, environment.clock)
+    return ResponseParts(store, environment.supervisor, settings.idempotency_tombstone_s)
+
+
 def _http_server(
     environment: Environment,
     service: GatewayService,
     rows: RowsService,
     identity: KeyDirectory,
     not_ready: Callable[[], str],
+    responses: ResponseParts,
 ) -> HttpServer:
     settings = environment.settings
     app = build_app(
@@ -207,6 +219,7 @@ def _http_server(
         identity,
         environment.clock,
         environment.ids,
+        responses,
         event_secret=event_ids_secret(_ticket_key(settings)),
         max_body_bytes=settings.max_body_bytes,
         not_ready=not_ready,
@@ -241,13 +254,10 @@ class _Quotas:
         environment.closing.push_async_callback(self._record_store.close)
         cipher = RecordCipher(read_secrets(settings.record_keys_file), token_bytes)
         self.records = EncryptedRecords(self._record_store, cipher)
+        self.stored_responses = self._records(environment, _stored_limits(settings), cipher)
         self.responses: EncryptedRecords | None = None
         if settings.response_cache_ttl_s:
-            responses = RedisIdempotency(
-                settings.redis_url, clock, _response_limits(settings), password=password
-            )
-            environment.closing.push_async_callback(responses.close)
-            self.responses = EncryptedRecords(responses, cipher)
+            self.responses = self._records(environment, _response_limits(settings), cipher)
         spool = SettlementSpool(settings.state_dir / "settlements")
         environment.closing.push_async_callback(spool.close)
         gateways = environment.informer(GATEWAYS, Gateway)
@@ -277,6 +287,17 @@ class _Quotas:
             ttl_s=settings.lease_ttl_s,
             rng=environment.rng,
         )
+
+    def _records(
+        self, environment: Environment, limits: RecordLimits, cipher: RecordCipher
+    ) -> EncryptedRecords:
+        """Return a store of records with limits of its own."""
+        settings = environment.settings
+        records = RedisIdempotency(
+            settings.redis_url, environment.clock, limits, password=redis_password(settings)
+        )
+        environment.closing.push_async_callback(records.close)
+        return EncryptedRecords(records, cipher)
 
     async def start(self) -> None:
         """Return once Redis has the scripts, or is found unavailable. Raises FailedPrecondition."""
@@ -407,6 +428,16 @@ def _record_limits(settings: Settings) -> RecordLimits:
         tombstone_s=settings.idempotency_tombstone_s,
         max_tenant_bytes=settings.idempotency_tenant_bytes,
         max_tenant_keys=settings.idempotency_tenant_keys,
+    )
+
+
+def _stored_limits(settings: Settings) -> RecordLimits:
+    return RecordLimits(
+        lease_s=settings.idempotency_lease_s,
+        body_s=settings.responses_retention_s,
+        tombstone_s=settings.responses_retention_s,
+        max_tenant_bytes=settings.responses_tenant_bytes,
+        max_tenant_keys=_STORED_RESPONSES,
     )
 
 

@@ -29,6 +29,7 @@ from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
 from services.runtime.ids import Ids
 from tests.support.no_rows import NoRows
+from tests.support.stored_responses import memory_responses
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -77,6 +78,7 @@ class ScriptedService:
         *,
         received: Received,
         timeout_s: Any = None,
+        withdraws: bool = False,
     ) -> AsyncGenerator[Event, None]:
         call = Call(principal, generation, received, timeout_s)
         self.calls.append(call)
@@ -128,6 +130,12 @@ class ScriptedService:
         deployment = Deployment(Meta(request.model), request.model, "", DIGEST, replicas=1)
         text = request.prompt or "".join(turn.content for turn in request.chat.messages)
         return Route(request.model, deployment, DIGEST, 1, ready_replicas=1), list(text.encode())
+
+    async def count_tokens(
+        self, principal: Principal, request: inference_pb2.CountTokensRequest
+    ) -> tuple[Route, int]:
+        route, ids = await self.token_ids(principal, request)
+        return route, len(ids)
 
     async def text_of(self, principal: Principal, model: str, ids: Sequence[int]) -> str:
         return bytes(ids).decode()
@@ -325,23 +333,25 @@ async def serving(
     limits: HttpLimits | None = None, *, cors_origins: Sequence[str] = (), **changes: Any
 ) -> AsyncIterator[Face]:
     service, reasons = ScriptedService(), []  # type: ignore[var-annotated]
-    app = build_app(
-        service,
-        NoRows(),
-        directory(),
-        SystemClock(),
-        Ids(),
-        event_secret=b"e" * 32,
-        max_body_bytes=MAX_BODY,
-        limits=limits,
-        not_ready=lambda: reasons[0] if reasons else "",
-        cors_origins=cors_origins,
-    )
-    server = HttpServer(app, "127.0.0.1", 0, **changes)
-    await server.start()
-    face = Face(service, server, app, reasons)
-    try:
-        yield face
-    finally:
-        await face.hang_up()
-        await server.stop(0.2)
+    async with memory_responses(SystemClock()) as responses:
+        app = build_app(
+            service,
+            NoRows(),
+            directory(),
+            SystemClock(),
+            Ids(),
+            responses,
+            event_secret=b"e" * 32,
+            max_body_bytes=MAX_BODY,
+            limits=limits,
+            not_ready=lambda: reasons[0] if reasons else "",
+            cors_origins=cors_origins,
+        )
+        server = HttpServer(app, "127.0.0.1", 0, **changes)
+        await server.start()
+        face = Face(service, server, app, reasons)
+        try:
+            yield face
+        finally:
+            await face.hang_up()
+            await server.stop(0.2)

@@ -15,10 +15,9 @@ from services.gateway.faces.messages.types import (
     CountBody,
     MessagesBody,
     MessagesPart,
-    MessagesTool,
     MessagesTurn,
 )
-from services.gateway.faces.openai.requests import ApiRequest, chat_of, set_chat
+from services.gateway.faces.openai.requests import ApiRequest, chat_of
 from services.gateway.faces.openai.types import (
     CalledFunction,
     ChatBody,
@@ -30,20 +29,6 @@ from services.gateway.faces.openai.types import (
     require_neutral,
 )
 
-# Fields of chat completions and of fairway.v1 with another name in this dialect; the first that fits.
-NAMES: Final = (
-    ("chat.messages", "messages"),
-    ("chat.tools", "tools"),
-    ("max_output_tokens", "max_tokens"),
-    ("max_completion_tokens", "max_tokens"),
-    ("stop", "stop_sequences"),
-    ("sampling.constraint", "output_config.format"),
-    ("response_format", "output_config.format"),
-    ("reasoning_effort", "output_config.effort"),
-    ("chat_template_kwargs", "thinking"),
-    ("user", "metadata.user_id"),
-    ("session_key", "metadata.user_id"),
-)
 _EFFORTS: Final = {"max": "xhigh"}
 
 
@@ -86,7 +71,7 @@ def _chat(body: CountBody) -> ChatBody:
         turns += _turns(turn, f"messages[{index}].")
     found: dict[str, Any] = {}
     if body.tools:
-        found |= _tools(body)
+        raise UnsupportedFeature("tools is not offered by this server", field="tools")
     if body.thinking is not None:
         found["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     config = body.output_config
@@ -165,9 +150,7 @@ def _text_of(content: str | Sequence[MessagesPart], path: str) -> str:
         own = f"{path}[{number}]."
         require_neutral(part, own)
         if part.type != "text":
-            raise UnsupportedFeature(
-                f"{own}type: only text is offered by this server", field=f"{own}type"
-            )
+            raise UnsupportedFeature(f"{own}type: only text is offered by this server", field=f"{own}type")
         texts.append(_required(part.text, f"{own}text"))
     return "".join(texts)
 

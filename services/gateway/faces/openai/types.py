@@ -245,6 +245,8 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "annotations": ([],),
     "bad_words": ([],),
     "best_of": (1,),
+    "context_management": ([],),
+    "defer_loading": (False,),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "disable_additional_properties": (False,),
@@ -262,6 +264,7 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "logits_processors": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
+    "ResponsesPart.logprobs": ([],),
     "return_token_ids": (False,),
     "return_token_strs": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -271,6 +274,8 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
     "use_beam_search": (False,),
 }
 _MAX_NEUTRAL_BYTES: Final = 64

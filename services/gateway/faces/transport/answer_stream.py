@@ -29,10 +29,12 @@ class GenerationStreams(Protocol):
         *,
         received: Received,
         timeout_s: float | None = None,
+        withdraws: bool = False,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a request, ending with Finished; raise the error that ended it.
 
-        Closing the generator cancels the request and frees all its resources.
+        Closing the generator cancels the request and frees all its resources. One with an idempotency key
+        runs on for a grace period, unless the caller ``withdraws`` it.
         """
 
 
@@ -58,8 +60,9 @@ class AnswerFrames(Protocol):
         """Return the end of a stream that has begun."""
 
 
-async def collect(source: AsyncGenerator[Event, None], frames: AnswerFrames, reply: Reply) -> None:
-    """Return once ``frames`` has the whole answer. The events' headers are added to the reply."""
+async def collect(source: AsyncGenerator[Event, None], frames: AnswerFrames) -> Accepted:
+    """Return the acceptance once ``frames`` has the whole answer."""
+    accepted: Accepted | None = None
     async with aclosing(source) as events:
         async for event in events:
             if isinstance(event, Accepted):
@@ -69,7 +72,8 @@ async def collect(source: AsyncGenerator[Event, None], frames: AnswerFrames, rep
                 frames.output(event)
             elif isinstance(event, Finished):
                 await frames.ending(event)
-                _add_headers(reply, accepted)
+    assert accepted is not None, "a stream ended without an acceptance"
+    return accepted
 
 
 async def relay(
@@ -94,6 +98,7 @@ class _Relay:
         self._reply = reply
         self._status_due = status_due
         self._accepted: Accepted | None = None
+        self._opening: bytes | None = None  # None until it was made, empty once it was written
 
     async def run(self, events: AsyncGenerator[Event, None]) -> None:
         async for event in events:
@@ -101,23 +106,32 @@ class _Relay:
                 self._accepted = event
                 self._frames.on_accepted(event)
             elif isinstance(event, Tokens):
+                self._open()
                 if data := self._frames.output(event):
                     await self._write(data)
             elif isinstance(event, Finished):
+                self._open()
                 await self._write(await self._frames.ending(event), last=True)
             elif self._reply.started or (self._accepted is not None and self._status_due()):
+                self._open()
                 await self._write(self._frames.keep_alive)
+
+    def _open(self) -> None:
+        """Make what precedes the output, before the output: events may be numbered."""
+        if self._opening is None:
+            self._opening = self._frames.opening()
 
     async def _write(self, data: bytes, *, last: bool = False) -> None:
         if not self._reply.started:
             assert self._accepted is not None, "output before the acceptance"
-            _add_headers(self._reply, self._accepted)
+            add_headers(self._reply, self._accepted)
             await self._reply.start_events()
-            data = self._frames.opening() + data
-        await self._reply.write(data, last=last)
+        opening, self._opening = self._opening, b""
+        await self._reply.write((opening or b"") + data, last=last)
 
 
-def _add_headers(reply: Reply, accepted: Accepted) -> None:
+def add_headers(reply: Reply, accepted: Accepted) -> None:
+    """Add what the acceptance states beside the answer."""
     if accepted.replayed:
         reply.add_header(*REPLAYED)
     if accepted.degradations:

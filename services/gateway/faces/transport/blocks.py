@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from services.core.outputs.tools import CallDelta, ContentText, OutputPart, ReasoningText
+from services.gateway.events import ChoiceResult, Tokens
 
 
 class BlockKind(StrEnum):
@@ -59,27 +60,36 @@ BlockEvent = BlockOpened | BlockDelta | BlockClosed
 class AnswerBlocks:
     """The blocks of one choice so far. At most one is open, the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_parts: bool) -> None:
+        """``has_parts``: the request asked for parts (``Generation.parts``); otherwise all is text."""
         self.blocks: list[Block] = []
+        self._has_parts = has_parts
         self._open = False
 
-    def add(self, parts: Iterable[OutputPart]) -> Iterator[BlockEvent]:
+    def add(self, event: Tokens) -> Iterator[BlockEvent]:
         """Add output and yield what follows from it."""
+        yield from self._add(event.parts if self._has_parts else (ContentText(event.text),))
+
+    def end(self, result: ChoiceResult) -> Iterator[BlockEvent]:
+        """Add the last output, and close the open block, if there is one."""
+        yield from self._add(result.parts)
+        yield from self._close()
+
+    def _add(self, parts: Iterable[OutputPart]) -> Iterator[BlockEvent]:
         for part in parts:
             kind, call = _place(part)
             last = self.blocks[-1] if self._open else None
             if last is None or (last.kind, last.call) != (kind, call):
                 if isinstance(part, ContentText | ReasoningText) and not part.text:
                     continue
-                yield from self.close()
+                yield from self._close()
                 yield self._begin(kind, call, part)
             block, text = self.blocks[-1], _text(part)
             if text:
                 block.texts.append(text)
                 yield BlockDelta(len(self.blocks) - 1, block, text)
 
-    def close(self) -> Iterator[BlockEvent]:
-        """Close the open block, if there is one."""
+    def _close(self) -> Iterator[BlockEvent]:
         if self._open:
             self._open = False
             yield BlockClosed(len(self.blocks) - 1, self.blocks[-1])
