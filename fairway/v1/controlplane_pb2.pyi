@@ -646,6 +646,7 @@ class Deployment(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     EXECUTOR_FIELD_NUMBER: _builtins.int
     PRICE_FIELD_NUMBER: _builtins.int
+    OUTPUT_FORM_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     """A digest or a tag; resolved to a digest when it is applied."""
@@ -655,6 +656,8 @@ class Deployment(_message.Message):
     """Set by the server."""
     executor: _builtins.str
     """"torch" or "null" (no weights, for measuring). Empty: torch."""
+    output_form: _builtins.str
+    """How the model writes calls and reasoning, in place of what its files show. See docs/tools.md."""
     @_builtins.property
     def metadata(self) -> Global___Metadata:
         """The name is the model name that clients ask for."""
@@ -680,10 +683,11 @@ class Deployment(_message.Message):
         status: Global___DeploymentStatus | None = ...,
         executor: _builtins.str = ...,
         price: Global___Price | None = ...,
+        output_form: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "price", b"price", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "metadata", b"metadata", "model", b"model", "node_selector", b"node_selector", "price", b"price", "priority", b"priority", "replicas", b"replicas", "status", b"status", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "metadata", b"metadata", "model", b"model", "node_selector", b"node_selector", "output_form", b"output_form", "price", b"price", "priority", b"priority", "replicas", b"replicas", "status", b"status", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -110,7 +110,7 @@ class Tool(_message.Message):
     name: _builtins.str
     description: _builtins.str
     parameters: _builtins.str
-    """The JSON schema of its arguments, an object, as JSON. Empty: any object."""
+    """The JSON schema of its arguments, an object, as JSON. Empty: it has none."""
     strict: _builtins.bool
     """Its arguments match the schema whenever it is called."""
     def __init__(

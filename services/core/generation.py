@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from services.core.outputs.forms import OutputForm
 from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import KeyRole, Priority
 
@@ -140,6 +141,7 @@ class GenerationSpec:
     priority: Priority = Priority.STANDARD
     session_key: str = ""
     step: str = ""  # of the rollout that drew its version; empty: no draw
+    form: OutputForm | None = None  # by which the gateway splits its outputs; None: it does not
 
 
 @dataclass(frozen=True, slots=True)

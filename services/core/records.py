@@ -185,6 +185,7 @@ class Deployment:
     priority: Priority = Priority.STANDARD
     executor: str = "torch"
     price: Price = field(default_factory=Price)
+    output_form: str = ""  # how its versions write calls and reasoning; empty: as their files show
 
     def serving_digest(self, ready: Mapping[str, int], restarting: Mapping[str, int]) -> str:
         """Return the version that takes new requests, from the READY and RESTARTING replicas of each version.

@@ -16,6 +16,7 @@ from typing import Final, Protocol
 from services.core.errors import FairwayError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.core.limits import RateState
+from services.core.outputs.forms import OutputForm
 from services.core.outputs.tools import OutputPart
 from services.gateway.policy.degrade import Degradation
 
@@ -94,6 +95,8 @@ class Accepted:
     token_rate: RateState | None = None
     # How the served request differs from the client's.
     degradations: tuple[Degradation, ...] = ()
+    # How its outputs are split into parts; None: they are not.
+    form: OutputForm | None = None
 
 
 @dataclass(slots=True)

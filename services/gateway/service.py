@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from services.core.generation import Principal, Usage
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Event, Handle, Received, RequestSink
 from services.gateway.requests.admission import RequestAdmission
+from services.gateway.requests.parts import in_parts
 from services.gateway.requests.request import Request
 from services.gateway.requests.streaming import BufferedStream, Completion, complete
 from services.gateway.requests.terms import Admitted, RunTerms
@@ -139,9 +140,12 @@ class GatewayService:
         runs on for a grace period, unless the caller ``withdraws`` it.
         """
         buffer = BufferedStream(self.limits.heartbeat_s, withdraws=withdraws)
-        return buffer.events(
-            lambda: self.submit(principal, generation, buffer, received=received, timeout_s=timeout_s)
+        # Parts depend on the text before them, so that the output is needed from its beginning.
+        whole = replace(received, delivered=None) if generation.parts else received
+        events = buffer.events(
+            lambda: self.submit(principal, generation, buffer, received=whole, timeout_s=timeout_s)
         )
+        return in_parts(events, received.delivered) if generation.parts else events
 
     async def complete(
         self,

@@ -44,6 +44,14 @@ PriorityOption = Annotated[
     PriorityName | None,
     typer.Option("--priority", help="Which deployment gets workers first when not all fit."),
 ]
+OutputFormOption = Annotated[
+    str | None,
+    typer.Option(
+        "--output-form",
+        help="How the model writes calls and reasoning, as hermes+think: hermes, llama3, mistral, "
+        "mistral-blank or mistral-args; think or think-brackets; none. Empty: as its files show.",
+    ),
+]
 
 
 def _price(flag: str, help_: str) -> object:
@@ -141,6 +149,7 @@ async def create(
     executor: Annotated[
         str, typer.Option("--executor", help='"torch", or "null" to measure without weights.')
     ] = "",
+    output_form: OutputFormOption = None,
     label: LabelOption = None,
     wait: WaitOption = False,
     output: OutputOption = Format.TABLE,
@@ -152,6 +161,7 @@ async def create(
         version=version,
         replicas=replicas or 0,
         executor=executor,
+        output_form=output_form or "",
         node_selector=key_values(selector, flag="--selector"),
         priority=priority.proto if priority else 0,  # type: ignore[arg-type]
     )
@@ -186,6 +196,7 @@ async def update(
     replicas: ReplicasOption = None,
     selector: SelectorOption = None,
     priority: PriorityOption = None,
+    output_form: OutputFormOption = None,
     label: LabelOption = None,
     etag: EtagOption = "",
     wait: WaitOption = False,
@@ -210,6 +221,8 @@ async def update(
             deployment.node_selector.update(key_values(selector, flag="--selector"))
         if priority is not None:
             deployment.priority = priority.proto
+        if output_form is not None:
+            deployment.output_form = output_form
         _set_price(deployment, price)
         replace_labels(deployment.metadata, label)
 

@@ -264,7 +264,8 @@ def _deployment(before: Deployment | None, after: Deployment | None) -> Iterator
         replicas=before.replicas,
     )
     if same != before:
-        yield FleetEvent(kind, name, "DEPLOYMENT_UPDATED", "selector, priority, price or executor changed")
+        message = "selector, priority, price, executor or output form changed"
+        yield FleetEvent(kind, name, "DEPLOYMENT_UPDATED", message)
 
 
 def _node(name: str, before: Node | None, after: Node | None) -> Iterator[FleetEvent]:

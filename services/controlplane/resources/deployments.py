@@ -12,6 +12,7 @@ from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.resources.status import DeploymentView, deployment_view, unplaced_in
 from services.core.errors import FailedPrecondition, InvalidInput, NotFound
 from services.core.manifest import is_digest, is_tag
+from services.core.outputs.families import named_form
 from services.core.paging import page_of
 from services.core.records import (
     DEPLOYMENTS,
@@ -133,6 +134,11 @@ class Deployments:
             raise InvalidInput(
                 "cached prompt tokens cannot cost more than others", field="deployment.price.cached_micros"
             )
+        if deployment.output_form:
+            try:
+                named_form(deployment.output_form)
+            except ValueError as error:
+                raise InvalidInput(f"output_form {error}", field="deployment.output_form") from error
         digest, together = await pinned_version(
             self._store, deployment.model, deployment.version, field="deployment.version"
         )

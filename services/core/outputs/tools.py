@@ -9,7 +9,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call. ``parameters``: a JSON schema as JSON; empty: any object."""
+    """A function that the model may call. ``parameters``: a JSON schema as JSON; empty: none."""
 
     name: str
     description: str = ""

@@ -317,6 +317,7 @@ class FollowerBroadcast:
                 received_unix_us=terms.received_unix_us,
                 replayed=replayed,
                 degradations=degraded_out(terms.degraded),
+                form=terms.form,
             )
         )
 

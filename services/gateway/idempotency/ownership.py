@@ -213,4 +213,5 @@ def terms_of(spec: GenerationSpec, degradations: Sequence[Degradation], unix_s: 
         max_output_tokens=spec.limits.max_tokens,
         received_unix_us=int(unix_s * 1e6),
         degraded=degraded_in(degradations),
+        form=spec.form,
     )

@@ -13,6 +13,7 @@ import msgspec
 
 from services.core.errors import FairwayError, IntegrityError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
+from services.core.outputs.forms import OutputForm
 from services.gateway.events import ChoiceResult, Finished
 from services.gateway.policy.degrade import Degradation, DegradationKind
 
@@ -44,6 +45,8 @@ class AcceptedTerms(msgspec.Struct, array_like=True, tag="a", frozen=True):
     received_unix_us: int
     # How the served values differ from the request.
     degraded: tuple[Degraded, ...] = ()
+    # How the outputs are split.
+    form: OutputForm | None = None
 
 
 class Resumed(msgspec.Struct, array_like=True, tag="r", frozen=True):

@@ -166,9 +166,12 @@ def record_key(secret: bytes, tenant_id: str, idempotency_key: str, part: int) -
 def fingerprint(secret: bytes, tenant_id: str, request: AnyRequest, received: Received) -> str:
     """Return a keyed hash of everything in the request that decides its outcome.
 
-    Excludes the timeout: a retry has less time left than the request that it repeats.
+    Excludes the timeout: a retry has less time left than the request that it repeats. Excludes whether the
+    output comes in parts: faces of two releases ask differently for the same request.
     """
     body = deepcopy(request)
+    if isinstance(body, inference_pb2.Generation):
+        body.ClearField("parts")
     body.ClearField("idempotency_key")
     body.ClearField("timeout")
     kind = "" if isinstance(request, inference_pb2.Generation) else f"{request.DESCRIPTOR.name}\0"

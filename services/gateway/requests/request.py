@@ -210,6 +210,7 @@ class Request:
             request_rate=admitted.reservation.request_rate,
             token_rate=admitted.reservation.token_rate,
             degradations=admitted.degradations,
+            form=spec.form,
         )
 
     async def _all_choices(self) -> tuple[ChoiceResult, ...]:

@@ -8,25 +8,29 @@ size is allocated. Every error names its ``field``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong, UnsupportedFeature
 from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
-from services.core.outputs.tools import ToolCall
 from services.core.records import Priority
 from services.core.rollouts.routes import SplitCaller
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.policy.claims import RequestBound, RequestBounds
-from services.gateway.service_types import AnyRequest, RowsMessage
-from services.gateway.text.text_model import (
-    ChatMessage,
-    Conversation,
-    SamplingDefaults,
-    TextModel,
+from services.gateway.requests.conversation import conversation_of
+from services.gateway.requests.tool_use import (
+    OutputForms,
+    ToolUse,
+    Written,
+    check_tools,
+    declared_form,
+    spelled_ids,
+    tool_use,
 )
+from services.gateway.service_types import AnyRequest, RowsMessage
+from services.gateway.text.text_model import SamplingDefaults, TextModel
 from services.gateway.text.tokenise import INLINE_TOKENS, PrefixNames, Tokeniser
 from services.rpc import bounds
 from services.rpc.convert.inference import PRIORITY_OF, constraint_from_proto
@@ -68,6 +72,7 @@ class Validator:
         self._identity = identity
         self._rng = rng
         self._tokeniser = Tokeniser(catalog.texts)
+        self._forms = OutputForms(self._tokeniser)
         self._max_fanout_tokens = max_fanout_tokens
         self._prefixes = prefixes
 
@@ -99,6 +104,7 @@ class Validator:
         priority = self._priority(principal, generation.priority)
         _check_stop(generation.stop)
         _check_input(generation)
+        check_tools(generation)
         return Checked(route, priority)
 
     async def resolve(
@@ -120,13 +126,17 @@ class Validator:
         _check_ids(generation, model.vocab_size)
         ids = await self._prompt_ids(principal, generation, model)
         limits = self._limits(generation, len(ids), context, request_bounds)
-        if generation.sampling.HasField("constraint"):
-            constraint = constraint_from_proto(generation.sampling.constraint)
-            await self._tokeniser.check_constraint(model, principal.tenant_id, constraint)
+        asked, constraint = generation.sampling, None
+        if asked.HasField("constraint"):
+            constraint = constraint_from_proto(asked.constraint)
+        written = await self._forms.resolve(
+            generation, constraint, principal.tenant_id, route.deployment, model, ids
+        )
         prompt = Prompt(ids)
         if self._prefixes is not None:
             prompt = await self._prefixes.prompt(ids, principal.tenant_id, route.version_digest)
-        return self._spec(principal, generation, request_id, checked, prompt, limits, model)
+        spec = self._spec(principal, generation, request_id, checked, prompt, limits, model)
+        return _written(spec, written)
 
     def resolve_short(
         self,
@@ -145,6 +155,8 @@ class Validator:
         model = self._catalog.loaded_text_model(route.version_digest)
         if model is None or model.signature is not None or generation.sampling.HasField("constraint"):
             return None
+        if tool_use(generation).tools:
+            return None
         ids = self._known_ids(principal, generation, model)
         if not 0 < len(ids) <= INLINE_TOKENS:
             return None
@@ -153,7 +165,11 @@ class Validator:
         prompt = Prompt(ids)
         if self._prefixes is not None:
             prompt = self._prefixes.short_prompt(ids, principal.tenant_id, route.version_digest)
-        return self._spec(principal, generation, request_id, checked, prompt, limits, model)
+        spec = self._spec(principal, generation, request_id, checked, prompt, limits, model)
+        if not generation.parts:
+            return spec
+        form = declared_form(generation, ToolUse(), route.deployment, model, ids)
+        return _written(spec, Written(form, None, spelled_ids(form, model)))
 
     def _spec(
         self,
@@ -192,6 +208,7 @@ class Validator:
         elif request.HasField("prompt"):
             generation.prompt = request.prompt
         _check_input(generation)
+        check_tools(generation)
         return route, generation
 
     async def count_tokens(
@@ -284,7 +301,7 @@ class Validator:
         if kind == "token_ids":
             return tuple(generation.token_ids.ids)
         if kind == "chat":
-            ids = await self._tokeniser.chat(model, principal.tenant_id, _conversation(generation.chat))
+            ids = await self._tokeniser.chat(model, principal.tenant_id, conversation_of(generation))
         else:
             ids = await self._tokeniser.prompt(model, principal.tenant_id, generation.prompt)
         if not ids:
@@ -300,7 +317,7 @@ class Validator:
             return tuple(generation.token_ids.ids) if len(generation.token_ids.ids) <= INLINE_TOKENS else ()
         if kind == "chat" and len(generation.chat.messages) > _MAX_SHORT_MESSAGES:
             return ()
-        text = _conversation(generation.chat) if kind == "chat" else generation.prompt
+        text = conversation_of(generation) if kind == "chat" else generation.prompt
         return self._tokeniser.known(model, principal.tenant_id, text)
 
     def _limits(
@@ -379,8 +396,17 @@ class Validator:
             repetition_penalty=asked.repetition_penalty if repetition else defaults.repetition_penalty,
             logit_bias=tuple(sorted(asked.logit_bias.items())),
             logprobs=generation.logprobs if generation.HasField("logprobs") else None,
-            constraint=constraint_from_proto(asked.constraint) if asked.HasField("constraint") else None,
         )
+
+
+def _written(spec: GenerationSpec, written: Written) -> GenerationSpec:
+    """Return a generation whose outputs are written so."""
+    return replace(
+        spec,
+        sampling=replace(spec.sampling, constraint=written.constraint),
+        limits=replace(spec.limits, spelled_ids=written.spelled_ids),
+        form=written.form,
+    )
 
 
 def _generates_nothing(name: str, operation: str) -> UnsupportedFeature:
@@ -389,21 +415,6 @@ def _generates_nothing(name: str, operation: str) -> UnsupportedFeature:
         field="model",
         operation=operation,
     )
-
-
-def _conversation(chat: inference_pb2.Chat) -> Conversation:
-    messages = [
-        ChatMessage(
-            turn.role,
-            turn.content,
-            turn.name,
-            tuple(ToolCall(call.id, call.name, call.arguments) for call in turn.tool_calls),
-            turn.tool_call_id,
-            turn.reasoning_content,
-        )
-        for turn in chat.messages
-    ]
-    return Conversation(messages, chat.template_variables)
 
 
 def _check_output(asked: int, longest: RequestBound) -> None:

@@ -25,7 +25,7 @@ import jinja2
 import msgspec
 
 from services.core.errors import FailedPrecondition, InvalidInput
-from services.core.outputs.tools import ToolCall
+from services.core.outputs.tools import Tool, ToolCall
 from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES, BudgetedEnvironment
 from services.gateway.text.template_budget import (
     BUDGET,
@@ -114,13 +114,21 @@ class ChatTemplate:
             raise FailedPrecondition(
                 f"the chat template does not compile: {type(exc).__name__}{line}: {str(exc)[:300]}"
             ) from exc
+        self.source = source
         self._control = control
         self._tokens = dict(tokens)
         self._clock = clock
         self._knows_developer = "developer" in source
         self.depends_on_time = "strftime_now" in source
 
-    def render(self, messages: Sequence[ChatMessage], *, max_chars: int, variables: str = "") -> Rendered:
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        max_chars: int,
+        variables: str = "",
+        tools: Sequence[Tool] = (),
+    ) -> Rendered:
         """Return the text up to the assistant's turn.
 
         ``variables``: a JSON object of variables that the template has beside its own. Raises InvalidInput
@@ -136,7 +144,7 @@ class ChatTemplate:
             **self._tokens,
             BUDGET: budget,
             "messages": [self._message(index, message) for index, message in enumerate(messages)],
-            "tools": None,
+            "tools": [_tool(index, tool) for index, tool in enumerate(tools)] or None,
             "documents": None,
             "add_generation_prompt": True,
         }
@@ -187,6 +195,16 @@ def _call(call: ToolCall, field: str) -> dict[str, object]:
     function = {"name": OriginText(call.name), "arguments": _object(call.arguments, field)}
     found: dict[str, object] = {"type": "function", "function": function}
     return {"id": OriginText(call.id), **found} if call.id else found
+
+
+def _tool(index: int, tool: Tool) -> dict[str, object]:
+    """Return a tool as transformers passes one; ``strict`` is for the server."""
+    function: dict[str, object] = {"name": OriginText(tool.name)}
+    if tool.description:
+        function["description"] = OriginText(tool.description)
+    if tool.parameters:
+        function["parameters"] = _object(tool.parameters, f"chat.tools[{index}].parameters")
+    return {"type": "function", "function": function}
 
 
 def _object(text: str, field: str) -> dict[Any, Any]:

@@ -25,6 +25,8 @@ from services.core.errors import (
     UnsupportedFeature,
 )
 from services.core.generation import Constraint
+from services.core.outputs.tools import Tool
+from services.gateway.outputs.forms import MarkToken, form_of, mark_tokens, reasoning_openings
 from services.gateway.text.chat_template import ChatTemplate, ControlTokens
 from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES
 from services.gateway.text.template_budget import TemplateRefused, TemplateTooCostly
@@ -106,7 +108,9 @@ class TextEncoder:
         """Return the text of tokens, control tokens included. Ids without a token have no text."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def encode_chat(self, messages: Sequence[ChatMessage], variables: str = "") -> tuple[int, ...]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], variables: str = "", tools: Sequence[Tool] = ()
+    ) -> tuple[int, ...]:
         """Return the ids of a conversation up to the assistant's turn.
 
         ``variables`` are further ones of the template, a JSON object. No message text becomes a control
@@ -121,7 +125,7 @@ class TextEncoder:
         if self.template is None:
             raise UnsupportedFeature("this model has no chat template; send a prompt", field="messages")
         most = self.model.max_prompt_bytes + MAX_TEMPLATE_BYTES
-        rendered = self.template.render(messages, max_chars=most, variables=variables)
+        rendered = self.template.render(messages, max_chars=most, variables=variables, tools=tools)
         if len(rendered.text) > self.model.max_prompt_bytes:
             raise PromptTooLong(
                 f"the rendered messages have {len(rendered.text)} characters, more than the "
@@ -185,14 +189,15 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
     generation = read_json(folder / "generation_config.json")
     settings = read_json(folder / "tokenizer_config.json")
     tokenizer, unknown = read_tokenizer(folder / "tokenizer.json")
-    added = tokenizer.get_added_tokens_decoder().values()
-    control = ControlTokens(token.content for token in added if token.special)
+    added = tokenizer.get_added_tokens_decoder()
+    control = ControlTokens(token.content for token in added.values() if token.special)
     texts = {name: _token_text(settings.get(name)) for name in _TEMPLATE_TOKENS}
     # An unset token is undefined in the template, as in transformers.
     tokens = {name: text for name, text in texts.items() if text is not None}
     template, fault = _open_template(
         partial(_template_source, folder, settings), control=control, tokens=tokens, clock=clock
     )
+    form = form_of(settings, template.source if template is not None else "")
     text_config = config.get("text_config", config)
     if not isinstance(text_config, dict):
         raise FailedPrecondition("config.json of the version has no usable text_config")
@@ -204,6 +209,9 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
         defaults=_defaults(generation),
         depends_on_time=template is not None and template.depends_on_time,
         template_fault=fault,
+        form=form,
+        marks=mark_tokens(form, (MarkToken(one.content, id_, one.special) for id_, one in added.items())),
+        openings=reasoning_openings(form, lambda text: tokenizer.encode(text, add_special_tokens=False).ids),
     )
     if unknown in (tokens.get("bos_token"), tokens.get("eos_token")):
         unknown = ""  # it is also a start or end token

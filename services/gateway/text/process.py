@@ -112,7 +112,7 @@ def _answer(encoder: TextEncoder | RowEncoder, order: Order) -> Answer:
     if isinstance(order, EncodePrompt):
         ids = encoder.encode_prompt(order.text)
     else:
-        ids = encoder.encode_chat(order.chat.messages, order.chat.variables)
+        ids = encoder.encode_chat(order.chat.messages, order.chat.variables, order.chat.tools)
     return encoded(ids, encoder.model.max_context_tokens)
 
 

@@ -14,7 +14,9 @@ from typing import Final, Protocol
 from fairway.formats.version_files import GATEWAY_FILES
 from services.core.fixed_cost.signature import Signature
 from services.core.generation import Constraint
+from services.core.outputs.forms import OutputForm
 from services.core.outputs.tools import Tool, ToolCall
+from services.gateway.outputs.forms import MarkToken
 
 # At most about 4 s of a text process, which delays no other client: see ``text/child.py``.
 MIN_PROMPT_BYTES: Final = 1024 * 1024
@@ -86,6 +88,12 @@ class TextModel:
     signature: Signature | None = None
     # Of a decoder whose files declare an embedding.
     embedding: Signature | None = None
+    # How its outputs write reasoning and calls, as far as its files show.
+    form: OutputForm = OutputForm()  # noqa: RUF009
+    # The tokens of its tokenizer that spell a part of a form.
+    marks: tuple[MarkToken, ...] = ()
+    # Ends of a prompt that open the reasoning of a form: the text that opens it, and token ids.
+    openings: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def of_rows(self) -> TextModel:

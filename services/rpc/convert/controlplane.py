@@ -122,6 +122,7 @@ def deployment_from_proto(message: pb.Deployment) -> Deployment:
         priority=PRIORITY_OF[message.priority],
         executor=message.executor or "torch",
         price=Price(message.price.input_micros, message.price.cached_micros, message.price.output_micros),
+        output_form=message.output_form,
     )
 
 
@@ -139,6 +140,7 @@ def deployment_to_proto(
         status=status,
         executor=deployment.executor,
         price=_price_to(deployment.price),
+        output_form=deployment.output_form,
     )
 
 

@@ -306,9 +306,12 @@ class SequenceTable:
     # --- inside ---------------------------------------------------------------------------------
 
     def _new_sequence(self, outbox: Outbox, handle: int, spec: StartSpec) -> WorkerSequence:
-        generation = spec.generation
+        generation, limits = spec.generation, spec.generation.limits
         text = TextStream(
-            self._vocabulary.open(), stops=generation.limits.stop, min_tokens=generation.limits.min_tokens
+            self._vocabulary.open(),
+            stops=limits.stop,
+            min_tokens=limits.min_tokens,
+            spelled={token: self._vocabulary.alone(token) for token in limits.spelled_ids},
         )
         now_s = self._clock.monotonic_s()
         blocks = self.kv.needed_blocks(spec)

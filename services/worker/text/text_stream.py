@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from services.worker.text.detokenizer import Detokenizer
+
+_NOTHING: Final[Mapping[int, str]] = {}
 
 
 class TextStream:
@@ -14,16 +17,25 @@ class TextStream:
     the vocabulary's table. ``stop`` is the stop string that was found; no token may be fed after it.
     """
 
-    __slots__ = ("_detokenizer", "_fed", "_finder", "_min_tokens", "_skip_chars", "plain", "stop")
+    __slots__ = ("_detokenizer", "_fed", "_finder", "_min_tokens", "_skip_chars", "_spelled", "plain", "stop")
 
-    def __init__(self, detokenizer: Detokenizer, *, stops: Sequence[str], min_tokens: int) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        *,
+        stops: Sequence[str],
+        min_tokens: int,
+        spelled: Mapping[int, str] = _NOTHING,
+    ) -> None:
+        """``spelled``: the texts of special tokens that are part of the text."""
         self._detokenizer = detokenizer
+        self._spelled = spelled
         self._finder = StopFinder(stops) if stops else None
         self._min_tokens = min_tokens
         self._fed = 0
         self._skip_chars = 0
         self.stop = ""
-        self.plain = self._finder is None and detokenizer.clean
+        self.plain = self._finder is None and not spelled and detokenizer.clean
 
     def resume(self, produced: Sequence[int], delivered_chars: int) -> str:
         """Rebuild the state after ``produced`` and return its final text beyond ``delivered_chars``."""
@@ -40,8 +52,10 @@ class TextStream:
         """Return the text that became final with this token. Sets ``stop`` on a match."""
         self._fed += 1
         text = self._detokenizer.feed(token)
+        if self._spelled:
+            text += self._spelled.get(token, "")
         if self._finder is None:
-            self.plain = self._detokenizer.clean and not self._skip_chars
+            self.plain = self._detokenizer.clean and not self._skip_chars and not self._spelled
         elif self._fed >= self._min_tokens:  # below the minimum a stop string does not end the sequence
             text, self.stop = self._finder.feed(text)
         return self._beyond_delivered(text)

@@ -51,7 +51,7 @@ class LocalTexts:
             ids = await loop.run_in_executor(self._executor, encoder.encode_prompt, text)
         else:
             ids = await loop.run_in_executor(
-                self._executor, encoder.encode_chat, text.messages, text.variables
+                self._executor, encoder.encode_chat, text.messages, text.variables, text.tools
             )
         return EncodedText(len(ids), ids if len(ids) <= model.max_context_tokens else ())
 

@@ -11,11 +11,14 @@ from typing import Final
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import ConcurrencyExceeded, FairwayError, InvalidInput
 from services.core.generation import Principal, TokenLogprobs
+from services.core.outputs.tools import OutputPart
 from services.gateway.events import Accepted, Finished, Handle, Received
 from services.gateway.faces.grpc.messages import accepted_message, finished_message
+from services.gateway.requests.parts import OutputSplit
 from services.gateway.service import GatewayService
 from services.rpc import bounds
 from services.rpc.convert.inference import token_logprobs
+from services.rpc.convert.outputs import parts_to_proto
 from services.rpc.status import to_proto
 
 CHOICE_BITS: Final = 4
@@ -30,7 +33,7 @@ LOGPROBS_WEIGHT: Final = 32
 class SessionStream:
     """The sink of one generation of a session: appends to the session's next message."""
 
-    __slots__ = ("_base", "_session", "_stream_id", "manual", "request")
+    __slots__ = ("_base", "_session", "_split", "_stream_id", "manual", "request")
 
     def __init__(self, session: MuxedSession, stream_id: int, manual: bool) -> None:
         self._session = session
@@ -38,8 +41,10 @@ class SessionStream:
         self._base = stream_id << CHOICE_BITS
         self.manual = manual
         self.request: Handle | None = None
+        self._split: OutputSplit | None = None
 
     def on_accepted(self, accepted: Accepted) -> None:
+        self._split = OutputSplit(accepted) if accepted.form is not None else None
         self._session.accepted.append(
             inference_pb2.SessionAccepted(stream_id=self._stream_id, accepted=accepted_message(accepted))
         )
@@ -48,9 +53,12 @@ class SessionStream:
     def on_tokens(
         self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
-        self._session.add_tokens(self._base + choice, offset, ids, text, logprobs)
+        parts = self._split.feed(choice, text) if self._split is not None else ()
+        self._session.add_tokens(self._base + choice, offset, ids, text, logprobs, parts)
 
     def on_finished(self, finished: Finished) -> None:
+        if self._split is not None:
+            finished = self._split.finished(finished)
         self._end(
             inference_pb2.SessionFinished(stream_id=self._stream_id, finished=finished_message(finished))
         )
@@ -85,6 +93,7 @@ class MuxedSession:
         self._ids: list[Sequence[int]] = []
         self._texts: list[str] = []
         self._logprobs: list[common_pb2.FrameLogprobs] = []
+        self._parts: list[common_pb2.FrameParts] = []
         self._weight = 0
         self._half_closed = False
         self._failure: Exception | None = None
@@ -174,8 +183,16 @@ class MuxedSession:
     # --- responses to the client -------------------------------------------------------------------
 
     def add_tokens(
-        self, handle: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+        self,
+        handle: int,
+        offset: int,
+        ids: Sequence[int],
+        text: str,
+        logprobs: Sequence[TokenLogprobs],
+        parts: Sequence[OutputPart] = (),
     ) -> None:
+        if parts:
+            self._parts.append(common_pb2.FrameParts(entry=len(self._handles), parts=parts_to_proto(parts)))
         if logprobs:
             entry = common_pb2.FrameLogprobs(entry=len(self._handles), tokens=token_logprobs(logprobs))
             self._logprobs.append(entry)
@@ -251,13 +268,17 @@ class MuxedSession:
         frame.texts.extend(self._texts)
         if self._logprobs:
             frame.logprobs.extend(self._logprobs)
-        self._handles, self._offsets, self._ids, self._texts, self._logprobs = [], [], [], [], []
+        if self._parts:
+            frame.parts.extend(self._parts)
+        self._handles, self._offsets, self._ids, self._texts = [], [], [], []
+        self._logprobs, self._parts = [], []
         self._weight = 0
 
     def _take_first_tokens(self, frame: common_pb2.TokenFrame) -> None:
         """Take the entries that fit into one message, at least one; the others stay."""
         handles, offsets, ids, texts = self._handles, self._offsets, self._ids, self._texts
         logprobs = {found.entry: found for found in self._logprobs}
+        parts = self._parts
         weights = [
             len(found) + (LOGPROBS_WEIGHT * len(found) if entry in logprobs else 0)
             for entry, found in enumerate(ids)
@@ -270,6 +291,7 @@ class MuxedSession:
             texts[:fit],
         )
         self._logprobs = [found for entry, found in logprobs.items() if entry < fit]
+        self._parts = [found for found in parts if found.entry < fit]
         self._weight = 0
         self._take_tokens(frame)
         self._handles, self._offsets, self._ids, self._texts = (
@@ -282,4 +304,8 @@ class MuxedSession:
             if entry >= fit:
                 found.entry = entry - fit
                 self._logprobs.append(found)
+        for left in parts:
+            if left.entry >= fit:
+                left.entry -= fit
+                self._parts.append(left)
         self._weight = sum(weights[fit:])

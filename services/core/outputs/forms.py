@@ -1,0 +1,43 @@
+"""How a model version writes what is not content: its reasoning and its calls of tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningForm:
+    """Reasoning comes first, between these texts."""
+
+    open: str
+    close: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """Calls of tools are ``begin NAME middle ARGUMENTS close``, and ``again`` in place of ``begin`` from the
+    second on; ``last`` follows the last one. Arguments are a JSON object.
+
+    ``mark``: what calls begin with, and content does not contain; empty: only a whole output is a call.
+    """
+
+    mark: str
+    begin: str
+    middle: str
+    close: str
+    again: str
+    last: str = ""
+    # How many letters and digits the template takes as the id of a call; 0: any.
+    id_chars: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """How one output is written; None: it has no such parts."""
+
+    reasoning: ReasoningForm | None = None
+    calls: CallForm | None = None
+    # Whether the prompt ends within the reasoning.
+    thinking: bool = False
+    # Whether calls are held to their form and to JSON while they are generated.
+    held: bool = False

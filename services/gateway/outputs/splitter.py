@@ -1,0 +1,270 @@
+"""Splits the text of an output into content, reasoning and calls, as it arrives.
+
+A state machine over the text: the same parts come out however the text is cut. Whitespace beside the marks
+belongs to no part. Calls that are held to their form stream their arguments. Others may be malformed: they
+wait for the end, and become content unless they are valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Final
+
+from services.core.outputs.forms import CallForm, OutputForm
+from services.core.outputs.tools import CallDelta, ContentText, OutputPart, ReasoningText
+from services.gateway.outputs.loose_calls import loose_calls
+
+_MAX_NAME_CHARS: Final = 64
+
+
+class _At(StrEnum):
+    START = "start"
+    REASONING = "reasoning"
+    AFTER = "after"  # reasoning or a call
+    CONTENT = "content"
+    PLAIN = "plain"  # content, and no call can follow
+    BEGIN = "begin"
+    NAME = "name"
+    ARGUMENTS = "arguments"
+    CLOSE = "close"
+    BEHIND = "behind"  # a call
+    LOOSE = "loose"
+
+
+class OutputSplitter:
+    """Of one choice. ``call_id`` returns the id of a call by its index."""
+
+    def __init__(self, form: OutputForm, call_id: Callable[[int], str]) -> None:
+        self.calls = 0  # that have begun
+        self._form = form
+        self._call_id = call_id
+        self._held = ""
+        self._loose: list[str] = []
+        self._opened = ""  # what stood before the name
+        self._parts: list[OutputPart] = []
+        self._scan = _ObjectScan()
+        self._at = _At.REASONING if form.thinking and form.reasoning is not None else _At.START
+        self._fresh = True  # nothing of the part has been sent
+        self._steps: Final = {
+            _At.START: self._start,
+            _At.REASONING: self._reasoning,
+            _At.AFTER: self._after,
+            _At.CONTENT: self._content,
+            _At.PLAIN: self._plain,
+            _At.BEGIN: self._begin,
+            _At.NAME: self._name,
+            _At.ARGUMENTS: self._arguments,
+            _At.CLOSE: self._close,
+            _At.BEHIND: self._behind,
+            _At.LOOSE: self._collect,
+        }
+
+    def feed(self, text: str) -> list[OutputPart]:
+        """Return what became final with this text, in order."""
+        self._held += text
+        while self._steps[self._at]():
+            pass
+        parts, self._parts = self._parts, []
+        return parts
+
+    def finish(self) -> tuple[OutputPart, ...]:
+        """Return the rest: the output has ended."""
+        held, self._held = self._held, ""
+        match self._at:
+            case _At.REASONING:
+                self._emit(ReasoningText(held.rstrip()))
+            case _At.START | _At.CONTENT | _At.PLAIN:
+                self._emit(ContentText(held))
+            case _At.BEGIN | _At.BEHIND | _At.AFTER:
+                self._emit(ContentText(held.strip()))
+            case _At.NAME:
+                self._emit(ContentText((self._opened + held).strip()))
+            case _At.LOOSE:
+                self._finish_loose("".join(self._loose))
+        parts, self._parts = tuple(self._parts), []
+        return parts
+
+    # Each step returns whether another one can follow with what is held.
+
+    def _start(self) -> bool:
+        text, reasoning = self._held.lstrip(), self._form.reasoning
+        if reasoning is not None:
+            if text.startswith(reasoning.open):
+                return self._go(_At.REASONING, text[len(reasoning.open) :])
+            if reasoning.open.startswith(text):
+                return False
+        if self._form.calls is None:
+            return self._go(_At.PLAIN, self._held)
+        if self._form.calls.mark:
+            return self._go(_At.CONTENT, self._held)
+        return bool(text) and self._go(_At.AFTER, text)
+
+    def _reasoning(self) -> bool:
+        assert self._form.reasoning is not None, "reasoning without a form"
+        close = self._form.reasoning.close
+        if self._fresh:
+            self._held = self._held.lstrip()
+        end = self._held.find(close)
+        if end >= 0:
+            self._emit(ReasoningText(self._held[:end].rstrip()))
+            return self._go(_At.AFTER, self._held[end + len(close) :])
+        ready = _before_tail(self._held, close)
+        if ready:
+            self._emit(ReasoningText(self._held[:ready]))
+            self._held, self._fresh = self._held[ready:], False
+        return False
+
+    def _after(self) -> bool:
+        text, calls = self._held.lstrip(), self._form.calls
+        self._held = text
+        if not text:
+            return False
+        if calls is None:
+            return self._go(_At.PLAIN, text)
+        if calls.mark:
+            return self._go(_At.CONTENT, text)
+        if not self._form.held:
+            return self._go(_At.LOOSE if text.startswith("{") else _At.PLAIN, text)
+        if text.startswith(calls.begin):
+            return self._go(_At.BEGIN, text)
+        return False if calls.begin.startswith(text) else self._go(_At.PLAIN, text)
+
+    def _content(self) -> bool:
+        mark = self._calls.mark
+        start = self._held.find(mark)
+        if start >= 0:
+            self._emit(ContentText(self._held[:start].rstrip()))
+            return self._go(_At.BEGIN if self._form.held else _At.LOOSE, self._held[start:])
+        ready = _before_tail(self._held, mark)
+        self._emit(ContentText(self._held[:ready]))
+        self._held = self._held[ready:]
+        return False
+
+    def _plain(self) -> bool:
+        self._emit(ContentText(self._held))
+        self._held = ""
+        return False
+
+    def _begin(self) -> bool:
+        calls = self._calls
+        if self._held.startswith(calls.begin):
+            self._opened = calls.begin
+            return self._go(_At.NAME, self._held[len(calls.begin) :])
+        return False if calls.begin.startswith(self._held) else self._go(_At.LOOSE, self._held)
+
+    def _name(self) -> bool:
+        calls = self._calls
+        end = self._held.find(calls.middle)
+        if 0 < end <= _MAX_NAME_CHARS:
+            self._emit(CallDelta(self.calls, self._call_id(self.calls), self._held[:end]))
+            self._scan = _ObjectScan()
+            return self._go(_At.ARGUMENTS, self._held[end + len(calls.middle) :])
+        if end < 0 and len(self._held) < _MAX_NAME_CHARS + len(calls.middle):
+            return False
+        return self._go(_At.LOOSE, self._opened + self._held)
+
+    def _arguments(self) -> bool:
+        taken = self._scan.take(self._held)
+        if taken:
+            self._emit(CallDelta(self.calls, arguments=self._held[:taken]))
+        self._held = self._held[taken:]
+        if not self._scan.ended:
+            return False
+        self.calls += 1
+        return self._go(_At.CLOSE, self._held)
+
+    def _close(self) -> bool:
+        close = self._calls.close
+        if self._held.startswith(close):
+            return self._go(_At.BEHIND, self._held[len(close) :])
+        return False if close.startswith(self._held) else self._go(_At.BEHIND, self._held)
+
+    def _behind(self) -> bool:
+        again, last = self._calls.again, self._calls.last
+        if self._held.startswith(again):
+            self._opened = again
+            return self._go(_At.NAME, self._held[len(again) :])
+        if last and self._held.startswith(last):
+            return self._go(_At.AFTER if self._calls.mark else _At.PLAIN, self._held[len(last) :])
+        if again.startswith(self._held) or (last and last.startswith(self._held)):
+            return False
+        return self._go(_At.AFTER if self._calls.mark else _At.PLAIN, self._held)
+
+    def _collect(self) -> bool:
+        self._loose.append(self._held)
+        self._held = ""
+        return False
+
+    def _finish_loose(self, text: str) -> None:
+        found = loose_calls(text, self._calls)
+        if not found:
+            self._emit(ContentText(text))
+        for name, arguments in found:
+            self._emit(CallDelta(self.calls, self._call_id(self.calls), name, arguments))
+            self.calls += 1
+
+    @property
+    def _calls(self) -> CallForm:
+        assert self._form.calls is not None, "a call without a form"
+        return self._form.calls
+
+    def _go(self, at: _At, held: str) -> bool:
+        self._at, self._held, self._fresh = at, held, True
+        return True
+
+    def _emit(self, part: OutputPart) -> None:
+        """Add a part, to the last one where both are of the same kind."""
+        last = self._parts[-1] if self._parts else None
+        match last, part:
+            case (_, ContentText("") | ReasoningText("")):
+                return
+            case ContentText(before), ContentText(text):
+                self._parts[-1] = ContentText(before + text)
+            case ReasoningText(before), ReasoningText(text):
+                self._parts[-1] = ReasoningText(before + text)
+            case CallDelta(index, call_id, name, before), CallDelta(number, "", "", text) if index == number:
+                self._parts[-1] = CallDelta(index, call_id, name, before + text)
+            case _:
+                self._parts.append(part)
+
+
+class _ObjectScan:
+    """Finds the end of a JSON object, in text that is one."""
+
+    __slots__ = ("_depth", "_escaped", "_quoted", "ended")
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._depth = 0
+        self._quoted = False
+        self._escaped = False
+
+    def take(self, text: str) -> int:
+        """Return how many characters of the text belong to the object."""
+        for index, char in enumerate(text):
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._quoted = False
+            elif char == '"':
+                self._quoted = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self.ended = True
+                    return index + 1
+        return len(text)
+
+
+def _before_tail(text: str, mark: str) -> int:
+    """Return the length of the text without the end that may begin ``mark``, and blanks before that."""
+    kept = next(
+        (size for size in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-size:])), 0
+    )
+    return len(text[: len(text) - kept].rstrip())
