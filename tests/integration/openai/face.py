@@ -21,6 +21,7 @@ from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import build_app
 from services.gateway.faces.openai.server import HttpServer
 from services.gateway.policy.degrade import Degradation, DegradationKind
+from services.gateway.requests.parts import in_parts
 from services.gateway.requests.streaming import Completion
 from services.gateway.service import ServedModel
 from services.runtime import secrets
@@ -86,7 +87,8 @@ class ScriptedService:
         self._started, started = asyncio.Event(), self._started
         started.set()
         try:
-            async with aclosing(self.script(call)) as events:
+            events = self.script(call)
+            async with aclosing(in_parts(events, None) if generation.parts else events) as events:
                 async for event in events:
                     self.made += 1
                     yield event

@@ -56,9 +56,9 @@ class MessageFrames:
 
     keep_alive: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, request_id: str, *, has_parts: bool) -> None:
+    def __init__(self, request_id: str) -> None:
         self._request_id = request_id
-        self._blocks = AnswerBlocks(has_parts=has_parts)
+        self._blocks = AnswerBlocks()
         self._accepted: Accepted | None = None
         self._finished: Finished | None = None
 

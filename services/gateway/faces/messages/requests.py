@@ -28,6 +28,7 @@ from services.gateway.faces.openai.types import (
     parse_body,
     require_neutral,
 )
+from services.gateway.faces.transport.tool_fields import add_tool, set_tool_choice
 
 _EFFORTS: Final = {"max": "xhigh"}
 
@@ -36,7 +37,7 @@ def messages_request(data: bytes) -> ApiRequest:
     """Return the request of a /v1/messages body. Raises InvalidInput, UnsupportedFeature."""
     body = parse_body(data, MessagesBody)
     user = body.metadata.user_id if body.metadata is not None else None
-    return chat_of(
+    request = chat_of(
         msgspec.structs.replace(
             _chat(body),
             max_completion_tokens=body.max_tokens,
@@ -48,11 +49,15 @@ def messages_request(data: bytes) -> ApiRequest:
             user=user,
         )
     )
+    _set_tools(request.generations[0], body)
+    return request
 
 
 def count_request(data: bytes) -> inference_pb2.CountTokensRequest:
     """Return the request of a /v1/messages/count_tokens body. Raises InvalidInput, UnsupportedFeature."""
-    generation = chat_of(_chat(parse_body(data, CountBody))).generations[0]
+    body = parse_body(data, CountBody)
+    generation = chat_of(_chat(body)).generations[0]
+    _set_tools(generation, body)
     return inference_pb2.CountTokensRequest(model=generation.model, chat=generation.chat)
 
 
@@ -70,8 +75,6 @@ def _chat(body: CountBody) -> ChatBody:
     for index, turn in enumerate(body.messages):
         turns += _turns(turn, f"messages[{index}].")
     found: dict[str, Any] = {}
-    if body.tools:
-        raise UnsupportedFeature("tools is not offered by this server", field="tools")
     if body.thinking is not None:
         found["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     config = body.output_config
@@ -83,6 +86,30 @@ def _chat(body: CountBody) -> ChatBody:
         if config.effort is not None:
             found["reasoning_effort"] = _EFFORTS.get(config.effort, config.effort)
     return ChatBody(model=body.model, messages=turns, **found)
+
+
+def _set_tools(generation: inference_pb2.Generation, body: CountBody) -> None:
+    """Write the tools and the choice among them. Raises InvalidInput, UnsupportedFeature."""
+    generation.parts = True
+    choice = body.tool_choice
+    if choice is not None and choice.type == "none":
+        return
+    for number, tool in enumerate(body.tools or ()):
+        path = f"tools[{number}]."
+        if tool.type not in (None, "custom"):
+            raise UnsupportedFeature(
+                f"{path}type: {tool.type[:64]!r} is not offered by this server: the client's tools are",
+                field=f"{path}type",
+            )
+        require_neutral(tool, path)
+        add_tool(generation, tool.name, tool.description, tool.input_schema, strict=bool(tool.strict))
+    if choice is None:
+        return
+    if (choice.type == "tool") != (choice.name is not None):
+        raise InvalidInput("tool_choice.name is of the type tool", field="tool_choice.name")
+    mode = inference_pb2.TOOL_MODE_AUTO if choice.type == "auto" else inference_pb2.TOOL_MODE_REQUIRED
+    names = (choice.name,) if choice.name is not None else ()
+    set_tool_choice(generation, mode, names, single=bool(choice.disable_parallel_tool_use))
 
 
 def _turns(turn: MessagesTurn, path: str) -> Iterator[ChatTurn]:

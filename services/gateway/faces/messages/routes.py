@@ -80,7 +80,7 @@ class MessagesFace:
             del body
         generation = request.generations[0]
         exchange.headers.apply_to(generation)
-        frames = MessageFrames(exchange.received.request_id, has_parts=generation.parts)
+        frames = MessageFrames(exchange.received.request_id)
         if request.stream:
             exchange.headers.check_stream()
         source = self._service.stream(

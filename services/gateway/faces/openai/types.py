@@ -238,6 +238,7 @@ HINTS: Final = (
 # The neutral values, besides absence and null. Of a field whose meaning differs, by its class.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
+    "allowed_callers": ([], ["direct"]),
     "add_special_tokens": (True,),
     # A chat template writes the special tokens itself.
     "ChatBody.add_special_tokens": (True, False),

@@ -135,7 +135,6 @@ class ResponseFrames:
         head: ModelResponse,
         *,
         request_id: str,
-        has_parts: bool,
         keep: Keep,
         events: ResponseEvents,
         now_s: Callable[[], float],
@@ -143,7 +142,7 @@ class ResponseFrames:
         """``head``: the response as it begins; without an id it takes that of the request."""
         self.response = head
         self._request_id = request_id
-        self._blocks = AnswerBlocks(has_parts=has_parts)
+        self._blocks = AnswerBlocks()
         self._keep = keep
         self._out = events
         self._now_s = now_s

@@ -201,7 +201,6 @@ class BackgroundResponses:
         frames = ResponseFrames(
             response_of(begun.response),
             request_id=begun.request_id,
-            has_parts=generation.parts,
             keep=keep,
             events=ResponseEvents(),
             now_s=self._clock.unix_s,

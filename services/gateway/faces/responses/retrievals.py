@@ -188,7 +188,6 @@ class Retrievals:
         frames = ResponseFrames(
             response_of(stored.begun.response),
             request_id=stored.begun.request_id,
-            has_parts=generation.parts,
             keep=keep,
             events=ResponseEvents(after=after, with_ids=True),
             now_s=self._clock.unix_s,

@@ -179,7 +179,6 @@ class ResponsesFace:
         return ResponseFrames(
             request.head,
             request_id=exchange.received.request_id,
-            has_parts=request.generation.parts,
             keep=keep,
             events=ResponseEvents(),
             now_s=self._clock.unix_s,

@@ -58,17 +58,15 @@ BlockEvent = BlockOpened | BlockDelta | BlockClosed
 
 
 class AnswerBlocks:
-    """The blocks of one choice so far. At most one is open, the last."""
+    """The blocks of one choice of a request that asked for parts. At most one is open, the last."""
 
-    def __init__(self, *, has_parts: bool) -> None:
-        """``has_parts``: the request asked for parts (``Generation.parts``); otherwise all is text."""
+    def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self._has_parts = has_parts
         self._open = False
 
     def add(self, event: Tokens) -> Iterator[BlockEvent]:
         """Add output and yield what follows from it."""
-        yield from self._add(event.parts if self._has_parts else (ContentText(event.text),))
+        yield from self._add(event.parts)
 
     def end(self, result: ChoiceResult) -> Iterator[BlockEvent]:
         """Add the last output, and close the open block, if there is one."""
