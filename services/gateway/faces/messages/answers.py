@@ -113,7 +113,7 @@ def _block_event(event: BlockEvent) -> bytes:
     return _event("content_block_stop", index=event.index)
 
 
-def _event(name: str, **fields: Any) -> bytes:
+def _event(name: str, /, **fields: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + _encode({"type": name, **fields}) + b"\n\n"
 
 

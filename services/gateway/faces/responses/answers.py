@@ -116,7 +116,7 @@ class ResponseEvents:
             place["logprobs"] = ()
         return self._event(f"{_DELTAS[kind]}.delta", **place, delta=text)
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         self._number += 1
         if self._number <= self._after:
             return b""

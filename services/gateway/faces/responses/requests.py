@@ -158,7 +158,7 @@ def _own_items(given: str | Sequence[ResponsesItem]) -> list[ResponsesItem]:
 def _head(body: ResponsesBody) -> ModelResponse:
     """Return the response as it begins. Its id, time and served model are set when they are decided."""
     asked = body.text.format if body.text is not None else None
-    text = {"format": asked if asked is not None else {"type": "text"}}
+    text: dict[str, Any] = {"format": asked if asked is not None else {"type": "text"}}
     if body.text is not None and body.text.verbosity is not None:
         text["verbosity"] = body.text.verbosity
     reasoning = {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from fairway.v1 import inference_pb2
 from services.core.errors import InvalidInput, UnsupportedFeature
@@ -11,7 +11,7 @@ from services.gateway.faces.openai.types import require_neutral
 from services.gateway.faces.responses.types import PromptFields, ResponsesToolChoice
 from services.gateway.faces.transport.tool_fields import add_tool, set_tool_choice
 
-_MODES = {
+_MODES: Final = {
     "auto": inference_pb2.TOOL_MODE_AUTO,
     "required": inference_pb2.TOOL_MODE_REQUIRED,
 }

@@ -41,8 +41,9 @@ class GenerationStreams(Protocol):
 class AnswerFrames(Protocol):
     """The answer of one generation with one choice, in a dialect. Its methods return server-sent events."""
 
-    # Sent while nothing else is.
-    keep_alive: bytes
+    @property
+    def keep_alive(self) -> bytes:
+        """What is sent while nothing else is."""
 
     def on_accepted(self, accepted: Accepted) -> None:
         """The request was accepted; once more, before any output, if its version was withdrawn."""

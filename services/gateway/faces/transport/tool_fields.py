@@ -24,7 +24,7 @@ def add_tool(
 
 def set_tool_choice(
     generation: inference_pb2.Generation,
-    mode: inference_pb2.ToolMode,
+    mode: inference_pb2.ToolMode.ValueType,
     names: Sequence[str] = (),
     *,
     single: bool,
