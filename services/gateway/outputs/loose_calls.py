@@ -50,7 +50,7 @@ def _named(text: str, form: CallForm) -> tuple[str, str]:
 def _call(value: Any) -> tuple[str, str]:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise ValueError("no call")
-    arguments = next((value[key] for key in _ARGUMENTS if key in value), {})
+    arguments: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
     if not isinstance(arguments, dict):
         raise ValueError("no object")
     return value["name"], json.dumps(arguments, ensure_ascii=False)

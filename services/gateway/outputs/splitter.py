@@ -158,6 +158,7 @@ class OutputSplitter:
         end = self._held.find(calls.middle)
         if 0 < end <= _MAX_NAME_CHARS:
             self._emit(CallDelta(self.calls, self._call_id(self.calls), self._held[:end]))
+            self.calls += 1
             self._scan = _ObjectScan()
             return self._go(_At.ARGUMENTS, self._held[end + len(calls.middle) :])
         if end < 0 and len(self._held) < _MAX_NAME_CHARS + len(calls.middle):
@@ -167,11 +168,10 @@ class OutputSplitter:
     def _arguments(self) -> bool:
         taken = self._scan.take(self._held)
         if taken:
-            self._emit(CallDelta(self.calls, arguments=self._held[:taken]))
+            self._emit(CallDelta(self.calls - 1, arguments=self._held[:taken]))
         self._held = self._held[taken:]
         if not self._scan.ended:
             return False
-        self.calls += 1
         return self._go(_At.CLOSE, self._held)
 
     def _close(self) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
+from services.core.outputs.tools import AssistantAnswer, CallDelta, ContentText, OutputPart, answer_of
 from services.gateway.events import Finished, Tokens
 from services.gateway.faces.openai.requests import ApiRequest, Dialect
 from services.gateway.policy.degrade import Degradation
@@ -19,7 +20,11 @@ from services.gateway.requests.streaming import Completion
 from services.runtime.ids import ANSWER_PREFIXES
 
 _LOWEST_LOGPROB: Final = -9999.0
-_REASONS: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_REASONS: Final = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TOOL_CALLS: "tool_calls",
+}
 _OBJECTS: Final = {
     "chat": ("chat.completion", "chat.completion.chunk"),
     "completions": ("text_completion", "text_completion"),
@@ -69,15 +74,46 @@ class CompletionLogprobs(Struct, frozen=True):
     text_offset: list[int]
 
 
+class AnswerFunction(Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class AnswerCall(Struct, frozen=True):
+    id: str
+    function: AnswerFunction
+    type: str = "function"
+
+
 class AnswerMessage(Struct, frozen=True):
     role: str
-    content: str
+    # null where the answer is calls alone.
+    content: str | None
     refusal: None = None
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
+    # Only of a model that reasons, by both names that vLLM uses.
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+
+
+class _DeltaFunction(Struct, frozen=True):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class _DeltaCall(Struct, frozen=True):
+    index: int
+    function: _DeltaFunction
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
 
 
 class _Delta(Struct, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[_DeltaCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -216,7 +252,8 @@ def whole_answer(
             entries = completion.logprobs[choice] if request.logprobs else ()
             if request.dialect == "chat":
                 found = chat_logprobs(entries) if request.logprobs else None
-                chat.append(ChatChoice(index, AnswerMessage("assistant", content), found, reason))
+                answer_parts = completion.answers[choice] if completion.answers else AssistantAnswer(content)
+                chat.append(ChatChoice(index, answer_message(answer_parts), found, reason))
             else:
                 listed = completion_logprobs(entries, 0) if request.logprobs else None
                 text.append(TextChoice(index, content, listed, reason))
@@ -229,6 +266,39 @@ def whole_answer(
     if request.dialect == "chat":
         return _encode(ChatCompletion(choices=chat, **common))
     return _encode(TextCompletion(choices=text, **common))
+
+
+def answer_message(answer: AssistantAnswer) -> AnswerMessage:
+    """Return the message of a whole answer."""
+    calls = [AnswerCall(call.id, AnswerFunction(call.name, call.arguments)) for call in answer.calls]
+    return AnswerMessage(
+        "assistant",
+        None if calls and not answer.content else answer.content,
+        tool_calls=calls or UNSET,
+        reasoning_content=answer.reasoning or UNSET,
+        reasoning=answer.reasoning or UNSET,
+    )
+
+
+def _delta(parts: Sequence[OutputPart]) -> _Delta:
+    """Return the delta of one event: of each call one piece, since an event is one frame."""
+    answer, named = answer_of(parts), {part.index: part for part in parts if isinstance(part, CallDelta)}
+    calls = [
+        _DeltaCall(
+            index,
+            _DeltaFunction(call.name or UNSET, call.arguments),
+            id=call.id or UNSET,
+            type="function" if call.id else UNSET,
+        )
+        for index, call in zip(named, answer.calls, strict=True)
+    ]
+    reasoning = answer.reasoning or UNSET
+    return _Delta(
+        content=answer.content or UNSET,
+        reasoning_content=reasoning,
+        reasoning=reasoning,
+        tool_calls=calls or UNSET,
+    )
 
 
 def served_tier(request: ApiRequest) -> str:
@@ -275,6 +345,9 @@ def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST_LOGPROB) if math.isfinite(logprob) else _LOWEST_LOGPROB
 
 
+_NO_DELTA: Final = _Delta()
+
+
 class Frames:
     """Writes the frames of one streamed answer: one JSON head, built once, around each choice."""
 
@@ -285,12 +358,20 @@ class Frames:
         # When usage is requested, every frame but the last has a null usage.
         self._after = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
         self._offsets: dict[int, int] = {}
+        self._whole: set[int] = set()  # choices whose text is all content
         # Output tokens so far and prompt tokens, by choice; only for frames that state them.
         self._tokens: Counter[int] = Counter()
         self._prompt_tokens: dict[int, int] = {}
 
-    def start(self, index: int, prompt_tokens: int, *, tokens: int = 0, token_chars: int = 0) -> None:
-        """Begin a choice, behind what its client has: tokens, whose texts have that many characters."""
+    def start(
+        self, index: int, prompt_tokens: int, *, split: bool, tokens: int = 0, token_chars: int = 0
+    ) -> None:
+        """Begin a choice, behind what its client has: tokens, whose texts have that many characters.
+
+        ``split``: whether its output has parts; otherwise its text is content.
+        """
+        if not split:
+            self._whole.add(index)
         self._offsets[index], self._tokens[index] = token_chars, tokens
         self._prompt_tokens[index] = prompt_tokens
 
@@ -303,21 +384,27 @@ class Frames:
         """The frame of new output; empty while text is held back and no log probabilities were requested."""
         wants = self._request.logprobs and bool(event.logprobs)
         self._tokens[index] += len(event.ids)
+        if self._request.dialect == "chat":
+            parts = (ContentText(event.text),) if index in self._whole else event.parts
+            delta = _delta(parts)
+            if delta == _NO_DELTA:
+                if not wants:
+                    return b""
+                delta = _Delta(content="")
+            found = chat_logprobs(event.logprobs) if wants else None
+            return self._frame(_ChatChunkChoice(index, delta, found))
         if not event.text and not wants:
             return b""
-        if self._request.dialect == "chat":
-            found = chat_logprobs(event.logprobs) if wants else None
-            return self._frame(_ChatChunkChoice(index, _Delta(content=event.text), found))
         listed = completion_logprobs(event.logprobs, self._offsets.get(index, 0)) if wants else None
         if wants:
             length = sum(len(entry.token) for entry in event.logprobs)
             self._offsets[index] = self._offsets.get(index, 0) + length
         return self._frame(TextChoice(index, event.text, listed))
 
-    def finish(self, index: int, reason: str) -> bytes:
-        """The last frame of a choice."""
+    def finish(self, index: int, reason: str, parts: Sequence[OutputPart] = ()) -> bytes:
+        """The last frame of a choice, with the rest of its parts."""
         if self._request.dialect == "chat":
-            return self._frame(_ChatChunkChoice(index, _Delta(), finish_reason=reason))
+            return self._frame(_ChatChunkChoice(index, _delta(parts), finish_reason=reason))
         return self._frame(TextChoice(index, "", finish_reason=reason))
 
     def usage(self, usages: Sequence[Usage]) -> bytes:

@@ -128,7 +128,13 @@ class EventStream:
             position.on_accepted(number, event.request_id)
         for choice in range(self._request.choices):
             had = (0, 0) if position is None else position.tokens(number, choice)
-            self._frames.start(first + choice, event.prompt_tokens, tokens=had[0], token_chars=had[1])
+            self._frames.start(
+                first + choice,
+                event.prompt_tokens,
+                split=event.form is not None,
+                tokens=had[0],
+                token_chars=had[1],
+            )
         self._accepted.append(event)
 
     async def _on_tokens(self, number: int, event: Tokens, frames: Frames) -> None:
@@ -167,12 +173,12 @@ class EventStream:
         self._clocks.append(event.clock)
         first, position = number * self._request.choices, self._position
         parts = self._roles(number, frames)
-        for choice, reason in list(finish_reasons(event).items())[
-            position.ends(number) if position is not None else 0 :
-        ]:
+        reasons = finish_reasons(event)
+        for result in event.choices[position.ends(number) if position is not None else 0 :]:
             if position is not None:
                 position.on_end(number)
-            parts.append(self._with_id(frames.finish(first + choice, reason)))
+            frame = frames.finish(first + result.choice, reasons[result.choice], result.parts)
+            parts.append(self._with_id(frame))
         last = len(self._usages) == len(self._request.generations)
         if last:
             tail = filter(None, (frames.stage_clock(self._clocks), frames.usage(self._usages), DONE))

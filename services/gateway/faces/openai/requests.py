@@ -13,6 +13,7 @@ from msgspec import Raw
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, UnsupportedFeature
 from services.gateway.faces.openai.constraints import constraint_of
+from services.gateway.faces.openai.tools import set_tools
 from services.gateway.faces.openai.types import (
     ChatBody,
     ChatTurn,
@@ -87,11 +88,12 @@ def chat_of(body: ChatBody) -> ApiRequest:
     if not body.messages:
         raise InvalidInput("messages is empty", field="messages")
     set_chat(generation.chat, body.messages, _template_variables(body))
+    generation.parts = True
+    names = {"logprobs": "top_logprobs", **set_tools(generation, body)}
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidInput("top_logprobs needs logprobs to be true", field="top_logprobs")
     if body.logprobs:
         generation.logprobs = body.top_logprobs or 0
-    names = {"logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names["max_output_tokens"] = "max_completion_tokens"
     return _api_request(body, "chat", (generation,), logprobs=bool(body.logprobs), names=names)
@@ -127,7 +129,7 @@ def set_chat(chat: inference_pb2.Chat, turns: Sequence[ChatTurn], variables: Map
             content=_content(turn, path),
             name=_name(turn, path),
             tool_call_id=turn.tool_call_id or "",
-            reasoning_content=turn.reasoning_content or "",
+            reasoning_content=turn.reasoning_content or turn.reasoning or "",
         )
         for number, call in enumerate(turn.tool_calls or ()):
             arguments = _arguments(call, f"{path}tool_calls[{number}].")
@@ -139,9 +141,6 @@ def set_chat(chat: inference_pb2.Chat, turns: Sequence[ChatTurn], variables: Map
 def _without_effect(body: Options) -> tuple[str, ...]:
     """Return the fields that have no effect beside the others of the body, whatever their value."""
     found = []
-    choice = body.tool_choice if isinstance(body, ChatBody) else None
-    if isinstance(choice, Raw) and bytes(choice).strip() == b'"none"':  # no tool may be called
-        found.append("tools")
     if isinstance(body.best_of, Raw) and is_neutral(body.best_of, (body.n,)):  # all are returned
         found.append("best_of")
     return tuple(found)

@@ -15,7 +15,8 @@ from services.gateway.catalog import Route
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.openai.requests import set_chat
-from services.gateway.faces.openai.types import ChatTurn, UInt32, Unserved, parse_body
+from services.gateway.faces.openai.tools import offer
+from services.gateway.faces.openai.types import ChatTurn, OfferedTool, UInt32, Unserved, parse_body
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -25,13 +26,13 @@ class TokenizeBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True
     prompt: str | None = None
     messages: list[ChatTurn] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[OfferedTool] | None = None
 
     add_special_tokens: Unserved = UNSET
     add_generation_prompt: Unserved = UNSET
     continue_final_message: Unserved = UNSET
     return_token_strs: Unserved = UNSET
     chat_template: Unserved = UNSET
-    tools: Unserved = UNSET
     mm_processor_kwargs: Unserved = UNSET
 
 
@@ -124,6 +125,7 @@ def tokenize_request(data: bytes) -> inference_pb2.CountTokensRequest:
         if not body.messages:
             raise InvalidInput("messages is empty", field="messages")
         set_chat(request.chat, body.messages, body.chat_template_kwargs or {})
+        offer(request.chat, body.tools or ())
     else:
         request.prompt = body.prompt or ""
     return request

@@ -76,6 +76,43 @@ class MadeCall(Struct, forbid_unknown_fields=True, frozen=True):
     index: UInt32 | None = None
 
 
+class OfferedFunction(Struct, forbid_unknown_fields=True, frozen=True):
+    name: str
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, About("A JSON schema of the type object.")] = None
+    strict: Annotated[bool | None, About("The arguments match the schema in every call.")] = None
+
+
+class OfferedTool(Struct, forbid_unknown_fields=True, frozen=True):
+    type: str
+    function: OfferedFunction | None = None
+    cache_control: CacheControl | None = None
+    custom: Unserved = UNSET
+
+
+class ChosenFunction(Struct, forbid_unknown_fields=True, frozen=True):
+    name: str
+
+
+class ChosenTool(Struct, forbid_unknown_fields=True, frozen=True):
+    type: str
+    function: ChosenFunction | None = None
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: list[ChosenTool]
+
+
+class ToolSelection(Struct, forbid_unknown_fields=True, frozen=True):
+    """One function, or OpenAI's ``allowed_tools``."""
+
+    type: str
+    function: ChosenFunction | None = None
+    allowed_tools: AllowedTools | None = None
+    custom: Unserved = UNSET
+
+
 class ChatTurn(Struct, forbid_unknown_fields=True, frozen=True):
     role: str
     content: str | list[ContentPart] | None = None
@@ -83,6 +120,7 @@ class ChatTurn(Struct, forbid_unknown_fields=True, frozen=True):
     tool_calls: list[MadeCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: Annotated[str | None, About("vLLM's newer name of reasoning_content.")] = None
     cache_control: CacheControl | None = None
     refusal: Unserved = UNSET
     annotations: Unserved = UNSET
@@ -203,10 +241,10 @@ class ChatBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=True):
         dict[str, Any] | None, About("Variables of the chat template, such as enable_thinking.")
     ] = None
     verbosity: Literal["low", "medium", "high"] | None = None
+    tools: list[OfferedTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolSelection | None = None
+    parallel_tool_calls: Annotated[bool | None, About("false: at most one call.")] = None
 
-    tools: Unserved = UNSET
-    tool_choice: Unserved = UNSET
-    parallel_tool_calls: Unserved = UNSET
     functions: Unserved = UNSET
     function_call: Unserved = UNSET
     audio: Unserved = UNSET
@@ -264,7 +302,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "ResponsesPart.logprobs": ([],),
     "return_token_ids": (False,),
     "return_token_strs": (False,),
@@ -273,8 +310,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "use_beam_search": (False,),

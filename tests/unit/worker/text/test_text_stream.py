@@ -71,3 +71,17 @@ def test_plain_only_while_nothing_is_pending(byte_level: Tokenizer) -> None:
     assert stream.feed(0xA9) == "é"
     assert stream.plain
     assert not TextStream(vocabulary.open(), stops=("x",), min_tokens=0).plain
+
+
+def test_special_tokens_that_are_asked_for_are_spelled(byte_level: Tokenizer) -> None:
+    vocabulary = ByteLevelVocabulary(byte_level)
+    special = next(token for token, entry in byte_level.get_added_tokens_decoder().items() if entry.special)
+    name, letter = vocabulary.alone(special), byte_level.encode("a", add_special_tokens=False).ids[0]
+    plain = TextStream(vocabulary.open(), stops=(), min_tokens=0)
+    assert [plain.feed(token) for token in (letter, special, letter)] == ["a", "", "a"]
+    spelled = TextStream(vocabulary.open(), stops=(), min_tokens=0, spelled={special: name})
+    assert not spelled.plain
+    assert [spelled.feed(token) for token in (letter, special, letter)] == ["a", name, "a"]
+    assert not spelled.plain
+    resumed = TextStream(vocabulary.open(), stops=(), min_tokens=0, spelled={special: name})
+    assert resumed.resume([letter, special], delivered_chars=1) == name

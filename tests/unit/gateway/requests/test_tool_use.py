@@ -1,0 +1,188 @@
+"""Tools of a request: what is refused by its field, and the form and the constraint that it gets."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+import pytest
+
+from fairway.v1 import common_pb2
+from fairway.v1 import inference_pb2 as pb
+from services.core.errors import ConstraintRefused, InvalidInput, UnsupportedFeature
+from services.core.generation import ConstraintKind, GenerationSpec, Principal
+from services.core.outputs.families import CALL_FORMS, REASONING_FORMS
+from services.core.outputs.tools import Tool
+from services.core.records import DEPLOYMENTS, Deployment, KeyRole, Meta
+from services.gateway.requests.tool_use import (
+    MAX_TOOL_BYTES,
+    check_tools,
+    declared_form,
+    spelled_ids,
+    tool_use,
+)
+from services.gateway.requests.validate import Validator
+from services.gateway.text.encoder import load_encoder
+from services.gateway.text.text_model import ChatMessage
+from tests.unit.gateway.conftest import DIGEST, TEMPLATE
+
+WHO = Principal("alpha", KeyRole.TENANT, "acme")
+OBJECT = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
+REQUIRED = pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED)
+
+
+FIRST = "chat.tools[0].parameters"
+MANY = 1 + MAX_TOOL_BYTES // 16_000
+
+
+def generation(*tools: pb.Tool, **fields: Any) -> pb.Generation:
+    messages = [pb.ChatMessage(role="user", content="hi")]
+    return pb.Generation(model="chat-small", chat=pb.Chat(messages=messages, tools=tools), **fields)
+
+
+def tool(name: str = "f", parameters: str = OBJECT, **fields: Any) -> pb.Tool:
+    return pb.Tool(name=name, parameters=parameters, **fields)
+
+
+def nested(levels: int) -> str:
+    return '{"x":' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        (generation(tool(), tool()), "chat.tools[1].name"),
+        (generation(tool(parameters="[1]")), FIRST),
+        (generation(tool(parameters="{")), FIRST),
+        (generation(tool(parameters='{"type":"string"}')), FIRST),
+        (generation(tool(), tool("g", nested(70))), "chat.tools[1].parameters"),
+        (
+            generation(tool(parameters='{"x":' + "[" * 20_000 + "]" * 20_000 + "}")),
+            "chat.tools[0].parameters",
+        ),
+        (generation(*(tool(f"f{n}", description="x" * 16_000) for n in range(MANY))), "chat.tools"),
+        (generation(tool_choice=REQUIRED), "tool_choice"),
+        (generation(tool(), tool_choice=pb.ToolChoice(names=["g"])), "tool_choice"),
+        (pb.Generation(prompt="x", parts=True), "parts"),
+        (pb.Generation(prompt="x", tool_choice=REQUIRED), "tool_choice"),
+    ],
+)
+def test_what_is_wrong_names_its_field(wrong: pb.Generation, field: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        check_tools(wrong)
+    assert caught.value.metadata["field"] == field
+
+
+def test_what_is_in_bounds_passes() -> None:
+    check_tools(generation(tool(), tool("g", ""), tool("h", nested(60)), tool_choice=REQUIRED))
+    check_tools(generation())
+    none = generation(tool(), tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_NONE))
+    assert tool_use(none).tools == ()
+
+
+class Resolver:
+    """Resolves requests of a deployment of the small model."""
+
+    def __init__(self, fleet: Any) -> None:
+        self._fleet = fleet
+        self._validator = Validator(fleet.catalog, fleet.identity, Random(7))
+        self.form("hermes+think")
+
+    def form(self, name: str) -> None:
+        deployment = Deployment(Meta("chat-small"), "chat-small", "v1", DIGEST, 1, output_form=name)
+        self._fleet.deployments.put(DEPLOYMENTS + "chat-small", deployment, 42)
+
+    async def __call__(self, asked: pb.Generation) -> GenerationSpec:
+        return await self._validator.resolve(WHO, asked, "r", self._validator.check(WHO, asked))
+
+
+@pytest.fixture
+def resolve(fleet: Any, executor: ThreadPoolExecutor) -> Resolver:
+    return Resolver(fleet)
+
+
+def grammar(spec: GenerationSpec) -> str:
+    assert spec.sampling.constraint is not None
+    assert spec.sampling.constraint.kind is ConstraintKind.GRAMMAR
+    return spec.sampling.constraint.source
+
+
+async def test_required_calls_are_held_to_their_schemas(resolve: Resolver) -> None:
+    tools = (tool(), tool("g", ""))
+    spec = await resolve(generation(*tools, tool_choice=REQUIRED, parts=True))
+    assert spec.form is not None
+    assert (spec.form.calls, spec.form.reasoning) == (CALL_FORMS["hermes"], REASONING_FORMS["think"])
+    assert spec.form.held
+    assert '"a": {"type": "integer"}' in grammar(spec)
+    named = pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED, names=["g"])
+    assert "integer" not in grammar(await resolve(generation(*tools, tool_choice=named)))
+
+
+async def test_under_auto_only_strict_tools_are_held_to_their_schema(resolve: Resolver) -> None:
+    found = grammar(await resolve(generation(tool(), tool("g", OBJECT, strict=True), parts=True)))
+    assert found.count('"a": {"type": "integer"}') == 1
+    assert "TEXT" in found
+
+
+async def test_a_schema_that_is_refused_names_its_tool(resolve: Resolver) -> None:
+    broken = '{"type":"object","not":{}}'
+    with pytest.raises(ConstraintRefused) as caught:
+        await resolve(generation(tool(), tool("g", broken), tool_choice=REQUIRED))
+    assert caught.value.metadata["field"] == "chat.tools[1].parameters"
+    assert "not" in caught.value.message
+    spec = await resolve(generation(tool(), tool("g", broken)))  # not strict, and the model decides
+    assert spec.sampling.constraint is not None
+
+
+async def test_tools_too_large_for_a_grammar(resolve: Resolver) -> None:
+    large = json.dumps({"type": "object", "description": "x" * 60_000})
+    tools = (tool("f", large), tool("g", large))
+    with pytest.raises(ConstraintRefused) as caught:
+        await resolve(generation(*tools, tool_choice=REQUIRED, max_output_tokens=1))
+    assert caught.value.metadata["field"] in ("chat.tools", "messages")
+
+
+async def test_a_schema_of_content_goes_beside_calls(resolve: Resolver) -> None:
+    asked = generation(tool())
+    asked.sampling.constraint.json_schema = '{"type":"object","properties":{"z":{"type":"null"}}}'
+    assert "content: %json" in grammar(await resolve(asked))
+    asked.sampling.constraint.regex = "a"
+    with pytest.raises(UnsupportedFeature) as caught:
+        await resolve(asked)
+    assert caught.value.metadata["field"] == "sampling.constraint.regex"
+
+
+async def test_a_model_without_a_form_takes_no_tools(resolve: Resolver) -> None:
+    resolve.form("")
+    with pytest.raises(UnsupportedFeature) as caught:
+        await resolve(generation(tool()))
+    assert caught.value.metadata["field"] == "chat.tools"
+    assert "--output-form" in caught.value.message
+    spec = await resolve(generation(parts=True))
+    assert spec.form is not None
+    assert (spec.form.calls, spec.form.reasoning, spec.sampling.constraint) == (None, None, None)
+    assert (await resolve(generation())).form is None
+
+
+async def test_a_constraint_without_tools_is_as_before(resolve: Resolver) -> None:
+    asked = generation(parts=True)
+    asked.sampling.constraint.CopyFrom(common_pb2.Constraint(regex="a+"))
+    spec = await resolve(asked)
+    assert spec.sampling.constraint is not None
+    assert spec.sampling.constraint.kind is ConstraintKind.REGEX
+
+
+def test_the_files_show_form_marks_and_openings(make_folder: Any, clock: Any) -> None:
+    template = TEMPLATE + "{# <tool_call> </think> #}{%- if think %}{{- '<think>\n' }}{%- endif %}"
+    folder = make_folder(template=template)
+    encoder = load_encoder(folder, DIGEST, clock)
+    model = encoder.model
+    assert (model.form.calls, model.form.reasoning) == (CALL_FORMS["hermes"], REASONING_FORMS["think"])
+    asked, deployment = generation(), Deployment(Meta("m"), "m", "v", DIGEST, 1)
+    turns = pb.Generation()
+    for variables, thinking in (('{"think": true}', True), ("", False)):
+        ids = encoder.encode_chat([ChatMessage("user", "hi")], variables, [Tool("f", "", OBJECT)])
+        assert declared_form(asked, tool_use(turns), deployment, model, ids).thinking == thinking
+    assert spelled_ids(model.form, model) == ()
