@@ -22,13 +22,16 @@ from services.gateway.faces.openai.types import (
     CalledFunction,
     ChatBody,
     ChatTurn,
+    ChosenFunction,
     JsonSchemaFormat,
     MadeCall,
+    OfferedFunction,
+    OfferedTool,
     ResponseFormat,
+    ToolSelection,
     parse_body,
     require_neutral,
 )
-from services.gateway.faces.transport.tool_fields import add_tool, set_tool_choice
 
 _EFFORTS: Final = {"max": "xhigh"}
 
@@ -37,7 +40,7 @@ def messages_request(data: bytes) -> ApiRequest:
     """Return the request of a /v1/messages body. Raises InvalidInput, UnsupportedFeature."""
     body = parse_body(data, MessagesBody)
     user = body.metadata.user_id if body.metadata is not None else None
-    request = chat_of(
+    return chat_of(
         msgspec.structs.replace(
             _chat(body),
             max_completion_tokens=body.max_tokens,
@@ -49,15 +52,12 @@ def messages_request(data: bytes) -> ApiRequest:
             user=user,
         )
     )
-    _set_tools(request.generations[0], body)
-    return request
 
 
 def count_request(data: bytes) -> inference_pb2.CountTokensRequest:
     """Return the request of a /v1/messages/count_tokens body. Raises InvalidInput, UnsupportedFeature."""
     body = parse_body(data, CountBody)
     generation = chat_of(_chat(body)).generations[0]
-    _set_tools(generation, body)
     return inference_pb2.CountTokensRequest(model=generation.model, chat=generation.chat)
 
 
@@ -74,7 +74,7 @@ def _chat(body: CountBody) -> ChatBody:
         turns.append(ChatTurn("system", _text_of(body.system, "system")))
     for index, turn in enumerate(body.messages):
         turns += _turns(turn, f"messages[{index}].")
-    found: dict[str, Any] = {}
+    found = _tools(body)
     if body.thinking is not None:
         found["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     config = body.output_config
@@ -88,12 +88,9 @@ def _chat(body: CountBody) -> ChatBody:
     return ChatBody(model=body.model, messages=turns, **found)
 
 
-def _set_tools(generation: inference_pb2.Generation, body: CountBody) -> None:
-    """Write the tools and the choice among them. Raises InvalidInput, UnsupportedFeature."""
-    generation.parts = True
-    choice = body.tool_choice
-    if choice is not None and choice.type == "none":
-        return
+def _tools(body: CountBody) -> dict[str, Any]:
+    """Return the tools and the choice among them. Raises InvalidInput, UnsupportedFeature."""
+    tools = []
     for number, tool in enumerate(body.tools or ()):
         path = f"tools[{number}]."
         if tool.type not in (None, "custom"):
@@ -102,14 +99,18 @@ def _set_tools(generation: inference_pb2.Generation, body: CountBody) -> None:
                 field=f"{path}type",
             )
         require_neutral(tool, path)
-        add_tool(generation, tool.name, tool.description, tool.input_schema, strict=bool(tool.strict))
+        function = OfferedFunction(tool.name, tool.description, tool.input_schema, tool.strict)
+        tools.append(OfferedTool("function", function))
+    choice = body.tool_choice
     if choice is None:
-        return
+        return {"tools": tools}
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidInput("tool_choice.name is of the type tool", field="tool_choice.name")
-    mode = inference_pb2.TOOL_MODE_AUTO if choice.type == "auto" else inference_pb2.TOOL_MODE_REQUIRED
-    names = (choice.name,) if choice.name is not None else ()
-    set_tool_choice(generation, mode, names, single=bool(choice.disable_parallel_tool_use))
+    asked: str | ToolSelection = "required" if choice.type == "any" else choice.type
+    if choice.name is not None:
+        asked = ToolSelection("function", ChosenFunction(choice.name))
+    single = bool(choice.disable_parallel_tool_use)
+    return {"tools": tools, "tool_choice": asked, "parallel_tool_calls": not single}
 
 
 def _turns(turn: MessagesTurn, path: str) -> Iterator[ChatTurn]:

@@ -22,7 +22,7 @@ from services.gateway.faces.openai.types import (
     require_neutral,
 )
 from services.gateway.faces.responses.items import turns_of
-from services.gateway.faces.responses.tools import set_tools
+from services.gateway.faces.responses.tools import tool_fields
 from services.gateway.faces.responses.types import (
     ModelResponse,
     PromptFields,
@@ -104,9 +104,7 @@ def responses_request(body: ResponsesBody, earlier: bytes) -> ResponsesRequest:
         ignore_eos=body.ignore_eos,
         priority=body.priority,
     )
-    generation = chat_of(own).generations[0]
-    set_tools(generation, body)
-    return ResponsesRequest(generation, _head(body), tuple(_own_items(body.input)))
+    return ResponsesRequest(chat_of(own).generations[0], _head(body), tuple(_own_items(body.input)))
 
 
 def prompt_fields(data: bytes) -> PromptFields:
@@ -117,7 +115,6 @@ def prompt_fields(data: bytes) -> PromptFields:
 def tokens_request(body: PromptFields, earlier: bytes) -> inference_pb2.CountTokensRequest:
     """Return the request that counts the tokens of a prompt. ``earlier`` as in ``responses_request``."""
     generation = chat_of(_chat(body, earlier)).generations[0]
-    set_tools(generation, body)
     return inference_pb2.CountTokensRequest(model=generation.model, chat=generation.chat)
 
 
@@ -131,7 +128,7 @@ def _chat(body: PromptFields, earlier: bytes) -> ChatBody:
     before = [item for items in _items(earlier) for item in items]
     # Together, so that a call and what goes with it are one turn; the paths are those of the own items.
     turns += turns_of(before, "previous_response_id") + turns_of(own, "input")
-    found: dict[str, Any] = {}
+    found = tool_fields(body)
     if body.text is not None and body.text.format is not None:
         found["response_format"] = _format(body.text.format)
     if body.reasoning is not None:

@@ -1,27 +1,25 @@
-"""The tools of a Responses request: functions, which the client runs."""
+"""The tools of a Responses request as those of chat completions: functions, which the client runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
-from fairway.v1 import inference_pb2
 from services.core.errors import InvalidInput, UnsupportedFeature
-from services.gateway.faces.openai.types import require_neutral
+from services.gateway.faces.openai.types import (
+    AllowedTools,
+    ChosenFunction,
+    ChosenTool,
+    OfferedFunction,
+    OfferedTool,
+    ToolSelection,
+    require_neutral,
+)
 from services.gateway.faces.responses.types import PromptFields, ResponsesToolChoice
-from services.gateway.faces.transport.tool_fields import add_tool, set_tool_choice
-
-_MODES: Final = {
-    "auto": inference_pb2.TOOL_MODE_AUTO,
-    "required": inference_pb2.TOOL_MODE_REQUIRED,
-}
 
 
-def set_tools(generation: inference_pb2.Generation, body: PromptFields) -> None:
-    """Write the tools and the choice among them. Raises InvalidInput, UnsupportedFeature."""
-    generation.parts = True
-    if body.tool_choice == "none":
-        return
+def tool_fields(body: PromptFields) -> dict[str, Any]:
+    """Return the fields of a chat body that have the tools. Raises InvalidInput, UnsupportedFeature."""
+    tools = []
     for number, tool in enumerate(body.tools or ()):
         path = f"tools[{number}]."
         if tool.type != "function":
@@ -32,21 +30,22 @@ def set_tools(generation: inference_pb2.Generation, body: PromptFields) -> None:
         require_neutral(tool, path)
         if tool.name is None:
             raise InvalidInput(f"{path}name is required", field=f"{path}name")
-        add_tool(generation, tool.name, tool.description, tool.parameters, strict=bool(tool.strict))
-    single = body.parallel_tool_calls is False
-    if isinstance(body.tool_choice, ResponsesToolChoice):
-        mode, names = _named(body.tool_choice)
-        set_tool_choice(generation, _MODES[mode], names, single=single)
-    elif body.tool_choice is not None or single:
-        set_tool_choice(generation, _MODES[body.tool_choice or "auto"], single=single)
+        function = OfferedFunction(tool.name, tool.description, tool.parameters, tool.strict)
+        tools.append(OfferedTool("function", function))
+    choice = body.tool_choice
+    asked = _selection(choice) if isinstance(choice, ResponsesToolChoice) else choice
+    return {"tools": tools, "tool_choice": asked, "parallel_tool_calls": body.parallel_tool_calls}
 
 
-def _named(choice: ResponsesToolChoice) -> tuple[str, Sequence[str]]:
-    """Return the mode and the names of the tools that may be called."""
+def _selection(choice: ResponsesToolChoice) -> ToolSelection:
     if choice.type == "function" and choice.name is not None:
-        return "required", (choice.name,)
+        return ToolSelection("function", ChosenFunction(choice.name))
     if choice.type == "allowed_tools" and choice.tools:
-        return choice.mode or "auto", [_name(tool, number) for number, tool in enumerate(choice.tools)]
+        allowed = [
+            ChosenTool("function", ChosenFunction(_name(tool, number)))
+            for number, tool in enumerate(choice.tools)
+        ]
+        return ToolSelection("allowed_tools", allowed_tools=AllowedTools(choice.mode or "auto", allowed))
     raise UnsupportedFeature(
         f"tool_choice.type {choice.type[:64]!r} is not offered by this server: function with a name and "
         "allowed_tools with tools are",

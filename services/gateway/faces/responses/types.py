@@ -152,8 +152,8 @@ class ResponsesBody(PromptFields, forbid_unknown_fields=True, frozen=True, kw_on
 
 class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
     text: str
-    annotations: tuple[str, ...] = ()
-    logprobs: tuple[str, ...] = ()
+    annotations: list[str] = []
+    logprobs: list[str] = []
 
 
 class ReasoningPart(Struct, frozen=True, tag="reasoning_text", tag_field="type"):
@@ -171,7 +171,7 @@ class ReasoningItem(Struct, frozen=True, tag="reasoning", tag_field="type"):
     id: str
     status: str
     content: list[ReasoningPart]
-    summary: tuple[str, ...] = ()
+    summary: list[str] = []
 
 
 class FunctionCallItem(Struct, frozen=True, tag="function_call", tag_field="type"):
