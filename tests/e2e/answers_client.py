@@ -59,9 +59,10 @@ def responses(client: openai.OpenAI) -> dict[str, Any]:
             deltas.append(event.delta)
         last = event
     assert last is not None
-    with client.responses.stream(**asked) as stream:
-        for _ in stream:
-            pass
+    form = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}
+    # The SDK's helper takes complete responses only.
+    with client.responses.stream(model=MODEL, input="x", max_output_tokens=64, text=form) as stream:
+        parts = [event.delta for event in stream if event.type == "response.output_text.delta"]
         helped = stream.get_final_response()
     again = client.responses.retrieve(whole.id)
     following = client.responses.create(
@@ -69,12 +70,7 @@ def responses(client: openai.OpenAI) -> dict[str, Any]:
     )
     items = list(client.responses.input_items.list(whole.id))
     counted = client.responses.input_tokens.count(model=MODEL, input=PROMPT)
-    formatted = client.responses.create(
-        model=MODEL,
-        input="x",
-        max_output_tokens=64,
-        text={"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}},
-    )
+    formatted = client.responses.create(model=MODEL, input="x", max_output_tokens=64, text=form)
     called = client.responses.create(
         model=MODEL, input="Weather?", tools=TOOLS, tool_choice="required", max_output_tokens=160
     )
@@ -86,7 +82,7 @@ def responses(client: openai.OpenAI) -> dict[str, Any]:
         "streamed": "".join(deltas),
         "types": types,
         "last": last.response.output_text,
-        "helped": helped.output_text,
+        "helped": ["".join(parts), helped.output_text],
         "again": again.model_dump() == whole.model_dump(),
         "prompt_grew": following.usage.input_tokens > whole.usage.input_tokens,
         "items": [item.content[0].text for item in items],
