@@ -70,6 +70,8 @@ from fairway.client.values import (
     TokenCount,
     TokenLogprobs,
     Tokens,
+    Tool,
+    ToolCall,
     Usage,
 )
 
@@ -128,6 +130,8 @@ __all__ = [
     "TokenCount",
     "TokenLogprobs",
     "Tokens",
+    "Tool",
+    "ToolCall",
     "Unauthenticated",
     "Unavailable",
     "Unimplemented",

@@ -29,6 +29,7 @@ from fairway.client.values import (
     StageClock,
     TokenLogprobs,
     Tokens,
+    ToolCall,
     Usage,
 )
 from fairway.v1 import common_pb2 as common
@@ -46,6 +47,12 @@ _FINISH_REASONS: Final[dict[int, FinishReason]] = {
     common.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
     common.FINISH_REASON_SLOW_READER: FinishReason.SLOW_READER,
     common.FINISH_REASON_FILTERED: FinishReason.FILTERED,
+    common.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
+}
+_TOOL_MODES: Final = {
+    "auto": pb.TOOL_MODE_AUTO,
+    "none": pb.TOOL_MODE_NONE,
+    "required": pb.TOOL_MODE_REQUIRED,
 }
 _MAX_TIMEOUT_S: Final = 86_400
 _SAMPLING: Final = (
@@ -61,7 +68,31 @@ _SAMPLING: Final = (
 
 
 def generation(model: str, source: Input, options: Options, idempotency_key: str) -> pb.Generation:
-    """Return the request. Raises ValueError for an empty list, and TypeError for one of mixed items."""
+    """Return the request. Raises ValueError for an empty list and for tools without a chat, and TypeError for
+    a list of mixed items."""
+    found = _generation(model, source, options, idempotency_key)
+    if options.tools:
+        _set_tools(found, options)
+    return found
+
+
+def _set_tools(found: pb.Generation, options: Options) -> None:
+    if not found.HasField("chat"):
+        raise ValueError("tools are offered in a chat: pass messages")
+    found.parts = True
+    for tool in options.tools:
+        schema = "" if tool.parameters is None else json.dumps(tool.parameters, ensure_ascii=False)
+        found.chat.tools.add(
+            name=tool.name, description=tool.description, parameters=schema, strict=tool.strict
+        )
+    choice = found.tool_choice
+    choice.single = not options.parallel_tool_calls
+    choice.mode = _TOOL_MODES.get(options.tool_choice, pb.TOOL_MODE_REQUIRED)
+    if options.tool_choice not in _TOOL_MODES:
+        choice.names.append(options.tool_choice)
+
+
+def _generation(model: str, source: Input, options: Options, idempotency_key: str) -> pb.Generation:
     optional: dict[str, Any] = {
         "max_output_tokens": options.max_output_tokens,
         "logprobs": options.logprobs,
@@ -181,6 +212,9 @@ def completion(message: pb.CompleteResponse) -> Completion:
                 tuple(one.ids),
                 reasons.get(one.choice, FinishReason.OTHER),
                 _logprobs(one.logprobs),
+                one.answer.content if one.HasField("answer") else one.text,
+                one.answer.reasoning,
+                tuple(ToolCall(call.id, call.name, call.arguments) for call in one.answer.tool_calls),
             )
             for one in message.choices
         ),
@@ -232,7 +266,16 @@ def _input(source: Input) -> dict[str, Any]:
         raise ValueError("the input is an empty list: pass a text, messages or token ids")
     if all(isinstance(one, Message) for one in source):
         messages = [
-            pb.ChatMessage(role=one.role, content=one.content, name=one.name)
+            pb.ChatMessage(
+                role=one.role,
+                content=one.content,
+                name=one.name,
+                tool_call_id=one.tool_call_id,
+                tool_calls=[
+                    pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+                    for call in one.tool_calls
+                ],
+            )
             for one in source
             if isinstance(one, Message)
         ]

@@ -21,12 +21,36 @@ def checked_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. ``parameters``: a JSON schema of an object; None: no arguments.
+
+    ``strict``: the arguments match the schema in every call, and not only in required ones.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call by the model; ``arguments``: a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a chat."""
+    """One message of a chat. ``tool_calls`` are of an assistant's, ``tool_call_id`` is of a tool's."""
 
     role: Role
     content: str
     name: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
 
 
 # A text to continue, a chat to answer, or token ids.
@@ -82,6 +106,7 @@ class FinishReason(Enum):
     DEADLINE = "deadline"
     SLOW_READER = "slow_reader"
     FILTERED = "filtered"
+    TOOL_CALLS = "tool_calls"
     OTHER = "other"
 
 
@@ -104,6 +129,10 @@ class Options:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None  # None: the gateway draws one
     constraint: Constraint | None = None  # what the output must match; None: any text
+    tools: Sequence[Tool] = ()  # of a chat
+    # auto: the model decides; required: at least one call. Otherwise the name of the tool to call.
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True  # False: at most one call
     stop: Sequence[str] = ()  # strings that end a choice; not part of its text
     stop_token_ids: Sequence[int] = ()  # tokens that end a choice
     # Number of answers.
@@ -229,10 +258,13 @@ Event = Accepted | Tokens | Finished
 @dataclass(frozen=True, slots=True)
 class CompletedChoice:
     choice: int
-    text: str
+    text: str  # the whole output
     ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] = ()
+    content: str = ""  # of a request with tools without reasoning and calls, otherwise the text
+    reasoning: str = ""  # of a request with tools
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

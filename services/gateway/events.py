@@ -111,7 +111,7 @@ class Tokens:
     ids: Sequence[int]
     text: str
     logprobs: Sequence[TokenLogprobs] = ()
-    # Where the request asked for parts: what became final with this text, in order. ``text`` stays whole.
+    # Where the request wants parts: what became final with this text, in order. ``text`` stays whole.
     parts: Sequence[OutputPart] = ()
 
 
@@ -121,7 +121,7 @@ class ChoiceResult:
     finish_reason: FinishReason
     stop: str
     output_tokens: int
-    # Where the request asked for parts: the last of them, which the end made final.
+    # Where the request wants parts: the last of them, which the end made final.
     parts: tuple[OutputPart, ...] = ()
 
 

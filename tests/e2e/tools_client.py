@@ -33,6 +33,10 @@ MESSAGES: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?
 client = openai.OpenAI(base_url=f"{BASE}/v1", api_key=KEY, max_retries=0)
 
 
+# A small model that must call goes on calling.
+REQUIRED: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
+
+
 def whole(**options: Any) -> dict[str, Any]:
     answer = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, tools=TOOLS, max_tokens=200, seed=3, **options
@@ -43,7 +47,8 @@ def whole(**options: Any) -> dict[str, Any]:
 
 
 def streamed(**options: Any) -> dict[str, Any]:
-    content, calls, finish, pieces = "", [], "", 0
+    content, finish, pieces = "", "", 0
+    calls: list[list[Any]] = []
     for chunk in client.chat.completions.create(
         model=MODEL, messages=MESSAGES, tools=TOOLS, max_tokens=200, seed=3, stream=True, **options
     ):
@@ -61,7 +66,7 @@ def streamed(**options: Any) -> dict[str, Any]:
 def helper() -> dict[str, Any]:
     """What the SDK's own accumulator makes of a stream."""
     with client.chat.completions.stream(
-        model=MODEL, messages=MESSAGES, tools=TOOLS[1:], max_tokens=200, seed=3, tool_choice="required"
+        model=MODEL, messages=MESSAGES, tools=TOOLS[1:], max_tokens=200, seed=3, **REQUIRED
     ) as stream:
         final = stream.get_final_completion()
     return {
@@ -94,14 +99,14 @@ def refused() -> list[str | None]:
 named: Any = {"type": "function", "function": {"name": "get_weather"}}
 key = {"idempotency-key": "tools-1"}
 result = {
-    "required": whole(tool_choice="required"),
-    "streamed": streamed(tool_choice="required"),
-    "named": whole(tool_choice=named, parallel_tool_calls=False),
+    "required": whole(**REQUIRED),
+    "streamed": streamed(tool_choice=named),
+    "named": whole(tool_choice=named),
     "auto": whole(tool_choice="auto"),
     "none": whole(tool_choice="none"),
     "kept": [
-        whole(tool_choice="required", extra_headers=key),
-        whole(tool_choice="required", extra_headers=key),
+        whole(**REQUIRED, extra_headers=key),
+        whole(**REQUIRED, extra_headers=key),
     ],
     "helper": helper(),
     "refused": refused(),

@@ -45,7 +45,7 @@ def test_bodies_are_those_of_the_openapi_document() -> None:
     page = http_page()
     assert "`messages` (required) | list of ChatTurn" in page
     assert "`reasoning_effort` | `high`, `low`" in page
-    assert '`tool_choice` ("none", "auto")' in page
+    assert '`function_call` ("none", "auto")' in page
 
 
 def test_metrics_of_a_table_and_with_named_labels_are_found() -> None:

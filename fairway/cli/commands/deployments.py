@@ -48,8 +48,7 @@ OutputFormOption = Annotated[
     str | None,
     typer.Option(
         "--output-form",
-        help="How the model writes calls and reasoning, as hermes+think: hermes, llama3, mistral, "
-        "mistral-blank or mistral-args; think or think-brackets; none. Empty: as its files show.",
+        help="How it writes calls and reasoning, such as hermes+think.",
     ),
 ]
 

@@ -15,17 +15,16 @@ class ReasoningForm:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """Calls of tools are ``begin NAME middle ARGUMENTS close``, and ``again`` in place of ``begin`` from the
-    second on; ``last`` follows the last one. Arguments are a JSON object.
+    """How calls of tools are written: ``begin NAME middle ARGUMENTS close``. Arguments are a JSON object."""
 
-    ``mark``: what calls begin with, and content does not contain; empty: only a whole output is a call.
-    """
-
+    # The beginning of ``begin`` that content does not contain; empty: only a whole output is a call.
     mark: str
     begin: str
     middle: str
     close: str
+    # In place of ``begin`` from the second call on.
     again: str
+    # After the last call.
     last: str = ""
     # How many letters and digits the template takes as the id of a call; 0: any.
     id_chars: int = 0

@@ -22,7 +22,7 @@ _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class MarkToken:
-    """A text of a form that is one token. ``special``: its text is left out unless it is asked for."""
+    """A text of a form that is one token. ``special``: without a request for it, its text is left out."""
 
     text: str
     id: int

@@ -109,7 +109,7 @@ class BufferedStream:
 class Completion:
     """A whole answer: per choice its text, token ids and log probabilities.
 
-    ``answers``: the texts by their meaning; empty where the request did not ask for parts.
+    ``answers``: the texts by their meaning; empty where the request wants no parts.
     """
 
     accepted: Accepted

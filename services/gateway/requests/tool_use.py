@@ -107,7 +107,7 @@ def _depth(value: object) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ResolvedForm:
     """How a generation's outputs are written; ``constraint``: what holds them to it, None: nothing."""
 
     form: OutputForm | None = None
@@ -130,7 +130,7 @@ class OutputForms:
         deployment: Deployment,
         model: TextModel,
         ids: Sequence[int],
-    ) -> Written:
+    ) -> ResolvedForm:
         """Return the form and the checked constraint of outputs that follow the prompt ``ids``.
 
         Raises ConstraintRefused, UnsupportedFeature for a model without a form of calls, and what a check of
@@ -140,11 +140,12 @@ class OutputForms:
         form = declared_form(generation, use, deployment, model, ids)
         if constraint is not None and not use.tools:
             await self._tokeniser.check_constraint(model, tenant_id, constraint)
+            form = replace(form, reasoning=None)  # the output matches from its beginning
         if use.tools:
             form, constraint = await self._with_calls(use, form, constraint, tenant_id, model)
         if not generation.parts:
-            return Written(None, constraint)
-        return Written(form, constraint, spelled_ids(form, model))
+            return ResolvedForm(None, constraint)
+        return ResolvedForm(form, constraint, spelled_ids(form, model))
 
     async def _with_calls(
         self,

@@ -22,8 +22,8 @@ from services.gateway.policy.claims import RequestBound, RequestBounds
 from services.gateway.requests.conversation import conversation_of
 from services.gateway.requests.tool_use import (
     OutputForms,
+    ResolvedForm,
     ToolUse,
-    Written,
     check_tools,
     declared_form,
     spelled_ids,
@@ -169,7 +169,7 @@ class Validator:
         if not generation.parts:
             return spec
         form = declared_form(generation, ToolUse(), route.deployment, model, ids)
-        return _written(spec, Written(form, None, spelled_ids(form, model)))
+        return _written(spec, ResolvedForm(form, None, spelled_ids(form, model)))
 
     def _spec(
         self,
@@ -399,7 +399,7 @@ class Validator:
         )
 
 
-def _written(spec: GenerationSpec, written: Written) -> GenerationSpec:
+def _written(spec: GenerationSpec, written: ResolvedForm) -> GenerationSpec:
     """Return a generation whose outputs are written so."""
     return replace(
         spec,

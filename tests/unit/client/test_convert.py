@@ -5,7 +5,17 @@ from dataclasses import fields
 import pytest
 
 from fairway.client import convert
-from fairway.client.values import FinishReason, Message, Options, Priority, Regex, TokenLogprobs, Tokens
+from fairway.client.values import (
+    FinishReason,
+    Message,
+    Options,
+    Priority,
+    Regex,
+    TokenLogprobs,
+    Tokens,
+    Tool,
+    ToolCall,
+)
 from fairway.v1 import common_pb2 as common
 from fairway.v1 import inference_pb2 as pb
 
@@ -35,6 +45,8 @@ EVERY = Options(
 def test_every_option_reaches_the_message_and_zeros_are_set() -> None:
     found = convert.generation("tiny", "hi", EVERY, "key")
     for option in fields(Options):
+        if option.name in ("tools", "tool_choice", "parallel_tool_calls"):  # of a chat: see below
+            continue
         holder = found if option.name in found.DESCRIPTOR.fields_by_name else found.sampling
         value, wanted = getattr(holder, option.name), getattr(EVERY, option.name)
         if isinstance(wanted, Priority):
@@ -96,3 +108,38 @@ def test_clock_is_in_seconds() -> None:
 @pytest.mark.parametrize(("seconds", "millis"), [(0.0001, 1), (1.5, 1500), (1e9, 86_400_000)])
 def test_duration_is_what_the_server_takes(seconds: float, millis: int) -> None:
     assert convert.duration(seconds).ToMilliseconds() == millis
+
+
+def test_tools_and_their_calls() -> None:
+    tools = (Tool("f", "Does.", {"type": "object"}, strict=True), Tool("now"))
+    turns = [
+        Message("user", "hi"),
+        Message("assistant", "", tool_calls=(ToolCall("c1", "f", "{}"),)),
+        Message("tool", "7", tool_call_id="c1"),
+    ]
+    found = convert.generation("tiny", turns, Options(tools=tools), "")
+    offered = [(tool.name, tool.description, tool.parameters, tool.strict) for tool in found.chat.tools]
+    assert offered == [("f", "Does.", '{"type": "object"}', True), ("now", "", "", False)]
+    assert (found.parts, found.tool_choice.mode, found.tool_choice.single) == (True, pb.TOOL_MODE_AUTO, False)
+    made, result = found.chat.messages[1:]
+    assert (made.tool_calls[0].id, made.tool_calls[0].name, result.tool_call_id) == ("c1", "f", "c1")
+    named = Options(tools=tools, tool_choice="now", parallel_tool_calls=False)
+    choice = convert.generation("tiny", turns, named, "").tool_choice
+    assert (choice.mode, list(choice.names), choice.single) == (pb.TOOL_MODE_REQUIRED, ["now"], True)
+    with pytest.raises(ValueError, match="pass messages"):
+        convert.generation("tiny", "a text", Options(tools=tools), "")
+
+
+def test_a_completion_has_the_calls_of_its_answer() -> None:
+    answer = pb.AssistantAnswer(content="c", reasoning="r", tool_calls=[pb.ToolCall(id="i", name="f")])
+    choices = [
+        pb.CompletedChoice(choice=0, text="raw", answer=answer),
+        pb.CompletedChoice(choice=1, text="x"),
+    ]
+    reason = common.FINISH_REASON_TOOL_CALLS
+    end = pb.Finished(choices=[pb.ChoiceResult(choice=0, finish_reason=reason)])
+    found = convert.completion(pb.CompleteResponse(choices=choices, finished=end)).choices
+    assert (found[0].text, found[0].content, found[0].reasoning) == ("raw", "c", "r")
+    assert found[0].calls == (ToolCall("i", "f", ""),)
+    assert found[0].finish_reason is FinishReason.TOOL_CALLS
+    assert (found[1].content, found[1].calls) == ("x", ())

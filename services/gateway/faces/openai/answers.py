@@ -282,6 +282,8 @@ def answer_message(answer: AssistantAnswer) -> AnswerMessage:
 
 def _delta(parts: Sequence[OutputPart]) -> _Delta:
     """Return the delta of one event: of each call one piece, since an event is one frame."""
+    if len(parts) == 1 and isinstance(parts[0], ContentText):  # nearly always
+        return _Delta(content=parts[0].text or UNSET)
     answer, named = answer_of(parts), {part.index: part for part in parts if isinstance(part, CallDelta)}
     calls = [
         _DeltaCall(
@@ -358,7 +360,7 @@ class Frames:
         # When usage is requested, every frame but the last has a null usage.
         self._after = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
         self._offsets: dict[int, int] = {}
-        self._whole: set[int] = set()  # choices whose text is all content
+        self._split: set[int] = set()  # choices whose output has parts
         # Output tokens so far and prompt tokens, by choice; only for frames that state them.
         self._tokens: Counter[int] = Counter()
         self._prompt_tokens: dict[int, int] = {}
@@ -370,8 +372,8 @@ class Frames:
 
         ``split``: whether its output has parts; otherwise its text is content.
         """
-        if not split:
-            self._whole.add(index)
+        if split:
+            self._split.add(index)
         self._offsets[index], self._tokens[index] = token_chars, tokens
         self._prompt_tokens[index] = prompt_tokens
 
@@ -385,7 +387,7 @@ class Frames:
         wants = self._request.logprobs and bool(event.logprobs)
         self._tokens[index] += len(event.ids)
         if self._request.dialect == "chat":
-            parts = (ContentText(event.text),) if index in self._whole else event.parts
+            parts = event.parts if index in self._split else (ContentText(event.text),)
             delta = _delta(parts)
             if delta == _NO_DELTA:
                 if not wants:

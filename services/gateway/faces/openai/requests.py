@@ -12,8 +12,8 @@ from msgspec import Raw
 
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, UnsupportedFeature
+from services.gateway.faces.openai.chat.tools import set_tools
 from services.gateway.faces.openai.constraints import constraint_of
-from services.gateway.faces.openai.tools import set_tools
 from services.gateway.faces.openai.types import (
     ChatBody,
     ChatTurn,

@@ -79,8 +79,8 @@ class MadeCall(Struct, forbid_unknown_fields=True, frozen=True):
 class OfferedFunction(Struct, forbid_unknown_fields=True, frozen=True):
     name: str
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, About("A JSON schema of the type object.")] = None
-    strict: Annotated[bool | None, About("The arguments match the schema in every call.")] = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class OfferedTool(Struct, forbid_unknown_fields=True, frozen=True):
@@ -120,7 +120,7 @@ class ChatTurn(Struct, forbid_unknown_fields=True, frozen=True):
     tool_calls: list[MadeCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: Annotated[str | None, About("vLLM's newer name of reasoning_content.")] = None
+    reasoning: str | None = None  # vLLM's newer name of reasoning_content
     cache_control: CacheControl | None = None
     refusal: Unserved = UNSET
     annotations: Unserved = UNSET
@@ -243,7 +243,7 @@ class ChatBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
     tools: list[OfferedTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolSelection | None = None
-    parallel_tool_calls: Annotated[bool | None, About("false: at most one call.")] = None
+    parallel_tool_calls: bool | None = None
 
     functions: Unserved = UNSET
     function_call: Unserved = UNSET

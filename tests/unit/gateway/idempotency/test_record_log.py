@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from services.core.errors import IntegrityError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
+from services.core.outputs.families import CALL_FORMS
+from services.core.outputs.forms import OutputForm, ReasoningForm
 from services.gateway.events import (
     Accepted,
     ChoiceResult,
@@ -266,7 +268,18 @@ def test_pieces_of_a_choice_are_one_entry() -> None:
 
 def test_entries_survive_their_encoding() -> None:
     entries = (
-        AcceptedTerms("r", "m", "d", 2**63, 2**64 - 1, 3, 4, 5, (Degraded("output_capped", "9", "4", 0.7),)),
+        AcceptedTerms(
+            "r",
+            "m",
+            "d",
+            2**63,
+            2**64 - 1,
+            3,
+            4,
+            5,
+            (Degraded("output_capped", "9", "4", 0.7),),
+            OutputForm(ReasoningForm("<a>", "</a>"), CALL_FORMS["mistral"], thinking=True, held=True),
+        ),
         Resumed(),
         Output(1, 2, 3, [4, 5], "ü\0", logprobs_in(piece(0, 2).logprobs)),
         end_in(END),
@@ -290,7 +303,7 @@ def test_a_record_of_a_release_without_degrading_is_read() -> None:
 
 def test_a_record_of_a_later_release_is_read_as_far_as_it_is_known() -> None:
     changes = [["output_capped", "9", "4", 0.7, "more"], ["colder", "1.0", "0.5", 0.9]]
-    (terms,) = decode(msgspec.msgpack.encode([["a", "r", "m", "d", 1, 7, 3, 4, 5, changes, "more"]]))
+    (terms,) = decode(msgspec.msgpack.encode([["a", "r", "m", "d", 1, 7, 3, 4, 5, changes, None, "more"]]))
     assert isinstance(terms, AcceptedTerms)
     assert degraded_out(terms.degraded) == (Degradation(DegradationKind.OUTPUT_CAPPED, "9", "4", 0.7),)
 

@@ -34,7 +34,7 @@ class Model:
         self.tokenizer = Tokenizer.from_file(str(CHECKPOINT))
         self.tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
         self.tokenizer.add_tokens([AddedToken(text, special=False) for text in added])
-        self.eos = self.tokenizer.token_to_id("<|end|>")
+        (self.eos,) = self.tokenizer.encode("<|end|>", add_special_tokens=False).ids
         found = self.tokenizer.get_added_tokens_decoder().items()
         self.marks = mark_tokens(
             OutputForm(), (MarkToken(one.content, id_, one.special) for id_, one in found)
@@ -91,6 +91,18 @@ def test_an_output_is_what_the_rules_permit(
     for (text, what), wanted in cases.items():
         for rules in (REQUIRED, AUTO, SINGLE):
             assert model.takes(form, rules, text) == (rules in wanted), (what, rules, text)
+
+
+def test_free_text_does_not_spell_a_mark_in_pieces(model: Model) -> None:
+    form = OutputForm(calls=CALL_FORMS["hermes"])
+    source = call_grammar(form, TOOLS, AUTO, model.marks)
+    matcher = model.grammars.compile(Constraint(ConstraintKind.GRAMMAR, source))
+    pieces = [
+        token
+        for text in ("Hello <tool", "_call> there")
+        for token in model.tokenizer.encode(text, add_special_tokens=False).ids
+    ]
+    assert matcher.fitting(pieces) < len(pieces)
 
 
 @pytest.mark.parametrize("name", [name for name, form in CALL_FORMS.items() if form.mark])

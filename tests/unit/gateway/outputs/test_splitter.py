@@ -15,9 +15,7 @@ from services.core.outputs.forms import CallForm, OutputForm
 from services.core.outputs.tools import (
     AssistantAnswer,
     CallDelta,
-    ContentText,
     OutputPart,
-    ReasoningText,
     ToolCall,
     answer_of,
 )
@@ -81,16 +79,16 @@ def merged(parts: list[OutputPart]) -> list[tuple[Any, ...]]:
     """Return kind, texts and place of each part, with neighbours of one kind put together."""
     found: list[tuple[Any, ...]] = []
     for part in parts:
+        kind: object = type(part)
         match part:
-            case CallDelta(index, call_id, name, text):
-                kind: tuple[Any, ...] = (index,)
-                start = f"{call_id} {name} " if name else ""
-            case ContentText(text) | ReasoningText(text):
-                kind, start = (type(part),), ""
+            case CallDelta(index, call_id, name, arguments):
+                kind, text = index, (f"{call_id} {name} " if name else "") + arguments
+            case _:
+                text = part.text
         if found and found[-1][0] == kind:
-            found[-1] = (kind, found[-1][1] + start + text)
+            found[-1] = (kind, found[-1][1] + text)
         else:
-            found.append((kind, start + text))
+            found.append((kind, text))
     return found
 
 

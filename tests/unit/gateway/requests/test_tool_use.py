@@ -172,6 +172,8 @@ async def test_a_constraint_without_tools_is_as_before(resolve: Resolver) -> Non
     spec = await resolve(asked)
     assert spec.sampling.constraint is not None
     assert spec.sampling.constraint.kind is ConstraintKind.REGEX
+    assert spec.form is not None
+    assert spec.form.reasoning is None  # it matches from its beginning
 
 
 def test_the_files_show_form_marks_and_openings(make_folder: Any, clock: Any) -> None:

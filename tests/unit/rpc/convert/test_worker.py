@@ -80,6 +80,7 @@ generations = st.builds(
         stop=st.lists(short, max_size=3).map(tuple),
         stop_token_ids=ids.map(tuple),
         ignore_eos=st.booleans(),
+        spelled_ids=st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple),
     ),
     priority=st.sampled_from(Priority),
 )

@@ -321,7 +321,7 @@ def test_a_completion_without_max_tokens_has_those_of_openai() -> None:
     assert not chat().generations[0].HasField("default_output_tokens")
 
 
-CALLS = [
+CALLS: list[dict[str, Any]] = [
     TURNS[0],
     {
         "role": "assistant",

@@ -56,7 +56,7 @@ def test_every_choice_of_tools() -> None:
     assert choice_of(tool_choice={"type": "function", "function": {"name": "find"}}) == (
         pb.TOOL_MODE_REQUIRED,
         ["find"],
-        False,
+        True,
     )
     assert choice_of(tool_choice={"type": "allowed_tools", "allowed_tools": allowed}) == (
         pb.TOOL_MODE_AUTO,

@@ -72,6 +72,7 @@ def _set_selection(choice: inference_pb2.ToolChoice, asked: ToolSelection) -> No
     if asked.type == "function" and asked.function is not None:
         choice.mode = inference_pb2.TOOL_MODE_REQUIRED
         choice.names.append(asked.function.name)
+        choice.single = True  # who names a function expects one call of it
     elif asked.type == "allowed_tools" and asked.allowed_tools is not None:
         choice.mode = _MODES[asked.allowed_tools.mode]
         choice.names.extend(
