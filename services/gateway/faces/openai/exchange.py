@@ -44,6 +44,7 @@ _RETRY_S: Final = 1.0
 REQUEST_HEADERS: Final = {
     "authorization": "`Bearer KEY`",
     "x-api-key": "the key, where there is no `authorization`",
+    "anthropic-version": "of `/v1/messages`: any",
     "content-encoding": "`gzip`; the inflated body has the same bound",
     "idempotency-key": "1 to 128 visible ASCII characters; a repeated request with it runs once",
     "last-event-id": "the last `id` of a stream with an idempotency key: the answer continues behind it",
