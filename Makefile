@@ -11,6 +11,7 @@ ARGS ?=
 TEST_PROCESSES ?= 6
 OPENAI := 3.52.0
 TRITONCLIENT := 2.73.0
+ANTHROPIC := 2.14.0
 MOTO := 5.2.5
 TRITON := 3.6.0
 MINILM := 0.1.0
@@ -96,12 +97,13 @@ house: setup-dev ## Measure the tree: lines, modules, words, names, shapes of a 
 	PYTHONPATH=. $(BIN)/python scripts/house.py
 
 # The SDK lives in an environment of its own: what it needs never meets what we pin.
-e2e-env: .venv-openai/openai-$(OPENAI)-tritonclient-$(TRITONCLIENT)
+SDKS := openai-$(OPENAI)-tritonclient-$(TRITONCLIENT)-anthropic-$(ANTHROPIC)
+e2e-env: .venv-openai/$(SDKS)
 
-.venv-openai/openai-$(OPENAI)-tritonclient-$(TRITONCLIENT):
+.venv-openai/$(SDKS):
 	$(PYTHON) -m venv .venv-openai
 	.venv-openai/bin/python -m pip install --quiet --disable-pip-version-check openai==$(OPENAI) \
-		'tritonclient[grpc,http]==$(TRITONCLIENT)'
+		anthropic==$(ANTHROPIC) 'tritonclient[grpc,http]==$(TRITONCLIENT)'
 	@touch $@
 
 # So does the S3 server that the blob store is tested with.

@@ -25,6 +25,7 @@ from services.gateway.faces.description.document import NOT_OFFERED, document_of
 from services.gateway.faces.openai.errors import HttpProblem
 from services.gateway.faces.openai.exchange import REQUEST_HEADERS, HttpLimits
 from services.gateway.faces.openai.routes import endpoints_of
+from services.gateway.faces.responses.routes import ResponseParts
 from services.rpc.status import grpc_code, http_status
 from services.runtime.config import PREFIX, Settings
 
@@ -168,7 +169,9 @@ idempotency key and those decided on a [slice](../architecture/quotas.md#leased-
 """
     parts = [_head("HTTP API", "services/gateway/faces", head)]
     nothing = cast(Any, None)
-    endpoints = endpoints_of(nothing, nothing, nothing, HttpLimits(0), str, b"")  # only the table is read
+    responses = ResponseParts(nothing, nothing, 0.0)
+    # Only the table is read.
+    endpoints = endpoints_of(nothing, nothing, nothing, HttpLimits(0), str, b"", responses)
     routes = [(f"`{each.method} {path_of(each)}`", str(each.access), each.accepts) for each in endpoints]
     parts.append(_section("Routes", ("route", "caller", "accepts"), routes))
     headers = [(f"`{name}`", text) for name, text in REQUEST_HEADERS.items()]

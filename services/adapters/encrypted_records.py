@@ -90,6 +90,9 @@ class EncryptedRecords:
             return LogTail(RecordState.EXPIRED)
         return replace(tail, chunks=tuple(each.chunk for each in opened[overlap:]))
 
+    async def delete(self, key: RecordKey) -> bool:
+        return await self._store.delete(key)
+
     def _seal(self, hold: Hold, position: int, chunk: bytes) -> bytes:
         return self._cipher.seal(hold.key, hold.epoch, position, chunk)
 

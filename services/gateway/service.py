@@ -132,12 +132,14 @@ class GatewayService:
         *,
         received: Received,
         timeout_s: float | None = None,
+        withdraws: bool = False,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a request, ending with Finished; raise the error that ended it.
 
-        Closing the generator cancels the request and frees all its resources.
+        Closing the generator cancels the request and frees all its resources. One with an idempotency key
+        runs on for a grace period, unless the caller ``withdraws`` it.
         """
-        buffer = BufferedStream(self.limits.heartbeat_s)
+        buffer = BufferedStream(self.limits.heartbeat_s, withdraws=withdraws)
         # Parts depend on the text before them, so that the output is needed from its beginning.
         whole = replace(received, delivered=None) if generation.parts else received
         events = buffer.events(

@@ -158,3 +158,9 @@ class IdempotencyStore(Protocol):
 
         ``watch`` signals the owner, for about two seconds, that a reader follows the record.
         """
+
+    async def delete(self, key: RecordKey) -> bool:
+        """Delete the record in any state, with its log; return whether there was one.
+
+        Its key may run again, and a present owner's writes return GONE.
+        """

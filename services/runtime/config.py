@@ -208,6 +208,11 @@ class Settings(BaseModel):
     # Most bytes of stored answers per tenant.
     idempotency_tenant_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
 
+    # Seconds that a response of the Responses API is stored.
+    responses_retention_s: float = Field(default=2_592_000.0, ge=60, le=31_536_000)
+    # Most bytes of stored responses per tenant; beyond it the oldest are dropped.
+    responses_tenant_bytes: int = Field(default=256 * 1024**2, ge=8 * 1024**2)
+
     # Seconds that answers at temperature 0 serve equal requests that permit it; 0: never.
     response_cache_ttl_s: float = Field(default=0.0, ge=0, le=3600)
     # Most bytes of such answers per tenant.

@@ -6,7 +6,12 @@ import secrets
 from typing import Final
 
 # Prefixes of response ids in the OpenAI API, before the request id.
-ANSWER_PREFIXES: Final = {"chat": "chatcmpl-", "completions": "cmpl-"}
+ANSWER_PREFIXES: Final = {
+    "chat": "chatcmpl-",
+    "completions": "cmpl-",
+    "responses": "resp_",
+    "messages": "msg_",
+}
 
 
 def request_id_of(answer_id: str) -> str:

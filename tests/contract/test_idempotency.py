@@ -340,3 +340,26 @@ async def test_names_are_data(bench: Bench) -> None:
         hold = await owned(bench, name=name, owner=f"o{name}", fingerprint=f"f{number}")
         assert await add(bench, hold, b"\x00\xff\r\n") == [Written.KEPT]
         assert (await bench.store.read(bench.key(name), 0, watch=False)).chunks == (b"\x00\xff\r\n",)
+
+
+async def test_a_deleted_record_is_gone_with_its_log_in_any_state(bench: Bench) -> None:
+    running, ended, idle = [await owned(bench, name=name) for name in ("running", "ended", "idle")]
+    await add(bench, running, b"1")
+    await bench.store.finish(ended, b"end", None, NONE)
+    await bench.store.release(idle, b"1", None, NONE)
+    for hold in (running, ended, idle):
+        assert await bench.store.delete(hold.key)
+        assert not await bench.store.delete(hold.key)
+        assert (await bench.store.read(hold.key, 0, watch=False)).state is RecordState.GONE
+        assert await add(bench, hold, b"late") == [Written.GONE]
+        claim = await bench.store.claim(hold.key, "another body", "b")
+        assert isinstance(claim, Owned)
+        assert claim.chunks == 0
+
+
+async def test_a_deleted_record_leaves_its_room_to_others(make: Make) -> None:
+    bench = await make(RecordLimits(lease_s=60, max_tenant_bytes=100, max_tenant_keys=1))
+    full = b"x" * (100 - bench.overhead)
+    for name in ("first", "second"):
+        assert await add(bench, await owned(bench, name=name), full) == [Written.KEPT]
+        await bench.store.delete(bench.key(name))

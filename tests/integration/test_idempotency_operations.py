@@ -73,6 +73,10 @@ class Between:
         self._break("read")
         return await self._inner.read(key, start, watch=watch)
 
+    async def delete(self, key: RecordKey) -> bool:
+        self._break("delete")
+        return await self._inner.delete(key)
+
     def _break(self, operation: str) -> None:
         if operation == self._broken:
             raise ZeroDivisionError(operation)

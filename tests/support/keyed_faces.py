@@ -16,6 +16,7 @@ import grpc
 
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
+from services.adapters.redis.idempotency import RedisIdempotency
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.events import Received
@@ -23,10 +24,13 @@ from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import build_app
 from services.gateway.faces.openai.server import HttpServer
+from services.gateway.faces.responses.routes import ResponseParts
+from services.gateway.responses.store import ResponseStore
+from services.ports.idempotency import RecordLimits
 from services.rpc.server import RpcServer, Service
 from services.runtime.clock import SystemClock
 from services.runtime.ids import Ids
-from tests.support.keyed_gateways import Fleet, Gateway, gateways
+from tests.support.keyed_gateways import NAMES_SECRET, Fleet, Gateway, gateways
 from tests.support.no_rows import NoRows
 
 CLOCK = SystemClock()
@@ -43,7 +47,12 @@ class Faces:
     urls: list[str]
 
     async def post(self, gateway: int, path: str, body: Any, *keys: str) -> tuple[int, dict[str, str], bytes]:
-        request = urllib.request.Request(self.urls[gateway] + path, json.dumps(body).encode())
+        return await self.ask(gateway, "POST", path, json.dumps(body).encode(), *keys)
+
+    async def ask(
+        self, gateway: int, method: str, path: str, data: bytes | None = None, *keys: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        request = urllib.request.Request(self.urls[gateway] + path, data, method=method)
         request.add_header("authorization", "Bearer key")
         request.add_header("content-type", "application/json")
         for key in keys:
@@ -76,7 +85,7 @@ async def keyed_faces(redis_url: str, **options: Any) -> AsyncIterator[Faces]:
     async with AsyncExitStack() as stack:
         pair = await stack.enter_async_context(gateways(redis_url, fleet, 2, **options))
         stubs = [await stack.enter_async_context(_grpc(gateway)) for gateway in pair]
-        urls = [await stack.enter_async_context(_http(gateway)) for gateway in pair]
+        urls = [await stack.enter_async_context(_http(gateway, redis_url)) for gateway in pair]
         yield Faces(fleet, pair, stubs, urls)
 
 
@@ -110,13 +119,16 @@ async def _grpc(gateway: Gateway) -> AsyncIterator[inference_pb2_grpc.InferenceS
 
 
 @asynccontextmanager
-async def _http(gateway: Gateway) -> AsyncIterator[str]:
+async def _http(gateway: Gateway, redis_url: str) -> AsyncIterator[str]:
+    records = RedisIdempotency(redis_url, CLOCK, RecordLimits(lease_s=1.0), timeout_s=2.0)
+    store = ResponseStore(records, NAMES_SECRET, gateway.name, CLOCK)
     app = build_app(
         gateway.service,
         NoRows(),
         Caller(gateway.fleet.tenant),
         CLOCK,
         Ids(),
+        ResponseParts(store, gateway.supervisor, remembered_s=86_400.0),
         event_secret=b"e" * 32,
         limits=HttpLimits(100_000),
     )
@@ -126,3 +138,4 @@ async def _http(gateway: Gateway) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.port}"
     finally:
         await server.stop(0.5)
+        await records.close()

@@ -66,6 +66,7 @@ from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 from simulator.fleet.nodes.local_texts import LocalTexts
 from tests.support.row_versions import LocalRows
+from tests.support.stored_responses import memory_responses
 from tests.unit.gateway.conftest import View
 
 CLOCK = SystemClock()
@@ -253,26 +254,28 @@ async def served(gateway: RowsGateway) -> AsyncIterator[Sockets]:
         new_incident=lambda: "inc_2",
         authenticate=gateway.identity.authenticate,
     )
-    app = build_app(
-        gateway.service,
-        gateway.rows,
-        gateway.identity,
-        CLOCK,
-        Ids(),
-        event_secret=b"e" * 32,
-        limits=HttpLimits(8 * 1024 * 1024),
-    )
-    http = HttpServer(app, "127.0.0.1", 0)
-    await server.start()
-    await http.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            yield Sockets(
-                server.port,
-                http.port,
-                inference_pb2_grpc.InferenceServiceStub(channel),
-                v2_pb2_grpc.GRPCInferenceServiceStub(channel),
-            )
-    finally:
-        await http.stop(0.5)
-        await server.stop(0)
+    async with memory_responses(CLOCK) as responses:
+        app = build_app(
+            gateway.service,
+            gateway.rows,
+            gateway.identity,
+            CLOCK,
+            Ids(),
+            responses,
+            event_secret=b"e" * 32,
+            limits=HttpLimits(8 * 1024 * 1024),
+        )
+        http = HttpServer(app, "127.0.0.1", 0)
+        await server.start()
+        await http.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+                yield Sockets(
+                    server.port,
+                    http.port,
+                    inference_pb2_grpc.InferenceServiceStub(channel),
+                    v2_pb2_grpc.GRPCInferenceServiceStub(channel),
+                )
+        finally:
+            await http.stop(0.5)
+            await server.stop(0)

@@ -113,6 +113,10 @@ class MemoryIdempotency:
             self._state(record, now_s), tuple(record.chunks[start:end]), more=len(record.chunks) > end
         )
 
+    async def delete(self, key: RecordKey) -> bool:
+        records = self._lapse(key.tenant_id, self._clock.monotonic_s())
+        return records.pop(key.digest, None) is not None
+
     def _append(self, addition: Addition) -> Written:
         now_s = self._clock.monotonic_s()
         records = self._lapse(addition.hold.key.tenant_id, now_s)

@@ -67,6 +67,7 @@ class RedisIdempotency:
         self._append = self._scripts.script("common", "idem_common", "idem_append")
         self._end = self._scripts.script(*RESERVATION, "idem_common", "idem_end")
         self._read = self._scripts.script("common", "idem_common", "idem_read")
+        self._delete = self._scripts.script("common", "idem_common", "idem_delete")
 
     async def claim(self, key: RecordKey, fingerprint: str, owner: str) -> Claim:
         limits = self._limits
@@ -113,6 +114,10 @@ class RedisIdempotency:
             key.tenant_id, self._read, _record(key), (start, READ_CHUNKS, _us(WATCH_S) if watch else 0)
         )
         return LogTail(RecordState(state.decode()), tuple(chunks), more=length > start + len(chunks))
+
+    async def delete(self, key: RecordKey) -> bool:
+        names = (*_record(key), *_usage_keys(key.tenant_id))
+        return bool(await self._scripts.run(key.tenant_id, self._delete, names, (key.digest,)))
 
     async def connect(self) -> None:
         """Return once Redis responded and has the scripts. Raises StoreUnavailable."""

@@ -52,6 +52,7 @@ from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import ObserveExchange, build_app
 from services.gateway.faces.openai.server import HttpServer
 from services.gateway.faces.predict.servicer import PredictServicer
+from services.gateway.faces.responses.routes import ResponseParts
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
@@ -61,6 +62,7 @@ from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
+from services.gateway.responses.store import ResponseStore
 from services.gateway.rows.explanations import RowExplanations
 from services.gateway.rows.keyed import IdempotentRows
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
@@ -125,7 +127,8 @@ def gateway(environment: Environment) -> Role:
         *_rpc_services(service, rows, received, not_ready, settings.heartbeat_s), identity=identity
     )
 
-    http = _http_server(environment, service, rows, identity, not_ready)
+    responses = _response_parts(environment, quotas, gateway_id)
+    http = _http_server(environment, service, rows, identity, not_ready, responses)
     export_levels(
         environment.metrics,
         running=lambda: service.running,
@@ -174,12 +177,20 @@ def _rpc_services(
     ]
 
 
+def _response_parts(environment: Environment, quotas: GatewayQuotas, gateway_id: str) -> ResponseParts:
+    settings = environment.settings
+    names_secret = record_names_secret(_ticket_key(settings))
+    store = ResponseStore(quotas.stored_responses, names_secret, gateway_id, environment.clock)
+    return ResponseParts(store, environment.supervisor, settings.idempotency_tombstone_s)
+
+
 def _http_server(
     environment: Environment,
     service: GatewayService,
     rows: RowsService,
     identity: KeyDirectory,
     not_ready: Callable[[], str],
+    responses: ResponseParts,
 ) -> HttpServer:
     settings = environment.settings
     app = build_app(
@@ -188,6 +199,7 @@ def _http_server(
         identity,
         environment.clock,
         environment.ids,
+        responses,
         event_secret=event_ids_secret(_ticket_key(settings)),
         not_ready=not_ready,
         observe=_http_observer(environment.metrics),

@@ -28,6 +28,7 @@ log = structlog.get_logger()
 
 _REGISTER_S: Final = 5.0
 _CACHED_RESPONSES: Final = 10_000  # of a tenant
+_STORED_RESPONSES: Final = 1_000_000  # of a tenant
 
 
 class GatewayQuotas:
@@ -44,13 +45,10 @@ class GatewayQuotas:
         environment.closing.push_async_callback(self._record_store.close)
         cipher = RecordCipher(read_secrets(settings.record_keys_file), token_bytes)
         self.records = EncryptedRecords(self._record_store, cipher)
+        self.stored_responses = _open_records(environment, _stored_limits(settings), cipher)
         self.responses: EncryptedRecords | None = None
         if settings.response_cache_ttl_s:
-            responses = RedisIdempotency(
-                settings.redis_url, clock, _response_limits(settings), password=password
-            )
-            environment.closing.push_async_callback(responses.close)
-            self.responses = EncryptedRecords(responses, cipher)
+            self.responses = _open_records(environment, _response_limits(settings), cipher)
         spool = SettlementSpool(settings.state_dir / "settlements")
         environment.closing.push_async_callback(spool.close)
         gateways = environment.informer(GATEWAYS, Gateway)
@@ -101,6 +99,16 @@ class GatewayQuotas:
             log.warning("gateway.not_registered", error=error.message)
 
 
+def _open_records(environment: Environment, limits: RecordLimits, cipher: RecordCipher) -> EncryptedRecords:
+    """Return a store of records with limits of its own."""
+    settings = environment.settings
+    records = RedisIdempotency(
+        settings.redis_url, environment.clock, limits, password=redis_password(settings)
+    )
+    environment.closing.push_async_callback(records.close)
+    return EncryptedRecords(records, cipher)
+
+
 def _closed_kinds(settings: Settings) -> list[LimitKind]:
     """Return the kinds of limits that fail closed without Redis, beside budgets."""
     policies = {
@@ -118,6 +126,16 @@ def _record_limits(settings: Settings) -> RecordLimits:
         tombstone_s=settings.idempotency_tombstone_s,
         max_tenant_bytes=settings.idempotency_tenant_bytes,
         max_tenant_keys=settings.idempotency_tenant_keys,
+    )
+
+
+def _stored_limits(settings: Settings) -> RecordLimits:
+    return RecordLimits(
+        lease_s=settings.idempotency_lease_s,
+        body_s=settings.responses_retention_s,
+        tombstone_s=settings.responses_retention_s,
+        max_tenant_bytes=settings.responses_tenant_bytes,
+        max_tenant_keys=_STORED_RESPONSES,
     )
 
 

@@ -23,7 +23,9 @@ class BufferedStream:
     Bounded by the request's credit windows: only tokens that the reader took earn credit.
     """
 
-    def __init__(self, heartbeat_s: float) -> None:
+    def __init__(self, heartbeat_s: float, *, withdraws: bool = False) -> None:
+        """``withdraws``: a reader that closes the generator wants the end of the request."""
+        self._withdraws = withdraws
         self._heartbeat_s = heartbeat_s
         self._events: deque[Event] = deque()
         self._pending: dict[int, Tokens] = {}
@@ -56,7 +58,10 @@ class BufferedStream:
         finally:
             self._closed = True
             beat.cancel()
-            request.cancel()
+            if self._withdraws:
+                request.withdraw()
+            else:
+                request.cancel()
 
     def on_accepted(self, accepted: Accepted) -> None:
         self._push(accepted)

@@ -123,3 +123,6 @@ class RemoteRecords:
 
     async def read(self, key: RecordKey, start: int, *, watch: bool) -> LogTail:
         return await self._link.ask(lambda redis: redis.records.read(key, start, watch=watch))
+
+    async def delete(self, key: RecordKey) -> bool:
+        return await self._link.ask(lambda redis: redis.records.delete(key))

@@ -21,6 +21,7 @@ from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import build_app
 from services.gateway.faces.openai.server import HttpServer
 from services.gateway.policy.degrade import Degradation, DegradationKind
+from services.gateway.requests.parts import in_parts
 from services.gateway.requests.streaming import Completion
 from services.gateway.service import ServedModel
 from services.runtime import secrets
@@ -29,6 +30,7 @@ from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
 from services.runtime.ids import Ids
 from tests.support.no_rows import NoRows
+from tests.support.stored_responses import memory_responses
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -77,6 +79,7 @@ class ScriptedService:
         *,
         received: Received,
         timeout_s: Any = None,
+        withdraws: bool = False,
     ) -> AsyncGenerator[Event, None]:
         call = Call(principal, generation, received, timeout_s)
         self.calls.append(call)
@@ -84,7 +87,8 @@ class ScriptedService:
         self._started, started = asyncio.Event(), self._started
         started.set()
         try:
-            async with aclosing(self.script(call)) as events:
+            events = self.script(call)
+            async with aclosing(in_parts(events, None) if generation.parts else events) as events:
                 async for event in events:
                     self.made += 1
                     yield event
@@ -128,6 +132,12 @@ class ScriptedService:
         deployment = Deployment(Meta(request.model), request.model, "", DIGEST, replicas=1)
         text = request.prompt or "".join(turn.content for turn in request.chat.messages)
         return Route(request.model, deployment, DIGEST, 1, ready_replicas=1), list(text.encode())
+
+    async def count_tokens(
+        self, principal: Principal, request: inference_pb2.CountTokensRequest
+    ) -> tuple[Route, int]:
+        route, ids = await self.token_ids(principal, request)
+        return route, len(ids)
 
     async def text_of(self, principal: Principal, model: str, ids: Sequence[int]) -> str:
         return bytes(ids).decode()
@@ -325,22 +335,24 @@ async def serving(
     limits: HttpLimits | None = None, *, cors_origins: Sequence[str] = (), **changes: Any
 ) -> AsyncIterator[Face]:
     service, reasons = ScriptedService(), []  # type: ignore[var-annotated]
-    app = build_app(
-        service,
-        NoRows(),
-        directory(),
-        SystemClock(),
-        Ids(),
-        event_secret=b"e" * 32,
-        limits=limits or HttpLimits(MAX_BODY),
-        not_ready=lambda: reasons[0] if reasons else "",
-        cors_origins=cors_origins,
-    )
-    server = HttpServer(app, "127.0.0.1", 0, **changes)
-    await server.start()
-    face = Face(service, server, app, reasons)
-    try:
-        yield face
-    finally:
-        await face.hang_up()
-        await server.stop(0.2)
+    async with memory_responses(SystemClock()) as responses:
+        app = build_app(
+            service,
+            NoRows(),
+            directory(),
+            SystemClock(),
+            Ids(),
+            responses,
+            event_secret=b"e" * 32,
+            limits=limits or HttpLimits(MAX_BODY),
+            not_ready=lambda: reasons[0] if reasons else "",
+            cors_origins=cors_origins,
+        )
+        server = HttpServer(app, "127.0.0.1", 0, **changes)
+        await server.start()
+        face = Face(service, server, app, reasons)
+        try:
+            yield face
+        finally:
+            await face.hang_up()
+            await server.stop(0.2)

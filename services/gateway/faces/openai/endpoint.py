@@ -51,6 +51,8 @@ class Endpoint:
     accepts: str
     # Writes its errors.
     error_body: Callable[[FairwayError], bytes] = error_body
+    # The name of the event that ends a stream with an error; empty: it has no name.
+    error_event: str = ""
     # What its body is read as, and what its answer and its errors are written from; None: not described.
     body: type[Struct] | None = None
     answer: type[Struct] | None = None

@@ -24,6 +24,8 @@ from services.core.errors import (
 from services.rpc.status import http_status
 
 Header = tuple[bytes, bytes]
+# Names of fields, each with the name that replaces it.
+Names = Iterable[tuple[str, str]]
 
 
 class HttpProblem(FairwayError):
@@ -73,7 +75,7 @@ _CODES: Final[tuple[tuple[type[FairwayError], str], ...]] = (
     (TokenRateExceeded, "rate_limit_exceeded"),
 )
 # Fields of fairway.v1 with another name in this dialect; longest first.
-_PARAMS: Final = (
+PARAMS: Final = (
     ("token_ids.ids", "prompt"),
     ("chat.template_variables", "chat_template_kwargs"),
     ("chat.messages", "messages"),
@@ -119,21 +121,30 @@ def public_message(error: FairwayError) -> str:
     return "internal error" + (f"; quote incident {incident} to the operator" if incident else "")
 
 
-def error_body(error: FairwayError) -> bytes:
-    """Return the JSON of an error. It omits a bug's own text and contains only its incident id."""
+def error_body(error: FairwayError, names: Names = PARAMS) -> bytes:
+    """Return the JSON of an error. It omits a bug's own text and contains only its incident id.
+
+    ``names``: fields of fairway.v1 by their names in the dialect; the first that fits.
+    """
     status = status_of(error)
-    field = error.metadata.get("field")
-    param = _param(field) if field else None
-    message = public_message(error)
-    if field and param and param != field:
-        message = message.replace(field, param)
+    param, message = field_and_message(error, names)
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     if isinstance(error, BudgetExceeded):
         kind = "insufficient_quota"
     return _encode(ErrorBody(ErrorDetail(message, kind, param, _code(error, status))))
 
 
-async def named(names: Iterable[tuple[str, str]], work: Awaitable[T]) -> T:
+def field_and_message(error: FairwayError, names: Names = PARAMS) -> tuple[str | None, str]:
+    """Return the field by its name in the dialect, None without one, and the text for the client."""
+    field = error.metadata.get("field")
+    param = _param(field, names) if field else None
+    message = public_message(error)
+    if field and param and param != field:
+        message = message.replace(field, param)
+    return param, message
+
+
+async def named(names: Names, work: Awaitable[T]) -> T:
     """Return the result of ``work``. An error names its field as the client sent it: the first that fits."""
     try:
         return await work
@@ -157,12 +168,12 @@ def _code(error: FairwayError, status: int) -> str | None:
     return "internal"
 
 
-def _param(field: str) -> str:
-    found = _by_prefix(field, _PARAMS)
+def _param(field: str, names: Names) -> str:
+    found = _by_prefix(field, names)
     return _SAFE_PARAM.sub("?", field) if found is None else found
 
 
-def _by_prefix(field: str, names: Iterable[tuple[str, str]]) -> str | None:
+def _by_prefix(field: str, names: Names) -> str | None:
     for ours, theirs in names:
         if field.startswith(ours):
             return theirs + field[len(ours) :]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from fairway.task_group import TaskGroup
+from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, InvalidInput, OverQuota, SlowReader
 from services.gateway.events import MAX_ATTEMPT
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, error_headers, status_of
@@ -43,6 +44,7 @@ _RETRY_S: Final = 1.0
 REQUEST_HEADERS: Final = {
     "authorization": "`Bearer KEY`",
     "x-api-key": "the key, where there is no `authorization`",
+    "anthropic-version": "of `/v1/messages`: any",
     "content-encoding": "`gzip`; the inflated body has the same bound",
     "idempotency-key": "1 to 128 visible ASCII characters; a repeated request with it runs once",
     "last-event-id": "the last `id` of a stream with an idempotency key: the answer continues behind it",
@@ -138,6 +140,12 @@ class Headers:
                 "idempotency-key must be 1 to 128 visible ASCII characters", field="idempotency-key"
             )
         return value.decode()
+
+    def apply_to(self, generation: inference_pb2.Generation) -> None:
+        """Set what the headers decide of a generation. Raises InvalidInput."""
+        generation.idempotency_key, generation.version = self.idempotency_key(), self.model_version()
+        if (session_key := self.session_key()) is not None:
+            generation.session_key = session_key
 
     def last_event_id(self) -> str:
         """Return ``last-event-id``, or an empty text without one. Raises HttpProblem for two."""
@@ -308,7 +316,10 @@ class Reply:
         *,
         write_timeout_s: float = WRITE_TIMEOUT_S,
         error_body: Callable[[FairwayError], bytes] = error_body,
+        error_event: str = "",
     ) -> None:
+        """``error_event``: the name of the event that ends a stream with an error."""
+        self._error_event = f"event: {error_event}\n".encode() if error_event else b""
         self._error_body = error_body
         self.started = False
         self.complete = False
@@ -352,7 +363,8 @@ class Reply:
         if self.complete:
             return
         if self.started:
-            await self.write(b"data: " + self._error_body(error) + b"\n\n", last=True)
+            frame = b"data: " + self._error_body(error) + b"\n\n"
+            await self.write(self._error_event + frame, last=True)
         else:
             rates = rate_headers(error) if isinstance(error, OverQuota) else ()
             await self.json(status_of(error), self._error_body(error), [*error_headers(error), *rates])

@@ -79,7 +79,11 @@ class ApiRequest:
 
 def chat_request(data: bytes) -> ApiRequest:
     """Return the request of a /v1/chat/completions body. Raises InvalidInput, UnsupportedFeature."""
-    body = parse_body(data, ChatBody, waived=_without_effect)
+    return chat_of(parse_body(data, ChatBody, waived=_without_effect))
+
+
+def chat_of(body: ChatBody) -> ApiRequest:
+    """Return the request of a body of chat completions. Raises InvalidInput, UnsupportedFeature."""
     generation = _generation(body, _chat_max_tokens(body))
     if not body.messages:
         raise InvalidInput("messages is empty", field="messages")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 
@@ -26,8 +26,9 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, InternalError, InvalidInput, PermissionDenied
 from services.core.generation import Principal
 from services.core.records import KeyRole
-from services.gateway.events import Event, Received
+from services.gateway.events import Received
 from services.gateway.faces.description.routes import with_description
+from services.gateway.faces.messages.routes import MessagesCalls, MessagesFace
 from services.gateway.faces.openai.answers import (
     ChatCompletion,
     ModelEntry,
@@ -66,6 +67,7 @@ from services.gateway.faces.openai.rows import RowsFace
 from services.gateway.faces.openai.tokens import TokenCalls, TokensFace
 from services.gateway.faces.openai.types import ChatBody, CompletionBody
 from services.gateway.faces.predict.routes import PredictFace
+from services.gateway.faces.responses.routes import ResponseParts, ResponsesCalls, ResponsesFace
 from services.gateway.faces.transport.middleware import WithoutTrailingSlash, cross_origin
 from services.gateway.requests.streaming import Completion
 from services.gateway.rows.calls import RowsCalls
@@ -79,21 +81,8 @@ _encode: Final = msgspec.json.Encoder().encode
 T = TypeVar("T")
 
 
-class Generations(TokenCalls, Protocol):
+class Generations(TokenCalls, MessagesCalls, ResponsesCalls, Protocol):
     """Whole requests: validates, admits, places and streams; raises the tree of ``core/errors.py``."""
-
-    def stream(
-        self,
-        principal: Principal,
-        generation: inference_pb2.Generation,
-        *,
-        received: Received,
-        timeout_s: float | None = None,
-    ) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request, ending with Finished; raise the error that ended it.
-
-        Closing the generator cancels the request and frees all its resources.
-        """
 
     async def complete(
         self,
@@ -130,6 +119,7 @@ def build_app(
     identity: Authenticator,
     clock: Clock,
     ids: IdSource,
+    responses: ResponseParts,
     *,
     event_secret: bytes,
     limits: HttpLimits,
@@ -143,7 +133,7 @@ def build_app(
     should arrive now, or an empty text. ``observe`` is called for each exchange when it is over. Web pages
     of ``cors_origins`` may call the server. The endpoints with their rules are in ``app.state.endpoints``.
     """
-    endpoints = endpoints_of(service, rows, clock, limits, not_ready, event_secret)
+    endpoints = endpoints_of(service, rows, clock, limits, not_ready, event_secret, responses)
     problems = _Problems(ids)
     guards = [_Guard(endpoint, identity, clock, ids, limits, observe) for endpoint in endpoints]
     app = Starlette(
@@ -167,6 +157,7 @@ def endpoints_of(
     limits: HttpLimits,
     not_ready: Callable[[], str],
     event_secret: bytes,
+    responses: ResponseParts,
 ) -> tuple[Endpoint, ...]:
     """Return every route of the server, of all its APIs. They share the bounds of bodies."""
     bodies = BodyReader(limits.max_body_bytes)
@@ -174,6 +165,8 @@ def endpoints_of(
         *OpenAiFace(service, clock, limits, bodies, not_ready, event_secret).endpoints(),
         *TokensFace(service, limits, bodies).endpoints(),
         *RowsFace(rows, clock, limits, bodies).endpoints(),
+        *ResponsesFace(service, responses, clock, limits, bodies).endpoints(),
+        *MessagesFace(service, clock, limits, bodies).endpoints(),
         *PredictFace(rows, limits, bodies, not_ready).endpoints(),
     )
     return with_description(endpoints, REQUEST_HEADERS)
@@ -272,17 +265,14 @@ class OpenAiFace:
         await exchange.reply.json(200, _encode({"version": product_version()}))
 
     async def _generate(self, exchange: Exchange, parse: Callable[[bytes], ApiRequest]) -> None:
-        timeout_s, session_key = exchange.headers.timeout_s(), exchange.headers.session_key()
-        key, version = exchange.headers.idempotency_key(), exchange.headers.model_version()
+        timeout_s, key = exchange.headers.timeout_s(), exchange.headers.idempotency_key()
         stage_clock = exchange.headers.wants_stage_clock()
         with self._bodies.account(exchange.caller.tenant_id) as hold:
             body = await read_body(exchange.headers, exchange.receive, self._limits, hold)
             request = replace(await self._bodies.parse(parse, body), stage_clock=stage_clock)
             del body
         for generation in request.generations:
-            generation.idempotency_key, generation.version = key, version
-            if session_key is not None:
-                generation.session_key = session_key
+            exchange.headers.apply_to(generation)
         if exchange.headers.last_event_id() and not (request.stream and key):
             raise InvalidInput(
                 f"{HEADER} continues a stream with an idempotency key; send it with both, or not at all",
@@ -422,6 +412,7 @@ class _Guard:
             own,
             write_timeout_s=self._limits.write_timeout_s,
             error_body=self._endpoint.error_body,
+            error_event=self._endpoint.error_event,
         )
         with bound_contextvars(
             method=f"{self._endpoint.method} {self._endpoint.path}",

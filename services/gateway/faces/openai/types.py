@@ -276,6 +276,7 @@ HINTS: Final = (
 # The neutral values, besides absence and null. Of a field whose meaning differs, by its class.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
+    "allowed_callers": ([], ["direct"]),
     "add_special_tokens": (True,),
     # A chat template writes the special tokens itself.
     "ChatBody.add_special_tokens": (True, False),
@@ -283,6 +284,8 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "annotations": ([],),
     "bad_words": ([],),
     "best_of": (1,),
+    "context_management": ([],),
+    "defer_loading": (False,),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "disable_additional_properties": (False,),
@@ -299,6 +302,7 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "modalities": (["text"],),
+    "ResponsesPart.logprobs": ([],),
     "return_token_ids": (False,),
     "return_token_strs": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -306,6 +310,8 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
     "use_beam_search": (False,),
 }
 _MAX_NEUTRAL_BYTES: Final = 64

@@ -15,9 +15,11 @@ from services.gateway.faces.openai.exchange import REQUEST_HEADERS, HttpLimits
 from services.gateway.faces.openai.requests import chat_request, completion_request
 from services.gateway.faces.openai.routes import endpoints_of
 from services.gateway.faces.openai.types import HINTS
+from services.gateway.faces.responses.routes import ResponseParts
 
 NOTHING = cast(Any, None)
-ENDPOINTS = endpoints_of(NOTHING, NOTHING, NOTHING, HttpLimits(0), str, b"")
+RESPONSES = ResponseParts(NOTHING, NOTHING, 0.0)
+ENDPOINTS = endpoints_of(NOTHING, NOTHING, NOTHING, HttpLimits(0), str, b"", RESPONSES)
 DOCUMENT = document_of(ENDPOINTS, REQUEST_HEADERS, version="1")
 SCHEMAS = DOCUMENT["components"]["schemas"]
 BODIES: dict[str, tuple[Any, dict[str, Any]]] = {

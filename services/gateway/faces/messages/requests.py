@@ -1,0 +1,189 @@
+"""Converts the Messages dialect to a request of chat completions, whose translation and checks it shares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from fairway.v1 import inference_pb2
+from services.core.errors import InvalidInput, UnsupportedFeature
+from services.gateway.faces.messages.types import (
+    CountBody,
+    MessagesBody,
+    MessagesPart,
+    MessagesTurn,
+)
+from services.gateway.faces.openai.requests import ApiRequest, chat_of
+from services.gateway.faces.openai.types import (
+    CalledFunction,
+    ChatBody,
+    ChatTurn,
+    ChosenFunction,
+    JsonSchemaFormat,
+    MadeCall,
+    OfferedFunction,
+    OfferedTool,
+    ResponseFormat,
+    ToolSelection,
+    parse_body,
+    require_neutral,
+)
+
+_EFFORTS: Final = {"max": "xhigh"}
+
+
+def messages_request(data: bytes) -> ApiRequest:
+    """Return the request of a /v1/messages body. Raises InvalidInput, UnsupportedFeature."""
+    body = parse_body(data, MessagesBody)
+    user = body.metadata.user_id if body.metadata is not None else None
+    return chat_of(
+        msgspec.structs.replace(
+            _chat(body),
+            max_completion_tokens=body.max_tokens,
+            stream=body.stream,
+            stop=body.stop_sequences,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            user=user,
+        )
+    )
+
+
+def count_request(data: bytes) -> inference_pb2.CountTokensRequest:
+    """Return the request of a /v1/messages/count_tokens body. Raises InvalidInput, UnsupportedFeature."""
+    body = parse_body(data, CountBody)
+    generation = chat_of(_chat(body)).generations[0]
+    return inference_pb2.CountTokensRequest(model=generation.model, chat=generation.chat)
+
+
+def _chat(body: CountBody) -> ChatBody:
+    if not body.messages:
+        raise InvalidInput("messages is empty", field="messages")
+    if body.messages[-1].role == "assistant":
+        raise UnsupportedFeature(
+            "messages: a last turn of the assistant, to be continued, is not offered by this server",
+            field=f"messages[{len(body.messages) - 1}].role",
+        )
+    turns: list[ChatTurn] = []
+    if body.system is not None:
+        turns.append(ChatTurn("system", _text_of(body.system, "system")))
+    for index, turn in enumerate(body.messages):
+        turns += _turns(turn, f"messages[{index}].")
+    found = _tools(body)
+    if body.thinking is not None:
+        found["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    config = body.output_config
+    if config is not None:
+        require_neutral(config, "output_config.")
+        if config.format is not None:
+            schema = JsonSchemaFormat("output", config.format.schema)
+            found["response_format"] = ResponseFormat("json_schema", schema)
+        if config.effort is not None:
+            found["reasoning_effort"] = _EFFORTS.get(config.effort, config.effort)
+    return ChatBody(model=body.model, messages=turns, **found)
+
+
+def _tools(body: CountBody) -> dict[str, Any]:
+    """Return the tools and the choice among them. Raises InvalidInput, UnsupportedFeature."""
+    tools = []
+    for number, tool in enumerate(body.tools or ()):
+        path = f"tools[{number}]."
+        if tool.type not in (None, "custom"):
+            raise UnsupportedFeature(
+                f"{path}type: {tool.type[:64]!r} is not offered by this server: the client's tools are",
+                field=f"{path}type",
+            )
+        require_neutral(tool, path)
+        function = OfferedFunction(tool.name, tool.description, tool.input_schema, tool.strict)
+        tools.append(OfferedTool("function", function))
+    choice = body.tool_choice
+    if choice is None:
+        return {"tools": tools}
+    if (choice.type == "tool") != (choice.name is not None):
+        raise InvalidInput("tool_choice.name is of the type tool", field="tool_choice.name")
+    asked: str | ToolSelection = "required" if choice.type == "any" else choice.type
+    if choice.name is not None:
+        asked = ToolSelection("function", ChosenFunction(choice.name))
+    single = bool(choice.disable_parallel_tool_use)
+    return {"tools": tools, "tool_choice": asked, "parallel_tool_calls": not single}
+
+
+def _turns(turn: MessagesTurn, path: str) -> Iterator[ChatTurn]:
+    """Yield the turns of a message: each result of a tool is a turn of its own, before the text."""
+    if isinstance(turn.content, str):
+        yield ChatTurn(turn.role, turn.content)
+        return
+    if not turn.content:
+        raise InvalidInput(f"{path}content is empty", field=f"{path}content")
+    found = _Parts()
+    for number, part in enumerate(turn.content):
+        _read(part, turn.role, f"{path}content[{number}].", found)
+    yield from found.results
+    if found.texts or found.calls or found.thinking:
+        text = "".join(found.texts)
+        yield ChatTurn(
+            turn.role,
+            text if found.texts or not found.calls else None,
+            tool_calls=found.calls or None,
+            reasoning_content="".join(found.thinking) or None,
+        )
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The blocks of a message, by kind."""
+
+    texts: list[str] = field(default_factory=list)
+    thinking: list[str] = field(default_factory=list)
+    calls: list[MadeCall] = field(default_factory=list)
+    results: list[ChatTurn] = field(default_factory=list)
+
+
+def _read(part: MessagesPart, role: str, path: str, found: _Parts) -> None:
+    require_neutral(part, path)
+    match part.type, role:
+        case "text", _:
+            found.texts.append(_required(part.text, f"{path}text"))
+        case "thinking", "assistant":
+            found.thinking.append(_required(part.thinking, f"{path}thinking"))
+        case "redacted_thinking", "assistant":  # of another server: no model here reads it
+            pass
+        case "tool_use", "assistant":
+            name = _required(part.name, f"{path}name")
+            arguments = json.dumps(part.input or {}, ensure_ascii=False)
+            found.calls.append(MadeCall(CalledFunction(name, arguments), _required(part.id, f"{path}id")))
+        case "tool_result", "user":
+            content = "" if part.content is None else _text_of(part.content, f"{path}content")
+            call_id = _required(part.tool_use_id, f"{path}tool_use_id")
+            if found.texts:
+                raise InvalidInput(f"{path}type: results of tools precede the text", field=f"{path}type")
+            found.results.append(ChatTurn("tool", content, tool_call_id=call_id))
+        case _:
+            raise UnsupportedFeature(
+                f"{path}type: {part.type[:64]!r} of the {role} is not offered by this server",
+                field=f"{path}type",
+            )
+
+
+def _text_of(content: str | Sequence[MessagesPart], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for number, part in enumerate(content):
+        own = f"{path}[{number}]."
+        require_neutral(part, own)
+        if part.type != "text":
+            raise UnsupportedFeature(f"{own}type: only text is offered by this server", field=f"{own}type")
+        texts.append(_required(part.text, f"{own}text"))
+    return "".join(texts)
+
+
+def _required(value: str | None, path: str) -> str:
+    if value is None:
+        raise InvalidInput(f"{path} is required", field=path)
+    return value

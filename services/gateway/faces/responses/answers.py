@@ -1,0 +1,254 @@
+"""Answers in the Responses dialect: whole, and as the numbered events of a stream.
+
+The number of an event depends only on the output: an event counts one, and a delta as many as it has
+characters. So a stream that is read again, on any gateway, continues behind any number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final
+
+import msgspec
+from msgspec import structs
+
+from services.core.errors import FairwayError, InternalError
+from services.core.generation import FinishReason, Usage
+from services.gateway.events import Accepted, Finished, Tokens
+from services.gateway.faces.openai.errors import public_message
+from services.gateway.faces.openai.event_stream import original
+from services.gateway.faces.responses.types import (
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    MessageItem,
+    ModelResponse,
+    OutputItem,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningPart,
+    ResponsesFailure,
+    ResponsesUsage,
+)
+from services.gateway.faces.transport.blocks import (
+    AnswerBlocks,
+    Block,
+    BlockClosed,
+    BlockDelta,
+    BlockEvent,
+    BlockKind,
+    BlockOpened,
+)
+from services.runtime.ids import ANSWER_PREFIXES
+
+_DELTAS: Final = {
+    BlockKind.TEXT: "response.output_text",
+    BlockKind.REASONING: "response.reasoning_text",
+    BlockKind.CALL: "response.function_call_arguments",
+}
+_ITEM_PREFIXES: Final = {BlockKind.TEXT: "msg_", BlockKind.REASONING: "rs_", BlockKind.CALL: "fc_"}
+_encode: Final = msgspec.json.Encoder().encode
+
+# Called with the complete response, before its client receives it. Returns whether it is stored.
+Keep = Callable[[ModelResponse], Awaitable[bool]]
+
+
+class ResponseEvents:
+    """Writes the numbered events of one response, those beyond the number ``after``."""
+
+    def __init__(self, *, after: int = -1, with_ids: bool = False) -> None:
+        """``with_ids``: the number is also the id of the server-sent event."""
+        self._after = after
+        self._with_ids = with_ids
+        self._number = -1
+
+    def opening(self, response: ModelResponse) -> bytes:
+        begun = self._event("response.created", response=response)
+        return begun + self._event("response.in_progress", response=response)
+
+    def block(self, response_id: str, event: BlockEvent) -> bytes:
+        """Return the events of output."""
+        place = {"item_id": _item_id(response_id, event.index, event.block), "output_index": event.index}
+        if isinstance(event, BlockDelta):
+            return self._delta(event.block.kind, place, event.text)
+        item = _item(response_id, event.index, event.block, is_open=isinstance(event, BlockOpened))
+        if isinstance(event, BlockOpened):
+            added = self._event("response.output_item.added", output_index=event.index, item=item)
+            return added + self._part("response.content_part.added", place, event.block.kind, "")
+        return self._closed(event, place, item)
+
+    def end(self, response: ModelResponse) -> bytes:
+        """Return the last event, whatever its number."""
+        self._number = max(self._number, self._after)
+        return self._event(f"response.{response.status}", response=response)
+
+    def _closed(self, event: BlockClosed, place: dict[str, Any], item: OutputItem) -> bytes:
+        block, text = event.block, event.block.text
+        name = f"{_DELTAS[block.kind]}.done"
+        if block.kind is BlockKind.CALL:
+            done = self._event(name, **place, name=block.name, arguments=text)
+        elif block.kind is BlockKind.TEXT:
+            done = self._event(name, **place, content_index=0, text=text, logprobs=())
+        else:
+            done = self._event(name, **place, content_index=0, text=text)
+        part = self._part("response.content_part.done", place, block.kind, text)
+        return done + part + self._event("response.output_item.done", output_index=event.index, item=item)
+
+    def _part(self, name: str, place: dict[str, Any], kind: BlockKind, text: str) -> bytes:
+        """Return the event of a part of an item; a call has none."""
+        if kind is BlockKind.CALL:
+            return b""
+        part = OutputText(text) if kind is BlockKind.TEXT else ReasoningPart(text)
+        return self._event(name, **place, content_index=0, part=part)
+
+    def _delta(self, kind: BlockKind, place: dict[str, Any], text: str) -> bytes:
+        beyond = self._number + len(text) - self._after
+        if beyond < len(text):  # the client has the beginning, or all of it
+            self._number += len(text) - max(beyond, 0)
+            text = text[len(text) - beyond :] if beyond > 0 else ""
+        if not text:
+            return b""
+        self._number += len(text) - 1
+        if kind is not BlockKind.CALL:
+            place = {**place, "content_index": 0}
+        if kind is BlockKind.TEXT:
+            place["logprobs"] = ()
+        return self._event(f"{_DELTAS[kind]}.delta", **place, delta=text)
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        self._number += 1
+        if self._number <= self._after:
+            return b""
+        body = _encode({"type": name, "sequence_number": self._number, **fields})
+        number = b"id: %d\n" % self._number if self._with_ids else b""
+        return number + b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
+
+
+class ResponseFrames:
+    """The answer of one request: its items, its end, and the events of both."""
+
+    keep_alive: Final = b": keep-alive\n\n"
+
+    def __init__(
+        self,
+        head: ModelResponse,
+        *,
+        request_id: str,
+        keep: Keep,
+        events: ResponseEvents,
+        now_s: Callable[[], float],
+    ) -> None:
+        """``head``: the response as it begins; without an id it takes that of the request."""
+        self.response = head
+        self._request_id = request_id
+        self._blocks = AnswerBlocks()
+        self._keep = keep
+        self._out = events
+        self._now_s = now_s
+
+    def on_accepted(self, accepted: Accepted) -> None:
+        found: dict[str, Any] = {"model": accepted.model, "status": "in_progress"}
+        if not self.response.created_at:
+            request_id, created_unix_s = self._request_id, int(self._now_s())
+            if accepted.received_unix_us:
+                request_id, created_unix_s = original(accepted, 0)
+            found |= {"id": ANSWER_PREFIXES["responses"] + request_id, "created_at": created_unix_s}
+        self.response = structs.replace(self.response, **found)
+
+    def opening(self) -> bytes:
+        return self._out.opening(self.response)
+
+    def output(self, event: Tokens) -> bytes:
+        return self._events(self._blocks.add(event))
+
+    async def ending(self, event: Finished) -> bytes:
+        last = self._events(self._blocks.end(event.choices[0]))
+        cut = event.choices[0].finish_reason is FinishReason.LENGTH
+        self.response = structs.replace(
+            self.response,
+            status="incomplete" if cut else "completed",
+            incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
+            completed_at=None if cut else int(self._now_s()),
+            output=self._items(),
+            usage=_usage(event.usage),
+        )
+        if self.response.store and not await self._keep(self.response):
+            self.response = structs.replace(self.response, store=False)
+        return last + self._out.end(self.response)
+
+    def failed(self, error: FairwayError) -> bytes:
+        return self._out.end(failed_response(self.response, error))
+
+    def _events(self, events: Iterable[BlockEvent]) -> bytes:
+        return b"".join(self._out.block(self.response.id, event) for event in events)
+
+    def _items(self) -> list[OutputItem]:
+        blocks = self._blocks.blocks
+        return [_item(self.response.id, index, block, is_open=False) for index, block in enumerate(blocks)]
+
+
+def failed_response(head: ModelResponse, error: FairwayError) -> ModelResponse:
+    """Return a response that ended with an error."""
+    code = "server_error" if isinstance(error, InternalError) else error.reason.lower()
+    failure = ResponsesFailure(code, public_message(error))
+    return structs.replace(head, status="failed", error=failure, store=head.store and head.background)
+
+
+def replayed(response: ModelResponse, events: ResponseEvents) -> bytes:
+    """Return the stream of a response that has ended: the events that its first stream had."""
+    begun = structs.replace(
+        response,
+        status="in_progress",
+        output=[],
+        usage=None,
+        completed_at=None,
+        incomplete_details=None,
+        error=None,
+    )
+    found = [events.opening(begun)]
+    for index, item in enumerate(response.output):
+        block = _block(item)
+        for event in (
+            BlockOpened(index, block),
+            BlockDelta(index, block, block.text),
+            BlockClosed(index, block),
+        ):
+            found.append(events.block(response.id, event))
+    return b"".join((*found, events.end(response)))
+
+
+def _block(item: OutputItem) -> Block:
+    match item:
+        case MessageItem():
+            return Block(BlockKind.TEXT, texts=[part.text for part in item.content])
+        case ReasoningItem():
+            return Block(BlockKind.REASONING, texts=[part.text for part in item.content])
+        case FunctionCallItem():
+            return Block(BlockKind.CALL, call_id=item.call_id, name=item.name, texts=[item.arguments])
+
+
+def _item(response_id: str, index: int, block: Block, *, is_open: bool) -> OutputItem:
+    item_id, text = _item_id(response_id, index, block), "" if is_open else block.text
+    status = "in_progress" if is_open else "completed"
+    match block.kind:
+        case BlockKind.TEXT:
+            return MessageItem(item_id, status, [] if is_open else [OutputText(text)])
+        case BlockKind.REASONING:
+            return ReasoningItem(item_id, status, [] if is_open else [ReasoningPart(text)])
+        case BlockKind.CALL:
+            return FunctionCallItem(item_id, status, block.call_id, block.name, text)
+
+
+def _item_id(response_id: str, index: int, block: Block) -> str:
+    return f"{_ITEM_PREFIXES[block.kind]}{response_id.removeprefix(ANSWER_PREFIXES['responses'])}_{index}"
+
+
+def _usage(usage: Usage) -> ResponsesUsage:
+    return ResponsesUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(usage.cached_tokens),
+        usage.output_tokens,
+        OutputTokensDetails(),
+        usage.prompt_tokens + usage.output_tokens,
+    )

@@ -1,0 +1,112 @@
+"""Items of the Responses API as turns of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.core.errors import InvalidInput, UnsupportedFeature
+from services.gateway.faces.openai.types import CalledFunction, ChatTurn, MadeCall, require_neutral
+from services.gateway.faces.responses.types import ResponsesItem, ResponsesPart
+
+_TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+@dataclass(slots=True)
+class _Assistant:
+    """One turn of the assistant, from consecutive items."""
+
+    reasoning: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    calls: list[MadeCall] = field(default_factory=list)
+
+    def turn(self) -> ChatTurn:
+        return ChatTurn(
+            "assistant",
+            "".join(self.texts) if self.texts or not self.calls else None,
+            tool_calls=self.calls or None,
+            reasoning_content="".join(self.reasoning) or None,
+        )
+
+
+def turns_of(items: Sequence[ResponsesItem], name: str) -> list[ChatTurn]:
+    """Return the turns of items. ``name``: of the field that has them. Raises InvalidInput,
+    UnsupportedFeature.
+
+    Consecutive items of the assistant are one turn: its reasoning, a message and its calls.
+    """
+    turns: list[ChatTurn] = []
+    assistant: _Assistant | None = None
+    for number, item in enumerate(items):
+        path = f"{name}[{number}]."
+        require_neutral(item, path)
+        if item.type == "function_call" or item.type == "reasoning" or item.role == "assistant":
+            # A message or new reasoning after calls begins another turn.
+            if assistant is not None and assistant.calls and item.type != "function_call":
+                turns.append(assistant.turn())
+                assistant = None
+            assistant = assistant or _Assistant()
+            _add(assistant, item, path)
+            continue
+        if assistant is not None:
+            turns.append(assistant.turn())
+            assistant = None
+        turns.append(_other(item, path))
+    if assistant is not None:
+        turns.append(assistant.turn())
+    return turns
+
+
+def _add(assistant: _Assistant, item: ResponsesItem, path: str) -> None:
+    if item.type == "function_call":
+        called = CalledFunction(_required(item.name, f"{path}name"), item.arguments or "")
+        assistant.calls.append(MadeCall(called, _required(item.call_id, f"{path}call_id")))
+    elif item.type == "reasoning":
+        assistant.reasoning.append(_text(item.content, f"{path}content"))
+    elif item.type == "message":
+        assistant.texts.append(_text(item.content, f"{path}content"))
+    else:
+        raise _unserved(item, path)
+
+
+def _other(item: ResponsesItem, path: str) -> ChatTurn:
+    if item.type == "function_call_output":
+        call_id = _required(item.call_id, f"{path}call_id")
+        return ChatTurn("tool", _text(item.output, f"{path}output"), tool_call_id=call_id)
+    if item.type != "message":
+        raise _unserved(item, path)
+    role = _required(item.role, f"{path}role")
+    if role not in ("user", "system", "developer"):
+        raise InvalidInput(f"{path}role: {role[:64]!r} is no role of a message", field=f"{path}role")
+    if item.content is None:
+        raise InvalidInput(f"{path}content is required", field=f"{path}content")
+    return ChatTurn(role, _text(item.content, f"{path}content"))
+
+
+def _text(content: str | Sequence[ResponsesPart] | None, path: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for number, part in enumerate(content):
+        own = f"{path}[{number}]."
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in (*_TEXTS, "refusal"):
+            raise UnsupportedFeature(f"{own}type: only text is offered by this server", field=f"{own}type")
+        require_neutral(part, own)
+        texts.append(_required(text, f"{own}text"))
+    return "".join(texts)
+
+
+def _required(value: str | None, path: str) -> str:
+    if value is None:
+        raise InvalidInput(f"{path} is required", field=path)
+    return value
+
+
+def _unserved(item: ResponsesItem, path: str) -> UnsupportedFeature:
+    return UnsupportedFeature(
+        f"{path}type: {item.type[:64]!r} is not offered by this server", field=f"{path}type"
+    )

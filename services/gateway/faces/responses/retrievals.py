@@ -1,0 +1,220 @@
+"""The routes of stored responses: retrieving them, whole or as a stream, cancelling and deleting them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw, structs
+
+from services.core.errors import FairwayError, InvalidInput, NotFound
+from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.exchange import HttpLimits, unless_disconnected
+from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames, replayed
+from services.gateway.faces.responses.background import (
+    BackgroundResponses,
+    BackgroundRun,
+    answer_of,
+    generation_of,
+    response_of,
+)
+from services.gateway.faces.responses.conversations import Conversations, current
+from services.gateway.faces.responses.errors import responses_error
+from services.gateway.faces.responses.queries import ItemsQuery, items_query, stream_query
+from services.gateway.faces.responses.types import DeletedResponse, InputItems, ModelResponse
+from services.gateway.faces.transport.answer_stream import GenerationStreams, relay
+from services.gateway.responses.store import ResponseStore, StoredResponse
+from services.ports.clock import Clock
+
+_encode: Final = msgspec.json.Encoder().encode
+_items: Final = msgspec.json.Decoder(list[Raw]).decode
+
+
+class _ItemId(msgspec.Struct):
+    id: str
+
+
+_item_id: Final = msgspec.json.Decoder(_ItemId).decode
+
+
+class Retrievals:
+    """The handlers of the routes."""
+
+    def __init__(
+        self,
+        service: GenerationStreams,
+        store: ResponseStore,
+        conversations: Conversations,
+        background: BackgroundResponses,
+        clock: Clock,
+        limits: HttpLimits,
+    ) -> None:
+        self._service = service
+        self._store = store
+        self._conversations = conversations
+        self._background = background
+        self._clock = clock
+        self._limits = limits
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        path = "/v1/responses/{response_id}"
+        common: dict[str, Any] = {"error_body": responses_error}
+        return (
+            Endpoint(
+                "GET",
+                path,
+                Access.TENANT,
+                self.retrieve,
+                "the id of a response; `?stream=true&starting_after=N` returns its events beyond N",
+                answer=ModelResponse,
+                streams=True,
+                error_event="error",
+                **common,
+            ),
+            Endpoint(
+                "DELETE",
+                path,
+                Access.TENANT,
+                self.delete,
+                "the id of a response; one that runs ends",
+                answer=DeletedResponse,
+                **common,
+            ),
+            Endpoint(
+                "POST",
+                f"{path}/cancel",
+                Access.TENANT,
+                self.cancel,
+                "no body; the id of a response in the background",
+                answer=ModelResponse,
+                **common,
+            ),
+            Endpoint(
+                "GET",
+                f"{path}/input_items",
+                Access.TENANT,
+                self.items,
+                "the id of a response; `?limit=&order=&after=` pages through its input",
+                answer=InputItems,
+                **common,
+            ),
+        )
+
+    async def retrieve(self, exchange: Exchange) -> None:
+        query = stream_query(exchange.scope, exchange.headers.last_event_id())
+        if query.stream:
+            exchange.headers.check_stream()
+        response_id = _id_of(exchange)
+        stored = await self._conversations.find(exchange.caller, response_id)
+        work = self.answer(exchange, response_id, stored, stream=query.stream, after=query.after)
+        await unless_disconnected(exchange.receive, exchange.reply, work)
+
+    async def answer(
+        self,
+        exchange: Exchange,
+        response_id: str,
+        stored: StoredResponse,
+        *,
+        stream: bool,
+        after: int = -1,
+        queued: bool = False,
+    ) -> None:
+        """Answer with a stored response as it is, or stream it to its end. A run without a gateway has one
+        then.
+
+        ``queued``: it has just begun.
+        """
+        run = None
+        if stored.answer is None:
+            run = self._driven(exchange, response_id, stored)
+        if not stream:
+            response = response_of(stored.begun.response) if queued else current(stored)
+            await exchange.reply.json(200, _encode(response))
+        elif stored.answer is not None:
+            await exchange.reply.start_events()
+            events = ResponseEvents(after=after, with_ids=True)
+            await exchange.reply.write(replayed(current(stored), events), last=True)
+        else:
+            await self._follow(exchange, response_id, stored, run, after)
+
+    async def delete(self, exchange: Exchange) -> None:
+        response_id, tenant_id = _id_of(exchange), exchange.caller.tenant_id
+        await self._conversations.find(exchange.caller, response_id)
+        if not await self._store.delete(tenant_id, response_id):
+            raise NotFound("response_id: the response was deleted meanwhile", field="response_id")
+        self._background.stop(tenant_id, response_id)
+        await exchange.reply.json(200, _encode(DeletedResponse(response_id)))
+
+    async def cancel(self, exchange: Exchange) -> None:
+        response_id, tenant_id = _id_of(exchange), exchange.caller.tenant_id
+        stored = await self._conversations.find(exchange.caller, response_id)
+        if not stored.begun.background:
+            raise InvalidInput("only a response in the background can be cancelled", field="response_id")
+        if stored.answer is None:
+            cancelled = structs.replace(current(stored), status="cancelled")
+            if await self._store.end(tenant_id, response_id, answer_of(cancelled)):
+                self._background.stop(tenant_id, response_id)
+            stored = await self._conversations.find(exchange.caller, response_id)
+        await exchange.reply.json(200, _encode(current(stored)))
+
+    async def items(self, exchange: Exchange) -> None:
+        query = items_query(exchange.scope)
+        stored = await self._conversations.find(exchange.caller, _id_of(exchange))
+        await exchange.reply.json(200, _encode(_page(_items(stored.begun.items), query)))
+
+    def _driven(self, exchange: Exchange, response_id: str, stored: StoredResponse) -> BackgroundRun | None:
+        """Return the run of a response, of which this gateway drives as many as it may."""
+        try:
+            return self._background.drive(exchange.caller, response_id, stored.begun, is_new=False)
+        except FairwayError:
+            return None
+
+    async def _follow(
+        self,
+        exchange: Exchange,
+        response_id: str,
+        stored: StoredResponse,
+        run: BackgroundRun | None,
+        after: int,
+    ) -> None:
+        """Stream a response that runs. Its last event follows once it is stored."""
+
+        async def keep(response: ModelResponse) -> bool:
+            if run is not None:
+                await run.over.wait()
+            return True
+
+        generation = generation_of(response_id, stored.begun)
+        frames = ResponseFrames(
+            response_of(stored.begun.response),
+            request_id=stored.begun.request_id,
+            keep=keep,
+            events=ResponseEvents(after=after, with_ids=True),
+            now_s=self._clock.unix_s,
+        )
+        source = self._service.stream(exchange.caller, generation, received=exchange.received)
+        due_s = exchange.received.monotonic_s + self._limits.status_wait_s
+        await relay(source, frames, exchange.reply, lambda: self._clock.monotonic_s() >= due_s)
+
+
+def _id_of(exchange: Exchange) -> str:
+    found: str = exchange.scope["path_params"]["response_id"]
+    return found
+
+
+def _page(items: list[Raw], query: ItemsQuery) -> InputItems:
+    ids = [_item_id(bytes(item)).id for item in items]
+    if query.descending:
+        items, ids = items[::-1], ids[::-1]
+    start = 0
+    if query.after:
+        if query.after not in ids:
+            raise InvalidInput("after is no id of these items", field="after")
+        start = ids.index(query.after) + 1
+    shown = ids[start : start + query.limit]
+    return InputItems(
+        items[start : start + query.limit],
+        shown[0] if shown else None,
+        shown[-1] if shown else None,
+        start + query.limit < len(ids),
+    )

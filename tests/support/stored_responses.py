@@ -1,0 +1,24 @@
+"""Stored responses for faces under test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from services.adapters.memory.idempotency import MemoryIdempotency
+from services.adapters.memory.limiter import MemoryLimiter
+from services.gateway.faces.responses.routes import ResponseParts
+from services.gateway.responses.store import ResponseStore
+from services.ports.clock import Clock
+from services.runtime.supervisor import Supervisor
+
+
+@asynccontextmanager
+async def memory_responses(clock: Clock) -> AsyncIterator[ResponseParts]:
+    """Yield a store in this process; its tasks end with the block."""
+    supervisor = Supervisor(clock)
+    store = ResponseStore(MemoryIdempotency(clock, MemoryLimiter(clock)), b"n" * 32, "g", clock)
+    try:
+        yield ResponseParts(store, supervisor, remembered_s=86_400.0)
+    finally:
+        await supervisor.close()

@@ -1,0 +1,174 @@
+"""The numbered events of a response: the same numbers however the output arrives, and continued anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.core.errors import NoWorkerAvailable
+from services.core.generation import FinishReason, StageClock, Usage
+from services.core.outputs.tools import CallDelta, ContentText, OutputPart, ReasoningText
+from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens
+from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames, replayed
+from services.gateway.faces.responses.requests import responses_body, responses_request
+from services.gateway.faces.responses.types import ModelResponse
+
+# Reasoning, text, two calls, text: every kind of item and every change between them.
+OUTPUT: Sequence[OutputPart] = (
+    ReasoningText("First the name, then äöü.\n"),
+    ContentText("I look it up: "),
+    CallDelta(0, "call_0", "weather"),
+    CallDelta(0, arguments='{"city":"Zürich","days":[1,2]}'),
+    CallDelta(1, "call_1", "now"),
+    CallDelta(1, arguments="{}"),
+    ContentText("and 東京 \U0001f600."),
+)
+HEAD = responses_request(responses_body(b'{"model":"m","input":"hi"}'), b"[]").head
+
+
+def pieces(rng: Random) -> list[list[OutputPart]]:
+    """The output, cut at random places and put together at random."""
+    cut: list[OutputPart] = []
+    for part in OUTPUT:
+        text = part.arguments if isinstance(part, CallDelta) else part.text
+        while len(text) > 1 and rng.random() < 0.8:
+            at = rng.randrange(1, len(text))
+            cut.append(_of(part, text[:at]))
+            text = text[at:]
+            part = CallDelta(part.index) if isinstance(part, CallDelta) else part
+        cut.append(_of(part, text))
+    events: list[list[OutputPart]] = [[]]
+    for part in cut:
+        if rng.random() < 0.5:
+            events.append([])
+        events[-1].append(part)
+    return events
+
+
+def _of(part: OutputPart, text: str) -> OutputPart:
+    if isinstance(part, CallDelta):
+        return CallDelta(part.index, part.id, part.name, text)
+    return type(part)(text)
+
+
+async def streamed(events: list[list[OutputPart]], after: int = -1) -> tuple[bytes, ModelResponse]:
+    kept: list[ModelResponse] = []
+
+    async def keep(response: ModelResponse) -> bool:
+        kept.append(response)
+        return True
+
+    frames = ResponseFrames(
+        HEAD,
+        request_id="req_1",
+        keep=keep,
+        events=ResponseEvents(after=after, with_ids=True),
+        now_s=lambda: 7.0,
+    )
+    frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
+    data = [frames.opening()]
+    data += [frames.output(Tokens(0, 0, (), "", (), parts)) for parts in events[:-1]]
+    last = (ChoiceResult(0, FinishReason.STOP, "", 9, tuple(events[-1])),)
+    data.append(await frames.ending(Finished(last, Usage(3, 9), StageClock(0))))
+    assert kept == [frames.response]
+    return b"".join(data), frames.response
+
+
+def parsed(data: bytes) -> list[dict[str, Any]]:
+    found = []
+    for block in data.decode().split("\n\n")[:-1]:
+        number, name, body = block.split("\n")
+        event = json.loads(body.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        assert number == f"id: {event['sequence_number']}"
+        found.append(event)
+    return found
+
+
+def joined(events: list[dict[str, Any]]) -> list[tuple[str, str, int]]:
+    """The events by name, deltas put together, each with its last number."""
+    found: list[tuple[str, str, int]] = []
+    for event in events:
+        name, text = event["type"], event.get("delta", "")
+        if text and found and found[-1][0] == name:
+            found[-1] = (name, found[-1][1] + text, event["sequence_number"])
+        else:
+            found.append((name, text, event["sequence_number"]))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_the_numbers_depend_on_the_output_alone(seed: int) -> None:
+    whole, response = await streamed([list(OUTPUT)])
+    split, again = await streamed(pieces(Random(seed)))
+    assert joined(parsed(split)) == joined(parsed(whole))
+    assert msgspec.json.encode(again) == msgspec.json.encode(response)
+    assert joined(parsed(replayed(response, ResponseEvents(with_ids=True)))) == joined(parsed(whole))
+    numbers = [event["sequence_number"] for event in parsed(split)]
+    assert numbers == sorted(set(numbers))
+
+
+async def test_a_stream_continues_behind_every_number() -> None:
+    whole, response = await streamed(pieces(Random(1)))
+    first = parsed(whole)
+    last = first[-1]["sequence_number"]
+    for event in first[:-1]:
+        after = event["sequence_number"]
+        seen = [each for each in first if each["sequence_number"] <= after]
+        for data in (
+            (await streamed(pieces(Random(after)), after))[0],
+            replayed(response, ResponseEvents(after=after, with_ids=True)),
+        ):
+            rest = parsed(data)
+            assert all(each["sequence_number"] > after for each in rest)
+            assert joined(seen + rest) == joined(first), after
+    beyond = parsed(replayed(response, ResponseEvents(after=last + 5, with_ids=True)))
+    assert [each["type"] for each in beyond] == ["response.completed"], "a stream always has an end"
+
+
+async def test_the_items_are_those_of_the_output() -> None:
+    _, response = await streamed(pieces(Random(3)))
+    found = json.loads(msgspec.json.encode(response))
+    assert [item["type"] for item in found["output"]] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+        "message",
+    ]
+    assert found["output"][0]["content"][0]["text"] == "First the name, then äöü.\n"
+    assert json.loads(found["output"][2]["arguments"]) == {"city": "Zürich", "days": [1, 2]}
+    assert found["output"][3]["call_id"] == "call_1"
+    assert len({item["id"] for item in found["output"]}) == 5
+    assert found["usage"]["total_tokens"] == 12
+
+
+async def lost(_: ModelResponse) -> bool:
+    return False
+
+
+async def test_a_response_that_could_not_be_stored_states_it() -> None:
+    frames = ResponseFrames(HEAD, request_id="req_1", keep=lost, events=ResponseEvents(), now_s=lambda: 7.0)
+    frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
+    result = (ChoiceResult(0, FinishReason.LENGTH, "", 9),)
+    end = await frames.ending(Finished(result, Usage(3, 9), StageClock(0)))
+    response = json.loads(end.decode().split("data: ")[-1])["response"]
+    assert response["store"] is False
+    assert (response["status"], response["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+
+
+def test_a_failure_ends_a_stream_by_name() -> None:
+    frames = ResponseFrames(HEAD, request_id="req_1", keep=lost, events=ResponseEvents(), now_s=lambda: 7.0)
+    frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
+    frames.opening()
+    event = json.loads(frames.failed(NoWorkerAvailable("no worker", retry_after_s=1.0)).split(b"data: ")[1])
+    assert event["type"] == "response.failed"
+    assert event["response"]["error"] == {"code": "no_worker_available", "message": "no worker"}

@@ -1,0 +1,121 @@
+"""Stored responses, on records in this process that are encrypted as in production."""
+
+from __future__ import annotations
+
+import asyncio
+from secrets import token_bytes
+
+import pytest
+
+from services.adapters.encrypted_records import EncryptedRecords
+from services.adapters.memory.idempotency import MemoryIdempotency
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.record_cipher import RecordCipher
+from services.core.errors import InvalidInput, OverQuota
+from services.gateway.responses.store import (
+    MAX_BEGIN_BYTES,
+    BegunResponse,
+    ResponseAnswer,
+    ResponseStore,
+    StoredResponse,
+)
+from services.ports.idempotency import RecordLimits
+from tests.support.clocks import HandClock
+
+BEGUN = BegunResponse("req_1", "m", "", background=True, response=b"{}", items=b"[1]", generation=b"g")
+ANSWER = ResponseAnswer(b'{"a":1}', b"[2]")
+RETENTION_S = 1000.0
+
+
+class Rig:
+    """Two gateways' stores over the same records."""
+
+    def __init__(self, **limits: int) -> None:
+        self.clock = HandClock()
+        limited = RecordLimits(body_s=RETENTION_S, tombstone_s=RETENTION_S, **limits)
+        self.records = MemoryIdempotency(self.clock, MemoryLimiter(self.clock), limited)
+        cipher = RecordCipher(["s" * 32], token_bytes)
+        self.left, self.right = (
+            ResponseStore(EncryptedRecords(self.records, cipher), b"n" * 32, owner, self.clock)
+            for owner in ("left", "right")
+        )
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+async def test_what_one_gateway_stores_another_finds(rig: Rig) -> None:
+    assert await rig.left.begin("acme", "r", BEGUN) is None
+    assert await rig.right.find("acme", "r") == StoredResponse(BEGUN, None)
+    assert await rig.right.is_open("acme", "r")
+    assert await rig.right.end("acme", "r", ANSWER)
+    assert await rig.left.find("acme", "r") == StoredResponse(BEGUN, ANSWER)
+    assert not await rig.left.is_open("acme", "r")
+
+
+async def test_a_whole_response_is_kept_once(rig: Rig) -> None:
+    assert await rig.left.keep("acme", "r", BEGUN, ANSWER)
+    assert await rig.right.keep("acme", "r", BEGUN, ResponseAnswer(b"other", b"[]")), "a replay of the key"
+    assert await rig.right.find("acme", "r") == StoredResponse(BEGUN, ANSWER)
+
+
+async def test_another_tenants_response_is_not_found_and_not_touched(rig: Rig) -> None:
+    await rig.left.keep("acme", "r", BEGUN, ANSWER)
+    assert await rig.left.find("evil", "r") is None
+    assert not await rig.left.delete("evil", "r")
+    assert not await rig.left.end("evil", "r", ANSWER)
+    assert await rig.left.find("evil", "r") is None
+    assert await rig.left.find("acme", "r") is not None
+    assert rig.left.id_of_key("acme", "k") != rig.left.id_of_key("evil", "k")
+
+
+async def test_of_many_beginnings_one_is_new_and_of_many_ends_one_counts(rig: Rig) -> None:
+    stores = (rig.left, rig.right) * 10
+    found = await asyncio.gather(*(store.begin("acme", "r", BEGUN) for store in stores))
+    assert sorted(each is None for each in found) == [False] * 19 + [True]
+    answers = [ResponseAnswer(b"%d" % number, b"[]") for number in range(20)]
+    ended = await asyncio.gather(*(s.end("acme", "r", a) for s, a in zip(stores, answers, strict=True)))
+    assert ended.count(True) == 1
+    stored = await rig.left.find("acme", "r")
+    assert stored is not None
+    assert stored.answer == answers[ended.index(True)], "the first stays"
+
+
+async def test_a_deleted_response_has_no_end(rig: Rig) -> None:
+    await rig.left.begin("acme", "r", BEGUN)
+    assert await rig.right.delete("acme", "r")
+    assert not await rig.left.is_open("acme", "r")
+    assert not await rig.left.end("acme", "r", ANSWER)
+    assert await rig.left.find("acme", "r") is None
+    assert not await rig.left.delete("acme", "r"), "the late end left nothing"
+
+
+async def test_a_response_expires(rig: Rig) -> None:
+    await rig.left.keep("acme", "r", BEGUN, ANSWER)
+    rig.clock.now_s += RETENTION_S - 1
+    assert await rig.left.find("acme", "r") is not None
+    rig.clock.now_s += 2
+    assert await rig.left.find("acme", "r") is None
+
+
+async def test_what_is_too_large_or_too_many_is_refused(rig: Rig) -> None:
+    with pytest.raises(InvalidInput) as large:
+        await rig.left.begin("acme", "r", BegunResponse("r", "m", "", True, b"", b"x" * MAX_BEGIN_BYTES))
+    assert large.value.metadata["field"] == "store"
+    full = Rig(max_tenant_keys=1)
+    await full.left.keep("acme", "r", BEGUN, ANSWER)
+    with pytest.raises(OverQuota, match="1 responses of this tenant are stored"):
+        await full.left.begin("acme", "other", BEGUN)
+    assert not await full.left.keep("acme", "other", BEGUN, ANSWER)
+
+
+async def test_the_oldest_give_room(rig: Rig) -> None:
+    small = Rig(max_tenant_bytes=4000)
+    large = BegunResponse("req_1", "m", "", True, b"", b"x" * 1500)
+    for name in ("a", "b", "c"):
+        assert await small.left.keep("acme", name, large, ANSWER)
+        small.clock.now_s += 1
+    found = [await small.left.find("acme", name) is not None for name in ("a", "b", "c")]
+    assert found == [False, True, True]
