@@ -159,7 +159,7 @@ class BackgroundResponses:
     ) -> None:
         head = response_of(begun.response)
         until_s, pause_s = self._clock.monotonic_s() + GIVE_UP_S, _RETRY_S
-        while True:
+        while not run.stopped.is_set():
             try:
                 self._check_age(head)
                 await self._once(run, principal, response_id, begun)
