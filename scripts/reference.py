@@ -180,12 +180,14 @@ idempotency key and those decided on a [slice](../architecture/quotas.md#leased-
     text = (
         "\nThese sections are made from the OpenAPI document, which the gateway serves at `/openapi.json`. A "
         "field that is not offered is accepted at null and at the values in brackets. Other values and "
-        "unknown fields are rejected by name.\n"
+        "unknown fields are rejected by name. The bodies of the Responses and Messages APIs are in the "
+        "document alone.\n"
     )
     parts.append(f"\n## Bodies\n{text}")
     shown: dict[str, None] = {}
     for kind in dict.fromkeys(each.body for each in endpoints if each.body is not None):
-        parts += _body_section(kind.__name__, schemas, shown)
+        if kind.__module__.startswith(_OWN_DIALECT):
+            parts += _body_section(kind.__name__, schemas, shown)
     return "".join(parts)
 
 
@@ -232,6 +234,7 @@ def _schema_type(schema: dict[str, Any], within: list[str]) -> str:
     return str(schema.get("type", "any"))
 
 
+_OWN_DIALECT: Final = "services.gateway.faces.openai"
 PAGES: Final[dict[str, Callable[[], str]]] = {
     "errors.md": errors_page,
     "metrics.md": metrics_page,

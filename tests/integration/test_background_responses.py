@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest_asyncio
 
+from services.core import errors
 from tests.support.keyed_faces import Faces, keyed_faces
 from tests.support.keyed_gateways import token
 from tests.support.waiting import until
@@ -148,6 +149,27 @@ async def test_no_client_can_name_the_key_of_a_run(faces: Faces) -> None:
     assert status == 400
     faces.fleet.hold.set()
     assert (await ended(faces, 0, made["id"]))["status"] == "incomplete"
+
+
+async def test_a_run_without_room_is_tried_again(faces: Faces) -> None:
+    faces.fleet.place_error = errors.NoWorkerAvailable("no worker", retry_after_s=0.1)
+    made = await create(faces, seed=3)
+    assert (await get(faces, 1, made["id"]))["status"] == "in_progress"
+    await asyncio.sleep(0.3)
+    faces.fleet.place_error = None
+    assert text_of(await ended(faces, 0, made["id"])) == whole_text(3)
+    assert faces.fleet.engine_tokens == 12
+
+
+async def test_a_run_that_cannot_succeed_fails_by_name_and_once(faces: Faces) -> None:
+    faces.fleet.place_error = errors.PoisonedInput("this input ends engines")
+    made = await create(faces)
+    failed = await ended(faces, 1, made["id"])
+    assert failed["status"] == "failed"
+    assert failed["error"] == {"code": "poisoned_input", "message": "this input ends engines"}
+    faces.fleet.place_error = None
+    assert (await get(faces, 0, made["id"])) == failed
+    assert faces.fleet.engine_tokens == 0, "it does not run again"
 
 
 def _deltas(data: bytes) -> list[str]:

@@ -16,6 +16,8 @@ from services.core.outputs.tools import CallDelta, ContentText, OutputPart, Reas
 from services.gateway.outputs.loose_calls import loose_calls
 
 _MAX_NAME_CHARS: Final = 64
+# Whitespace that is held back until it is clear whether it stands beside a mark; more of it is content.
+_MAX_BLANKS: Final = 64
 
 
 class _At(StrEnum):
@@ -89,6 +91,9 @@ class OutputSplitter:
 
     def _start(self) -> bool:
         text, reasoning = self._held.lstrip(), self._form.reasoning
+        if len(self._held) - len(text) > _MAX_BLANKS:
+            marked = self._form.calls is not None and self._form.calls.mark
+            return self._go(_At.CONTENT if marked else _At.PLAIN, self._held)
         if reasoning is not None:
             if text.startswith(reasoning.open):
                 return self._go(_At.REASONING, text[len(reasoning.open) :])
@@ -107,7 +112,7 @@ class OutputSplitter:
             self._held = self._held.lstrip()
         end = self._held.find(close)
         if end >= 0:
-            self._emit(ReasoningText(self._held[:end].rstrip()))
+            self._emit(ReasoningText(_before_blanks(self._held[:end])))
             return self._go(_At.AFTER, self._held[end + len(close) :])
         ready = _before_tail(self._held, close)
         if ready:
@@ -134,7 +139,7 @@ class OutputSplitter:
         mark = self._calls.mark
         start = self._held.find(mark)
         if start >= 0:
-            self._emit(ContentText(self._held[:start].rstrip()))
+            self._emit(ContentText(_before_blanks(self._held[:start])))
             return self._go(_At.BEGIN if self._form.held else _At.LOOSE, self._held[start:])
         ready = _before_tail(self._held, mark)
         self._emit(ContentText(self._held[:ready]))
@@ -267,4 +272,10 @@ def _before_tail(text: str, mark: str) -> int:
     kept = next(
         (size for size in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-size:])), 0
     )
-    return len(text[: len(text) - kept].rstrip())
+    return len(_before_blanks(text[: len(text) - kept]))
+
+
+def _before_blanks(text: str) -> str:
+    """Return the text without the blanks at its end, as far as these are held back."""
+    size = max(len(text.rstrip()), len(text) - _MAX_BLANKS)
+    return text[:size]

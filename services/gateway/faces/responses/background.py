@@ -106,10 +106,6 @@ class BackgroundResponses:
         self._runs: dict[tuple[str, str], BackgroundRun] = {}
         self._per_tenant: Counter[str] = Counter()
 
-    def running(self, tenant_id: str, response_id: str) -> BackgroundRun | None:
-        """Return the run of a response that this gateway drives."""
-        return self._runs.get((tenant_id, response_id))
-
     def drive(
         self, principal: Principal, response_id: str, begun: BegunResponse, *, is_new: bool
     ) -> BackgroundRun:
@@ -159,7 +155,7 @@ class BackgroundResponses:
     ) -> None:
         head = response_of(begun.response)
         until_s, pause_s = self._clock.monotonic_s() + GIVE_UP_S, _RETRY_S
-        while True:
+        while not run.stopped.is_set():
             try:
                 self._check_age(head)
                 await self._once(run, principal, response_id, begun)
@@ -177,11 +173,11 @@ class BackgroundResponses:
             if is_new and not run.accepted.is_set():
                 return
             log.info("response.interrupted", response_id=response_id, reason=failure.reason)
-            if _may_pass(failure) and self._clock.monotonic_s() < until_s:
-                await self._clock.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MAX_RETRY_S)
-            elif await self._fail(principal.tenant_id, response_id, head, failure):
+            is_over = not _may_pass(failure) or self._clock.monotonic_s() >= until_s
+            if is_over and await self._fail(principal.tenant_id, response_id, head, failure):
                 return
+            await self._clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
     def _check_age(self, head: ModelResponse) -> None:
         """Raise ResultExpired for a response whose key may be forgotten: it would run a second time."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +28,8 @@ from services.gateway.faces.transport.answer_stream import GenerationStreams, re
 from services.gateway.responses.store import ResponseStore, StoredResponse
 from services.ports.clock import Clock
 
+# How long the last event of a stream waits for the response to be stored.
+_STORED_S: Final = 5.0
 _encode: Final = msgspec.json.Encoder().encode
 _items: Final = msgspec.json.Decoder(list[Raw]).decode
 
@@ -181,7 +185,9 @@ class Retrievals:
 
         async def keep(response: ModelResponse) -> bool:
             if run is not None:
-                await run.over.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_STORED_S):
+                        await run.over.wait()
             return True
 
         generation = generation_of(response_id, stored.begun)

@@ -231,5 +231,6 @@ class ResponsesFace:
             if run.failure is not None:
                 raise run.failure
         except FairwayError:
+            self._background.stop(principal.tenant_id, response_id)
             await self._store.delete(principal.tenant_id, response_id)
             raise

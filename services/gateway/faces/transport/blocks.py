@@ -58,7 +58,7 @@ BlockEvent = BlockOpened | BlockDelta | BlockClosed
 
 
 class AnswerBlocks:
-    """The blocks of one choice of a request that asked for parts. At most one is open, the last."""
+    """The blocks of one choice of a request for parts. At most one is open, the last."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []

@@ -15,6 +15,7 @@ _MAX_AGE_S: Final = 600
 _EXPOSED: Final = (
     "retry-after",
     "retry-after-ms",
+    "request-id",
     "x-request-id",
     "x-client-request-id",
     "x-should-retry",
@@ -53,7 +54,7 @@ def cross_origin(origins: Sequence[str]) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=list(origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=list(_EXPOSED),
             max_age=_MAX_AGE_S,

@@ -23,7 +23,8 @@ from services.gateway.outputs.splitter import OutputSplitter
 
 HERMES, LLAMA = CALL_FORMS["hermes"], CALL_FORMS["llama3"]
 THINK = REASONING_FORMS["think"]
-WORDS = st.text('ab<[{}]>"\\/ \n,;é漢tool_call', max_size=30)
+BLANKS = st.integers(0, 200).map(lambda size: "\n" * size)
+WORDS = BLANKS | st.text('ab<[{}]>"\\/ \n,;é漢tool_call', max_size=30)
 ARGUMENTS = st.dictionaries(
     st.text(max_size=4), st.one_of(st.integers(), WORDS, st.lists(WORDS, max_size=2)), max_size=3
 )
@@ -163,3 +164,9 @@ def test_text_that_begins_as_a_bare_call_and_is_none_is_content() -> None:
     form = OutputForm(calls=LLAMA, held=True)
     for text in ('{"na', '{"x": 1}', "Hi {"):
         assert answer_of(split(form, list(text))).content == text
+
+
+def test_blanks_without_end_are_not_held_back() -> None:
+    splitter = OutputSplitter(OutputForm(THINK, HERMES, held=True), str)
+    sent = sum(len(getattr(part, "text", "")) for _ in range(1000) for part in splitter.feed("\n"))
+    assert sent >= 900

@@ -1,0 +1,83 @@
+"""Runs in the background that may no longer run, and how many a gateway drives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from services.core.errors import ConcurrencyExceeded
+from services.core.generation import Principal
+from services.core.records import KeyRole
+from services.gateway.events import Event
+from services.gateway.faces.responses import background
+from services.gateway.faces.responses.background import BackgroundResponses, response_of
+from services.gateway.faces.responses.requests import responses_body, responses_request
+from services.gateway.responses.store import BegunResponse
+from services.runtime.clock import SystemClock
+from tests.support.stored_responses import memory_responses
+
+CALLER = Principal("k", KeyRole.TENANT, "acme")
+REQUEST = responses_request(responses_body(b'{"model":"m","input":"hi","background":true}'), b"[]")
+CLOCK = SystemClock()
+
+
+class Silent:
+    """A service whose requests have no end."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Event, None]:
+        self.runs += 1
+        await asyncio.sleep(3600)
+        yield  # type: ignore[misc]
+
+
+def begun(created_unix_s: float) -> BegunResponse:
+    head = structs.replace(REQUEST.head, id="r", created_at=int(created_unix_s), status="queued")
+    generation = REQUEST.generation.SerializeToString()
+    return BegunResponse("r", "m", "", True, msgspec.json.encode(head), b"[]", generation)
+
+
+async def test_a_response_whose_key_may_be_forgotten_fails_instead_of_running_twice() -> None:
+    service = Silent()
+    async with memory_responses(CLOCK) as parts:
+        runs = BackgroundResponses(service, parts.store, CLOCK, parts.supervisor, remembered_s=100.0)
+        old = begun(CLOCK.unix_s() - 60)
+        await parts.store.begin("acme", "r", old)
+        run = runs.drive(CALLER, "r", old, is_new=False)
+        await asyncio.wait_for(run.over.wait(), 5)
+        stored = await parts.store.find("acme", "r")
+        assert stored is not None
+        assert stored.answer is not None
+        found = response_of(stored.answer.response)
+        assert found.error is not None
+        assert (found.status, found.error.code) == ("failed", "result_expired")
+        assert service.runs == 0
+
+
+async def test_a_gateway_drives_as_many_of_a_tenant_as_it_may() -> None:
+    most = background.MAX_TENANT_RUNS
+    service = Silent()
+    async with memory_responses(CLOCK) as parts:
+        runs = BackgroundResponses(service, parts.store, CLOCK, parts.supervisor, remembered_s=100.0)
+        fresh = begun(CLOCK.unix_s())
+        for number in range(most):
+            runs.drive(CALLER, str(number), fresh, is_new=True)
+        assert runs.drive(CALLER, "0", fresh, is_new=True) is runs.drive(CALLER, "0", fresh, is_new=True)
+        with pytest.raises(ConcurrencyExceeded):
+            runs.drive(CALLER, "more", fresh, is_new=True)
+        runs.drive(Principal("k", KeyRole.TENANT, "other"), "0", fresh, is_new=True)
+        runs.stop("acme", "0")
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    runs.drive(CALLER, "more", fresh, is_new=True)
+                    break
+                except ConcurrencyExceeded:
+                    await asyncio.sleep(0.01)
