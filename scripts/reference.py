@@ -168,7 +168,9 @@ idempotency key and those decided on a [slice](../architecture/quotas.md#leased-
 """
     parts = [_head("HTTP API", "services/gateway/faces", head)]
     nothing = cast(Any, None)
-    endpoints = endpoints_of(nothing, nothing, nothing, HttpLimits(0), str, b"")  # only the table is read
+    endpoints = endpoints_of(
+        nothing, nothing, nothing, nothing, HttpLimits(0), str, b""
+    )  # only the table is read
     routes = [(f"`{each.method} {path_of(each)}`", str(each.access), each.accepts) for each in endpoints]
     parts.append(_section("Routes", ("route", "caller", "accepts"), routes))
     headers = [(f"`{name}`", text) for name, text in REQUEST_HEADERS.items()]

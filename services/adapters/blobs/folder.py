@@ -90,6 +90,10 @@ class FolderBlobs:
     async def delete(self, blobs: Sequence[StoredBlob]) -> tuple[str, ...]:
         return await _on_disk(lambda: tuple(blob.digest for blob in blobs if self._delete(blob)))
 
+    async def discard(self, digests: Sequence[str]) -> None:
+        paths = [self._path(digest) for digest in digests]
+        await _on_disk(partial(self._discard, paths))
+
     async def sweep(self, before_unix_s: float, *, dry_run: bool = False) -> int:
         return await _on_disk(partial(self._sweep, before_unix_s, dry_run))
 
@@ -135,6 +139,11 @@ class FolderBlobs:
                 path.unlink()
                 return True
         return False
+
+    def _discard(self, paths: Sequence[Path]) -> None:
+        with self._changing():
+            for path in paths:
+                path.unlink(missing_ok=True)
 
     def _sweep(self, before_unix_s: float, dry_run: bool) -> int:
         swept = 0

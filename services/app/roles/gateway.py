@@ -33,6 +33,7 @@ from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.usage.outbox import DiskOutbox
 from services.app.environment import Environment
 from services.app.process import Role
+from services.app.roles.batches import open_batches
 from services.app.roles.ledger import open_usage_outbox, start_outbox
 from services.app.roles.shared import (
     open_directory,
@@ -59,6 +60,7 @@ from services.core.records import (
     dump,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
+from services.gateway.batches.service import BatchService
 from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
@@ -144,7 +146,8 @@ def gateway(environment: Environment) -> Role:
         *_rpc_services(service, rows, received, not_ready, settings.heartbeat_s), identity=identity
     )
 
-    http = _http_server(environment, service, rows, identity, not_ready)
+    batches = open_batches(environment, service, rows, identity, gateway_id, quotas.gateways)
+    http = _http_server(environment, service, rows, batches.service, identity, not_ready)
     export_levels(
         environment.metrics,
         running=lambda: service.running,
@@ -162,8 +165,10 @@ def gateway(environment: Environment) -> Role:
         await http.start()
         supervisor.spawn("renew", service.renew_forever())
         supervisor.spawn("flush records", service.flush_forever())
+        batches.start()
 
     async def drain(timeout_s: float) -> None:
+        await batches.close()
         await drain_service(service, clock, timeout_s)
         await http.stop(1.0)
 
@@ -197,6 +202,7 @@ def _http_server(
     environment: Environment,
     service: GatewayService,
     rows: RowsService,
+    batches: BatchService,
     identity: KeyDirectory,
     not_ready: Callable[[], str],
 ) -> HttpServer:
@@ -204,6 +210,7 @@ def _http_server(
     app = build_app(
         service,
         rows,
+        batches,
         identity,
         environment.clock,
         environment.ids,
@@ -250,7 +257,7 @@ class _Quotas:
             self.responses = EncryptedRecords(responses, cipher)
         spool = SettlementSpool(settings.state_dir / "settlements")
         environment.closing.push_async_callback(spool.close)
-        gateways = environment.informer(GATEWAYS, Gateway)
+        self.gateways = gateways = environment.informer(GATEWAYS, Gateway)
         observed = ObservedLimiter(
             redis,
             environment.metrics,

@@ -28,6 +28,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
 from services.runtime.ids import Ids
+from tests.support.memory_batches import memory_batches
 from tests.support.no_rows import NoRows
 
 DIGEST = "sha256:" + "ab" * 32
@@ -328,6 +329,7 @@ async def serving(
     app = build_app(
         service,
         NoRows(),
+        memory_batches(),
         directory(),
         SystemClock(),
         Ids(),

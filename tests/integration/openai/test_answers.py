@@ -10,8 +10,8 @@ import pytest
 
 from services.gateway.events import Event, Heartbeat, Tokens
 from services.gateway.faces.openai.exchange import HttpLimits
-from services.gateway.faces.openai.rate_headers import duration
 from services.gateway.faces.predict.metadata import VERSION
+from services.gateway.faces.transport.rate_headers import duration
 from tests.integration.openai.face import (
     CHAT,
     MAX_BODY,

@@ -17,7 +17,7 @@ from services.gateway.faces.openai.routes import endpoints_of
 from services.gateway.faces.openai.types import HINTS
 
 NOTHING = cast(Any, None)
-ENDPOINTS = endpoints_of(NOTHING, NOTHING, NOTHING, HttpLimits(0), str, b"")
+ENDPOINTS = endpoints_of(NOTHING, NOTHING, NOTHING, NOTHING, HttpLimits(0), str, b"")
 DOCUMENT = document_of(ENDPOINTS, REQUEST_HEADERS, version="1")
 SCHEMAS = DOCUMENT["components"]["schemas"]
 BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
