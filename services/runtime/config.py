@@ -87,6 +87,8 @@ class Settings(BaseModel):
     files_max_bytes: int = Field(default=200 * 1024**2, ge=1024, le=4 * 1024**3)
     # Most bytes of files per tenant.
     files_tenant_bytes: int = Field(default=10 * 1024**3, ge=1024)
+    # Price of requests of the class batch, over the list price.
+    batch_price_ratio: float = Field(default=1.0, ge=0, le=1)
     # Lines of batches that this gateway runs at once; 0: it runs no batches.
     batch_lines: int = Field(default=32, ge=0, le=1024)
     # Days that usage records are kept.

@@ -44,9 +44,11 @@ class BatchStack:
 
     async def seen(self) -> None:
         """Return once the views have everything that was written before the call."""
-        revision = (await self.etcd.list(BATCHES)).revision
         for informer in (self.batches, self.owners, self.stored):
-            while informer.revision < revision:
+            stored = {
+                entry.key: entry.mod_revision for entry in (await self.etcd.list(informer.prefix)).entries
+            }
+            while {key: held.mod_revision for key, held in informer.view.items()} != stored:
                 await informer.wait_changed(informer.revision, 0.05)
 
 

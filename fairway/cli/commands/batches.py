@@ -34,18 +34,18 @@ def _progress(batch: Batch) -> str:
     return f"{counts['completed'] + counts['failed']}/{counts['total']}"
 
 
-_COLUMNS: Final = (
-    Column[Batch]("id", lambda batch: batch["id"]),
-    Column[Batch]("status", lambda batch: batch["status"]),
-    Column[Batch]("done", _progress),
-    Column[Batch]("failed", lambda batch: str(batch["request_counts"]["failed"])),
-    Column[Batch]("endpoint", lambda batch: batch["endpoint"], drop=2),
-    Column[Batch](
+_COLUMNS: Final[tuple[Column[Batch], ...]] = (
+    Column("id", lambda batch: batch["id"]),
+    Column("status", lambda batch: batch["status"]),
+    Column("done", _progress),
+    Column("failed", lambda batch: str(batch["request_counts"]["failed"])),
+    Column("endpoint", lambda batch: batch["endpoint"], drop=2),
+    Column(
         "created", lambda batch: f"{datetime.fromtimestamp(batch['created_at'], UTC):%Y-%m-%d %H:%M}", drop=1
     ),
-    Column[Batch]("input", lambda batch: batch["input_file_id"], wide=True),
-    Column[Batch]("output", lambda batch: batch["output_file_id"] or "", wide=True),
-    Column[Batch]("errors", lambda batch: batch["error_file_id"] or "", wide=True),
+    Column("input", lambda batch: batch["input_file_id"], wide=True),
+    Column("output", lambda batch: batch["output_file_id"] or "", wide=True),
+    Column("errors", lambda batch: batch["error_file_id"] or "", wide=True),
 )
 
 

@@ -327,6 +327,7 @@ def _gateway_services(
         texts=texts,
         splits=Splits(environment.informer(ROUTES, ModelRoute), max_age_s=settings.route_max_age_s),
         aliases=settings.model_aliases,
+        batch_price_ratio=settings.batch_price_ratio,
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     limits = _limits(settings)

@@ -24,9 +24,7 @@ def line_of(**changes: Any) -> bytes:
 def split(data: bytes, cuts: list[int], max_bytes: int = 1000, offset: int = 0) -> list[InputLine]:
     splitter = LineSplitter(max_bytes, offset)
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    found = [
-        each for begin, end in pairwise(edges) for each in splitter.feed(data[begin:end])
-    ]
+    found = [each for begin, end in pairwise(edges) for each in splitter.feed(data[begin:end])]
     return [*found, *splitter.finish()]
 
 
