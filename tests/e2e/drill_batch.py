@@ -68,15 +68,18 @@ class Interactive:
     model: str
     rng: random.Random
     ttft_s: list[tuple[float, float]] = field(default_factory=list)
-    failed: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
 
     def run(self, stop: threading.Event) -> None:
         while not stop.is_set():
             began_s = time.monotonic()
             try:
                 self.ttft_s.append((began_s, self._first_token_s(began_s)))
-            except (OSError, http.client.HTTPException, ValueError):
-                self.failed += 1
+            except urllib.error.HTTPError as error:
+                with error:
+                    self.failures[f"{error.code} {error.read(200)!r}"] += 1
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                self.failures[repr(error)] += 1
             stop.wait(self.rng.uniform(0.5, 1.5) * THINK_S)
 
     def _first_token_s(self, began_s: float) -> float:
@@ -246,10 +249,10 @@ def drill(stack: Stack, options: argparse.Namespace) -> dict[str, Any]:
         counts = json.loads(api.call(f"/v1/batches/{batch['id']}"))["request_counts"]
         kills_s = time.monotonic()
         ttft = p95(clients, alone_s, until_s), p95(clients, beside_s, kills_s)
-        failed = sum(client.failed for client in clients)
+        failed = sum((client.failures for client in clients), Counter[str]())
         print(
             f"interactive TTFT p95 {ttft[0] * 1e3:.1f} ms alone, {ttft[1] * 1e3:.1f} ms beside the batch, "
-            f"{failed} failed; lines then {counts}",
+            f"failed: {dict(failed)}; lines then {counts}",
             flush=True,
         )
         batch = until_ended(api, batch["id"], stack, rng, kills)

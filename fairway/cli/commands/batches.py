@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import codecs
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -163,9 +163,9 @@ def results(
     file_id = found["error_file_id" if errors else "output_file_id"]
     if file_id is None:
         return
+    decoder = codecs.getincrementaldecoder("utf-8")()
     for piece in api.download(f"/v1/files/{file_id}/content"):
-        sys.stdout.buffer.write(piece)
-    sys.stdout.buffer.flush()
+        plain(out(), decoder.decode(piece), end="")
 
 
 def _api(url: str, api_key: str, state_dir: Path) -> HttpApi:

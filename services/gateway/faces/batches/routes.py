@@ -25,6 +25,7 @@ from services.gateway.faces.batches.types import (
 )
 from services.gateway.faces.batches.uploads import FORM_BYTES, UPLOAD_TIMEOUT_S, read_form
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.errors import HttpProblem
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, expect_body, read_body
 from services.gateway.faces.openai.types import parse_body
 
@@ -72,6 +73,16 @@ class BatchesFace:
         return tuple(found)
 
     async def upload(self, exchange: Exchange) -> None:
+        try:
+            file = await self._uploaded(exchange)
+        except FairwayError as error:
+            if not isinstance(error, HttpProblem):  # bytes of the request may be unread
+                exchange.reply.add_header(b"connection", b"close")
+            raise
+        log.info("file.uploaded", file_id=file.file_id, size_bytes=file.size_bytes)
+        await exchange.reply.json(200, _encode(file_object(file)))
+
+    async def _uploaded(self, exchange: Exchange) -> StoredFile:
         files = self._service.files
         most = files.limits.max_bytes
         upload = files.upload(exchange.caller.tenant_id)
@@ -84,11 +95,9 @@ class BatchesFace:
             for name in form.values:
                 shown = name[:64]
                 raise UnsupportedFeature(f"{shown}: not offered by this server", field=shown)
-            file = await files.add(upload, form.filename)
+            return await files.add(upload, form.filename)
         finally:
             await upload.close()
-        log.info("file.uploaded", file_id=file.file_id, size_bytes=file.size_bytes)
-        await exchange.reply.json(200, _encode(file_object(file)))
 
     async def files(self, exchange: Exchange) -> None:
         query = _query(exchange, ("after", "limit", "order", "purpose"))
