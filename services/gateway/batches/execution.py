@@ -253,7 +253,7 @@ class BatchExecution:
                 self._scopes[index] = scope
                 await self._own_turn()
                 answer = await ports.calls.run(self._principal, self._held.record.endpoint, body, key)
-                self._pace.answered()
+                self._pace.answered(answer.waited_s, ports.clock.monotonic_s())
                 return answer
         finally:
             self._running -= 1

@@ -15,11 +15,15 @@ _encode: Final = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """What the HTTP API answers to a line's body: status and JSON."""
+    """What the HTTP API answers to a line's body: status and JSON.
+
+    ``waited_s``: of its run, in the scheduler's queue and for the engine.
+    """
 
     status: int
     body: bytes
     request_id: str
+    waited_s: float = 0.0
 
     @property
     def failed(self) -> bool:

@@ -29,6 +29,8 @@ MAX_CRASHES: Final = 3
 _FIRST_LINES: Final = 2.0
 # One refusal of many lines at once counts once.
 _SETTLE_S: Final = 1.0
+# A line that waited longer found no idle worker. The target delay of LEDBAT (RFC 6817).
+MAX_WAIT_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ def is_temporary(error: FairwayError, crashes: int) -> bool:
 
 @dataclass(slots=True)
 class BatchPace:
-    """How many lines of one batch run at once: one more for each window that succeeds, half after a refusal.
+    """How many lines of one batch run at once: one more for each window that succeeds, half after a refusal
+    or a wait. So a batch takes idle capacity, and leaves it when others need it.
 
     A batch leaves half of its tenant's concurrency and requests per minute to the tenant's other requests.
     """
@@ -98,8 +101,12 @@ class BatchPace:
         if tenant.requests_per_minute:
             self._next_start_s = max(now_s, self._next_start_s) + 120.0 / tenant.requests_per_minute
 
-    def answered(self) -> None:
-        self.window += 1.0 / self.window
+    def answered(self, waited_s: float, now_s: float) -> None:
+        """Count a line that succeeded, after a wait in the queue and for the engine."""
+        if waited_s > MAX_WAIT_S:
+            self.refused(now_s)
+        else:
+            self.window += 1.0 / self.window
 
     def refused(self, now_s: float) -> None:
         if now_s - self._reduced_s >= _SETTLE_S:

@@ -53,23 +53,21 @@ class HttpLines:
         )
         try:
             if endpoint in _GENERATIONS:
-                answer = await self._generated(principal, endpoint, body, key, received)
-            else:
-                answer = await self._embedded(principal, body, key, received)
+                return await self._generated(principal, endpoint, body, key, received)
+            return await self._embedded(principal, body, key, received)
         except (FairwayError, asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException:  # a panic in a native library is no Exception
             incident = self._ids.incident_id()
             log.exception("batch.line_crashed", incident=incident)
             raise InternalError("internal error", incident=incident) from None
-        return LineAnswer(200, answer, received.request_id)
 
     def refusal(self, error: FairwayError) -> LineAnswer:
         return LineAnswer(status_of(error), error_body(error), "")
 
     async def _generated(
         self, principal: Principal, endpoint: str, body: bytes, key: str, received: Received
-    ) -> bytes:
+    ) -> LineAnswer:
         request = await self._bodies.parse(_GENERATIONS[endpoint], body)
         if request.stream:
             raise InvalidInput("a line of a batch is not streamed", field="stream")
@@ -77,11 +75,13 @@ class HttpLines:
             generation.idempotency_key, generation.priority = key, common_pb2.PRIORITY_BATCH
         call = complete_all(self._service, principal, request, received)
         completions = await named(request.names.items(), call)
-        return whole_body(request, completions, received, int(self._clock.unix_s()))
+        data = whole_body(request, completions, received, int(self._clock.unix_s()))
+        clock = completions[0].finished.clock
+        return LineAnswer(200, data, received.request_id, (clock.queue_us + clock.engine_wait_us) / 1e6)
 
-    async def _embedded(self, principal: Principal, body: bytes, key: str, received: Received) -> bytes:
+    async def _embedded(self, principal: Principal, body: bytes, key: str, received: Received) -> LineAnswer:
         request: EmbeddingsCall = await self._bodies.parse(embeddings_request, body)
         message = request.message
         message.idempotency_key, message.priority = key, common_pb2.PRIORITY_BATCH
         found = await named(ROW_NAMES, self._rows.embed(principal, message, received=received))
-        return embeddings_answer(request, found)
+        return LineAnswer(200, embeddings_answer(request, found), received.request_id)

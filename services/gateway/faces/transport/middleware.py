@@ -53,7 +53,7 @@ def cross_origin(origins: Sequence[str]) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=list(origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=list(_EXPOSED),
             max_age=_MAX_AGE_S,

@@ -8,6 +8,7 @@ from services.core import errors
 from services.core.records import Meta, Tenant
 from services.gateway.policy.batch_turns import (
     MAX_CRASHES,
+    MAX_WAIT_S,
     TURN_S,
     BatchPace,
     WaitingBatch,
@@ -93,7 +94,7 @@ def test_a_line_that_crashes_each_time_fails() -> None:
 def test_the_pace_grows_by_one_per_window_and_halves_once_per_burst_of_refusals() -> None:
     pace = BatchPace()
     for _ in range(200):
-        pace.answered()
+        pace.answered(0.01, 0.0)
     grown = pace.room(100, FREE)
     assert 15 < grown < 30
     for _ in range(10):
@@ -102,6 +103,13 @@ def test_the_pace_grows_by_one_per_window_and_halves_once_per_burst_of_refusals(
     for second in range(60, 90):
         pace.refused(float(second))
     assert pace.room(100, FREE) == 1
+
+
+def test_a_wait_halves_the_pace_as_a_refusal_does() -> None:
+    pace = BatchPace(window=16.0)
+    for _ in range(5):
+        pace.answered(MAX_WAIT_S + 0.01, 10.0)
+    assert pace.room(100, FREE) == 8
 
 
 def test_a_batch_leaves_half_of_its_tenants_limits() -> None:
