@@ -15,7 +15,7 @@ from services.core.records import load
 from services.gateway.batches.files import FileLimits, FileService
 from services.gateway.batches.owner import OwnerRecord
 from services.gateway.batches.records import BATCH_OWNERS, BATCHES, FILES, BatchRecord, StoredFile
-from services.gateway.batches.service import BatchLimits, BatchService
+from services.gateway.batches.service import BatchService, TenantBatchLimits
 from services.gateway.batches.store import BatchStore
 from services.ports.blob_store import BlobStore, PartStore
 from services.ports.clock import Clock
@@ -76,7 +76,7 @@ def batch_stack(
         return f"{next(numbers):024x}"
 
     files = FileService(store, parts, stored, batches, clock, limits or FileLimits(), new_id=new_id)
-    service = BatchService(files, store, batches, clock, BatchLimits(max_unfinished=3), new_id=new_id)
+    service = BatchService(files, store, batches, clock, TenantBatchLimits(max_unfinished=3), new_id=new_id)
     return BatchStack(etcd, blobs, parts, store, batches, owners, stored, files, service)
 
 

@@ -62,7 +62,7 @@ def create(
     api_key: ApiKeyOption = "",
     state_dir: StateDirOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Upload a file of requests and run them in the lowest class.
+    """Run a file of requests in the lowest class.
 
     \b
     Examples:
@@ -88,7 +88,7 @@ def list_batches(
     api_key: ApiKeyOption = "",
     state_dir: StateDirOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """List the newest 100 batches of the tenant, and how far they are.
+    """List the newest 100 batches.
 
     \b
     Examples:
@@ -110,7 +110,7 @@ def show(
     api_key: ApiKeyOption = "",
     state_dir: StateDirOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Show a batch, and the lines for which it failed.
+    """Show a batch.
 
     \b
     Examples:
@@ -127,7 +127,7 @@ def cancel(
     api_key: ApiKeyOption = "",
     state_dir: StateDirOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """End a batch: lines that run may end, the others do not start. What is done stays.
+    """Start no more lines of a batch. What is done stays.
 
     \b
     Examples:
@@ -144,7 +144,7 @@ def results(
     api_key: ApiKeyOption = "",
     state_dir: StateDirOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Write the answers of a batch that has ended, one JSON line each, to standard output.
+    """Write the answers of an ended batch as JSON lines.
 
     \b
     Examples:

@@ -26,7 +26,7 @@ from services.gateway.batches.records import (
     StoredFile,
     batch_key,
 )
-from services.gateway.batches.service import BatchLimits, BatchService
+from services.gateway.batches.service import BatchService, TenantBatchLimits
 from services.gateway.batches.store import BatchStore
 from services.gateway.faces.batches.lines import HttpLines
 from services.gateway.faces.openai.exchange import BodyReader
@@ -80,7 +80,7 @@ def open_batches(
     limits = FileLimits(settings.files_max_bytes, settings.files_tenant_bytes, retention_s=retention_s)
     view = environment.informer(FILES, StoredFile)
     files = FileService(store, parts, view, batches, clock, limits, new_id=_new_id)
-    found = BatchService(files, store, batches, clock, BatchLimits(), new_id=_new_id)
+    found = BatchService(files, store, batches, clock, TenantBatchLimits(), new_id=_new_id)
     owner = None
     if settings.batch_lines:
         lines = HttpLines(service, rows, BodyReader(settings.max_body_bytes), clock, environment.ids)
@@ -100,7 +100,7 @@ def _ports(
 ) -> BatchPorts:
     counted = environment.metrics.counter(
         "fairway_gateway_batch_lines_total",
-        "Lines of batches, by outcome: completed, failed, or retried after a temporary error",
+        "Lines of batches: completed, failed, or tried again",
         ("outcome",),
     )
     return BatchPorts(
@@ -144,7 +144,7 @@ def _owner(
         gateways=lambda: len(gateways.view),
     )
     environment.metrics.level(
-        "fairway_gateway_batches_running", "Batches that this gateway runs", lambda: float(owner.running)
+        "fairway_gateway_batches_running", "Batches that run here", lambda: float(owner.running)
     )
     return owner
 

@@ -32,7 +32,7 @@ from services.core.errors import (
 from services.core.generation import Principal
 from services.core.records import KeyRole, Meta, Tenant
 from services.gateway.batches.lines import InputCheck, InputLine, LineSplitter, LineTooLong, parse_line
-from services.gateway.batches.output_lines import LineAnswer, Stopped, output_line
+from services.gateway.batches.output_lines import EarlyEnd, LineAnswer, output_line
 from services.gateway.batches.records import (
     OUTPUT_PART_BYTES,
     BatchProblem,
@@ -113,7 +113,7 @@ class BatchExecution:
         self._pace = BatchPace()
         self._window = ResultWindow(record.next_line)
         self._files = {False: OpenFile(record.output), True: OpenFile(record.errors)}
-        self._stop: Stopped | None = None
+        self._stop: EarlyEnd | None = None
         self._last = record.lines  # lines that get a result
         self._waiting = self._running = self._held_bytes = 0
         self._scopes: dict[int, asyncio.Timeout] = {}
@@ -163,7 +163,7 @@ class BatchExecution:
                     file.tail = await self._part(self._file_id(failed), len(file.parts) - 1, part)
         except (NotFound, IntegrityError) as error:
             log.error("batch.output_lost", batch_id=self._held.record.batch_id, error=error.message)
-            self._stop = Stopped(BatchStatus.FAILED, "output_unreadable", "the results cannot be read")
+            self._stop = EarlyEnd(BatchStatus.FAILED, "output_unreadable", "the results cannot be read")
             return False
         return True
 
@@ -192,7 +192,7 @@ class BatchExecution:
                         index += 1
         except (NotFound, IntegrityError, LineTooLong) as error:
             log.warning("batch.input_lost", batch_id=self._held.record.batch_id, error=str(error))
-            self._stop = Stopped(BatchStatus.FAILED, "input_unreadable", "the input cannot be read any more")
+            self._stop = EarlyEnd(BatchStatus.FAILED, "input_unreadable", "the input cannot be read any more")
         self._last = index
         self._notify()
 
@@ -213,12 +213,12 @@ class BatchExecution:
         record = self._held.record
         name = f"batch_req_{record.batch_id.removeprefix('batch_')}_{index}"
         data = output_line(name, found.custom_id, outcome)
-        failed = isinstance(outcome, Stopped) or outcome.failed
+        failed = isinstance(outcome, EarlyEnd) or outcome.failed
         self._held_bytes += len(data) - len(line.data)
         self._window.add(index, LineResult(line.end, data, failed))
         self._notify()
 
-    async def _outcome(self, index: int, body: bytes) -> LineAnswer | Stopped:
+    async def _outcome(self, index: int, body: bytes) -> LineAnswer | EarlyEnd:
         """Return the answer of a line, tried until it has one or the batch ends."""
         failures = crashes = 0
         key = f"{self._held.record.batch_id}/{index}"
@@ -282,7 +282,7 @@ class BatchExecution:
         try:
             return self._ports.tenant_of(self._principal)
         except Unauthenticated as error:
-            self._end(Stopped(BatchStatus.FAILED, "invalid_api_key", error.message))
+            self._end(EarlyEnd(BatchStatus.FAILED, "invalid_api_key", error.message))
             return Tenant(_NOBODY)
 
     async def _look_for_end(self) -> None:
@@ -290,16 +290,16 @@ class BatchExecution:
         while True:
             record, now_s = self._held.record, self._ports.clock.unix_s()
             if self._ports.status_of(record) is BatchStatus.CANCELLING:
-                self._end(Stopped(BatchStatus.CANCELLED, "batch_cancelled", "the batch was cancelled"))
+                self._end(EarlyEnd(BatchStatus.CANCELLED, "batch_cancelled", "the batch was cancelled"))
             elif now_s >= record.expire_unix_s:
                 text = "the completion window expired before this request was executed"
-                self._end(Stopped(BatchStatus.EXPIRED, "batch_expired", text))
+                self._end(EarlyEnd(BatchStatus.EXPIRED, "batch_expired", text))
             elif any(file.is_full for file in self._files.values()):
                 text = "the batch's results are larger than a file may be"
-                self._end(Stopped(BatchStatus.FAILED, "output_too_large", text))
+                self._end(EarlyEnd(BatchStatus.FAILED, "output_too_large", text))
             await self._ports.clock.sleep(_LOOK_S)
 
-    def _end(self, why: Stopped) -> None:
+    def _end(self, why: EarlyEnd) -> None:
         """Start no more lines; those that run have a time to end."""
         if self._stop is not None:
             return

@@ -31,7 +31,7 @@ class LineAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class EarlyEnd:
     """Why the lines that are left do not run, and the batch's status at its end."""
 
     status: BatchStatus
@@ -57,9 +57,9 @@ class OutputLine(Struct, frozen=True):
     error: LineError | None
 
 
-def output_line(name: str, custom_id: str, outcome: LineAnswer | Stopped) -> bytes:
+def output_line(name: str, custom_id: str, outcome: LineAnswer | EarlyEnd) -> bytes:
     """Return the line, with its end. ``name`` is unique in the batch."""
-    if isinstance(outcome, Stopped):
+    if isinstance(outcome, EarlyEnd):
         line = OutputLine(name, custom_id, None, LineError(outcome.code, outcome.message))
     else:
         response = LineResponse(outcome.status, outcome.request_id, Raw(outcome.body))

@@ -22,7 +22,7 @@ _HOUR_S: Final = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class BatchLimits:
+class TenantBatchLimits:
     """Bounds of a tenant's batches."""
 
     max_unfinished: int = 100
@@ -38,7 +38,7 @@ class BatchService:
         store: BatchStore,
         batches: RecordView[BatchRecord],
         clock: Clock,
-        limits: BatchLimits,
+        limits: TenantBatchLimits,
         *,
         new_id: Callable[[], str],
     ) -> None:

@@ -50,16 +50,16 @@ class BatchesFace:
         tenant = Access.TENANT
         files = (
             ("POST", "", self.upload, "a form: `file`, and `purpose` batch", FileObject),
-            ("GET", "", self.files, "no body; the tenant's files, the newest first", FileList),
-            ("GET", "/{file_id}", self.file, "no body; a file without its bytes", FileObject),
-            ("GET", "/{file_id}/content", self.content, "no body; the bytes of a file", None),
-            ("DELETE", "/{file_id}", self.delete, "no body; deletes a file", DeletedFile),
+            ("GET", "", self.files, "no body; the files, newest first", FileList),
+            ("GET", "/{file_id}", self.file, "no body; a file", FileObject),
+            ("GET", "/{file_id}/content", self.content, "no body; its bytes", None),
+            ("DELETE", "/{file_id}", self.delete, "no body; deletes it", DeletedFile),
         )
         batches = (
-            ("POST", "", self.create, "an uploaded file and the endpoint of its lines", BatchBody),
-            ("GET", "", self.batches, "no body; the tenant's batches, the newest first", None),
-            ("GET", "/{batch_id}", self.batch, "no body; a batch and its progress", None),
-            ("POST", "/{batch_id}/cancel", self.cancel, "no body; the lines that are left do not run", None),
+            ("POST", "", self.create, "an uploaded file", BatchBody),
+            ("GET", "", self.batches, "no body; the batches, newest first", None),
+            ("GET", "/{batch_id}", self.batch, "no body; a batch", None),
+            ("POST", "/{batch_id}/cancel", self.cancel, "no body; cancels it", None),
         )
         found = [
             Endpoint(method, f"/v1/files{path}", tenant, handler, accepts, answer=answer)
