@@ -54,7 +54,18 @@ async def kit(request: pytest.FixtureRequest) -> AsyncIterator[BatchKit]:
     ids = [f"file-{number:024x}" for number in range(3)]
     now_s = clock.unix_s()
     file = StoredFile(ids[0], tenant, "in", FilePurpose.BATCH, now_s, now_s + 60.0, (PART,))
-    batch = BatchRecord(f"batch_{0:024x}", tenant, "k", "/v1/completions", *ids, "24h", now_s, now_s + 60.0)
+    batch = BatchRecord(
+        f"batch_{0:024x}",
+        tenant,
+        "k",
+        "/v1/completions",
+        ids[0],
+        ids[1],
+        ids[2],
+        "24h",
+        now_s,
+        now_s + 60.0,
+    )
     store = BatchStore(etcd, clock)
     await store.add_file(file)
     await store.add_batch(batch, await store.file(tenant, ids[0]))

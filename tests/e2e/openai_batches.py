@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -16,13 +17,12 @@ def line(number: int, model: str, url: str, **body: Any) -> dict[str, Any]:
 
 
 def ended(client: openai.OpenAI, batch_id: str) -> Any:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    for _ in range(400):
         batch = client.batches.retrieve(batch_id)
         if batch.status not in ("validating", "in_progress", "cancelling", "finalizing"):
             return batch
         time.sleep(0.3)
-    raise SystemExit(f"the batch did not end: {batch}")
+    raise SystemExit("the batch did not end")
 
 
 def created(client: openai.OpenAI, lines: list[Any], url: str) -> Any:
@@ -66,13 +66,14 @@ def refused(client: openai.OpenAI, model: str) -> dict[str, Any]:
     read = client.files.content(file.id).read()
     client.files.delete(file.id)
     found: dict[str, Any] = {"status": bad.status, "line": bad.errors.data[0].line, "read": read.decode()}
-    for name, call in {
+    calls: dict[str, Callable[[], Any]] = {
         "gone": lambda: client.files.retrieve(file.id),
         "purpose": lambda: client.files.create(file=("x", b"x"), purpose="fine-tune"),
         "endpoint": lambda: client.batches.create(
             input_file_id=bad.input_file_id, endpoint="/v1/responses", completion_window="24h"
         ),
-    }.items():
+    }
+    for name, call in calls.items():
         try:
             call()
             found[name] = 200

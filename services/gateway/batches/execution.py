@@ -50,8 +50,7 @@ from services.ports.clock import Clock
 
 log = structlog.get_logger()
 T = TypeVar("T")
-# Lines that are read ahead of the first one without a result, in number and bytes.
-AHEAD_LINES: Final = 512
+# Of lines that are read ahead, and of results that wait for an earlier one.
 AHEAD_BYTES: Final = 32 * 1024**2
 _RETRY: Final = Backoff(0.2, 30.0)
 _STORE_RETRY_S: Final = 0.5
@@ -98,6 +97,10 @@ class BatchPorts:
     count: Callable[[str], None]
     max_line_bytes: int
     times: BatchTimes = BatchTimes()
+    # Of a result file's parts.
+    part_bytes: int = OUTPUT_PART_BYTES
+    # Lines that are read ahead of the first one without a result.
+    ahead_lines: int = 512
 
 
 class BatchExecution:
@@ -112,7 +115,10 @@ class BatchExecution:
         self._principal = Principal(record.key_id, KeyRole.TENANT, record.tenant)
         self._pace = BatchPace()
         self._window = ResultWindow(record.next_line)
-        self._files = {False: OpenFile(record.output), True: OpenFile(record.errors)}
+        self._files = {
+            failed: OpenFile(parts, part_bytes=ports.part_bytes)
+            for failed, parts in ((False, record.output), (True, record.errors))
+        }
         self._stop: EarlyEnd | None = None
         self._last = record.lines  # lines that get a result
         self._waiting = self._running = self._held_bytes = 0
@@ -202,7 +208,7 @@ class BatchExecution:
             return True
         return (
             self._waiting < max(2, self._room())
-            and index - self._window.first < AHEAD_LINES
+            and index - self._window.first < self._ports.ahead_lines
             and self._held_bytes < AHEAD_BYTES
         )
 
@@ -318,7 +324,7 @@ class BatchExecution:
                 return
             await self._ports.clock.sleep(self._ports.times.commit_s)
             while self._window.ready:
-                await self._commit(self._window.take(OUTPUT_PART_BYTES))
+                await self._commit(self._window.take(self._ports.part_bytes))
 
     async def _commit(self, taken: list[LineResult]) -> None:
         """Write the results' parts, then the record that names them."""

@@ -48,6 +48,7 @@ class FileLimits:
     max_tenant_bytes: int = 10 * 1024**3
     max_tenant_files: int = 2000
     retention_s: float = 30 * 86_400.0
+    part_bytes: int = PART_BYTES
     # Uploads at once: each holds one part in memory.
     max_uploads: int = 16
     max_tenant_uploads: int = 4
@@ -93,7 +94,9 @@ class FileService:
         self._uploads[tenant] += 1
         file_id = f"file-{self._new_id()}"
         room = min(limits.max_bytes, limits.max_tenant_bytes - used)
-        return Upload(tenant, file_id, self._parts, room, lambda: subtract(self._uploads, tenant))
+        return Upload(
+            tenant, file_id, self._parts, (room, limits.part_bytes), lambda: subtract(self._uploads, tenant)
+        )
 
     async def add(self, upload: Upload, filename: str) -> StoredFile:
         """Return the file of a complete upload, which exists from now on."""
@@ -173,13 +176,14 @@ class Upload:
     """A file that is being received. Holds one part in memory; ``close`` discards what no record names."""
 
     def __init__(
-        self, tenant: str, file_id: str, parts: PartStore, room: int, leave: Callable[[], None]
+        self, tenant: str, file_id: str, parts: PartStore, sizes: tuple[int, int], leave: Callable[[], None]
     ) -> None:
+        """``sizes``: the most bytes of the file and those of a part. ``leave`` ends its count."""
         self.tenant = tenant
         self.file_id = file_id
         self.kept = False
         self._store = parts
-        self._room = room
+        self._room, self._part_bytes = sizes
         self._leave = leave
         self._parts: list[FilePart] = []
         self._buffer = bytearray()
@@ -193,9 +197,9 @@ class Upload:
                 f"the file has more than the {max(0, self._room)} bytes that are left for it", field="file"
             )
         self._buffer += data
-        while len(self._buffer) >= PART_BYTES:
-            await self._put(bytes(self._buffer[:PART_BYTES]))
-            del self._buffer[:PART_BYTES]
+        while len(self._buffer) >= self._part_bytes:
+            await self._put(bytes(self._buffer[: self._part_bytes]))
+            del self._buffer[: self._part_bytes]
 
     async def finish(self) -> tuple[FilePart, ...]:
         """Return the parts of the whole file. Raises InvalidInput for an empty one."""

@@ -105,6 +105,7 @@ class InputCheck:
 
     endpoint: str
     lines: int = 0
+    max_lines: int = MAX_LINES
     problems: list[BatchProblem] = field(default_factory=list)
     # Hashes of the ids: their length is the client's choice.
     _ids: set[bytes] = field(default_factory=set)
@@ -116,9 +117,9 @@ class InputCheck:
 
     def add(self, line: InputLine) -> None:
         self.lines += 1
-        if self.lines > MAX_LINES:
-            if self.lines == MAX_LINES + 1:
-                self.report("too_many_lines", f"a batch has at most {MAX_LINES} requests", line.number)
+        if self.lines > self.max_lines:
+            if self.lines == self.max_lines + 1:
+                self.report("too_many_lines", f"a batch has at most {self.max_lines} requests", line.number)
             return
         try:
             found = parse_line(line.data)

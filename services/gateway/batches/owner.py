@@ -1,4 +1,4 @@
-"""The batches that this gateway runs: claimed under its lease, given up when the lease may be lost.
+"""The batches that this gateway runs: claimed under its lease, released before the lease can lapse.
 
 A batch whose owner died is free when the owner's lease lapses, and another gateway claims it. Which batch is
 next is decided by ``policy/batch_turns.py``.

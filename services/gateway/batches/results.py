@@ -1,7 +1,7 @@
 """Which lines of a batch have their result, and how results become parts of its files. Pure.
 
-Lines end in any order. Results leave the window as a prefix without a gap, so that one number says which
-lines are done: a gateway that takes the batch over continues at it.
+Lines end in any order. Results leave the window as a prefix without a gap, so that one number states which
+lines are done. A gateway that takes the batch over continues at it.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class OpenFile:
 
     parts: tuple[FilePart, ...] = ()
     tail: bytes = b""
+    part_bytes: int = OUTPUT_PART_BYTES
 
     @property
     def is_full(self) -> bool:
@@ -63,18 +64,18 @@ class OpenFile:
     @property
     def tail_part(self) -> FilePart | None:
         """The last part if it still grows."""
-        return self.parts[-1] if self.parts and self.parts[-1].size_bytes < OUTPUT_PART_BYTES else None
+        return self.parts[-1] if self.parts and self.parts[-1].size_bytes < self.part_bytes else None
 
     def plan(self, data: bytes) -> tuple[tuple[FilePart, ...], list[bytes]]:
         """Return the parts that stay, and the contents of those that follow them when ``data`` is added."""
         kept = self.parts[:-1] if self.tail_part is not None else self.parts
         whole = self.tail + data
-        starts = range(0, len(whole), OUTPUT_PART_BYTES)
-        return kept, [whole[start : start + OUTPUT_PART_BYTES] for start in starts]
+        starts = range(0, len(whole), self.part_bytes)
+        return kept, [whole[start : start + self.part_bytes] for start in starts]
 
     def after(self, parts: tuple[FilePart, ...], last: bytes) -> OpenFile:
         """Return the file with these parts. ``last``: the content of the last one."""
-        return OpenFile(parts, last if len(last) < OUTPUT_PART_BYTES else b"")
+        return replace(self, parts=parts, tail=last if len(last) < self.part_bytes else b"")
 
 
 def advanced(

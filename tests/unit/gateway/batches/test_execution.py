@@ -15,7 +15,6 @@ import pytest
 from services.core import errors
 from services.core.generation import Principal
 from services.core.records import KeyRole, Meta, Tenant
-from services.gateway.batches import execution
 from services.gateway.batches.execution import BatchExecution, BatchPorts, BatchTimes
 from services.gateway.batches.output_lines import LineAnswer
 from services.gateway.batches.records import BatchRecord, BatchStatus, batch_key, owner_key
@@ -210,13 +209,12 @@ async def test_a_line_above_the_bound_is_named() -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-async def test_kills_lose_and_double_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kills_lose_and_double_nothing(seed: int) -> None:
     """Owners are killed at random moments, refusals come, and parts are small."""
     rng = Random(seed)
-    for module in ("execution", "results"):
-        monkeypatch.setattr(f"services.gateway.batches.{module}.OUTPUT_PART_BYTES", 400)
     rig = await rig_of(lines_of([{"n": number, "bad": rng.random() < 0.2} for number in range(60)]))
     rig.calls.rng, rig.calls.temporary = rng, 0.1
+    rig.ports = replace(rig.ports, part_bytes=400)
     kills = 0
     while not (await rig.record()).status.is_over:
         owner = asyncio.create_task(rig.run(share=rng.randrange(1, 12)))
@@ -306,9 +304,9 @@ async def test_lines_at_once_are_bounded() -> None:
     assert 2 <= rig.calls.most <= 5
 
 
-async def test_memory_is_bounded_while_the_first_line_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "AHEAD_LINES", 30)
+async def test_memory_is_bounded_while_the_first_line_hangs() -> None:
     rig = await rig_of(lines_of([{"hold": number == 0} for number in range(300)]))
+    rig.ports = replace(rig.ports, ahead_lines=30)
     running = asyncio.create_task(rig.run())
     await asyncio.sleep(0.1)
     assert 20 < len(rig.calls.runs) <= 30
@@ -320,7 +318,7 @@ class Unsure(BatchStore):
     """Loses the answers of commits, before or after they were applied."""
 
     def __init__(self, stack: BatchStack, rng: Random) -> None:
-        super().__init__(Lossy(stack.etcd, rng), stack.batches._clock)  # type: ignore[arg-type]
+        super().__init__(Lossy(stack.etcd, rng), stack.batches._clock)
 
 
 class Lossy:
@@ -336,7 +334,7 @@ class Lossy:
     ) -> Committed | ConditionFailed:
         if self._rng.random() < 0.2:
             raise errors.StoreUnavailable("lost before")
-        outcome = await self._inner.commit(operations, conditions)
+        outcome: Committed | ConditionFailed = await self._inner.commit(operations, conditions)
         if self._rng.random() < 0.2:
             raise errors.StoreUnavailable("lost after")
         return outcome

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.batches import lines
 from services.gateway.batches.lines import InputCheck, InputLine, LineSplitter, LineTooLong, parse_line
 
 URL = "/v1/completions"
@@ -109,9 +108,10 @@ def test_an_empty_input_fails() -> None:
     assert [problem.code for problem in checked().problems] == ["empty_file"]
 
 
-def test_too_many_lines_are_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MAX_LINES", 3)
-    check = checked(*(line_of(custom_id=str(number)) for number in range(9)))
+def test_too_many_lines_are_one_problem() -> None:
+    check = InputCheck(URL, max_lines=3)
+    for number in range(1, 10):
+        check.add(InputLine(number, 0, line_of(custom_id=str(number))))
     assert [(problem.code, problem.line) for problem in check.problems] == [("too_many_lines", 4)]
 
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.batches import results
 from services.gateway.batches.records import BatchRecord, FilePart
 from services.gateway.batches.results import LineResult, OpenFile, ResultWindow, advanced
 
@@ -45,7 +44,10 @@ def own(disk: Disk, rng: Random, kills: float) -> None:
 
     record = disk.record
     window = ResultWindow(record.next_line)
-    files = {False: OpenFile(record.output), True: OpenFile(record.errors)}
+    files = {
+        False: OpenFile(record.output, part_bytes=16),
+        True: OpenFile(record.errors, part_bytes=16),
+    }
     for file in files.values():
         if file.tail_part is not None:
             file.tail = disk.blobs[file.tail_part.digest]
@@ -73,16 +75,12 @@ def own(disk: Disk, rng: Random, kills: float) -> None:
 @given(st.integers(0, 2**32), st.integers(1, 60), st.sampled_from([0.0, 0.02, 0.1]))
 def test_every_line_is_in_one_file_once(seed: int, lines: int, kills: float) -> None:
     rng = Random(seed)
-    size, results.OUTPUT_PART_BYTES = results.OUTPUT_PART_BYTES, 16  # type: ignore[misc]
-    try:
-        disk = Disk(replace(RECORD, lines=lines))
-        while disk.record.next_line < lines:
-            try:
-                own(disk, rng, kills)
-            except Killed:
-                continue
-    finally:
-        results.OUTPUT_PART_BYTES = size  # type: ignore[misc]
+    disk = Disk(replace(RECORD, lines=lines))
+    while disk.record.next_line < lines:
+        try:
+            own(disk, rng, kills)
+        except Killed:
+            continue
     record = disk.record
     assert disk.lines_of(record.output) == [index for index in range(lines) if index % 7 != 3]
     assert disk.lines_of(record.errors) == [index for index in range(lines) if index % 7 == 3]

@@ -87,7 +87,7 @@ async def status_of(body: bytes, **more: Any) -> int:
         (form_of(FILE, FILE), 400),
         (form_of(part("purpose", b"a"), part("purpose", b"b"), FILE), 400),
         (form_of(part("purpose", b"x" * 2000), FILE), 400),
-        (form_of(*[part(f"f{number}", b"") for number in range(40)]), 400),
+        (form_of(*[part(f"f{number}", b"") for number in range(40)], FILE), 400),
         (form_of(part("file", b"x", headers="".join(f"x-{n}: 1\r\n" for n in range(20)))), 400),
         (form_of(part("file", b"x", headers="x: " + "y" * 5000 + "\r\n")), 400),
         (form_of(b"--xx\r\ncontent-type: text/plain\r\n\r\nx\r\n"), 400),
