@@ -64,7 +64,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts drill-batch sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -171,6 +171,9 @@ drill-crash: setup-dev ## A prompt that ends its engine among 32 neighbours, on 
 
 drill-poison: setup-dev ## One row in 100 that ends its batch: raises, kills, allocates, hangs (about 2 minutes)
 	$(BIN)/python -m tests.e2e.drill_poison $(ARGS)
+
+drill-batch: setup-dev ## A batch of 10,000 requests on three gateways, with kills of every role (about 20 minutes)
+	$(BIN)/python -m tests.e2e.drill_batch $(ARGS)
 
 sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and 20 rollouts, and check every invariant (about 10 minutes)
 	$(BIN)/python -m simulator rollouts

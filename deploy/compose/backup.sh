@@ -1,6 +1,6 @@
 #!/bin/sh
 # Back up the containers' installation while it runs: deploy/compose/backup.sh FOLDER
-# Writes etcd.db, registry.tar, redis.tar, usage-*.tar and secrets.tar. COMPOSE names the command, else `docker compose`.
+# Writes etcd.db, registry.tar, redis.tar, files.tar, usage-*.tar and secrets.tar. COMPOSE names the command, else `docker compose`.
 set -eu
 : "${COMPOSE:=docker compose}"
 [ $# -eq 1 ] || { echo "usage: deploy/compose/backup.sh FOLDER" >&2; exit 2; }
@@ -8,7 +8,7 @@ umask 077
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 # Files of an earlier backup would keep their modes.
-rm -f "$folder/etcd.db" "$folder/registry.tar" "$folder/redis.tar" "$folder"/usage-*.tar "$folder/secrets.tar"
+rm -f "$folder/etcd.db" "$folder/registry.tar" "$folder/redis.tar" "$folder/files.tar" "$folder"/usage-*.tar "$folder/secrets.tar"
 cd "$(dirname "$0")/../.."
 [ ! -e .env ] || state=$(sed -n 's/^FLEET_STATE=//p' .env)
 state=${FLEET_STATE:-${state:-.fairway/compose}}
@@ -29,6 +29,9 @@ echo "usage ledger"
 for part in checkpoints hours segments; do # a new ledger has no checkpoint
   take controlplane "/var/lib/fairway-usage/$part" - >"$folder/usage-$part.tar" 2>/dev/null || rm "$folder/usage-$part.tar"
 done
+
+echo "files of batches"
+take gateway /var/lib/fairway-files/. - >"$folder/files.tar"
 
 echo "redis: quotas and idempotency records"
 redis() { $COMPOSE exec -T redis redis-cli --no-auth-warning -a "$(cat "$state/secrets/redis_password")" "$@"; }

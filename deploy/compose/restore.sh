@@ -25,9 +25,10 @@ echo "volumes"
 $COMPOSE up volumes >/dev/null
 # The files go in over standard input: the containers' user need not be able to read the folder of the backup.
 run() { $COMPOSE run --rm --no-deps -T --user "$owner" "$@"; }
-run volumes sh -euc 'rm -rf /volumes/etcd/* /volumes/redis/* /volumes/registry/* /volumes/usage/*' </dev/null
+run volumes sh -euc 'rm -rf /volumes/etcd/* /volumes/redis/* /volumes/registry/* /volumes/usage/* /volumes/files/*' </dev/null
 run volumes tar -C /volumes/registry -xf - <"$folder/registry.tar"
 run volumes tar -C /volumes/redis -xf - <"$folder/redis.tar"
+[ ! -s "$folder/files.tar" ] || run volumes tar -C /volumes/files -xf - <"$folder/files.tar"
 for part in checkpoints hours segments; do
   [ ! -s "$folder/usage-$part.tar" ] || run volumes tar -C /volumes/usage -xf - <"$folder/usage-$part.tar"
 done

@@ -14,8 +14,8 @@ import grpc
 import typer
 from typer.models import CommandInfo
 
-from fairway.cli.commands import bootstrap as bootstrap_command
 from fairway.cli.commands import (
+    batches,
     budgets,
     deployments,
     events,
@@ -29,6 +29,7 @@ from fairway.cli.commands import (
     tenants,
     usage,
 )
+from fairway.cli.commands import bootstrap as bootstrap_command
 from fairway.cli.commands.generation.chat import chat
 from fairway.cli.commands.generation.complete import complete
 from fairway.cli.commands.reliability import quarantine, slis
@@ -84,6 +85,7 @@ app.command()(lifecycle.down)
 app.command()(status)
 app.command()(complete)
 app.command()(chat)
+app.add_typer(batches.app, name="batches")
 app.add_typer(models.app, name="models")
 app.add_typer(deployments.app, name="deployments")
 app.add_typer(rollouts.app, name="rollouts")

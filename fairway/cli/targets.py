@@ -32,6 +32,12 @@ ControlPlaneOption = Annotated[
         show_default=False,
     ),
 ]
+HttpOption = Annotated[
+    str,
+    typer.Option(
+        "--http", envvar="FAIRWAY_HTTP", help="URL of the HTTP API, without a path.", show_default=False
+    ),
+]
 RegistryOption = Annotated[
     str,
     typer.Option(
@@ -61,6 +67,13 @@ def gateway(address: str, api_key: str, state_dir: Path) -> Target:
     found = _endpoints(state_dir)
     known = (_several(found.gateways, found.grpc), found.api_key) if found else ("", "")
     return _target("gateway", address or known[0], api_key or known[1])
+
+
+def http_api(url: str, api_key: str, state_dir: Path) -> Target:
+    """Return the HTTP API to call; its address is a URL. Raises CliError like ``gateway``."""
+    found = _endpoints(state_dir)
+    known = (found.http, found.api_key) if found else ("", "")
+    return _target("http", url or known[0], api_key or known[1])
 
 
 def controlplane(address: str, admin_key: str, state_dir: Path) -> Target:
@@ -102,14 +115,15 @@ def _target(name: str, address: str, key: str) -> Target:
         raise CliError(
             "NO_ADDRESS",
             f"there is no address of the {name}, and no installation runs here",
-            next_step=f"start one with `fairway up`, or name one with --{flag} HOST:PORT",
+            next_step="start one with `fairway up`, or name one with "
+            + ("--http URL" if name == "http" else f"--{flag} HOST:PORT"),
             exit_code=ExitCode.NOT_RUNNING,
         )
     if not key:
         raise CliError(
             "NO_KEY",
             f"there is no key for the {name}",
-            next_step="add " + ("--api-key KEY" if name == "gateway" else "--admin-key KEY"),
+            next_step="add " + ("--api-key KEY" if name in ("gateway", "http") else "--admin-key KEY"),
             exit_code=ExitCode.UNAUTHENTICATED,
         )
     if not key.isascii() or not key.isprintable():

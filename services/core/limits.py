@@ -85,6 +85,12 @@ class Price:
     cached_micros: int = 0
     output_micros: int = 0
 
+    def times(self, ratio: float) -> Price:
+        """Return the price at a share of this one, each rounded to a micro-dollar."""
+        return Price(
+            *(round(micros * ratio) for micros in (self.input_micros, self.cached_micros, self.output_micros))
+        )
+
     def cost_micros(self, usage: Usage) -> int:
         """Return the cost of a request's tokens, rounded up once, so that no request is free."""
         cached = min(usage.cached_tokens, usage.prompt_tokens)

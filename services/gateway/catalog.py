@@ -25,6 +25,7 @@ from services.core.records import (
     Deployment,
     LoadedVersion,
     Meta,
+    Priority,
     VersionState,
     Worker,
 )
@@ -105,8 +106,12 @@ class ModelCatalog:
         texts: Texts,
         splits: Splits,
         aliases: Mapping[str, str] | None = None,
+        batch_price_ratio: float = 1.0,
     ) -> None:
-        """``aliases``: further names of deployments, none of which is a deployment's name."""
+        """``aliases``: further names of deployments, none of which is a deployment's name.
+        ``batch_price_ratio``: of the list price, for requests of the lowest class.
+        """
+        self._batch_price_ratio = batch_price_ratio
         self._aliases = dict(aliases or {})
         self.texts = texts
         self._splits = splits
@@ -201,10 +206,11 @@ class ModelCatalog:
         """Whether a deployment has this name, or stands behind it."""
         return DEPLOYMENTS + self.named(model) in self._deployments.view
 
-    def price(self, model: str) -> Price:
-        """Return the list price of a model name's deployment; nothing costs where it was deleted."""
+    def price(self, model: str, priority: Priority) -> Price:
+        """Return what a class of requests pays for a deployment; nothing costs where it was deleted."""
         held = self._deployments.view.get(DEPLOYMENTS + model)
-        return held.record.price if held is not None else Price()
+        price = held.record.price if held is not None else Price()
+        return price.times(self._batch_price_ratio) if priority is Priority.BATCH else price
 
     def require_servable(self, route: Route) -> None:
         """Return unless the deployment has 0 replicas, or every one failed. Raises NoWorkerAvailable.

@@ -78,6 +78,18 @@ class Settings(BaseModel):
     )
     # Folder of the usage ledger, shared by all control planes; default: the bucket, or in the state folder.
     usage_dir: Path | None = None
+    # Folder of files, shared by all gateways; default: the bucket, or in the state folder.
+    files_dir: Path | None = None
+    # Days that they are kept.
+    files_retention_days: int = Field(default=30, ge=1, le=3660)
+    # Largest uploaded file.
+    files_max_bytes: int = Field(default=200 * 1024**2, ge=1024, le=4 * 1024**3)
+    # Most bytes of files per tenant.
+    files_tenant_bytes: int = Field(default=10 * 1024**3, ge=1024)
+    # Price of the class batch, over the list price.
+    batch_price_ratio: float = Field(default=1.0, ge=0, le=1)
+    # Lines of batches at once on a gateway; 0: none.
+    batch_lines: int = Field(default=32, ge=0, le=1024)
     # Days that usage records are kept.
     usage_retention_days: int = Field(default=400, ge=1, le=3660)
     # URL of the object store; empty: Amazon's for the region.

@@ -252,6 +252,15 @@ async def test_a_deleted_blob_is_gone_and_the_others_stay(blobs: BlobStore) -> N
     assert await read(blobs, one) == [b"one"]
 
 
+async def test_discarded_blobs_are_gone_and_may_be_discarded_again(blobs: BlobStore) -> None:
+    one, two = digest_of(b"one"), digest_of(b"two")
+    await blobs.put(one, pieces(b"one"), 3)
+    await blobs.put(two, pieces(b"two"), 3)
+    await blobs.discard([one, digest_of(b"never stored")])
+    await blobs.discard([one])
+    assert await blobs.missing([one, two]) == (one,)
+
+
 async def test_a_blob_that_was_written_since_it_was_listed_is_not_deleted(blobs: BlobStore) -> None:
     digest = digest_of(b"new")
     await blobs.put(digest, pieces(b"new"), 3)

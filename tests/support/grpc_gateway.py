@@ -116,7 +116,7 @@ class Prices:
     def named(self, model: str) -> str:
         return model
 
-    def price(self, model: str) -> Price:
+    def price(self, model: str, priority: Priority) -> Price:
         return Price()
 
     def shadow_of(self, tenant: str, spec: GenerationSpec) -> None:

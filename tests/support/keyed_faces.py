@@ -31,6 +31,7 @@ from services.rpc.server import RpcServer, Service
 from services.runtime.clock import SystemClock
 from services.runtime.ids import Ids
 from tests.support.keyed_gateways import NAMES_SECRET, Fleet, Gateway, gateways
+from tests.support.memory_batches import memory_batches
 from tests.support.no_rows import NoRows
 
 CLOCK = SystemClock()
@@ -125,6 +126,7 @@ async def _http(gateway: Gateway, redis_url: str) -> AsyncIterator[str]:
     app = build_app(
         gateway.service,
         NoRows(),
+        memory_batches(),
         Caller(gateway.fleet.tenant),
         CLOCK,
         Ids(),

@@ -74,6 +74,12 @@ class MemoryBlobs:
             self._set_aside(digest)
         return tuple(gone)
 
+    async def discard(self, digests: Sequence[str]) -> None:
+        for digest in digests:
+            hex_of(digest)
+            if digest in self._blobs:
+                self._set_aside(digest)
+
     async def sweep(self, before_unix_s: float, *, dry_run: bool = False) -> int:
         return 0  # an interrupted write leaves nothing, and a blob that is set aside is removed
 

@@ -65,6 +65,7 @@ from services.runtime.ids import Ids
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 from simulator.fleet.nodes.local_texts import LocalTexts
+from tests.support.memory_batches import memory_batches
 from tests.support.row_versions import LocalRows
 from tests.support.stored_responses import memory_responses
 from tests.unit.gateway.conftest import View
@@ -258,6 +259,7 @@ async def served(gateway: RowsGateway) -> AsyncIterator[Sockets]:
         app = build_app(
             gateway.service,
             gateway.rows,
+            memory_batches(),
             gateway.identity,
             CLOCK,
             Ids(),

@@ -183,6 +183,7 @@ def role_environment(
     }
     if role == "gateway":
         required["FAIRWAY_HTTP_LISTEN"] = addresses.of(f"{name}_http")
+        defaults["FAIRWAY_FILES_DIR"] = str(state.data("files"))
         required["FAIRWAY_RECORD_KEYS_FILE"] = str(state.secret("record_keys"))
     if role == "controlplane":
         required["FAIRWAY_ADMIN_KEY_FILE"] = str(state.secret("admin_key"))

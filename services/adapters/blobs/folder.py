@@ -90,6 +90,11 @@ class FolderBlobs:
     async def delete(self, blobs: Sequence[StoredBlob]) -> tuple[str, ...]:
         return await _on_disk(lambda: tuple(blob.digest for blob in blobs if self._delete(blob)))
 
+    async def discard(self, digests: Sequence[str]) -> None:
+        paths = [self._path(digest) for digest in digests]
+        # Without the lock, which a frozen process may hold. Its holders expect that blobs vanish.
+        await _on_disk(lambda: [path.unlink(missing_ok=True) for path in paths])
+
     async def sweep(self, before_unix_s: float, *, dry_run: bool = False) -> int:
         return await _on_disk(partial(self._sweep, before_unix_s, dry_run))
 

@@ -65,5 +65,8 @@ class ObservedBlobs:
     async def delete(self, blobs: Sequence[StoredBlob]) -> tuple[str, ...]:
         return await self._inner.delete(blobs)
 
+    async def discard(self, digests: Sequence[str]) -> None:
+        await self._inner.discard(digests)
+
     async def sweep(self, before_unix_s: float, *, dry_run: bool = False) -> int:
         return await self._inner.sweep(before_unix_s, dry_run=dry_run)

@@ -114,6 +114,11 @@ class S3Blobs:
                 continue
         return tuple(deleted)
 
+    async def discard(self, digests: Sequence[str]) -> None:
+        for digest in digests:
+            with suppress(FileNotFoundError):
+                await self._within(obstore.delete_async(self._store, _key(digest)), self._quick_s)
+
     async def sweep(self, before_unix_s: float, *, dry_run: bool = False) -> int:
         swept = 0
         async for page in self._listed(_DAMAGED):

@@ -24,6 +24,7 @@ from services.adapters.quarantine.store import StoreQuarantine
 from services.adapters.usage.outbox import DiskOutbox
 from services.app.environment import Environment
 from services.app.process import Role
+from services.app.roles.batches import open_batches
 from services.app.roles.gateway_quotas import GatewayQuotas
 from services.app.roles.ledger import open_usage_outbox, start_outbox
 from services.app.roles.shared import (
@@ -44,6 +45,7 @@ from services.core.records import (
     Worker,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
+from services.gateway.batches.service import BatchService
 from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
@@ -128,7 +130,8 @@ def gateway(environment: Environment) -> Role:
     )
 
     responses = _response_parts(environment, quotas, gateway_id)
-    http = _http_server(environment, service, rows, identity, not_ready, responses)
+    batches = open_batches(environment, service, rows, identity, gateway_id, quotas.gateways)
+    http = _http_server(environment, service, rows, batches.service, identity, not_ready, responses)
     export_levels(
         environment.metrics,
         running=lambda: service.running,
@@ -146,8 +149,10 @@ def gateway(environment: Environment) -> Role:
         await http.start()
         supervisor.spawn("renew", service.renew_forever())
         supervisor.spawn("flush records", service.flush_forever())
+        batches.start()
 
     async def drain(timeout_s: float) -> None:
+        await batches.close()
         await drain_service(service, clock, timeout_s)
         await http.stop(1.0)
 
@@ -188,6 +193,7 @@ def _http_server(
     environment: Environment,
     service: GatewayService,
     rows: RowsService,
+    batches: BatchService,
     identity: KeyDirectory,
     not_ready: Callable[[], str],
     responses: ResponseParts,
@@ -196,6 +202,7 @@ def _http_server(
     app = build_app(
         service,
         rows,
+        batches,
         identity,
         environment.clock,
         environment.ids,
@@ -241,6 +248,7 @@ def _gateway_services(
         texts=texts,
         splits=Splits(environment.informer(ROUTES, ModelRoute), max_age_s=settings.route_max_age_s),
         aliases=settings.model_aliases,
+        batch_price_ratio=settings.batch_price_ratio,
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     limits = _limits(settings)

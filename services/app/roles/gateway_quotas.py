@@ -51,7 +51,7 @@ class GatewayQuotas:
             self.responses = _open_records(environment, _response_limits(settings), cipher)
         spool = SettlementSpool(settings.state_dir / "settlements")
         environment.closing.push_async_callback(spool.close)
-        gateways = environment.informer(GATEWAYS, Gateway)
+        self.gateways = gateways = environment.informer(GATEWAYS, Gateway)
         observed = ObservedLimiter(
             redis,
             environment.metrics,

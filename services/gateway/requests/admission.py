@@ -146,7 +146,7 @@ class RequestAdmission:
 
     def _claims(self, payer: Payer, spec: GenerationSpec) -> tuple[tuple[Claim, ...], Price]:
         """Return what the request claims of token rates and budgets, and its price."""
-        price = self._catalog.price(spec.model)
+        price = self._catalog.price(spec.model, spec.priority)
         predicted = self._ports.outputs.predict(payer.tenant.meta.name, spec.version_digest)
         return usage_claims(payer, spec, price, predicted), price
 

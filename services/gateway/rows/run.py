@@ -193,7 +193,7 @@ class RowsRun:
         quota = await parts.quotas.reserve(tenant_id, job.received.request_id, due)
         try:
             ready = await self._prepared(checked)
-            price = parts.catalog.price(route.model)
+            price = parts.catalog.price(route.model, checked.priority)
             if claims := claims_of(payer, price, ready.rows.total_tokens):
                 self._enter(Stage.ADMIT)
                 await quota.claim(claims, price)

@@ -29,6 +29,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
 from services.runtime.ids import Ids
+from tests.support.memory_batches import memory_batches
 from tests.support.no_rows import NoRows
 from tests.support.stored_responses import memory_responses
 
@@ -339,6 +340,7 @@ async def serving(
         app = build_app(
             service,
             NoRows(),
+            memory_batches(),
             directory(),
             SystemClock(),
             Ids(),

@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.events import Event, Heartbeat, Tokens
 from services.gateway.faces.openai.exchange import HttpLimits
-from services.gateway.faces.openai.rate_headers import duration
+from services.gateway.faces.transport.rate_headers import duration
 from services.runtime.process.product import product_version
 from tests.integration.openai.face import (
     CHAT,

@@ -14,9 +14,9 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, InvalidInput, OverQuota, SlowReader
 from services.gateway.events import MAX_ATTEMPT
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, error_headers, status_of
-from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.types import is_cheap
 from services.gateway.faces.transport.compressed import ENCODINGS, inflated
+from services.gateway.faces.transport.rate_headers import rate_headers
 
 T = TypeVar("T")
 Scope = Mapping[str, Any]
@@ -305,6 +305,15 @@ def mark_authenticated(scope: Scope) -> None:
         mark()
 
 
+def expect_body(scope: Scope, body_bytes: int, timeout_s: float) -> None:
+    """Take a larger body of this authenticated exchange, for a longer time. Needs HttpServer."""
+    offered: Mapping[str, Callable[[int, float], None]] = scope.get("extensions", {}).get(
+        "fairway.connection", {}
+    )
+    if (expect := offered.get("expect")) is not None:
+        expect(body_bytes, timeout_s)
+
+
 class Reply:
     """The answer of one exchange. Writes wait for the client: unread output is not produced."""
 
@@ -368,6 +377,11 @@ class Reply:
         else:
             rates = rate_headers(error) if isinstance(error, OverQuota) else ()
             await self.json(status_of(error), self._error_body(error), [*error_headers(error), *rates])
+
+    async def start_bytes(self, size_bytes: int, content_type: bytes) -> None:
+        """Begin an answer of so many bytes, which ``write`` sends."""
+        length = str(size_bytes).encode()
+        await self._start(200, [(b"content-type", content_type), (b"content-length", length)])
 
     async def start_events(self) -> None:
         """Begin a stream of server-sent events."""

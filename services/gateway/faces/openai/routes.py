@@ -6,8 +6,7 @@ Authorisation uses only the route's rule and the authorization header, never a U
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 
@@ -21,12 +20,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from structlog.contextvars import bound_contextvars
 
-from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, InternalError, InvalidInput, PermissionDenied
 from services.core.generation import Principal
 from services.core.records import KeyRole
-from services.gateway.events import Received
+from services.gateway.batches.service import BatchService
+from services.gateway.events import Event, Received
+from services.gateway.faces.batches.routes import BatchesFace
 from services.gateway.faces.description.routes import with_description
 from services.gateway.faces.messages.routes import MessagesCalls, MessagesFace
 from services.gateway.faces.openai.answers import (
@@ -34,7 +34,6 @@ from services.gateway.faces.openai.answers import (
     ModelEntry,
     ModelList,
     TextCompletion,
-    whole_answer,
 )
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, named
@@ -44,7 +43,6 @@ from services.gateway.faces.openai.event_stream import (
     REPLAYED,
     EventStream,
     degraded_header,
-    original,
 )
 from services.gateway.faces.openai.exchange import (
     REQUEST_HEADERS,
@@ -57,19 +55,18 @@ from services.gateway.faces.openai.exchange import (
     Scope,
     Send,
     mark_authenticated,
-    primary_failure,
     read_body,
     unless_disconnected,
 )
-from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.requests import ApiRequest, chat_request, completion_request
 from services.gateway.faces.openai.rows import RowsFace
 from services.gateway.faces.openai.tokens import TokenCalls, TokensFace
 from services.gateway.faces.openai.types import ChatBody, CompletionBody
+from services.gateway.faces.openai.whole import Completions, complete_all, numbered_parts, whole_body
 from services.gateway.faces.predict.routes import PredictFace
 from services.gateway.faces.responses.routes import ResponseParts, ResponsesCalls, ResponsesFace
 from services.gateway.faces.transport.middleware import WithoutTrailingSlash, cross_origin
-from services.gateway.requests.streaming import Completion
+from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.rows.calls import RowsCalls
 from services.gateway.service import ServedModel
 from services.ports.clock import Clock
@@ -81,18 +78,21 @@ _encode: Final = msgspec.json.Encoder().encode
 T = TypeVar("T")
 
 
-class Generations(TokenCalls, MessagesCalls, ResponsesCalls, Protocol):
+class Generations(TokenCalls, Completions, MessagesCalls, ResponsesCalls, Protocol):
     """Whole requests: validates, admits, places and streams; raises the tree of ``core/errors.py``."""
 
-    async def complete(
+    def stream(
         self,
         principal: Principal,
         generation: inference_pb2.Generation,
         *,
         received: Received,
         timeout_s: float | None = None,
-    ) -> Completion:
-        """Return the whole answer. Cancelling the call cancels the request."""
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of a request, ending with Finished; raise the error that ended it.
+
+        Closing the generator cancels the request and frees all its resources.
+        """
 
     async def list_models(self, principal: Principal) -> Sequence[ServedModel]:
         """Return the models that the caller may use, by name."""
@@ -116,6 +116,7 @@ ObserveExchange = Callable[[str, int, float], None]
 def build_app(
     service: Generations,
     rows: RowsCalls,
+    batches: BatchService,
     identity: Authenticator,
     clock: Clock,
     ids: IdSource,
@@ -133,7 +134,7 @@ def build_app(
     should arrive now, or an empty text. ``observe`` is called for each exchange when it is over. Web pages
     of ``cors_origins`` may call the server. The endpoints with their rules are in ``app.state.endpoints``.
     """
-    endpoints = endpoints_of(service, rows, clock, limits, not_ready, event_secret, responses)
+    endpoints = endpoints_of(service, rows, batches, clock, limits, not_ready, event_secret, responses)
     problems = _Problems(ids)
     guards = [_Guard(endpoint, identity, clock, ids, limits, observe) for endpoint in endpoints]
     app = Starlette(
@@ -153,6 +154,7 @@ def build_app(
 def endpoints_of(
     service: Generations,
     rows: RowsCalls,
+    batches: BatchService,
     clock: Clock,
     limits: HttpLimits,
     not_ready: Callable[[], str],
@@ -167,6 +169,7 @@ def endpoints_of(
         *RowsFace(rows, clock, limits, bodies).endpoints(),
         *ResponsesFace(service, responses, clock, limits, bodies).endpoints(),
         *MessagesFace(service, clock, limits, bodies).endpoints(),
+        *BatchesFace(batches, limits, bodies).endpoints(),
         *PredictFace(rows, limits, bodies, not_ready).endpoints(),
     )
     return with_description(endpoints, REQUEST_HEADERS)
@@ -284,13 +287,9 @@ class OpenAiFace:
             work = self._stream(exchange, request, timeout_s)
             await named(names, unless_disconnected(exchange.receive, exchange.reply, work))
             return
-        whole = self._complete(exchange, request, timeout_s)
+        whole = complete_all(self._service, exchange.caller, request, exchange.received, timeout_s)
         completions = await named(names, unless_disconnected(exchange.receive, exchange.reply, whole))
-        request_id, created_unix_s = exchange.received.request_id, int(self._clock.unix_s())
-        first = completions[0].accepted
-        if first.received_unix_us:
-            request_id, created_unix_s = original(first, 0)
-        if first.replayed:
+        if completions[0].accepted.replayed:
             exchange.reply.add_header(*REPLAYED)
         if all(completion.accepted.cached for completion in completions):
             exchange.reply.add_header(*CACHE_HIT)
@@ -299,11 +298,12 @@ class OpenAiFace:
             exchange.reply.add_header(*degraded_header(degraded))
         for header in rate_headers(completions[-1].accepted):
             exchange.reply.add_header(*header)
-        await exchange.reply.json(200, whole_answer(request, completions, created_unix_s, request_id))
+        body = whole_body(request, completions, exchange.received, int(self._clock.unix_s()))
+        await exchange.reply.json(200, body)
 
     async def _stream(self, exchange: Exchange, request: ApiRequest, timeout_s: float | None) -> None:
         position = self._position(exchange, request)
-        numbered = _numbered(exchange, request)
+        numbered = numbered_parts(exchange.received, request)
         if position is not None:
             numbered = [
                 replace(each, delivered=position.delivered(number)) for number, each in enumerate(numbered)
@@ -332,41 +332,6 @@ class OpenAiFace:
         if event_id:
             position.resume(event_id)
         return position
-
-    async def _complete(
-        self, exchange: Exchange, request: ApiRequest, timeout_s: float | None
-    ) -> list[Completion]:
-        """Return one answer per generation; the first failure ends the others."""
-        try:
-            async with TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        self._service.complete(
-                            exchange.caller, generation, received=received, timeout_s=timeout_s
-                        )
-                    )
-                    for generation, received in zip(
-                        request.generations, _numbered(exchange, request), strict=True
-                    )
-                ]
-        except BaseExceptionGroup as failures:
-            raise primary_failure(failures) from None
-        return [task.result() for task in tasks]
-
-
-def _numbered(exchange: Exchange, request: ApiRequest) -> Sequence[Received]:
-    """Every generation is a separate request with an id of its own."""
-    received = exchange.received
-    if len(request.generations) == 1:
-        return [received]
-    # With an idempotency key each generation has a record; the hash of the whole is part of its fingerprint.
-    whole = hashlib.sha256()
-    for generation in request.generations:
-        whole.update(hashlib.sha256(generation.SerializeToString(deterministic=True)).digest())
-    return [
-        replace(received, request_id=f"{received.request_id}-{number}", part=number, whole=whole.hexdigest())
-        for number in range(len(request.generations))
-    ]
 
 
 def _model(entry: ServedModel) -> ModelEntry:

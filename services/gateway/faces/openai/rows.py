@@ -8,7 +8,6 @@ from typing import Any, Final, TypeVar
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
 from services.gateway.faces.openai.errors import named
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
-from services.gateway.faces.openai.rate_headers import rate_headers
 from services.gateway.faces.openai.row_answers import (
     embeddings_answer,
     replay_headers,
@@ -25,6 +24,7 @@ from services.gateway.faces.openai.row_requests import (
     rerank_request,
     score_request,
 )
+from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.rows.calls import RowsCalls
 from services.gateway.rows.service import Embeddings, Scores
 from services.gateway.service_types import RowsMessage
@@ -32,7 +32,7 @@ from services.ports.clock import Clock
 
 T = TypeVar("T")
 # Fields of fairway.v1 with another name in these dialects.
-_NAMES: Final = (
+ROW_NAMES: Final = (
     ("inputs", "input"),
     ("token_ids", "input"),
     ("truncate_tokens", "truncate_prompt_tokens"),
@@ -101,7 +101,7 @@ class RowsFace:
             received=exchange.received,
             timeout_s=exchange.headers.timeout_s(),
         )
-        return await named(_NAMES, unless_disconnected(exchange.receive, exchange.reply, call))
+        return await named(ROW_NAMES, unless_disconnected(exchange.receive, exchange.reply, call))
 
     async def _reply(self, exchange: Exchange, found: Embeddings | Scores, body: bytes) -> None:
         for header in (*rate_headers(found.answer), *replay_headers(found.answer)):

@@ -67,6 +67,8 @@ class _Protocol(HttpToolsProtocol):
         self._in_body = False
         self._read_bytes = 0  # of the head, the body or the gap between requests, except its first read
         self._body_bytes = 0
+        # Of this request; an upload raises both once its caller is authenticated.
+        self._body_limit_bytes, self._body_limit_s = max_body_bytes, self.body_timeout_s
         self._known = False  # a request on this connection had a credential
         self._serving = False  # such a request has no complete answer yet
         self._refusal = _BAD_REQUEST
@@ -103,8 +105,13 @@ class _Protocol(HttpToolsProtocol):
         self._in_head, self._in_body = True, False
         self._read_bytes = 0
         self._stop_timer()
+        self._body_limit_bytes, self._body_limit_s = self._max_body_bytes, self.body_timeout_s
         self.scope["extensions"] = {
-            "fairway.connection": {"cut": self.transport.abort, "authenticated": self._authenticated}
+            "fairway.connection": {
+                "cut": self.transport.abort,
+                "authenticated": self._authenticated,
+                "expect": self._expect,
+            }
         }
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -157,10 +164,17 @@ class _Protocol(HttpToolsProtocol):
         if not self._in_body and not self._in_head:
             self._stop_timer()
 
+    def _expect(self, body_bytes: int, timeout_s: float) -> None:
+        """Take a larger body of the request in progress, for a longer time."""
+        self._body_limit_bytes, self._body_limit_s = body_bytes, timeout_s
+        if self._in_body:
+            self._stop_timer()
+            self._start_timer()
+
     def _is_body_too_large(self) -> bool:
         framing_bytes = self._read_bytes - self._body_bytes
         return (
-            self._body_bytes > self._max_body_bytes + _IN_FLIGHT_BYTES
+            self._body_bytes > self._body_limit_bytes + _IN_FLIGHT_BYTES
             or framing_bytes > MAX_FRAMING_BYTES + self._body_bytes // 8
         )
 
@@ -173,7 +187,7 @@ class _Protocol(HttpToolsProtocol):
         elif self._in_body:
             if self.pipeline:  # it is read when the earlier answers are complete
                 return
-            limit_s = self.body_timeout_s
+            limit_s = self._body_limit_s
         elif self._serving:
             return
         else:

@@ -1,0 +1,440 @@
+"""One batch on its owner, from validation to its end.
+
+Every line runs under an idempotency key of its own, so that a line which a former owner started is joined or
+replayed, and charged once. Results become parts of the output and error files, which the record names: parts
+first, then one compare-and-swap of files and progress together. A gateway that takes over continues at the
+record's next line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import Final, Protocol, TypeVar
+
+import structlog
+
+from fairway.task_group import TaskGroup
+from services.core.backoff import Backoff
+from services.core.errors import (
+    FairwayError,
+    IntegrityError,
+    InternalError,
+    NotFound,
+    StoreUnavailable,
+    Unauthenticated,
+    first_failure,
+)
+from services.core.generation import Principal
+from services.core.records import KeyRole, Meta, Tenant
+from services.gateway.batches.lines import InputCheck, InputLine, LineSplitter, LineTooLong, parse_line
+from services.gateway.batches.output_lines import EarlyEnd, LineAnswer, output_line
+from services.gateway.batches.records import (
+    OUTPUT_PART_BYTES,
+    BatchProblem,
+    BatchRecord,
+    BatchStatus,
+    FilePart,
+    FilePurpose,
+    StoredFile,
+)
+from services.gateway.batches.results import LineResult, OpenFile, ResultWindow, advanced
+from services.gateway.batches.store import BatchStore, OwnedBatch
+from services.gateway.policy.batch_turns import BatchPace, is_temporary
+from services.ports.blob_store import PartStore
+from services.ports.clock import Clock
+
+log = structlog.get_logger()
+T = TypeVar("T")
+# Of lines that are read ahead, and of results that wait for an earlier one.
+AHEAD_BYTES: Final = 32 * 1024**2
+_RETRY: Final = Backoff(0.2, 30.0)
+_STORE_RETRY_S: Final = 0.5
+_LOOK_S: Final = 0.5
+_NOBODY: Final = Meta("nobody")
+
+
+class LineCalls(Protocol):
+    """Runs bodies of lines as the HTTP API does, in the lowest class."""
+
+    async def run(self, principal: Principal, endpoint: str, body: bytes, key: str) -> LineAnswer:
+        """Return the answer of a body under an idempotency key. Raises the tree of ``core/errors.py``."""
+
+    def refusal(self, error: FairwayError) -> LineAnswer:
+        """Return the answer that states an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """In seconds."""
+
+    # Between two commits of results.
+    commit_s: float = 1.0
+    # For lines that run when the batch is cancelled or expires.
+    grace_s: float = 30.0
+    # That result files are kept.
+    retention_s: float = 30 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPorts:
+    """What batches act through."""
+
+    store: BatchStore
+    parts: PartStore
+    calls: LineCalls
+    clock: Clock
+    rng: Random
+    # Returns the tenant of a caller while its key is valid. Raises Unauthenticated.
+    tenant_of: Callable[[Principal], Tenant]
+    # Returns the batch's status as far as it is known here.
+    status_of: Callable[[BatchRecord], BatchStatus]
+    # Counts a line by its outcome.
+    count: Callable[[str], None]
+    max_line_bytes: int
+    times: BatchTimes = BatchTimes()
+    # Of a result file's parts.
+    part_bytes: int = OUTPUT_PART_BYTES
+    # Lines that are read ahead of the first one without a result.
+    ahead_lines: int = 512
+
+
+class BatchExecution:
+    """Runs a batch that this gateway owns. Cancelling ``run`` leaves it to the next owner."""
+
+    def __init__(self, held: OwnedBatch, ports: BatchPorts, share: Callable[[], int]) -> None:
+        """``share``: how many lines of one batch this gateway runs at once."""
+        record = held.record
+        self._held = held
+        self._ports = ports
+        self._share = share
+        self._principal = Principal(record.key_id, KeyRole.TENANT, record.tenant)
+        self._pace = BatchPace()
+        self._window = ResultWindow(record.next_line)
+        self._files = {
+            failed: OpenFile(parts, part_bytes=ports.part_bytes)
+            for failed, parts in ((False, record.output), (True, record.errors))
+        }
+        self._stop: EarlyEnd | None = None
+        self._last = record.lines  # lines that get a result
+        self._waiting = self._running = self._held_bytes = 0
+        self._scopes: dict[int, asyncio.Timeout] = {}
+        self._moved = asyncio.Event()
+
+    async def run(self) -> BatchRecord:
+        """Return the batch at its end. Raises OwnershipLost."""
+        if self._held.record.status is BatchStatus.VALIDATING:
+            await self._validate()
+        record = self._held.record
+        if not record.status.is_over:
+            if record.run_unix_s and await self._open_files():
+                await self._execute()
+            await self._finish()
+        return self._held.record
+
+    async def _validate(self) -> None:
+        record = self._held.record
+        check = InputCheck(record.endpoint)
+        try:
+            async with aclosing(self._lines(0)) as lines:
+                async for portion in lines:
+                    await asyncio.to_thread(_check_all, check, portion)
+                    if check.is_full:
+                        break
+            check.finish()
+        except LineTooLong as error:
+            most = self._ports.max_line_bytes
+            check.report("line_too_long", f"the line has more than {most} bytes", error.number)
+        except (NotFound, IntegrityError) as error:
+            check.report("input_unreadable", error.message)
+        now_s = self._ports.clock.unix_s()
+        if check.problems:
+            record = replace(
+                record, status=BatchStatus.FAILED, problems=tuple(check.problems), end_unix_s=now_s
+            )
+        else:
+            record = replace(record, status=BatchStatus.IN_PROGRESS, lines=check.lines, run_unix_s=now_s)
+        await self._advance(record)
+        self._last = check.lines
+
+    async def _open_files(self) -> bool:
+        """Return whether the files that an earlier owner began can be continued."""
+        try:
+            for failed, file in self._files.items():
+                if (part := file.tail_part) is not None:
+                    file.tail = await self._part(self._file_id(failed), len(file.parts) - 1, part)
+        except (NotFound, IntegrityError) as error:
+            log.error("batch.output_lost", batch_id=self._held.record.batch_id, error=error.message)
+            self._stop = EarlyEnd(BatchStatus.FAILED, "output_unreadable", "the results cannot be read")
+            return False
+        return True
+
+    async def _execute(self) -> None:
+        """Return once every line has its result in the files. Raises OwnershipLost."""
+        try:
+            async with TaskGroup() as group:
+                looking = group.create_task(self._look_for_end())
+                writing = group.create_task(self._write_results())
+                await self._start_lines(group)
+                await writing
+                looking.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_failure(failures) from None
+
+    async def _start_lines(self, group: TaskGroup) -> None:
+        index = self._held.record.next_line
+        try:
+            async with aclosing(self._lines(self._held.record.next_offset)) as portions:
+                async for portion in portions:
+                    for line in portion:
+                        await self._until(partial(self._may_read, index))
+                        self._waiting += 1
+                        self._held_bytes += len(line.data)
+                        group.create_task(self._run_line(index, line))
+                        index += 1
+        except (NotFound, IntegrityError, LineTooLong) as error:
+            log.warning("batch.input_lost", batch_id=self._held.record.batch_id, error=str(error))
+            self._stop = EarlyEnd(BatchStatus.FAILED, "input_unreadable", "the input cannot be read any more")
+        self._last = index
+        self._notify()
+
+    def _may_read(self, index: int) -> bool:
+        """Whether the next line is read: a few wait for their turn."""
+        if not self._waiting and index == self._window.first:
+            return True
+        return (
+            self._waiting < max(2, self._room())
+            and index - self._window.first < self._ports.ahead_lines
+            and self._held_bytes < AHEAD_BYTES
+        )
+
+    async def _run_line(self, index: int, line: InputLine) -> None:
+        """Give the line its result."""
+        found = parse_line(line.data)
+        outcome = await self._outcome(index, bytes(found.body))
+        record = self._held.record
+        name = f"batch_req_{record.batch_id.removeprefix('batch_')}_{index}"
+        data = output_line(name, found.custom_id, outcome)
+        failed = isinstance(outcome, EarlyEnd) or outcome.failed
+        self._held_bytes += len(data) - len(line.data)
+        self._window.add(index, LineResult(line.end, data, failed))
+        self._notify()
+
+    async def _outcome(self, index: int, body: bytes) -> LineAnswer | EarlyEnd:
+        """Return the answer of a line, tried until it has one or the batch ends."""
+        failures = crashes = 0
+        key = f"{self._held.record.batch_id}/{index}"
+        try:
+            while True:
+                await self._until(lambda: self._stop is not None or self._running < self._room())
+                if self._stop is not None:
+                    return self._stop
+                try:
+                    return await self._called(index, body, key)
+                except TimeoutError:
+                    assert self._stop is not None, "only the end of the batch ends a call"
+                except FairwayError as error:
+                    if not is_temporary(error, crashes):
+                        return self._ports.calls.refusal(error)
+                    crashes += isinstance(error, InternalError)
+                    failures += 1
+                    self._ports.count("retried")
+                    self._pace.refused(self._ports.clock.monotonic_s())
+                    await self._pause(
+                        max(error.retry_after_s or 0.0, _RETRY.wait_s(failures, self._ports.rng))
+                    )
+        finally:
+            self._waiting -= 1
+
+    async def _called(self, index: int, body: bytes, key: str) -> LineAnswer:
+        """Run a line. Raises TimeoutError when the batch ends meanwhile."""
+        ports = self._ports
+        self._running += 1
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._scopes[index] = scope
+                await self._own_turn()
+                answer = await ports.calls.run(self._principal, self._held.record.endpoint, body, key)
+                self._pace.answered(answer.waited_s, ports.clock.monotonic_s())
+                return answer
+        finally:
+            self._running -= 1
+            self._scopes.pop(index, None)
+            self._notify()
+
+    async def _own_turn(self) -> None:
+        """Return when the tenant's rate and the gateway's other requests leave room for a line."""
+        clock, tenant = self._ports.clock, self._tenant_record()
+        wait_s = self._pace.wait_s(clock.monotonic_s(), tenant)
+        self._pace.started(clock.monotonic_s(), tenant)
+        if wait_s > 0.0:
+            await clock.sleep(wait_s)
+
+    async def _pause(self, wait_s: float) -> None:
+        """Return after a time, or when the batch ends."""
+        until_s = self._ports.clock.monotonic_s() + min(wait_s, _RETRY.max_s)
+        while self._stop is None and (left_s := until_s - self._ports.clock.monotonic_s()) > 0:
+            await self._ports.clock.sleep(min(left_s, _LOOK_S))
+
+    def _room(self) -> int:
+        return self._pace.room(self._share(), self._tenant_record())
+
+    def _tenant_record(self) -> Tenant:
+        """Return the tenant; without a valid key the batch ends."""
+        try:
+            return self._ports.tenant_of(self._principal)
+        except Unauthenticated as error:
+            self._end(EarlyEnd(BatchStatus.FAILED, "invalid_api_key", error.message))
+            return Tenant(_NOBODY)
+
+    async def _look_for_end(self) -> None:
+        """End the batch when it was cancelled, expired, or its files are full."""
+        while True:
+            record, now_s = self._held.record, self._ports.clock.unix_s()
+            if self._ports.status_of(record) is BatchStatus.CANCELLING:
+                self._end(EarlyEnd(BatchStatus.CANCELLED, "batch_cancelled", "the batch was cancelled"))
+            elif now_s >= record.expire_unix_s:
+                text = "the completion window expired before this request was executed"
+                self._end(EarlyEnd(BatchStatus.EXPIRED, "batch_expired", text))
+            elif any(file.is_full for file in self._files.values()):
+                text = "the batch's results are larger than a file may be"
+                self._end(EarlyEnd(BatchStatus.FAILED, "output_too_large", text))
+            await self._ports.clock.sleep(_LOOK_S)
+
+    def _end(self, why: EarlyEnd) -> None:
+        """Start no more lines; those that run have a time to end."""
+        if self._stop is not None:
+            return
+        self._stop = why
+        log.info("batch.stopped", batch_id=self._held.record.batch_id, code=why.code)
+        deadline_s = asyncio.get_running_loop().time() + self._ports.times.grace_s
+        for scope in self._scopes.values():
+            scope.reschedule(deadline_s)
+        self._notify()
+
+    async def _write_results(self) -> None:
+        """Commit results as they come; return when the last line has its own."""
+        while self._held.record.next_line < self._last:
+            await self._until(lambda: self._window.ready or self._window.first >= self._last)
+            if not self._window.ready:
+                return
+            await self._ports.clock.sleep(self._ports.times.commit_s)
+            while self._window.ready:
+                await self._commit(self._window.take(self._ports.part_bytes))
+
+    async def _commit(self, taken: list[LineResult]) -> None:
+        """Write the results' parts, then the record that names them."""
+        replaced: list[str] = []
+        files = dict(self._files)
+        for failed, file in self._files.items():
+            data = b"".join(result.data for result in taken if result.failed is failed)
+            if data:
+                files[failed] = await self._appended(failed, file, data)
+                if file.tail_part is not None:
+                    replaced.append(file.tail_part.digest)
+        await self._advance(advanced(self._held.record, taken, files[False].parts, files[True].parts))
+        self._files = files
+        self._held_bytes -= sum(len(result.data) for result in taken)
+        for result in taken:
+            self._ports.count("failed" if result.failed else "completed")
+        self._notify()
+        try:
+            await self._ports.parts.discard(replaced)
+        except StoreUnavailable as error:  # the sweep deletes them
+            log.info("batch.parts_left", error=error.message)
+
+    async def _appended(self, failed: bool, file: OpenFile, data: bytes) -> OpenFile:
+        kept, contents = file.plan(data)
+        parts = list(kept)
+        for content in contents:
+            digest = await self._stored(failed, len(parts), content)
+            parts.append(FilePart(digest, len(content)))
+        return file.after(tuple(parts), contents[-1])
+
+    async def _stored(self, failed: bool, index: int, content: bytes) -> str:
+        put = self._ports.parts.put
+        return await self._retried(lambda: put(self._tenant, self._file_id(failed), index, content))
+
+    async def _finish(self) -> None:
+        """Write the end of the batch and its files together."""
+        record, now_s = self._held.record, self._ports.clock.unix_s()
+        stop, problems = self._stop, record.problems
+        if stop is None and record.status is BatchStatus.CANCELLING:
+            status = BatchStatus.CANCELLED
+        else:
+            status = BatchStatus.COMPLETED if stop is None else stop.status
+        if status is BatchStatus.FAILED and stop is not None:
+            problems = (BatchProblem(stop.code, stop.message),)
+        expire_s = now_s + self._ports.times.retention_s
+        files = [
+            StoredFile(
+                self._file_id(failed),
+                record.tenant,
+                f"{record.batch_id}_{'error' if failed else 'output'}.jsonl",
+                FilePurpose.BATCH_OUTPUT,
+                now_s,
+                expire_s,
+                file.parts,
+            )
+            for failed, file in self._files.items()
+            if file.parts
+        ]
+        await self._advance(replace(record, status=status, problems=problems, end_unix_s=now_s), files)
+        log.info("batch.ended", batch_id=record.batch_id, status=status, failed=record.failed)
+
+    async def _advance(self, record: BatchRecord, files: list[StoredFile] | None = None) -> None:
+        store, held = self._ports.store, self._held
+        self._held = await self._retried(lambda: store.advance(held, record, files or ()))
+
+    async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return the result once the store answers. The owner's lease bounds how long that is waited for."""
+        while True:
+            try:
+                return await call()
+            except StoreUnavailable as error:
+                log.warning("batch.store_lost", batch_id=self._held.record.batch_id, error=error.message)
+                await self._ports.clock.sleep(_STORE_RETRY_S)
+
+    async def _lines(self, offset: int) -> AsyncGenerator[list[InputLine], None]:
+        """Yield the input's lines from an offset on, a part's at once. Raises NotFound, IntegrityError,
+        LineTooLong."""
+        record, ports = self._held.record, self._ports
+        found = await self._retried(lambda: ports.store.file(record.tenant, record.input_file_id))
+        splitter = LineSplitter(ports.max_line_bytes, offset)
+        start = 0
+        for index, part in enumerate(found.record.parts):
+            begin, start = start, start + part.size_bytes
+            if start <= offset:
+                continue
+            data = await self._part(record.input_file_id, index, part)
+            yield await asyncio.to_thread(lambda: list(splitter.feed(data[max(0, offset - begin) :])))  # noqa: B023
+        yield list(splitter.finish())
+
+    async def _part(self, file_id: str, index: int, part: FilePart) -> bytes:
+        get = self._ports.parts.get
+        return await self._retried(lambda: get(self._tenant, file_id, index, part.digest))
+
+    @property
+    def _tenant(self) -> str:
+        return self._held.record.tenant
+
+    def _file_id(self, failed: bool) -> str:
+        record = self._held.record
+        return record.error_file_id if failed else record.output_file_id
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._moved.wait()
+
+    def _notify(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+
+def _check_all(check: InputCheck, lines: list[InputLine]) -> None:
+    for line in lines:
+        check.add(line)

@@ -1,0 +1,228 @@
+"""Files of tenants: uploaded in parts, listed, read and deleted. No tenant sees another's.
+
+A part is stored before the record that names it, so a gateway that dies leaves parts without a record. The
+sweep deletes them, and files whose time is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+import structlog
+
+from services.core.errors import Conflict, FairwayError, InvalidInput, OverQuota, ShareExceeded
+from services.gateway.batches.records import (
+    BATCHES,
+    FILES,
+    PART_BYTES,
+    BatchRecord,
+    FilePart,
+    FilePurpose,
+    StoredFile,
+)
+from services.gateway.batches.store import BatchStore
+from services.gateway.service_types import subtract
+from services.ports.blob_store import PartStore
+from services.ports.clock import Clock
+from services.runtime.fleet_state.informer import RecordView
+
+log = structlog.get_logger()
+MAX_NAME_CHARS: Final = 255
+# Longer than an upload or a commit of results may take.
+_UNUSED_S: Final = 7200.0
+_SWEEP_S: Final = 1800.0
+_SWEPT_AT_ONCE: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class FileLimits:
+    """Bounds of files. Sizes in bytes, times in seconds."""
+
+    max_bytes: int = 200 * 1024**2
+    max_tenant_bytes: int = 10 * 1024**3
+    max_tenant_files: int = 2000
+    retention_s: float = 30 * 86_400.0
+    part_bytes: int = PART_BYTES
+    # Uploads at once: each holds one part in memory.
+    max_uploads: int = 16
+    max_tenant_uploads: int = 4
+
+
+class FileService:
+    """Raises the tree of ``core/errors.py``."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        parts: PartStore,
+        files: RecordView[StoredFile],
+        batches: RecordView[BatchRecord],
+        clock: Clock,
+        limits: FileLimits,
+        *,
+        new_id: Callable[[], str],
+    ) -> None:
+        """``new_id`` returns 24 random hex digits."""
+        self.limits = limits
+        self._store = store
+        self._parts = parts
+        self._files = files
+        self._batches = batches
+        self._clock = clock
+        self._new_id = new_id
+        self._uploads: Counter[str] = Counter()
+
+    def upload(self, tenant: str) -> Upload:
+        """Return a new upload, which the caller closes. Raises ShareExceeded, OverQuota."""
+        limits, mine = self.limits, self._uploads[tenant]
+        if mine >= limits.max_tenant_uploads or self._uploads.total() >= limits.max_uploads:
+            raise ShareExceeded(
+                "too many uploads at once; send the file later", retry_after_s=1.0, uploads=mine
+            )
+        stored = [file.record for file in self._files.view.values() if file.record.tenant == tenant]
+        if len(stored) >= limits.max_tenant_files:
+            raise OverQuota(
+                f"the tenant has {len(stored)} files, the maximum; delete some", files=len(stored)
+            )
+        used = sum(file.size_bytes for file in stored)
+        self._uploads[tenant] += 1
+        file_id = f"file-{self._new_id()}"
+        room = min(limits.max_bytes, limits.max_tenant_bytes - used)
+        return Upload(
+            tenant, file_id, self._parts, (room, limits.part_bytes), lambda: subtract(self._uploads, tenant)
+        )
+
+    async def add(self, upload: Upload, filename: str) -> StoredFile:
+        """Return the file of a complete upload, which exists from now on."""
+        now_s = self._clock.unix_s()
+        file = StoredFile(
+            upload.file_id,
+            upload.tenant,
+            shown_name(filename),
+            FilePurpose.BATCH,
+            now_s,
+            now_s + self.limits.retention_s,
+            await upload.finish(),
+        )
+        await self._store.add_file(file)
+        upload.kept = True
+        return file
+
+    async def file(self, tenant: str, file_id: str) -> StoredFile:
+        """Return a file. Raises NotFound."""
+        return (await self._store.file(tenant, file_id)).record
+
+    def files(self, tenant: str) -> list[StoredFile]:
+        """Return the tenant's files, the newest first."""
+        now_s = self._clock.unix_s()
+        found = [
+            held.record
+            for key, held in self._files.view.items()
+            if key.startswith(f"{FILES}{tenant}/") and held.record.expire_unix_s > now_s
+        ]
+        return sorted(found, key=lambda file: (-file.create_unix_s, file.file_id))
+
+    async def content(self, file: StoredFile) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of a file, a part at once. Raises NotFound, IntegrityError."""
+        for index, part in enumerate(file.parts):
+            yield await self._parts.get(file.tenant, file.file_id, index, part.digest)
+
+    async def delete(self, tenant: str, file_id: str) -> None:
+        """Return once the file is gone. Raises NotFound, or Conflict while a batch reads it."""
+        found = await self._store.file(tenant, file_id)
+        for key, held in self._batches.view.items():
+            batch = held.record
+            reads = key.startswith(f"{BATCHES}{tenant}/") and batch.input_file_id == file_id
+            if reads and not batch.status.is_over:
+                raise Conflict(f"{batch.batch_id} reads the file; cancel it first", field="file_id")
+        await self._store.delete_file(found)
+        await self._parts.discard([part.digest for part in found.record.parts])
+
+    async def sweep_forever(self, rng: Random) -> None:
+        """Delete what is over; a task of the process."""
+        while True:
+            await self._clock.sleep(rng.uniform(_SWEEP_S / 2, _SWEEP_S))
+            try:
+                await self.sweep()
+            except FairwayError as error:
+                log.warning("files.sweep_failed", error=error.message)
+
+    async def sweep(self) -> int:
+        """Delete files, batches and parts whose time is over; return how many parts were deleted."""
+        now_s = self._clock.unix_s()
+        old = [held for held in self._files.view.values() if held.record.expire_unix_s <= now_s]
+        for file in old[:_SWEPT_AT_ONCE]:
+            with suppress(Conflict):
+                await self._store.delete_file(file)
+        ended = [
+            held
+            for held in self._batches.view.values()
+            if held.record.status.is_over and held.record.end_unix_s + self.limits.retention_s <= now_s
+        ]
+        for batch in ended[:_SWEPT_AT_ONCE]:
+            await self._store.delete_batch(batch)
+        # Read after the deletions and from the store: a part that is named later is younger than the bound.
+        named = await self._store.named_parts()
+        return await self._parts.delete_unused(named, now_s - _UNUSED_S)
+
+
+class Upload:
+    """A file that is being received. Holds one part in memory; ``close`` discards what no record names."""
+
+    def __init__(
+        self, tenant: str, file_id: str, parts: PartStore, sizes: tuple[int, int], leave: Callable[[], None]
+    ) -> None:
+        """``sizes``: the most bytes of the file and those of a part. ``leave`` ends its count."""
+        self.tenant = tenant
+        self.file_id = file_id
+        self.kept = False
+        self._store = parts
+        self._room, self._part_bytes = sizes
+        self._leave = leave
+        self._parts: list[FilePart] = []
+        self._buffer = bytearray()
+        self._size_bytes = 0
+
+    async def write(self, data: bytes) -> None:
+        """Add bytes. Raises InvalidInput above the bounds, before they are held."""
+        self._size_bytes += len(data)
+        if self._size_bytes > self._room:
+            raise InvalidInput(
+                f"the file has more than the {max(0, self._room)} bytes that are left for it", field="file"
+            )
+        self._buffer += data
+        while len(self._buffer) >= self._part_bytes:
+            await self._put(bytes(self._buffer[: self._part_bytes]))
+            del self._buffer[: self._part_bytes]
+
+    async def finish(self) -> tuple[FilePart, ...]:
+        """Return the parts of the whole file. Raises InvalidInput for an empty one."""
+        if self._buffer:
+            await self._put(bytes(self._buffer))
+            self._buffer.clear()
+        if not self._parts:
+            raise InvalidInput("the file is empty", field="file")
+        return tuple(self._parts)
+
+    async def _put(self, data: bytes) -> None:
+        digest = await self._store.put(self.tenant, self.file_id, len(self._parts), data)
+        self._parts.append(FilePart(digest, len(data)))
+
+    async def close(self) -> None:
+        """End the upload; the parts stay only if they are of a file."""
+        self._leave()
+        if not self.kept and self._parts:
+            with suppress(FairwayError, asyncio.TimeoutError):
+                await self._store.discard([part.digest for part in self._parts])
+
+
+def shown_name(filename: str) -> str:
+    """Return a client's name of a file as text to show: it never becomes a path."""
+    shown = "".join(char if char.isprintable() and char not in '\\/"' else "_" for char in filename)
+    return shown[:MAX_NAME_CHARS] or "file"

@@ -1,0 +1,185 @@
+"""The batches that this gateway runs: claimed under its lease, released before the lease can lapse.
+
+A batch whose owner died is free when the owner's lease lapses, and another gateway claims it. Which batch is
+next is decided by ``policy/batch_turns.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from services.core.errors import StoreUnavailable
+from services.gateway.batches.execution import BatchExecution, BatchPorts
+from services.gateway.batches.records import BATCH_OWNERS, BatchRecord
+from services.gateway.batches.store import OwnedBatch, OwnershipLost
+from services.gateway.policy.batch_turns import WaitingBatch, next_batches, yields_turn
+from services.ports.clock import Clock
+from services.runtime.fleet_state.informer import RecordView
+from services.runtime.fleet_state.lease import LeaseHolder
+from services.runtime.supervisor import Supervisor, first_of
+
+log = structlog.get_logger()
+_LOOK_S: Final = 0.5
+_PAUSE_S: Final = 1.0
+# After a failure nobody foresaw, so that one batch cannot keep a gateway busy.
+_CRASH_PAUSE_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerRecord:
+    """Names the gateway that runs a batch."""
+
+    gateway: str
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A batch that runs here."""
+
+    held: OwnedBatch
+    began_s: float
+    task: asyncio.Task[None]
+
+
+class BatchOwner:
+    """Claims and runs batches. ``run`` is the only task that claims; each batch has a task of its own."""
+
+    def __init__(
+        self,
+        ports: BatchPorts,
+        batches: RecordView[BatchRecord],
+        owners: RecordView[OwnerRecord],
+        lease: LeaseHolder,
+        supervisor: Supervisor,
+        *,
+        gateway_id: str,
+        max_batches: int,
+        max_lines: int,
+        gateways: Callable[[], int],
+    ) -> None:
+        """``max_lines``: at once, of all batches here. ``gateways``: how many are live."""
+        self._ports = ports
+        self._batches = batches
+        self._owners = owners
+        self._lease = lease
+        self._clock: Clock = ports.clock
+        self._supervisor = supervisor
+        self._gateway_id = gateway_id
+        self._max_batches = max_batches
+        self._max_lines = max_lines
+        self._gateways = gateways
+        self._turns: dict[tuple[str, str], _Turn] = {}
+        self._last_turn_s: dict[str, float] = {}
+        self._not_before_s: dict[tuple[str, str], float] = {}
+        self._closed = False
+
+    @property
+    def running(self) -> int:
+        return len(self._turns)
+
+    async def run(self) -> None:
+        """Claim and run batches until ``close``, or until cancelled."""
+        try:
+            while not self._closed:
+                try:
+                    await self._lease.acquire()
+                    await first_of(self._lease.hold(), self._claim_forever())
+                except StoreUnavailable as error:
+                    log.warning("batches.store_lost", error=error.message)
+                await self._give_up()
+                await self._clock.sleep(_PAUSE_S)
+        finally:
+            await self._give_up()
+
+    async def close(self) -> None:
+        """Leave the batches to other gateways, and claim no more."""
+        self._closed = True
+        await self._give_up()
+
+    async def _give_up(self) -> None:
+        """End what runs here; then release the lease, with which the claims end."""
+        tasks = [turn.task for turn in self._turns.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._lease.release()
+
+    async def _claim_forever(self) -> None:
+        while not self._closed:
+            try:
+                await self._claim()
+            except StoreUnavailable as error:  # as long as the lease holds, batches go on
+                log.info("batches.claim_failed", error=error.message)
+            await self._clock.sleep(_LOOK_S)
+
+    async def _claim(self) -> None:
+        waiting, running = self._waiting(), self._running_by_tenant()
+        room = self._max_batches - len(self._turns)
+        for batch in next_batches(waiting, running, self._last_turn_s, room):
+            await self._begin(batch)
+        left = {batch.tenant for batch in self._waiting() if not running[batch.tenant]}
+        self._end_turns(len(left))
+
+    def _waiting(self) -> list[WaitingBatch]:
+        now_s = self._clock.monotonic_s()
+        self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}
+        found = []
+        for held in self._batches.view.values():
+            batch = held.record
+            name = (batch.tenant, batch.batch_id)
+            if batch.status.is_over or f"{BATCH_OWNERS}{batch.tenant}/{batch.batch_id}" in self._owners.view:
+                continue
+            if name not in self._turns and name not in self._not_before_s:
+                found.append(WaitingBatch(batch.tenant, batch.batch_id, batch.create_unix_s))
+        return found
+
+    def _running_by_tenant(self) -> Counter[str]:
+        owned = {tuple(key.removeprefix(BATCH_OWNERS).split("/", 1)) for key in self._owners.view}
+        return Counter(tenant for tenant, _ in owned | self._turns.keys())
+
+    async def _begin(self, batch: WaitingBatch) -> None:
+        lease_id = self._lease.lease_id
+        if lease_id is None:
+            return
+        held = await self._ports.store.claim(batch.tenant, batch.batch_id, self._gateway_id, lease_id)
+        if held is None or self._closed or self._lease.lease_id != lease_id:
+            return
+        log.info("batch.claimed", batch_id=batch.batch_id, tenant=batch.tenant, line=held.record.next_line)
+        now_s, name = self._clock.monotonic_s(), (batch.tenant, batch.batch_id)
+        self._last_turn_s[batch.tenant] = now_s
+        task = self._supervisor.spawn(f"batch {batch.batch_id}", self._run(name, held))
+        self._turns[name] = _Turn(held, now_s, task)
+        task.add_done_callback(lambda _: self._turns.pop(name))
+
+    def _end_turns(self, waiting_tenants: int) -> None:
+        """End the longest turn here if tenants wait and no gateway has a place for them."""
+        free = max(0, self._gateways() * self._max_batches - len(self._owners.view))
+        if not self._turns:
+            return
+        oldest = min(self._turns.values(), key=lambda turn: turn.began_s)
+        if yields_turn(oldest.began_s, self._clock.monotonic_s(), waiting_tenants, free):
+            oldest.task.cancel()
+
+    async def _run(self, name: tuple[str, str], held: OwnedBatch) -> None:
+        try:
+            await BatchExecution(held, self._ports, self._share).run()
+        except OwnershipLost:
+            log.warning("batch.ownership_lost", batch_id=name[1])
+        except Exception:
+            self._not_before_s[name] = self._clock.monotonic_s() + _CRASH_PAUSE_S
+            log.exception("batch.crashed", batch_id=name[1])
+        finally:
+            with suppress(StoreUnavailable):
+                await self._ports.store.release(*name, held.epoch)
+
+    def _share(self) -> int:
+        """Return how many lines of one batch run here at once."""
+        return max(1, self._max_lines // max(1, len(self._turns)))

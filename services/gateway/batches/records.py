@@ -1,0 +1,137 @@
+"""Records of uploaded files and of batches, as etcd has them. The bytes are in the blob store.
+
+A file is a list of parts, which are sealed blobs of their own: no two files share one. A batch advances by
+whole lines of its input: what comes before ``next_line`` is in the output or in the errors, once.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+# Outside the root of the fleet's state: a batch writes often, and only gateways read it.
+FILES: Final = "/fairway/v1-files/"
+BATCHES: Final = "/fairway/v1-batches/"
+# Under the lease of the gateway that runs the batch. The key's create_revision fences its writes.
+BATCH_OWNERS: Final = "/fairway/v1-batch-owners/"
+
+# Of an uploaded file, and of a file that a batch writes: that part is written again until it is full.
+PART_BYTES: Final = 4 * 1024**2
+OUTPUT_PART_BYTES: Final = 1024**2
+# Of one file. Its record stays far below the largest value of etcd.
+MAX_PARTS: Final = 1024
+MAX_LINES: Final = 50_000
+MAX_PROBLEMS: Final = 100
+FILE_ID: Final = re.compile(r"file-[0-9a-f]{24}")
+BATCH_ID: Final = re.compile(r"batch_[0-9a-f]{24}")
+
+
+class FilePurpose(StrEnum):
+    BATCH = "batch"
+    BATCH_OUTPUT = "batch_output"
+
+
+class BatchStatus(StrEnum):
+    """OpenAI's, without ``finalizing``: the files and the end are written at once."""
+
+    VALIDATING = "validating"
+    IN_PROGRESS = "in_progress"
+    CANCELLING = "cancelling"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_over(self) -> bool:
+        return self not in _UNFINISHED
+
+
+_UNFINISHED: Final = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING)
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """Bytes of a file. ``digest``: of the sealed blob; ``size_bytes``: before sealing."""
+
+    digest: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a tenant. Times are Unix seconds."""
+
+    file_id: str
+    tenant: str
+    filename: str
+    purpose: FilePurpose
+    create_unix_s: float
+    # From then on it is not found, and its parts are deleted.
+    expire_unix_s: float
+    parts: tuple[FilePart, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        return size_of(self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchProblem:
+    """Why a batch failed. ``line``: of the input, from 1; 0: the whole file."""
+
+    code: str
+    message: str
+    line: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """A batch and its progress. Times are Unix seconds; 0: not yet."""
+
+    batch_id: str
+    tenant: str
+    # The API key that created it: its lines run with what that key may do.
+    key_id: str
+    endpoint: str
+    input_file_id: str
+    # The names of the files that it writes, from its creation on.
+    output_file_id: str
+    error_file_id: str
+    # As the client sent it.
+    window: str
+    create_unix_s: float
+    expire_unix_s: float
+    status: BatchStatus = BatchStatus.VALIDATING
+    metadata: dict[str, str] = field(default_factory=dict)
+    # Known when the input is validated.
+    lines: int = 0
+    # The first line without a result, from 0, and where it begins in the input.
+    next_line: int = 0
+    next_offset: int = 0
+    completed: int = 0
+    failed: int = 0
+    output: tuple[FilePart, ...] = ()
+    errors: tuple[FilePart, ...] = ()
+    problems: tuple[BatchProblem, ...] = ()
+    run_unix_s: float = 0.0
+    cancel_unix_s: float = 0.0
+    end_unix_s: float = 0.0
+
+
+def size_of(parts: tuple[FilePart, ...]) -> int:
+    return sum(part.size_bytes for part in parts)
+
+
+def file_key(tenant: str, file_id: str) -> str:
+    return f"{FILES}{tenant}/{file_id}"
+
+
+def batch_key(tenant: str, batch_id: str) -> str:
+    return f"{BATCHES}{tenant}/{batch_id}"
+
+
+def owner_key(tenant: str, batch_id: str) -> str:
+    return f"{BATCH_OWNERS}{tenant}/{batch_id}"

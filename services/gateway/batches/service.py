@@ -1,0 +1,116 @@
+"""Batches as their tenants see them: created, listed, read and cancelled. ``owner.py`` runs them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from services.core.errors import InvalidInput, OverQuota
+from services.core.generation import Principal
+from services.gateway.batches.files import FileService
+from services.gateway.batches.records import BATCHES, BatchRecord, FilePurpose
+from services.gateway.batches.store import BatchStore
+from services.ports.clock import Clock
+from services.runtime.fleet_state.informer import RecordView
+
+ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+MAX_WINDOW_H: Final = 168
+_WINDOW: Final = re.compile(r"([1-9][0-9]{0,2})h")
+_HOUR_S: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantBatchLimits:
+    """Bounds of a tenant's batches."""
+
+    max_unfinished: int = 100
+    max_batches: int = 5000
+
+
+class BatchService:
+    """Raises the tree of ``core/errors.py``."""
+
+    def __init__(
+        self,
+        files: FileService,
+        store: BatchStore,
+        batches: RecordView[BatchRecord],
+        clock: Clock,
+        limits: TenantBatchLimits,
+        *,
+        new_id: Callable[[], str],
+    ) -> None:
+        """``new_id`` returns 24 random hex digits."""
+        self.files = files
+        self._store = store
+        self._batches = batches
+        self._clock = clock
+        self._limits = limits
+        self._new_id = new_id
+
+    async def create(
+        self, principal: Principal, file_id: str, endpoint: str, window: str, metadata: Mapping[str, str]
+    ) -> BatchRecord:
+        """Return a new batch, which some gateway validates and runs.
+
+        Raises NotFound without the file, InvalidInput, or OverQuota.
+        """
+        if endpoint not in ENDPOINTS:
+            raise InvalidInput(f"endpoint must be one of {', '.join(ENDPOINTS)}", field="endpoint")
+        window_s = window_seconds(window)
+        file = await self._store.file(principal.tenant_id, file_id)
+        if file.record.purpose is not FilePurpose.BATCH:
+            raise InvalidInput("the file's purpose is not batch", field="input_file_id")
+        mine = self.batches(principal.tenant_id)
+        unfinished = sum(not batch.status.is_over for batch in mine)
+        if unfinished >= self._limits.max_unfinished or len(mine) >= self._limits.max_batches:
+            raise OverQuota(
+                f"the tenant has {unfinished} unfinished batches and {len(mine)} in all; at most "
+                f"{self._limits.max_unfinished} and {self._limits.max_batches} are kept",
+                unfinished=unfinished,
+                batches=len(mine),
+            )
+        now_s = self._clock.unix_s()
+        batch = BatchRecord(
+            f"batch_{self._new_id()}",
+            principal.tenant_id,
+            principal.key_id,
+            endpoint,
+            file_id,
+            f"file-{self._new_id()}",
+            f"file-{self._new_id()}",
+            window,
+            now_s,
+            now_s + window_s,
+            metadata=dict(metadata),
+        )
+        await self._store.add_batch(batch, file)
+        return batch
+
+    async def batch(self, principal: Principal, batch_id: str) -> BatchRecord:
+        """Return a batch. Raises NotFound."""
+        return (await self._store.batch(principal.tenant_id, batch_id)).record
+
+    def batches(self, tenant: str) -> list[BatchRecord]:
+        """Return the tenant's batches, the newest first."""
+        found = [
+            held.record for key, held in self._batches.view.items() if key.startswith(f"{BATCHES}{tenant}/")
+        ]
+        return sorted(found, key=lambda batch: (-batch.create_unix_s, batch.batch_id))
+
+    async def cancel(self, principal: Principal, batch_id: str) -> BatchRecord:
+        """Return the batch, which ends soon. Raises NotFound, or Conflict if it has ended."""
+        return await self._store.cancel(principal.tenant_id, batch_id, self._clock.unix_s())
+
+
+def window_seconds(window: str) -> float:
+    """Return the seconds of a completion window such as ``24h``. Raises InvalidInput."""
+    found = _WINDOW.fullmatch(window)
+    if found is None or int(found[1]) > MAX_WINDOW_H:
+        raise InvalidInput(
+            f"completion_window is in hours, such as 24h, and at most {MAX_WINDOW_H}h",
+            field="completion_window",
+        )
+    return int(found[1]) * _HOUR_S

@@ -1,0 +1,198 @@
+"""The routes of OpenAI's Files and Batches APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Final, TypeVar
+from urllib.parse import parse_qs
+
+import msgspec
+import structlog
+
+from services.core.errors import FairwayError, InvalidInput, UnsupportedFeature
+from services.gateway.batches.records import FilePurpose, StoredFile
+from services.gateway.batches.service import BatchService
+from services.gateway.faces.batches.types import (
+    BatchBody,
+    BatchList,
+    BatchObject,
+    DeletedFile,
+    FileList,
+    FileObject,
+    batch_object,
+    file_object,
+)
+from services.gateway.faces.batches.uploads import FORM_BYTES, UPLOAD_TIMEOUT_S, read_form
+from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.errors import HttpProblem
+from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, expect_body, read_body
+from services.gateway.faces.openai.types import parse_body
+
+log = structlog.get_logger()
+T = TypeVar("T")
+_encode: Final = msgspec.json.Encoder().encode
+# The usual and the longest page, as OpenAI has them.
+_FILES_PAGE: Final = (1000, 1000)
+_BATCHES_PAGE: Final = (20, 100)
+_PIECE_BYTES: Final = 64 * 1024
+
+
+class BatchesFace:
+    """The handlers of the routes."""
+
+    def __init__(self, service: BatchService, limits: HttpLimits, bodies: BodyReader) -> None:
+        self._service = service
+        self._limits = limits
+        self._bodies = bodies
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        tenant = Access.TENANT
+        files = (
+            ("POST", "", self.upload, "a form: `file`, and `purpose` batch", FileObject),
+            ("GET", "", self.files, "no body; the files, newest first", FileList),
+            ("GET", "/{file_id}", self.file, "no body; a file", FileObject),
+            ("GET", "/{file_id}/content", self.content, "no body; its bytes", None),
+            ("DELETE", "/{file_id}", self.delete, "no body; deletes it", DeletedFile),
+        )
+        batches = (
+            ("POST", "", self.create, "an uploaded file", BatchBody),
+            ("GET", "", self.batches, "no body; the batches, newest first", None),
+            ("GET", "/{batch_id}", self.batch, "no body; a batch", None),
+            ("POST", "/{batch_id}/cancel", self.cancel, "no body; cancels it", None),
+        )
+        found = [
+            Endpoint(method, f"/v1/files{path}", tenant, handler, accepts, answer=answer)
+            for method, path, handler, accepts, answer in files
+        ]
+        for method, path, handler, accepts, body in batches:
+            answer = BatchList if handler == self.batches else BatchObject
+            found.append(
+                Endpoint(method, f"/v1/batches{path}", tenant, handler, accepts, body=body, answer=answer)
+            )
+        return tuple(found)
+
+    async def upload(self, exchange: Exchange) -> None:
+        try:
+            file = await self._uploaded(exchange)
+        except FairwayError as error:
+            if not isinstance(error, HttpProblem):  # bytes of the request may be unread
+                exchange.reply.add_header(b"connection", b"close")
+            raise
+        log.info("file.uploaded", file_id=file.file_id, size_bytes=file.size_bytes)
+        await exchange.reply.json(200, _encode(file_object(file)))
+
+    async def _uploaded(self, exchange: Exchange) -> StoredFile:
+        files = self._service.files
+        most = files.limits.max_bytes
+        upload = files.upload(exchange.caller.tenant_id)
+        try:
+            expect_body(exchange.scope, most + FORM_BYTES, UPLOAD_TIMEOUT_S)
+            form = await read_form(exchange.headers, exchange.receive, upload.write, most)
+            purpose = form.values.pop("purpose", "")
+            if purpose != FilePurpose.BATCH:
+                raise InvalidInput("purpose must be batch", field="purpose")
+            for name in form.values:
+                shown = name[:64]
+                raise UnsupportedFeature(f"{shown}: not offered by this server", field=shown)
+            return await files.add(upload, form.filename)
+        finally:
+            await upload.close()
+
+    async def files(self, exchange: Exchange) -> None:
+        query = _query(exchange, ("after", "limit", "order", "purpose"))
+        found = self._service.files.files(exchange.caller.tenant_id)
+        if query.get("order") == "asc":
+            found.reverse()
+        if "purpose" in query:
+            found = [file for file in found if file.purpose == query["purpose"]]
+        page, more = _page(found, lambda file: file.file_id, query, _FILES_PAGE)
+        data = [file_object(file) for file in page]
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        await exchange.reply.json(200, _encode(FileList(data, first, last, more)))
+
+    async def file(self, exchange: Exchange) -> None:
+        await exchange.reply.json(200, _encode(file_object(await self._file(exchange))))
+
+    async def content(self, exchange: Exchange) -> None:
+        file = await self._file(exchange)
+        left = file.size_bytes
+        async with aclosing(self._service.files.content(file)) as parts:
+            try:
+                async for part in parts:
+                    if not exchange.reply.started:
+                        await exchange.reply.start_bytes(left, b"application/octet-stream")
+                    for start in range(0, len(part), _PIECE_BYTES):
+                        piece = part[start : start + _PIECE_BYTES]
+                        left -= len(piece)
+                        await exchange.reply.write(piece, last=not left)
+            except FairwayError:
+                if exchange.reply.started:  # its length is announced: the client observes that bytes lack
+                    exchange.reply.abort()
+                raise
+
+    async def delete(self, exchange: Exchange) -> None:
+        file_id: str = exchange.scope["path_params"]["file_id"]
+        await self._service.files.delete(exchange.caller.tenant_id, file_id)
+        await exchange.reply.json(200, _encode(DeletedFile(file_id)))
+
+    async def create(self, exchange: Exchange) -> None:
+        with self._bodies.account(exchange.caller.tenant_id) as hold:
+            data = await read_body(exchange.headers, exchange.receive, self._limits, hold)
+            body = await self._bodies.parse(lambda data: parse_body(data, BatchBody), data)
+        batch = await self._service.create(
+            exchange.caller, body.input_file_id, body.endpoint, body.completion_window, body.metadata or {}
+        )
+        log.info("batch.created", batch_id=batch.batch_id)
+        await exchange.reply.json(200, _encode(batch_object(batch)))
+
+    async def batches(self, exchange: Exchange) -> None:
+        query = _query(exchange, ("after", "limit"))
+        found = self._service.batches(exchange.caller.tenant_id)
+        page, more = _page(found, lambda batch: batch.batch_id, query, _BATCHES_PAGE)
+        data = [batch_object(batch) for batch in page]
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        await exchange.reply.json(200, _encode(BatchList(data, first, last, more)))
+
+    async def batch(self, exchange: Exchange) -> None:
+        found = await self._service.batch(exchange.caller, exchange.scope["path_params"]["batch_id"])
+        await exchange.reply.json(200, _encode(batch_object(found)))
+
+    async def cancel(self, exchange: Exchange) -> None:
+        found = await self._service.cancel(exchange.caller, exchange.scope["path_params"]["batch_id"])
+        await exchange.reply.json(200, _encode(batch_object(found)))
+
+    async def _file(self, exchange: Exchange) -> StoredFile:
+        file_id: str = exchange.scope["path_params"]["file_id"]
+        return await self._service.files.file(exchange.caller.tenant_id, file_id)
+
+
+def _query(exchange: Exchange, known: Sequence[str]) -> dict[str, str]:
+    """Return the parameters of a list. Raises InvalidInput."""
+    text = exchange.scope.get("query_string", b"").decode("latin-1")
+    try:
+        found = {name: values[-1] for name, values in parse_qs(text, max_num_fields=16).items()}
+    except ValueError:
+        raise InvalidInput("the query has too many parameters") from None
+    for name in found:
+        if name not in known:
+            raise InvalidInput(f"unrecognized request argument: {name[:64]}", field=name[:64])
+    return found
+
+
+def _page(
+    items: Sequence[T], name: Callable[[T], str], query: dict[str, str], bounds: tuple[int, int]
+) -> tuple[Sequence[T], bool]:
+    """Return the items after the one that the query names, and whether more follow. Raises InvalidInput."""
+    usual, most = bounds
+    limit = query.get("limit", str(usual))
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 6 and 1 <= int(limit) <= most):
+        raise InvalidInput(f"limit must be 1 to {most}", field="limit")
+    start = 0
+    if "after" in query:
+        names = [name(item) for item in items]
+        if query["after"] not in names:
+            raise InvalidInput("after is not in this list", field="after")
+        start = names.index(query["after"]) + 1
+    page = items[start : start + int(limit)]
+    return page, start + len(page) < len(items)

@@ -1,0 +1,113 @@
+"""Which batch a gateway runs next, and how many of its lines at once. Pure.
+
+Tenants take turns: of each at most one batch runs in the fleet, and the tenant whose turn is longest ago
+comes first. A batch that had its turn yields to a waiting tenant when no gateway has room for it. What the
+lines then receive of the workers is decided by the scheduler, as for all requests of the lowest class.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.core.errors import (
+    DeadlineExceeded,
+    FairwayError,
+    InternalError,
+    OverQuota,
+    RequestCancelled,
+    Unavailable,
+)
+from services.core.records import Tenant
+
+# A turn while other tenants wait.
+TURN_S: Final = 60.0
+# Attempts of a line that end with an internal error.
+MAX_CRASHES: Final = 3
+_FIRST_LINES: Final = 2.0
+# One refusal of many lines at once counts once.
+_SETTLE_S: Final = 1.0
+# A line that waited longer found no idle worker. The target delay of LEDBAT (RFC 6817).
+MAX_WAIT_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingBatch:
+    """A batch that no gateway runs."""
+
+    tenant: str
+    batch_id: str
+    create_unix_s: float
+
+
+def next_batches(
+    waiting: Sequence[WaitingBatch], running: Mapping[str, int], last_turn_s: Mapping[str, float], room: int
+) -> tuple[WaitingBatch, ...]:
+    """Return what a gateway with room for so many batches claims, in order.
+
+    ``running``: batches of each tenant that run anywhere; ``last_turn_s``: when a tenant's last turn began
+    here. Of each tenant the oldest batch is chosen.
+    """
+    oldest: dict[str, WaitingBatch] = {}
+    for batch in sorted(waiting, key=lambda one: (one.create_unix_s, one.batch_id)):
+        if not running.get(batch.tenant):
+            oldest.setdefault(batch.tenant, batch)
+    turns = sorted(
+        oldest.values(),
+        key=lambda one: (last_turn_s.get(one.tenant, -math.inf), one.create_unix_s, one.batch_id),
+    )
+    return tuple(turns[: max(0, room)])
+
+
+def yields_turn(began_s: float, now_s: float, waiting_tenants: int, free_places: int) -> bool:
+    """Return whether a running batch ends its turn, for tenants that no place is free for."""
+    return waiting_tenants > free_places and now_s - began_s >= TURN_S
+
+
+def is_temporary(error: FairwayError, crashes: int) -> bool:
+    """Return whether the line is tried again. ``crashes``: internal errors of it before."""
+    if isinstance(error, OverQuota):
+        return error.retry_after_s is not None
+    if isinstance(error, InternalError):
+        return crashes + 1 < MAX_CRASHES
+    return isinstance(error, Unavailable | DeadlineExceeded | RequestCancelled)
+
+
+@dataclass(slots=True)
+class BatchPace:
+    """How many lines of one batch run at once: one more for each window that succeeds, half after a refusal
+    or a wait. So a batch takes idle capacity, and leaves it when others need it.
+
+    A batch leaves half of its tenant's concurrency and requests per minute to the tenant's other requests.
+    """
+
+    window: float = _FIRST_LINES
+    _reduced_s: float = field(default=-math.inf)
+    _next_start_s: float = field(default=-math.inf)
+
+    def room(self, share: int, tenant: Tenant) -> int:
+        """Return how many lines may run now. ``share``: of the gateway's lines."""
+        most = min(share, tenant.max_concurrency // 2) if tenant.max_concurrency else share
+        self.window = min(self.window, float(max(1, most)))
+        return max(1, int(self.window))
+
+    def wait_s(self, now_s: float, tenant: Tenant) -> float:
+        """Return the time until the next line may start, by the tenant's requests per minute."""
+        return max(0.0, self._next_start_s - now_s) if tenant.requests_per_minute else 0.0
+
+    def started(self, now_s: float, tenant: Tenant) -> None:
+        if tenant.requests_per_minute:
+            self._next_start_s = max(now_s, self._next_start_s) + 120.0 / tenant.requests_per_minute
+
+    def answered(self, waited_s: float, now_s: float) -> None:
+        """Count a line that succeeded, after a wait in the queue and for the engine."""
+        if waited_s > MAX_WAIT_S:
+            self.refused(now_s)
+        else:
+            self.window += 1.0 / self.window
+
+    def refused(self, now_s: float) -> None:
+        if now_s - self._reduced_s >= _SETTLE_S:
+            self.window, self._reduced_s = max(1.0, self.window / 2), now_s

@@ -1,0 +1,359 @@
+"""A batch from validation to its end, on owners that are killed, frozen and cut off from their stores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from services.core import errors
+from services.core.generation import Principal
+from services.core.records import KeyRole, Meta, Tenant
+from services.gateway.batches.execution import BatchExecution, BatchPorts, BatchTimes
+from services.gateway.batches.output_lines import LineAnswer
+from services.gateway.batches.records import BatchRecord, BatchStatus, batch_key, owner_key
+from services.gateway.batches.store import BatchStore, OwnedBatch, OwnershipLost
+from services.ports.store import Committed, Condition, ConditionFailed, Operation
+from tests.support.memory_batches import BatchStack, batch_stack
+
+URL = "/v1/completions"
+FASTER = 200.0
+CALLER = Principal("k", KeyRole.TENANT, "acme")
+
+
+@dataclass
+class FastClock:
+    """Implements ``ports.clock.Clock``: faster than the loop's. A test may move it on."""
+
+    moved_s: float = 1e6
+
+    def monotonic_s(self) -> float:
+        return asyncio.get_running_loop().time() * FASTER
+
+    def unix_s(self) -> float:
+        return self.monotonic_s() + self.moved_s
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / FASTER)
+
+
+@dataclass
+class OnceCalls:
+    """``LineCalls`` with records of keys, as the gateways have them: a run of a key is joined or replayed."""
+
+    rng: Random = field(default_factory=lambda: Random(1))
+    runs: Counter[str] = field(default_factory=Counter)
+    answers: dict[str, LineAnswer | errors.FairwayError] = field(default_factory=dict)
+    running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    hold: asyncio.Event = field(default_factory=asyncio.Event)
+    temporary: float = 0.0
+    most: int = 0
+    active: int = 0
+
+    async def run(self, principal: Principal, endpoint: str, body: bytes, key: str) -> LineAnswer:
+        assert (principal.tenant_id, endpoint) == ("acme", URL)
+        if self.rng.random() < self.temporary:
+            raise errors.NoWorkerAvailable("no worker", retry_after_s=0.01)
+        if key not in self.answers and key not in self.running:
+            self.running[key] = asyncio.create_task(self._run(body, key))
+        self.active += 1
+        self.most = max(self.most, self.active)
+        try:
+            if key in self.running:
+                await asyncio.shield(self.running[key])
+        finally:
+            self.active -= 1
+        answer = self.answers[key]
+        if isinstance(answer, errors.FairwayError):
+            raise answer
+        return answer
+
+    async def _run(self, body: bytes, key: str) -> None:
+        for _ in range(self.rng.randrange(4)):
+            await asyncio.sleep(0)
+        if json.loads(body).get("hold"):
+            await self.hold.wait()
+        self.runs[key] += 1
+        wrong = errors.InvalidInput("bad", field="x") if json.loads(body).get("bad") else None
+        self.answers[key] = wrong or LineAnswer(200, body, "req_1")
+        del self.running[key]
+
+    def refusal(self, error: errors.FairwayError) -> LineAnswer:
+        return LineAnswer(400, json.dumps({"error": error.message}).encode(), "")
+
+
+@dataclass
+class Rig:
+    stack: BatchStack
+    clock: FastClock
+    calls: OnceCalls
+    ports: BatchPorts
+    batch: BatchRecord
+
+    async def claim(self) -> OwnedBatch:
+        """Own the batch as a new gateway, whoever had it."""
+        await self.kill_owner()
+        lease = await self.stack.etcd.grant_lease(600)
+        held = await self.stack.store.claim("acme", self.batch.batch_id, "g", lease)
+        assert held is not None
+        return held
+
+    async def kill_owner(self) -> None:
+        entry = await self.stack.etcd.get(owner_key("acme", self.batch.batch_id))
+        if entry is not None:
+            await self.stack.etcd.revoke_lease(entry.lease_id)
+
+    async def run(self, share: int = 8) -> BatchRecord:
+        return await BatchExecution(await self.claim(), self.ports, lambda: share).run()
+
+    async def record(self) -> BatchRecord:
+        return (await self.stack.store.batch("acme", self.batch.batch_id)).record
+
+    async def written(self) -> tuple[list[Any], list[Any]]:
+        """Return the lines of the output and of the error file."""
+        record = await self.record()
+        found = []
+        for file_id, parts in ((record.output_file_id, record.output), (record.error_file_id, record.errors)):
+            data = b""
+            if parts:
+                file = await self.stack.files.file("acme", file_id)
+                assert file.parts == parts
+                data = b"".join([piece async for piece in self.stack.files.content(file)])
+            found.append([json.loads(line) for line in data.splitlines()])
+        return found[0], found[1]
+
+
+def lines_of(bodies: Sequence[dict[str, Any]]) -> bytes:
+    lines = [
+        {"custom_id": f"id-{number}", "method": "POST", "url": URL, "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+async def rig_of(data: bytes, store: Callable[[BatchStack], BatchStore] | None = None) -> Rig:
+    clock = FastClock()
+    stack = batch_stack(clock)
+    upload = stack.files.upload("acme")
+    await upload.write(data)
+    file = await stack.files.add(upload, "in.jsonl")
+    await upload.close()
+    batch = await stack.service.create(CALLER, file.file_id, URL, "24h", {"team": "a"})
+    calls = OnceCalls()
+
+    def status_of(batch: BatchRecord) -> BatchStatus:
+        entry = stack.etcd._entries.get(batch_key("acme", batch.batch_id))  # type: ignore[attr-defined]
+        return BatchStatus.CANCELLING if b'"cancelling"' in entry.value else batch.status
+
+    ports = BatchPorts(
+        store(stack) if store else stack.store,
+        stack.parts,
+        calls,
+        clock,
+        Random(2),
+        tenant_of=lambda _: Tenant(Meta("acme")),
+        status_of=status_of,
+        count=lambda _: None,
+        max_line_bytes=10_000,
+        times=BatchTimes(commit_s=0.0, grace_s=0.05),
+    )
+    return Rig(stack, clock, calls, ports, batch)
+
+
+@pytest.fixture(autouse=True)
+async def no_task_left() -> AsyncIterator[None]:
+    yield
+    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+async def test_every_line_is_answered_and_the_bad_ones_are_in_the_error_file() -> None:
+    rig = await rig_of(lines_of([{"bad": number % 5 == 0} for number in range(40)]))
+    ended = await rig.run()
+    output, failed = await rig.written()
+    assert ended.status is BatchStatus.COMPLETED
+    assert (ended.lines, ended.completed, ended.failed) == (40, 32, 8)
+    assert [line["custom_id"] for line in failed] == [f"id-{number}" for number in range(0, 40, 5)]
+    assert len({line["custom_id"] for line in output}) == 32
+    assert output[0]["response"] == {"status_code": 200, "request_id": "req_1", "body": {"bad": False}}
+    assert output[0]["error"] is None
+    assert failed[0]["response"]["status_code"] == 400
+    assert len({line["id"] for line in output + failed}) == 40
+    assert set(rig.calls.runs.values()) == {1}
+
+
+async def test_bad_input_fails_with_the_lines_and_runs_nothing() -> None:
+    rig = await rig_of(lines_of([{}]) + b"{\n" + lines_of([{}]))
+    ended = await rig.run()
+    assert ended.status is BatchStatus.FAILED
+    assert [(problem.code, problem.line) for problem in ended.problems] == [
+        ("invalid_json_line", 2),
+        ("duplicate_custom_id", 3),
+    ]
+    assert not rig.calls.runs
+    assert await rig.written() == ([], [])
+
+
+async def test_a_line_above_the_bound_is_named() -> None:
+    rig = await rig_of(lines_of([{}]) + b"x" * 20_000)
+    ended = await rig.run()
+    assert [(problem.code, problem.line) for problem in ended.problems] == [("line_too_long", 2)]
+
+
+@pytest.mark.parametrize("seed", range(25))
+async def test_kills_lose_and_double_nothing(seed: int) -> None:
+    """Owners are killed at random moments, refusals come, and parts are small."""
+    rng = Random(seed)
+    rig = await rig_of(lines_of([{"n": number, "bad": rng.random() < 0.2} for number in range(60)]))
+    rig.calls.rng, rig.calls.temporary = rng, 0.1
+    rig.ports = replace(rig.ports, part_bytes=400)
+    kills = 0
+    while not (await rig.record()).status.is_over:
+        owner = asyncio.create_task(rig.run(share=rng.randrange(1, 12)))
+        await asyncio.sleep(rng.uniform(0.001, 0.06 if kills else 0.004))
+        if not kills or rng.random() < 0.8:
+            kills += not owner.done()
+            owner.cancel()
+        await asyncio.gather(owner, return_exceptions=True)
+    output, failed = await rig.written()
+    found = Counter(line["custom_id"] for line in output + failed)
+    assert found == Counter(f"id-{number}" for number in range(60))
+    assert set(rig.calls.runs.values()) == {1}
+    assert len(rig.calls.runs) == 60
+    record = await rig.record()
+    assert (record.completed, record.failed) == (len(output), len(failed))
+    assert kills > 0
+
+
+async def test_a_frozen_owner_writes_nothing_after_another_took_over() -> None:
+    rig = await rig_of(lines_of([{"hold": number == 0} for number in range(10)]))
+    frozen = asyncio.create_task(BatchExecution(await rig.claim(), rig.ports, lambda: 4).run())
+    await asyncio.sleep(0.05)
+    held = await rig.claim()
+    rig.calls.hold.set()
+    ended = await BatchExecution(held, rig.ports, lambda: 4).run()
+    with pytest.raises(OwnershipLost):
+        await frozen
+    assert await rig.record() == ended
+    output, _ = await rig.written()
+    assert len(output) == 10
+    assert set(rig.calls.runs.values()) == {1}
+
+
+async def test_cancelling_keeps_what_is_done_and_names_the_rest() -> None:
+    rig = await rig_of(lines_of([{"hold": number >= 5} for number in range(20)]))
+    running = asyncio.create_task(rig.run(share=3))
+    await asyncio.sleep(0.05)
+    cancelled = await rig.stack.service.cancel(CALLER, rig.batch.batch_id)
+    assert cancelled.status is BatchStatus.CANCELLING
+    ended = await asyncio.wait_for(running, 5.0)
+    output, failed = await rig.written()
+    assert ended.status is BatchStatus.CANCELLED
+    assert [line["custom_id"] for line in output] == [f"id-{number}" for number in range(5)]
+    assert [line["custom_id"] for line in failed] == [f"id-{number}" for number in range(5, 20)]
+    assert {line["error"]["code"] for line in failed} == {"batch_cancelled"}
+    assert len(rig.calls.runs) == 5
+    with pytest.raises(errors.Conflict):
+        await rig.stack.service.cancel(CALLER, rig.batch.batch_id)
+
+
+async def test_a_batch_cancelled_before_it_is_validated_ends() -> None:
+    rig = await rig_of(lines_of([{}]))
+    await rig.stack.service.cancel(CALLER, rig.batch.batch_id)
+    assert (await rig.run()).status is BatchStatus.CANCELLED
+    assert not rig.calls.runs
+
+
+async def test_what_is_left_at_the_expiry_is_named() -> None:
+    rig = await rig_of(lines_of([{"hold": number >= 2} for number in range(6)]))
+    running = asyncio.create_task(rig.run())
+    await asyncio.sleep(0.05)
+    rig.clock.moved_s += 24 * 3600
+    ended = await asyncio.wait_for(running, 5.0)
+    _, failed = await rig.written()
+    assert ended.status is BatchStatus.EXPIRED
+    assert [line["error"]["code"] for line in failed] == ["batch_expired"] * 4
+
+
+async def test_a_key_that_is_deleted_ends_the_batch() -> None:
+    rig = await rig_of(lines_of([{} for _ in range(6)]))
+
+    def gone(_: Principal) -> Tenant:
+        raise errors.Unauthenticated("the API key is not valid any more")
+
+    rig.ports = replace(rig.ports, tenant_of=gone)
+    ended = await rig.run()
+    _, failed = await rig.written()
+    assert ended.status is BatchStatus.FAILED
+    assert [problem.code for problem in ended.problems] == ["invalid_api_key"]
+    assert [line["error"]["code"] for line in failed] == ["invalid_api_key"] * 6
+    assert not rig.calls.runs
+
+
+async def test_lines_at_once_are_bounded() -> None:
+    rig = await rig_of(lines_of([{} for _ in range(200)]))
+    await rig.run(share=5)
+    assert 2 <= rig.calls.most <= 5
+
+
+async def test_memory_is_bounded_while_the_first_line_hangs() -> None:
+    rig = await rig_of(lines_of([{"hold": number == 0} for number in range(300)]))
+    rig.ports = replace(rig.ports, ahead_lines=30)
+    running = asyncio.create_task(rig.run())
+    await asyncio.sleep(0.1)
+    assert 20 < len(rig.calls.runs) <= 30
+    rig.calls.hold.set()
+    assert (await running).completed == 300
+
+
+class Unsure(BatchStore):
+    """Loses the answers of commits, before or after they were applied."""
+
+    def __init__(self, stack: BatchStack, rng: Random) -> None:
+        super().__init__(Lossy(stack.etcd, rng), stack.batches._clock)
+
+
+class Lossy:
+    def __init__(self, inner: Any, rng: Random) -> None:
+        self._inner = inner
+        self._rng = rng
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def commit(
+        self, operations: Sequence[Operation], conditions: Sequence[Condition] = ()
+    ) -> Committed | ConditionFailed:
+        if self._rng.random() < 0.2:
+            raise errors.StoreUnavailable("lost before")
+        outcome: Committed | ConditionFailed = await self._inner.commit(operations, conditions)
+        if self._rng.random() < 0.2:
+            raise errors.StoreUnavailable("lost after")
+        return outcome
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_lost_answers_of_the_store_change_nothing(seed: int) -> None:
+    rng = Random(seed)
+    rig = await rig_of(lines_of([{"n": number} for number in range(30)]), lambda stack: Unsure(stack, rng))
+    rig.calls.rng = rng
+    ended = await rig.run(share=3)
+    output, failed = await rig.written()
+    assert [line["custom_id"] for line in output] == [f"id-{number}" for number in range(30)]
+    assert (ended.completed, failed) == (30, [])
+
+
+async def test_replaced_parts_are_deleted_at_once() -> None:
+    rig = await rig_of(lines_of([{} for _ in range(50)]))
+    ended = await rig.run(share=2)
+    stored = [blob.digest async for page in rig.stack.blobs.stored() for blob in page]
+    file = await rig.stack.files.file("acme", ended.input_file_id)
+    assert sorted(stored) == sorted(part.digest for part in (*ended.output, *file.parts))

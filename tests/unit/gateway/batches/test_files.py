@@ -1,0 +1,169 @@
+"""Files: parts, bounds, tenants apart, deletion and the sweep."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.core.errors import Conflict, IntegrityError, InvalidInput, NotFound, OverQuota, ShareExceeded
+from services.core.generation import Principal
+from services.core.records import KeyRole
+from services.gateway.batches.files import FileLimits, shown_name
+from services.gateway.batches.records import StoredFile
+from tests.support.clocks import QuickClock
+from tests.support.memory_batches import BatchStack, running_stack
+
+LIMITS = FileLimits(
+    max_bytes=5000,
+    max_tenant_bytes=8000,
+    max_tenant_files=4,
+    retention_s=1000.0,
+    part_bytes=100,
+    max_tenant_uploads=2,
+)
+CALLER = Principal("k", KeyRole.TENANT, "acme")
+
+
+@pytest_asyncio.fixture
+async def clock() -> QuickClock:
+    return QuickClock(100_000.0)
+
+
+@pytest_asyncio.fixture
+async def stack(clock: QuickClock) -> AsyncIterator[BatchStack]:
+    async with running_stack(clock, limits=LIMITS) as found:
+        yield found
+
+
+async def stored(stack: BatchStack, data: bytes, tenant: str = "acme", **more: Any) -> StoredFile:
+    upload = stack.files.upload(tenant)
+    try:
+        await upload.write(data)
+        file = await stack.files.add(upload, more.get("name", "in.jsonl"))
+    finally:
+        await upload.close()
+    await stack.seen()
+    return file
+
+
+async def blobs(stack: BatchStack) -> int:
+    return sum([len(page) async for page in stack.blobs.stored()])
+
+
+async def content(stack: BatchStack, file: StoredFile) -> bytes:
+    return b"".join([piece async for piece in stack.files.content(file)])
+
+
+@pytest.mark.parametrize("size", [1, 99, 100, 101, 1000])
+async def test_a_file_comes_back_in_parts(stack: BatchStack, size: int) -> None:
+    data = os.urandom(size)
+    file = await stored(stack, data)
+    assert (file.size_bytes, len(file.parts)) == (size, -(-size // 100))
+    assert await content(stack, await stack.files.file("acme", file.file_id)) == data
+
+
+async def test_no_tenant_reaches_the_files_of_another(stack: BatchStack) -> None:
+    mine, theirs = await stored(stack, b"mine"), await stored(stack, b"mine", tenant="other")
+    assert mine.parts[0].digest != theirs.parts[0].digest, "equal contents have no blob in common"
+    assert [file.file_id for file in stack.files.files("acme")] == [mine.file_id]
+    for call in (stack.files.file, stack.files.delete):
+        with pytest.raises(NotFound):
+            await call("acme", theirs.file_id)
+    with pytest.raises(NotFound):
+        await stack.service.create(CALLER, theirs.file_id, "/v1/embeddings", "24h", {})
+    with pytest.raises(IntegrityError):  # a record that names another's part opens nothing
+        await stack.parts.get("acme", mine.file_id, 0, theirs.parts[0].digest)
+    with pytest.raises(IntegrityError):
+        await stack.parts.get("acme", mine.file_id, 1, mine.parts[0].digest)
+
+
+@pytest.mark.parametrize("file_id", ["", "../x", "file-", "file-" + "0" * 24 + "/..", "batch_" + "0" * 24])
+async def test_hostile_ids_are_not_found(stack: BatchStack, file_id: str) -> None:
+    with pytest.raises(NotFound):
+        await stack.files.file("acme", file_id)
+
+
+async def test_a_file_has_a_bound_and_leaves_nothing_above_it(stack: BatchStack) -> None:
+    with pytest.raises(InvalidInput, match="5000 bytes"):
+        await stored(stack, b"x" * 5001)
+    with pytest.raises(InvalidInput, match="empty"):
+        await stored(stack, b"")
+    assert await blobs(stack) == 0
+
+
+async def test_a_tenant_has_bounds(stack: BatchStack) -> None:
+    await stored(stack, b"x" * 5000)
+    with pytest.raises(InvalidInput, match="3000 bytes that are left"):
+        await stored(stack, b"x" * 3001)
+    for _ in range(3):
+        await stored(stack, b"x")
+    with pytest.raises(OverQuota):
+        stack.files.upload("acme")
+    uploads = [stack.files.upload("other") for _ in range(2)]
+    with pytest.raises(ShareExceeded):
+        stack.files.upload("other")
+    for upload in uploads:
+        await upload.close()
+    await stored(stack, b"x", tenant="other")
+
+
+async def test_a_deleted_file_is_gone_with_its_bytes_but_not_while_a_batch_reads_it(
+    stack: BatchStack,
+) -> None:
+    file = await stored(stack, b"x" * 250)
+    batch = await stack.service.create(CALLER, file.file_id, "/v1/embeddings", "24h", {})
+    await stack.seen()
+    with pytest.raises(Conflict, match=batch.batch_id):
+        await stack.files.delete("acme", file.file_id)
+    await stack.store.delete_batch(await stack.store.batch("acme", batch.batch_id))
+    await stack.seen()
+    await stack.files.delete("acme", file.file_id)
+    assert await blobs(stack) == 0
+    with pytest.raises(NotFound):
+        await stack.files.file("acme", file.file_id)
+
+
+async def test_the_sweep_deletes_what_is_over_and_what_nothing_names(clock: QuickClock) -> None:
+    async with running_stack(clock, limits=replace(LIMITS, retention_s=100_000.0)) as stack:
+        old = await stored(stack, b"old")
+        await stack.parts.put("acme", "file-" + "f" * 24, 0, b"of a gateway that died")
+        clock.now_s += 7000.0
+        assert await stack.files.sweep() == 0, "both are younger than an upload may last"
+        clock.now_s += 83_000.0
+        kept = await stored(stack, b"kept")
+        clock.now_s += 10_000.0
+        with pytest.raises(NotFound):
+            await stack.files.file("acme", old.file_id)
+        assert await stack.files.sweep() == 2
+        assert await content(stack, kept) == b"kept"
+        assert await blobs(stack) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("a.jsonl", "a.jsonl"), ("../../etc/passwd", ".._.._etc_passwd"), ("a\0b\r\nc", "a_b__c"), ("", "file")],
+)
+def test_a_hostile_name_is_only_shown(name: str, shown: str) -> None:
+    assert shown_name(name) == shown
+    assert len(shown_name(name + "x" * 1000)) <= 255
+
+
+@pytest.mark.parametrize("window", ["", "24", "h", "0h", "169h", "1.5h", "24H", "-1h", "٢h", "1" * 50 + "h"])
+async def test_bad_windows_are_refused(stack: BatchStack, window: str) -> None:
+    file = await stored(stack, b"x")
+    with pytest.raises(InvalidInput, match="completion_window"):
+        await stack.service.create(CALLER, file.file_id, "/v1/embeddings", window, {})
+
+
+async def test_unfinished_batches_are_bounded(stack: BatchStack) -> None:
+    file = await stored(stack, b"x")
+    for _ in range(3):
+        await stack.service.create(CALLER, file.file_id, "/v1/embeddings", "24h", {})
+        await stack.seen()
+    with pytest.raises(OverQuota):
+        await stack.service.create(CALLER, file.file_id, "/v1/embeddings", "24h", {})

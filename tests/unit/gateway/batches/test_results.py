@@ -1,0 +1,111 @@
+"""Accounting of lines: with any order of ends and any kills, each line is in the files once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.batches.records import BatchRecord, FilePart
+from services.gateway.batches.results import LineResult, OpenFile, ResultWindow, advanced
+
+RECORD = BatchRecord("batch_1", "acme", "k", "/v1/completions", "file-1", "file-2", "file-3", "24h", 1.0, 2.0)
+
+
+@dataclass
+class Disk:
+    """Parts by digest, and the record that names them."""
+
+    record: BatchRecord
+    blobs: dict[str, bytes] = field(default_factory=dict)
+
+    def put(self, data: bytes) -> FilePart:
+        digest = f"sha256:{len(self.blobs)}"
+        self.blobs[digest] = data
+        return FilePart(digest, len(data))
+
+    def lines_of(self, parts: tuple[FilePart, ...]) -> list[int]:
+        return [int(line) for line in b"".join(self.blobs[part.digest] for part in parts).split()]
+
+
+class Killed(Exception):
+    pass
+
+
+def own(disk: Disk, rng: Random, kills: float) -> None:
+    """Run the lines that are left as one owner does, until the end or a kill between any two steps."""
+
+    def step() -> None:
+        if rng.random() < kills:
+            raise Killed
+
+    record = disk.record
+    window = ResultWindow(record.next_line)
+    files = {
+        False: OpenFile(record.output, part_bytes=16),
+        True: OpenFile(record.errors, part_bytes=16),
+    }
+    for file in files.values():
+        if file.tail_part is not None:
+            file.tail = disk.blobs[file.tail_part.digest]
+    left = list(range(record.next_line, record.lines))
+    while left or window.ready:
+        for _ in range(rng.randrange(4)):
+            if left:  # a few lines ahead end in any order
+                index = left.pop(rng.randrange(min(5, len(left))))
+                step()
+                window.add(index, LineResult(index + 1, b"%d\n" % index, failed=index % 7 == 3))
+        taken = window.take(rng.randrange(1, 30))
+        written = dict(files)
+        for failed, file in files.items():
+            data = b"".join(result.data for result in taken if result.failed is failed)
+            if data:
+                kept, contents = file.plan(data)
+                step()
+                written[failed] = file.after((*kept, *map(disk.put, contents)), contents[-1])
+        step()
+        disk.record = record = advanced(record, taken, written[False].parts, written[True].parts)
+        files = written
+        step()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 60), st.sampled_from([0.0, 0.02, 0.1]))
+def test_every_line_is_in_one_file_once(seed: int, lines: int, kills: float) -> None:
+    rng = Random(seed)
+    disk = Disk(replace(RECORD, lines=lines))
+    while disk.record.next_line < lines:
+        try:
+            own(disk, rng, kills)
+        except Killed:
+            continue
+    record = disk.record
+    assert disk.lines_of(record.output) == [index for index in range(lines) if index % 7 != 3]
+    assert disk.lines_of(record.errors) == [index for index in range(lines) if index % 7 == 3]
+    assert (record.completed, record.failed) == (
+        len(disk.lines_of(record.output)),
+        len(disk.lines_of(record.errors)),
+    )
+    assert record.next_offset == lines
+    assert all(part.size_bytes == 16 for part in record.output[:-1])
+
+
+def test_a_line_cannot_have_two_results() -> None:
+    window, result = ResultWindow(3), LineResult(1, b"", failed=False)
+    window.add(4, result)
+    with pytest.raises(AssertionError, match="two results"):
+        window.add(4, result)
+    with pytest.raises(AssertionError, match="already"):
+        window.add(2, result)
+
+
+def test_a_gap_holds_back_what_follows() -> None:
+    window = ResultWindow(0)
+    for index in (1, 2):
+        window.add(index, LineResult(index, b"x", failed=False))
+    assert window.take(100) == []
+    window.add(0, LineResult(0, b"x", failed=False))
+    assert [result.end for result in window.take(2)] == [0, 1]
+    assert [result.end for result in window.take(2)] == [2]

@@ -1,0 +1,127 @@
+"""Turns of tenants, pace of lines, and which errors are temporary."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.core import errors
+from services.core.records import Meta, Tenant
+from services.gateway.policy.batch_turns import (
+    MAX_CRASHES,
+    MAX_WAIT_S,
+    TURN_S,
+    BatchPace,
+    WaitingBatch,
+    is_temporary,
+    next_batches,
+    yields_turn,
+)
+
+FREE = Tenant(Meta("acme"))
+
+
+def waiting(*names: str) -> list[WaitingBatch]:
+    return [WaitingBatch(name[0], name, float(position)) for position, name in enumerate(names)]
+
+
+def names(found: tuple[WaitingBatch, ...]) -> list[str]:
+    return [batch.batch_id for batch in found]
+
+
+def test_of_each_tenant_the_oldest_batch_comes_and_tenants_before_second_batches() -> None:
+    assert names(next_batches(waiting("a1", "a2", "b1", "a3"), {}, {}, 10)) == ["a1", "b1"]
+
+
+def test_a_tenant_that_runs_a_batch_anywhere_waits() -> None:
+    assert names(next_batches(waiting("a1", "b1"), {"a": 1}, {}, 10)) == ["b1"]
+
+
+def test_the_longest_wait_since_a_turn_comes_first() -> None:
+    found = next_batches(waiting("a1", "b1", "c1"), {}, {"a": 50.0, "b": 20.0}, 2)
+    assert names(found) == ["c1", "b1"]
+
+
+def test_nothing_is_claimed_without_room() -> None:
+    assert next_batches(waiting("a1"), {}, {}, 0) == ()
+
+
+@pytest.mark.parametrize(
+    ("age_s", "tenants", "free", "ends"),
+    [(TURN_S, 1, 0, True), (TURN_S - 1, 1, 0, False), (TURN_S, 0, 0, False), (TURN_S, 2, 2, False)],
+)
+def test_a_turn_ends_for_a_tenant_without_a_place(age_s: float, tenants: int, free: int, ends: bool) -> None:
+    assert yields_turn(100.0, 100.0 + age_s, tenants, free) is ends
+
+
+def test_two_tenants_alternate_on_one_place() -> None:
+    """With room for one batch, the tenant that had the last turn waits for the other."""
+    turns: list[str] = []
+    last: dict[str, float] = {}
+    for round_ in range(6):
+        (chosen,) = next_batches(waiting("a1", "a2", "b1"), {}, last, 1)
+        last[chosen.tenant] = float(round_)
+        turns.append(chosen.tenant)
+    assert turns == ["a", "b", "a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("error", "temporary"),
+    [
+        (errors.RequestRateExceeded("x", retry_after_s=1.0), True),
+        (errors.TokenRateExceeded("larger than the limit"), False),
+        (errors.NoWorkerAvailable("x"), True),
+        (errors.StreamBroken("x"), True),
+        (errors.DeadlineExceeded("x"), True),
+        (errors.RequestCancelled("x"), True),
+        (errors.InvalidInput("x"), False),
+        (errors.PoisonedInput("x"), False),
+        (errors.ResultExpired("x"), False),
+        (errors.Unauthenticated("x"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_temporary_errors(error: errors.FairwayError, temporary: bool) -> None:
+    assert is_temporary(error, 0) is temporary
+
+
+def test_a_line_that_crashes_each_time_fails() -> None:
+    crash = errors.InternalError("x", incident="i")
+    assert [is_temporary(crash, count) for count in range(MAX_CRASHES)] == [True] * (MAX_CRASHES - 1) + [
+        False
+    ]
+
+
+def test_the_pace_grows_by_one_per_window_and_halves_once_per_burst_of_refusals() -> None:
+    pace = BatchPace()
+    for _ in range(200):
+        pace.answered(0.01, 0.0)
+    grown = pace.room(100, FREE)
+    assert 15 < grown < 30
+    for _ in range(10):
+        pace.refused(50.0)
+    assert pace.room(100, FREE) == grown // 2
+    for second in range(60, 90):
+        pace.refused(float(second))
+    assert pace.room(100, FREE) == 1
+
+
+def test_a_wait_halves_the_pace_as_a_refusal_does() -> None:
+    pace = BatchPace(window=16.0)
+    for _ in range(5):
+        pace.answered(MAX_WAIT_S + 0.01, 10.0)
+    assert pace.room(100, FREE) == 8
+
+
+def test_a_batch_leaves_half_of_its_tenants_limits() -> None:
+    pace = BatchPace(window=50.0)
+    assert pace.room(32, Tenant(Meta("acme"), max_concurrency=8)) == 4
+    assert pace.room(32, Tenant(Meta("acme"), max_concurrency=1)) == 1
+    limited = Tenant(Meta("acme"), requests_per_minute=60)
+    starts = []
+    now_s = 0.0
+    for _ in range(4):
+        now_s += pace.wait_s(now_s, limited)
+        pace.started(now_s, limited)
+        starts.append(now_s)
+    assert starts == [0.0, 2.0, 4.0, 6.0], "30 of 60 a minute"
+    assert pace.wait_s(now_s, FREE) == 0.0
