@@ -6,7 +6,7 @@ Authorisation uses only the route's rule and the authorization header, never a U
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 
@@ -20,12 +20,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from structlog.contextvars import bound_contextvars
 
-from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, InternalError, InvalidInput, PermissionDenied
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.batches.service import BatchService
-from services.gateway.events import Event, Received
+from services.gateway.events import Received
 from services.gateway.faces.batches.routes import BatchesFace
 from services.gateway.faces.description.routes import with_description
 from services.gateway.faces.messages.routes import MessagesCalls, MessagesFace
@@ -80,19 +79,6 @@ T = TypeVar("T")
 
 class Generations(TokenCalls, Completions, MessagesCalls, ResponsesCalls, Protocol):
     """Whole requests: validates, admits, places and streams; raises the tree of ``core/errors.py``."""
-
-    def stream(
-        self,
-        principal: Principal,
-        generation: inference_pb2.Generation,
-        *,
-        received: Received,
-        timeout_s: float | None = None,
-    ) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request, ending with Finished; raise the error that ended it.
-
-        Closing the generator cancels the request and frees all its resources.
-        """
 
     async def list_models(self, principal: Principal) -> Sequence[ServedModel]:
         """Return the models that the caller may use, by name."""

@@ -16,7 +16,7 @@ from services.core.generation import Principal
 from services.gateway.events import Accepted, Event, Finished, Received, Tokens
 from services.gateway.faces.openai.event_stream import CACHE_HIT, REPLAYED, degraded_header
 from services.gateway.faces.openai.exchange import Reply
-from services.gateway.faces.openai.rate_headers import rate_headers
+from services.gateway.faces.transport.rate_headers import rate_headers
 
 
 class GenerationStreams(Protocol):
