@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import msgspec
@@ -33,7 +33,7 @@ class ToolUse:
     """The tools that the prompt shows, and the choice among them."""
 
     tools: tuple[Tool, ...] = ()
-    choice: ToolChoice = ToolChoice()  # noqa: RUF009
+    choice: ToolChoice = field(default_factory=ToolChoice)
 
     @property
     def allowed(self) -> tuple[Tool, ...]:
