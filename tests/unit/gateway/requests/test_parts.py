@@ -79,6 +79,11 @@ async def test_a_whole_output_in_parts() -> None:
     assert found.finished.choices[0].finish_reason is FinishReason.TOOL_CALLS
 
 
+async def test_an_output_that_is_not_split_has_no_answers() -> None:
+    found = await complete(events(TEXT, [9], form=None))
+    assert (found.texts, found.answers) == ([TEXT], ())
+
+
 async def test_only_an_output_that_stopped_ended_by_its_calls() -> None:
     _, _, reason = await parts_of(in_parts(events(TEXT, [], reason=FinishReason.LENGTH), None))
     assert reason is FinishReason.LENGTH
