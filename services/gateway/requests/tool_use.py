@@ -160,11 +160,8 @@ class OutputForms:
         Otherwise the output matches from its beginning, and has no reasoning.
         """
         whole = replace(form, reasoning=None)
-        if (
-            form.reasoning is None
-            or not generation.parts
-            or constraint.kind is not ConstraintKind.JSON_SCHEMA
-        ):
+        by_schema = constraint.kind is ConstraintKind.JSON_SCHEMA
+        if form.reasoning is None or not generation.parts or not by_schema:
             return whole, constraint
         try:
             schema = msgspec.json.decode(constraint.source, type=dict[str, Any])

@@ -187,10 +187,6 @@ async def test_a_schema_holds_behind_reasoning(resolve: Resolver) -> None:
     whole = (await resolve(asked)).sampling.constraint
     assert whole is not None
     assert whole.kind is ConstraintKind.JSON_SCHEMA
-    asked.parts, asked.sampling.constraint.json_schema = True, "true"
-    spec = await resolve(asked)
-    assert spec.form is not None
-    assert spec.form.reasoning is None
 
 
 def test_the_files_show_form_marks_and_openings(make_folder: Any, clock: Any) -> None:
