@@ -21,7 +21,7 @@ TOOLS = [
         "description": "Return the weather of a city.",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 8}},
+            "properties": {"city": {"type": "string", "enum": ["Bern", "Oslo"]}},
             "required": ["city"],
             "additionalProperties": False,
         },
@@ -71,8 +71,14 @@ def responses(client: openai.OpenAI) -> dict[str, Any]:
     items = list(client.responses.input_items.list(whole.id))
     counted = client.responses.input_tokens.count(model=MODEL, input=PROMPT)
     formatted = client.responses.create(model=MODEL, input="x", max_output_tokens=64, text=form)
+    # A small model that must call goes on calling.
     called = client.responses.create(
-        model=MODEL, input="Weather?", tools=TOOLS, tool_choice="required", max_output_tokens=160
+        model=MODEL,
+        input="Weather?",
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_output_tokens=160,
     )
     client.responses.delete(whole.id)
     return {
@@ -162,7 +168,7 @@ def messages(client: anthropic.Anthropic) -> dict[str, Any]:
         max_tokens=160,
         messages=[{"role": "user", "content": "Weather?"}],
         tools=[tool],
-        tool_choice={"type": "any"},
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
     )
     turns: list[Any] = [
         {"role": "user", "content": "Weather?"},

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.command_line import CommandLine
 from tests.support.stack import Stack, kill
 
 CLIENT = Path(__file__).with_name("answers_client.py")
@@ -33,8 +35,13 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def client(openai_python: str, stack: Stack) -> Client:
-    return Client(openai_python, stack)
+def client(openai_python: str, stack: Stack) -> Iterator[Client]:
+    """The bundled model declares no form of calls: its deployment names one."""
+    cli = CommandLine(stack.state)
+    changed = cli("deployments", "update", stack.model, "--output-form", "hermes")
+    assert changed.code == 0, changed.err
+    yield Client(openai_python, stack)
+    cli("deployments", "update", stack.model, "--output-form", "")
 
 
 @pytest.fixture(scope="module")

@@ -104,15 +104,18 @@ async def test_a_stream_of_a_lost_gateway_goes_on_at_another(faces: Faces) -> No
 
 
 async def test_what_ended_before_it_was_stored_is_stored_by_its_reader(faces: Faces) -> None:
-    """The run has ended under its key, and its gateway was lost before it could store the answer."""
-    made = await create(faces, seed=3)
-    driver = next(t for t in asyncio.all_tasks() if t.get_name() == f"response {made['id']}")
+    """The run ends under its key for a client's stream, and nothing stores its answer."""
+    faces.fleet.hold_at = 5
+    streamed = asyncio.create_task(faces.post(0, PATH, {**BODY, "stream": True, "seed": 3}))
+    await until(lambda: faces.fleet.engine_tokens == 5)
+    (driver,) = (task for task in asyncio.all_tasks() if task.get_name().startswith("response resp_"))
+    response_id = driver.get_name().removeprefix("response ")
     driver.cancel()
-    await asyncio.sleep(0)
-    await faces.gateways[0].at_rest()
-    found = await ended(faces, 1, made["id"])
-    assert found["status"] in ("incomplete", "failed")
-    assert faces.fleet.engine_tokens <= 12, "never twice"
+    faces.fleet.hold.set()
+    _, _, whole = await streamed
+    found = await ended(faces, 1, response_id)
+    assert text_of(found) == "".join(_deltas(whole)) == whole_text(3)
+    assert faces.fleet.engine_tokens == 12, "never twice"
 
 
 async def test_either_gateway_cancels(faces: Faces) -> None:
