@@ -3,7 +3,8 @@ line has exactly one result and interactive requests are as fast as without the 
 
 One interactive client per gateway streams all the time. The first part is without the batch, the second
 with it, both without kills: ``interactive_ttft_ratio`` is the 95th percentile of the second over that of the
-first. Then a random process of a random role is killed every few seconds until the batch ends.
+first. Then the clients stop, and a random process of a random role is killed every few seconds until the
+batch ends.
 
 ``missing``: lines in neither file; ``doubled``: results beyond the first of a line. The last line is
 ``RESULT {json}``.
@@ -255,11 +256,11 @@ def drill(stack: Stack, options: argparse.Namespace) -> dict[str, Any]:
             f"failed: {dict(failed)}; lines then {counts}",
             flush=True,
         )
-        batch = until_ended(api, batch["id"], stack, rng, kills)
     finally:
         stop.set()
         for thread in threads:
             thread.join()
+    batch = until_ended(api, batch["id"], stack, rng, kills)
     output, errors = results_of(api, batch)
     every = output + errors
     print(f"{batch['status']}: {batch['request_counts']}, killed {dict(kills)}", flush=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import structlog
@@ -43,6 +45,7 @@ class HttpLines:
         self._bodies = bodies
         self._clock = clock
         self._ids = ids
+        self.running = 0  # requests of lines
 
     async def run(self, principal: Principal, endpoint: str, body: bytes, key: str) -> LineAnswer:
         received = Received(
@@ -74,7 +77,8 @@ class HttpLines:
         for generation in request.generations:
             generation.idempotency_key, generation.priority = key, common_pb2.PRIORITY_BATCH
         call = complete_all(self._service, principal, request, received)
-        completions = await named(request.names.items(), call)
+        with self._counted(len(request.generations)):
+            completions = await named(request.names.items(), call)
         data = whole_body(request, completions, received, int(self._clock.unix_s()))
         clock = completions[0].finished.clock
         return LineAnswer(200, data, received.request_id, (clock.queue_us + clock.engine_wait_us) / 1e6)
@@ -83,5 +87,14 @@ class HttpLines:
         request: EmbeddingsCall = await self._bodies.parse(embeddings_request, body)
         message = request.message
         message.idempotency_key, message.priority = key, common_pb2.PRIORITY_BATCH
-        found = await named(ROW_NAMES, self._rows.embed(principal, message, received=received))
+        with self._counted(1):
+            found = await named(ROW_NAMES, self._rows.embed(principal, message, received=received))
         return LineAnswer(200, embeddings_answer(request, found), received.request_id)
+
+    @contextmanager
+    def _counted(self, requests: int) -> Iterator[None]:
+        self.running += requests
+        try:
+            yield
+        finally:
+            self.running -= requests
