@@ -19,6 +19,7 @@ from services.core.limits import RateState
 from services.gateway.policy.degrade import Degradation
 
 MAX_ATTEMPT: Final = 1000  # larger numbers count as this one
+BATCH_FACE: Final = "batch"  # of lines of batches, which no client waits for
 
 
 def request_tag(request_id: str) -> bytes:

@@ -92,7 +92,7 @@ def open_batches(
             batches,
             gateways,
             gateway_id,
-            serves_others=lambda: service.running > lines.running,
+            serves_others=lambda: service.serves_clients,
         )
     return GatewayBatches(found, environment, owner)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import structlog
@@ -13,7 +11,7 @@ from fairway.v1 import common_pb2
 from services.core.errors import FairwayError, InternalError, InvalidInput
 from services.core.generation import Principal
 from services.gateway.batches.output_lines import LineAnswer
-from services.gateway.events import Received
+from services.gateway.events import BATCH_FACE, Received
 from services.gateway.faces.openai.errors import error_body, named, status_of
 from services.gateway.faces.openai.exchange import BodyReader
 from services.gateway.faces.openai.requests import chat_request, completion_request
@@ -45,14 +43,13 @@ class HttpLines:
         self._bodies = bodies
         self._clock = clock
         self._ids = ids
-        self.running = 0  # requests of lines
 
     async def run(self, principal: Principal, endpoint: str, body: bytes, key: str) -> LineAnswer:
         received = Received(
             self._clock.monotonic_s(),
             int(self._clock.unix_s() * 1e6),
             self._ids.request_id(),
-            face="batch",
+            face=BATCH_FACE,
         )
         try:
             if endpoint in _GENERATIONS:
@@ -77,8 +74,7 @@ class HttpLines:
         for generation in request.generations:
             generation.idempotency_key, generation.priority = key, common_pb2.PRIORITY_BATCH
         call = complete_all(self._service, principal, request, received)
-        with self._counted(len(request.generations)):
-            completions = await named(request.names.items(), call)
+        completions = await named(request.names.items(), call)
         data = whole_body(request, completions, received, int(self._clock.unix_s()))
         clock = completions[0].finished.clock
         return LineAnswer(200, data, received.request_id, (clock.queue_us + clock.engine_wait_us) / 1e6)
@@ -87,14 +83,5 @@ class HttpLines:
         request: EmbeddingsCall = await self._bodies.parse(embeddings_request, body)
         message = request.message
         message.idempotency_key, message.priority = key, common_pb2.PRIORITY_BATCH
-        with self._counted(1):
-            found = await named(ROW_NAMES, self._rows.embed(principal, message, received=received))
+        found = await named(ROW_NAMES, self._rows.embed(principal, message, received=received))
         return LineAnswer(200, embeddings_answer(request, found), received.request_id)
-
-    @contextmanager
-    def _counted(self, requests: int) -> Iterator[None]:
-        self.running += requests
-        try:
-            yield
-        finally:
-            self.running -= requests
