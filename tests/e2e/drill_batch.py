@@ -182,13 +182,14 @@ def interactive_key(stack: Stack) -> str:
 
 
 def kill_one(stack: Stack, rng: random.Random, kills: Counter[str]) -> None:
-    """Kill a process of a random role."""
-    role = rng.choice(sorted(ROLES))
+    """Kill a process of a random role, of those that were killed least often."""
+    least = min(kills[role] for role in ROLES)
+    role = rng.choice(sorted(role for role in ROLES if kills[role] == least))
     running = [one for one in processes(stack.state) if ROLES[role] in " ".join(one.info["cmdline"])]
+    kills[role] += 1
     if running:
         with suppress(psutil.Error):
             rng.choice(running).send_signal(signal.SIGKILL)
-            kills[role] += 1
 
 
 def until_ended(
