@@ -21,6 +21,7 @@ from services.core.outputs.tools import OutputPart
 from services.gateway.policy.degrade import Degradation
 
 MAX_ATTEMPT: Final = 1000  # larger numbers count as this one
+BATCH_FACE: Final = "batch"  # of lines of batches, which no client waits for
 
 
 def request_tag(request_id: str) -> bytes:

@@ -16,7 +16,7 @@ from fairway.v1 import inference_pb2
 from services.core.errors import Draining, FairwayError, QueueFull, RequestRateExceeded, StoreUnavailable
 from services.core.generation import Principal, Usage
 from services.gateway.catalog import ModelCatalog, Route
-from services.gateway.events import Delivered, Event, Handle, Received, RequestSink
+from services.gateway.events import BATCH_FACE, Delivered, Event, Handle, Received, RequestSink
 from services.gateway.requests.admission import RequestAdmission
 from services.gateway.requests.parts import in_parts
 from services.gateway.requests.request import Request
@@ -78,6 +78,7 @@ class GatewayService:
         self._ports = ports
         self.limits = limits
         self._requests: dict[RunningRequest, None] = {}  # in order of arrival
+        self._lines = 0  # of batches, among them
         self._counting: Counter[str] = Counter()
         self._draining = False
 
@@ -85,6 +86,11 @@ class GatewayService:
     def running(self) -> int:
         """Requests between receipt and terminal event."""
         return len(self._requests)
+
+    @property
+    def serves_clients(self) -> bool:
+        """Whether a request runs that is no line of a batch."""
+        return len(self._requests) > self._lines
 
     @property
     def buffered_tokens(self) -> int:
@@ -282,17 +288,20 @@ class GatewayService:
         admit = partial(self._admit, principal, generation, request, terms)
         task = ports.supervisor.spawn(f"request {request.request_id}", request.run(admit))
         request.bind(task)
-        leave = self.enter(tenant_id, request)
+        leave = self.enter(tenant_id, request, terms.received.face)
         task.add_done_callback(lambda _: leave())
         return request, task
 
-    def enter(self, tenant_id: str, request: RunningRequest) -> Callable[[], None]:
+    def enter(self, tenant_id: str, request: RunningRequest, face: str) -> Callable[[], None]:
         """Count a request as running until the returned function is called, once."""
         self._requests[request] = None
+        lines = int(face == BATCH_FACE)
+        self._lines += lines
         self.capacity.enter(tenant_id)
 
         def leave() -> None:
             self._requests.pop(request, None)
+            self._lines -= lines
             self.capacity.leave(tenant_id)
 
         return leave

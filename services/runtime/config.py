@@ -90,6 +90,8 @@ class Settings(BaseModel):
     batch_price_ratio: float = Field(default=1.0, ge=0, le=1)
     # Lines of batches at once on a gateway; 0: none.
     batch_lines: int = Field(default=32, ge=0, le=1024)
+    # The same while it serves other requests.
+    batch_busy_lines: int = Field(default=1, ge=1, le=1024)
     # Days that usage records are kept.
     usage_retention_days: int = Field(default=400, ge=1, le=3660)
     # URL of the object store; empty: Amazon's for the region.

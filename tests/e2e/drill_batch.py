@@ -3,7 +3,8 @@ line has exactly one result and interactive requests are as fast as without the 
 
 One interactive client per gateway streams all the time. The first part is without the batch, the second
 with it, both without kills: ``interactive_ttft_ratio`` is the 95th percentile of the second over that of the
-first. Then a random process of a random role is killed every few seconds until the batch ends.
+first. Then the clients stop, and a random process of a random role is killed every few seconds until the
+batch ends.
 
 ``missing``: lines in neither file; ``doubled``: results beyond the first of a line. The last line is
 ``RESULT {json}``.
@@ -181,13 +182,14 @@ def interactive_key(stack: Stack) -> str:
 
 
 def kill_one(stack: Stack, rng: random.Random, kills: Counter[str]) -> None:
-    """Kill a process of a random role."""
-    role = rng.choice(sorted(ROLES))
+    """Kill a process of a random role, of those that were killed least often."""
+    least = min(kills[role] for role in ROLES)
+    role = rng.choice(sorted(role for role in ROLES if kills[role] == least))
     running = [one for one in processes(stack.state) if ROLES[role] in " ".join(one.info["cmdline"])]
+    kills[role] += 1
     if running:
         with suppress(psutil.Error):
             rng.choice(running).send_signal(signal.SIGKILL)
-            kills[role] += 1
 
 
 def until_ended(
@@ -255,11 +257,11 @@ def drill(stack: Stack, options: argparse.Namespace) -> dict[str, Any]:
             f"failed: {dict(failed)}; lines then {counts}",
             flush=True,
         )
-        batch = until_ended(api, batch["id"], stack, rng, kills)
     finally:
         stop.set()
         for thread in threads:
             thread.join()
+    batch = until_ended(api, batch["id"], stack, rng, kills)
     output, errors = results_of(api, batch)
     every = output + errors
     print(f"{batch['status']}: {batch['request_counts']}, killed {dict(kills)}", flush=True)

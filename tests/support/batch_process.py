@@ -21,7 +21,7 @@ from services.core.generation import Principal
 from services.core.records import Meta, Tenant, load
 from services.gateway.batches.execution import BatchPorts, BatchTimes
 from services.gateway.batches.output_lines import LineAnswer
-from services.gateway.batches.owner import BatchOwner, OwnerRecord
+from services.gateway.batches.owner import BatchOwner, OwnerLimits, OwnerRecord
 from services.gateway.batches.records import BATCH_OWNERS, BATCHES, BatchRecord
 from services.gateway.batches.store import BatchStore
 from services.runtime.clock import SystemClock
@@ -72,8 +72,7 @@ async def main(endpoint: str, folder: Path, name: str) -> None:
         LeaseHolder(etcd, clock, ttl_s=LEASE_S),
         supervisor,
         gateway_id=name,
-        max_batches=4,
-        max_lines=4,
+        limits=OwnerLimits(max_batches=4, max_lines=4, busy_lines=4),
         gateways=lambda: 2,
     )
     await owner.run()

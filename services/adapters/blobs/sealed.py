@@ -1,7 +1,7 @@
 """Parts of tenants' files as encrypted blobs: AES-256-GCM by the installation's record keys.
 
-The seal covers tenant, file and position. A blob of another tenant, file or place does not open. A random
-nonce gives every blob a digest of its own.
+The seal covers tenant, file and position. A blob of another tenant, file or place does not open. A
+random nonce gives every blob a digest of its own.
 """
 
 from __future__ import annotations

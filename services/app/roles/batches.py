@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_bytes, token_hex
@@ -16,7 +17,7 @@ from services.app.environment import Environment
 from services.core.records import Gateway
 from services.gateway.batches.execution import BatchPorts, BatchTimes
 from services.gateway.batches.files import FileLimits, FileService
-from services.gateway.batches.owner import BatchOwner, OwnerRecord
+from services.gateway.batches.owner import BatchOwner, OwnerLimits, OwnerRecord
 from services.gateway.batches.records import (
     BATCH_OWNERS,
     BATCHES,
@@ -85,7 +86,14 @@ def open_batches(
     if settings.batch_lines:
         lines = HttpLines(service, rows, BodyReader(settings.max_body_bytes), clock, environment.ids)
         ports = _ports(environment, store, parts, lines, identity, batches, retention_s)
-        owner = _owner(environment, ports, batches, gateways, gateway_id)
+        owner = _owner(
+            environment,
+            ports,
+            batches,
+            gateways,
+            gateway_id,
+            serves_others=lambda: service.serves_clients,
+        )
     return GatewayBatches(found, environment, owner)
 
 
@@ -130,6 +138,7 @@ def _owner(
     batches: RecordView[BatchRecord],
     gateways: RecordView[Gateway],
     gateway_id: str,
+    serves_others: Callable[[], bool],
 ) -> BatchOwner:
     settings = environment.settings
     owner = BatchOwner(
@@ -139,9 +148,9 @@ def _owner(
         LeaseHolder(environment.store, environment.clock, ttl_s=settings.lease_ttl_s),
         environment.supervisor,
         gateway_id=gateway_id,
-        max_batches=_MAX_BATCHES,
-        max_lines=settings.batch_lines,
+        limits=OwnerLimits(_MAX_BATCHES, settings.batch_lines, settings.batch_busy_lines),
         gateways=lambda: len(gateways.view),
+        serves_others=serves_others,
     )
     environment.metrics.level(
         "fairway_gateway_batches_running", "Batches that run here", lambda: float(owner.running)

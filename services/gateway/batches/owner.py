@@ -7,6 +7,7 @@ next is decided by ``policy/batch_turns.py``.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,8 @@ from services.runtime.supervisor import Supervisor, first_of
 log = structlog.get_logger()
 _LOOK_S: Final = 0.5
 _PAUSE_S: Final = 1.0
+# After another request ran: the next one would find its workers taken.
+_BUSY_S: Final = 5.0
 # After a failure nobody foresaw, so that one batch cannot keep a gateway busy.
 _CRASH_PAUSE_S: Final = 10.0
 
@@ -37,6 +40,15 @@ class OwnerRecord:
     """Names the gateway that runs a batch."""
 
     gateway: str
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerLimits:
+    """Of one gateway at once: batches, their lines, and lines while it serves other requests."""
+
+    max_batches: int
+    max_lines: int
+    busy_lines: int
 
 
 @dataclass(slots=True)
@@ -60,11 +72,11 @@ class BatchOwner:
         supervisor: Supervisor,
         *,
         gateway_id: str,
-        max_batches: int,
-        max_lines: int,
+        limits: OwnerLimits,
         gateways: Callable[[], int],
+        serves_others: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``max_lines``: at once, of all batches here. ``gateways``: how many are live."""
+        """``gateways``: how many are live. ``serves_others``: whether requests that are no lines run here."""
         self._ports = ports
         self._batches = batches
         self._owners = owners
@@ -72,9 +84,10 @@ class BatchOwner:
         self._clock: Clock = ports.clock
         self._supervisor = supervisor
         self._gateway_id = gateway_id
-        self._max_batches = max_batches
-        self._max_lines = max_lines
+        self._limits = limits
         self._gateways = gateways
+        self._serves_others = serves_others
+        self._busy_until_s = -math.inf
         self._turns: dict[tuple[str, str], _Turn] = {}
         self._last_turn_s: dict[str, float] = {}
         self._not_before_s: dict[tuple[str, str], float] = {}
@@ -122,7 +135,7 @@ class BatchOwner:
 
     async def _claim(self) -> None:
         waiting, running = self._waiting(), self._running_by_tenant()
-        room = self._max_batches - len(self._turns)
+        room = self._limits.max_batches - len(self._turns)
         for batch in next_batches(waiting, running, self._last_turn_s, room):
             await self._begin(batch)
         left = {batch.tenant for batch in self._waiting() if not running[batch.tenant]}
@@ -161,7 +174,7 @@ class BatchOwner:
 
     def _end_turns(self, waiting_tenants: int) -> None:
         """End the longest turn here if tenants wait and no gateway has a place for them."""
-        free = max(0, self._gateways() * self._max_batches - len(self._owners.view))
+        free = max(0, self._gateways() * self._limits.max_batches - len(self._owners.view))
         if not self._turns:
             return
         oldest = min(self._turns.values(), key=lambda turn: turn.began_s)
@@ -181,5 +194,9 @@ class BatchOwner:
                 await self._ports.store.release(*name, held.epoch)
 
     def _share(self) -> int:
-        """Return how many lines of one batch run here at once."""
-        return max(1, self._max_lines // max(1, len(self._turns)))
+        """Return how many lines of one batch run here at once: few as long as others come."""
+        now_s = self._clock.monotonic_s()
+        if self._serves_others():
+            self._busy_until_s = now_s + _BUSY_S
+        most = self._limits.busy_lines if now_s < self._busy_until_s else self._limits.max_lines
+        return max(1, most // max(1, len(self._turns)))

@@ -114,7 +114,7 @@ class IdempotentRows:
             await record(_terms_of(received, checked, rows))
 
         run = RowsRun(replace(job, received=received), self._parts, RecordedRun(accept, settle, report_usage))
-        leave = self._service.enter(job.principal.tenant_id, run)
+        leave = self._service.enter(job.principal.tenant_id, run, job.received.face)
         drive = self._drive(run, received.request_id, sink)
         task = self._parts.ports.supervisor.spawn(f"request {received.request_id}", drive)
         task.add_done_callback(lambda _: leave())

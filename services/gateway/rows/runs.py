@@ -23,7 +23,7 @@ class PlainRows:
     async def answer(self, job: RowsJob) -> RowsAnswer:
         """See ``RowsRuns.answer``."""
         run = RowsRun(job, self._parts)
-        leave = self._service.enter(job.principal.tenant_id, run)
+        leave = self._service.enter(job.principal.tenant_id, run, job.received.face)
         try:
             return await run.run()
         finally:

@@ -17,7 +17,17 @@ from services.core.errors import (
     NoWorkerAvailable,
     VersionGone,
 )
-from services.core.records import DEPLOYMENTS, WORKERS, Deployment, LoadedVersion, Meta, VersionState, Worker
+from services.core.limits import Price
+from services.core.records import (
+    DEPLOYMENTS,
+    WORKERS,
+    Deployment,
+    LoadedVersion,
+    Meta,
+    Priority,
+    VersionState,
+    Worker,
+)
 from services.gateway import catalog as module
 from services.gateway.catalog import ModelCatalog, PinnedVersion
 from services.gateway.splits import Splits
@@ -50,6 +60,25 @@ def test_an_alias_is_another_name_of_a_deployment(fleet: Any) -> None:
         with pytest.raises(ModelNotFound, match=name) as caught:
             fleet.catalog.resolve(name)
         assert "gone" not in caught.value.message
+
+
+def test_the_class_batch_has_a_price_of_its_own(fleet: Any, executor: ThreadPoolExecutor) -> None:
+    price = Price(1_000_000, 100_001, 3_000_000)
+    priced = Deployment(Meta("chat-small"), "tiny", "v1", DIGEST, 1, price=price)
+    fleet.deployments.put(DEPLOYMENTS + "chat-small", priced, 43)
+    catalog = ModelCatalog(
+        fleet.deployments,
+        fleet.workers,
+        fleet.files,
+        fleet.clock,
+        texts=LocalTexts(executor, fleet.clock),
+        splits=Splits(fleet.routes),
+        batch_price_ratio=0.5,
+    )
+    assert catalog.price("chat-small", Priority.STANDARD) == price
+    assert catalog.price("chat-small", Priority.BATCH) == Price(500_000, 50_000, 1_500_000)
+    assert fleet.catalog.price("chat-small", Priority.BATCH) == price, "by default nothing is cheaper"
+    assert catalog.price("gone", Priority.BATCH) == Price()
 
 
 def test_a_deployment_without_a_version_is_not_served(fleet: Any) -> None:

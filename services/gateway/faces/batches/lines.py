@@ -11,7 +11,7 @@ from fairway.v1 import common_pb2
 from services.core.errors import FairwayError, InternalError, InvalidInput
 from services.core.generation import Principal
 from services.gateway.batches.output_lines import LineAnswer
-from services.gateway.events import Received
+from services.gateway.events import BATCH_FACE, Received
 from services.gateway.faces.openai.errors import error_body, named, status_of
 from services.gateway.faces.openai.exchange import BodyReader
 from services.gateway.faces.openai.requests import chat_request, completion_request
@@ -49,7 +49,7 @@ class HttpLines:
             self._clock.monotonic_s(),
             int(self._clock.unix_s() * 1e6),
             self._ids.request_id(),
-            face="batch",
+            face=BATCH_FACE,
         )
         try:
             if endpoint in _GENERATIONS:

@@ -1,0 +1,143 @@
+"""Which batches a gateway runs: claims, turns of tenants, its lease, and one line at a time beside others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from services.core.generation import Principal
+from services.core.records import KeyRole, Meta, Tenant
+from services.gateway.batches.execution import BatchPorts, BatchTimes
+from services.gateway.batches.output_lines import LineAnswer
+from services.gateway.batches.owner import BatchOwner, OwnerLimits
+from services.gateway.batches.records import BatchRecord, BatchStatus
+from services.runtime.fleet_state.lease import LeaseHolder
+from services.runtime.supervisor import Supervisor
+from tests.support.memory_batches import BatchStack, running_stack
+from tests.support.waiting import until
+from tests.unit.gateway.batches.test_execution import URL, FastClock, OnceCalls, lines_of
+
+LIMITS = OwnerLimits(max_batches=1, max_lines=8, busy_lines=1)
+
+
+class TenantCalls(OnceCalls):
+    """Lines of any tenant, which take a moment."""
+
+    async def run(self, principal: Principal, endpoint: str, body: bytes, key: str) -> LineAnswer:
+        self.active += 1
+        self.most = max(self.most, self.active)
+        try:
+            await asyncio.sleep(0.005)
+        finally:
+            self.active -= 1
+        self.runs[principal.tenant_id] += 1
+        return LineAnswer(200, body, "req_1")
+
+
+async def created(stack: BatchStack, tenant: str, lines: int) -> BatchRecord:
+    upload = stack.files.upload(tenant)
+    await upload.write(lines_of([{} for _ in range(lines)]))
+    file = await stack.files.add(upload, "in.jsonl")
+    await upload.close()
+    return await stack.service.create(Principal("k", KeyRole.TENANT, tenant), file.file_id, URL, "24h", {})
+
+
+@asynccontextmanager
+async def owning(
+    stack: BatchStack, clock: FastClock, calls: TenantCalls, limits: OwnerLimits = LIMITS, **more: Any
+) -> AsyncIterator[BatchOwner]:
+    supervisor = Supervisor(clock)
+    ports = BatchPorts(
+        stack.store,
+        stack.parts,
+        calls,
+        clock,
+        Random(2),
+        tenant_of=lambda _: Tenant(Meta("acme")),
+        status_of=lambda batch: batch.status,
+        count=lambda _: None,
+        max_line_bytes=10_000,
+        times=BatchTimes(commit_s=0.0),
+    )
+    lease = LeaseHolder(stack.etcd, clock, ttl_s=300)
+    owner = BatchOwner(
+        ports,
+        stack.batches,
+        stack.owners,
+        lease,
+        supervisor,
+        gateway_id="g",
+        limits=limits,
+        gateways=lambda: 1,
+        **more,
+    )
+    supervisor.spawn("batches", owner.run())
+    try:
+        yield owner
+    finally:
+        await owner.close()
+        await supervisor.close()
+
+
+async def status(stack: BatchStack, batch: BatchRecord) -> BatchStatus:
+    return (await stack.store.batch(batch.tenant, batch.batch_id)).record.status
+
+
+async def ended(stack: BatchStack, *batches: BatchRecord) -> None:
+    async with asyncio.timeout(20):
+        for batch in batches:
+            while not (await status(stack, batch)).is_over:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_long_batch_yields_to_another_tenant_and_goes_on() -> None:
+    clock, calls = FastClock(), TenantCalls()
+    async with running_stack(clock) as stack:
+        long = await created(stack, "a", 1000)
+        async with owning(stack, clock, calls) as owner:
+            await until(lambda: calls.runs["a"] > 5)
+            short = await created(stack, "b", 5)
+            await ended(stack, short)
+            assert not (await status(stack, long)).is_over
+            assert owner.running <= 1
+            await ended(stack, long)
+        record = (await stack.store.batch("a", long.batch_id)).record
+        assert record.completed == 1000
+
+
+async def test_of_a_tenant_one_batch_runs_at_once() -> None:
+    clock, calls = FastClock(), TenantCalls()
+    async with running_stack(clock) as stack:
+        batches = [await created(stack, "a", 20) for _ in range(3)]
+        most = 0
+        async with owning(stack, clock, calls, replace(LIMITS, max_batches=8)) as owner:
+            while not (await status(stack, batches[-1])).is_over:
+                most = max(most, owner.running)
+                await asyncio.sleep(0.002)
+            await ended(stack, *batches)
+        assert most == 1
+
+
+async def test_lines_run_one_at_a_time_beside_other_requests() -> None:
+    for serves, bounds in ((True, (1, 1)), (False, (2, 8))):
+        clock, calls = FastClock(), TenantCalls()
+        async with running_stack(clock) as stack:
+            batch = await created(stack, "a", 60)
+            async with owning(stack, clock, calls, serves_others=lambda serves=serves: serves):
+                await ended(stack, batch)
+        assert bounds[0] <= calls.most <= bounds[1]
+
+
+async def test_a_gateway_that_closes_leaves_its_batch_to_the_next_at_once() -> None:
+    clock, calls = FastClock(), TenantCalls()
+    async with running_stack(clock) as stack:
+        batch = await created(stack, "a", 200)
+        async with owning(stack, clock, calls):
+            await until(lambda: calls.runs["a"] > 5)
+        assert not (await status(stack, batch)).is_over
+        async with owning(stack, clock, calls):
+            await ended(stack, batch)
