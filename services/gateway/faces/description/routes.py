@@ -8,7 +8,7 @@ import msgspec
 
 from services.gateway.faces.description.document import document_of
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
-from services.gateway.faces.predict.metadata import VERSION
+from services.runtime.process.product import product_version
 
 
 def with_description(endpoints: Sequence[Endpoint], headers: Mapping[str, str]) -> tuple[Endpoint, ...]:
@@ -20,5 +20,5 @@ def with_description(endpoints: Sequence[Endpoint], headers: Mapping[str, str]) 
 
     own = Endpoint("GET", "/openapi.json", Access.TENANT, answer, "no body; the OpenAPI document of this API")
     described = (*endpoints, own)
-    data = msgspec.json.encode(document_of(described, headers, version=VERSION))
+    data = msgspec.json.encode(document_of(described, headers, version=product_version()))
     return described
