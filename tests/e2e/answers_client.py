@@ -148,7 +148,7 @@ def messages(client: anthropic.Anthropic) -> dict[str, Any]:
         "model": MODEL,
         "max_tokens": 16,
         "messages": [{"role": "user", "content": PROMPT}],
-        "temperature": 0,
+        "extra_body": {"temperature": 0},  # no parameter of this SDK
     }
     whole = client.messages.create(**asked)
     types = [event.type for event in client.messages.create(**asked, stream=True)]
@@ -195,7 +195,7 @@ def messages(client: anthropic.Anthropic) -> dict[str, Any]:
         "replayed": replayed.usage.output_tokens,
         "stopped": [stopped.stop_reason, stopped.stop_sequence],
         "unknown": error_of(lambda: client.messages.create(**{**asked, "model": "nobody"})),
-        "refused": error_of(lambda: client.messages.create(**asked, extra_body={"container": "c"})),
+        "refused": error_of(lambda: client.messages.create(**{**asked, "extra_body": {"container": "c"}})),
         "wrong_key": error_of(
             lambda: anthropic.Anthropic(base_url=BASE, api_key="wrong", max_retries=0).messages.create(
                 **asked
