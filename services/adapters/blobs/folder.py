@@ -93,7 +93,7 @@ class FolderBlobs:
     async def discard(self, digests: Sequence[str]) -> None:
         paths = [self._path(digest) for digest in digests]
         # Without the lock, which a frozen process may hold. Its holders expect that blobs vanish.
-        await _on_disk(partial(_unlink_all, paths))
+        await _on_disk(partial(_unlink, paths))
 
     async def sweep(self, before_unix_s: float, *, dry_run: bool = False) -> int:
         return await _on_disk(partial(self._sweep, before_unix_s, dry_run))
@@ -251,7 +251,7 @@ class _Reader:
             self._file.close()
 
 
-def _unlink_all(paths: Sequence[Path]) -> None:
+def _unlink(paths: Sequence[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
 
