@@ -16,7 +16,7 @@ from fairway.v1 import inference_pb2
 from services.core.errors import Draining, FairwayError, QueueFull, RequestRateExceeded, StoreUnavailable
 from services.core.generation import Principal, Usage
 from services.gateway.catalog import ModelCatalog, Route
-from services.gateway.events import Event, Handle, Received, RequestSink
+from services.gateway.events import Delivered, Event, Handle, Received, RequestSink
 from services.gateway.requests.admission import RequestAdmission
 from services.gateway.requests.parts import in_parts
 from services.gateway.requests.request import Request
@@ -140,12 +140,14 @@ class GatewayService:
         runs on for a grace period, unless the caller ``withdraws`` it.
         """
         buffer = BufferedStream(self.limits.heartbeat_s, withdraws=withdraws)
-        # Parts depend on the text before them, so that the output is needed from its beginning.
-        whole = replace(received, delivered=None) if generation.parts else received
+        delivered = received.delivered
+        if generation.parts and delivered is not None:
+            # Parts depend on the text before them, so that the output is needed from its beginning.
+            received = replace(received, delivered=Delivered(delivered.request, ()))
         events = buffer.events(
-            lambda: self.submit(principal, generation, buffer, received=whole, timeout_s=timeout_s)
+            lambda: self.submit(principal, generation, buffer, received=received, timeout_s=timeout_s)
         )
-        return in_parts(events, received.delivered) if generation.parts else events
+        return in_parts(events, delivered) if generation.parts else events
 
     async def complete(
         self,

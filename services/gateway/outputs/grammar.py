@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from services.core.outputs.forms import OutputForm
+from services.core.outputs.forms import CallForm, OutputForm
 from services.core.outputs.tools import Tool
 from services.gateway.outputs.forms import MarkToken
 
@@ -29,7 +29,7 @@ class CallRules:
     single: bool = False
     # Hold the arguments of each tool to its schema, and not only those of strict ones.
     by_schema: bool = False
-    content: Any = None
+    content: dict[str, Any] | None = None
 
 
 def call_grammar(
@@ -40,14 +40,30 @@ def call_grammar(
     return writer.grammar(tools, rules)
 
 
+def reasoned_grammar(form: OutputForm, content: dict[str, Any], marks: Sequence[MarkToken]) -> str:
+    """Return the grammar of outputs that are reasoning, if the model likes, and then content by a schema."""
+    return _Writer(form, marks).reasoned(content)
+
+
 class _Writer:
     def __init__(self, form: OutputForm, marks: Sequence[MarkToken]) -> None:
-        assert form.calls is not None, "a grammar of calls needs their form"
         self._form = form
-        self._calls = form.calls
         # Those that free text cannot spell: llguidance gives these tokens no bytes.
         self._marks = {mark.text: mark.id for mark in marks if mark.special or _in_angles(mark.text)}
         self._rules: list[str] = []
+
+    @property
+    def _calls(self) -> CallForm:
+        assert self._form.calls is not None, "a grammar of calls needs their form"
+        return self._form.calls
+
+    def reasoned(self, content: dict[str, Any]) -> str:
+        start = f"start: {self._reasoning()} {self._blank()} {self._content(content)}"
+        return "\n".join((start, *self._rules)) + "\n"
+
+    def _content(self, schema: dict[str, Any]) -> str:
+        self._rules.append(f"content: %json {_json(schema | {'x-guidance': _WHITESPACE})}")
+        return "content"
 
     def grammar(self, tools: Sequence[Tool], rules: CallRules) -> str:
         calls = self._calls
@@ -69,8 +85,7 @@ class _Writer:
         if rules.required:
             return f"{self._blank()} {begin} calls"
         if rules.content is not None:
-            self._rules.append(f"content: %json {_json(rules.content | {'x-guidance': _WHITESPACE})}")
-            return f"{self._blank()} (content | {begin} calls)"
+            return f"{self._blank()} ({self._content(rules.content)} | {begin} calls)"
         if not calls.mark:
             thought = self._form.reasoning
             unless = "" if thought is None else f" & ~/{_escaped(thought.open)}(?s:.*)/"

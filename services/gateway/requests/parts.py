@@ -20,9 +20,8 @@ from services.gateway.events import (
     Event,
     Finished,
     Tokens,
-    request_tag,
 )
-from services.gateway.idempotency.followers import broken, foreign_position
+from services.gateway.idempotency.followers import broken
 from services.gateway.outputs.splitter import OutputSplitter
 
 _ID_CHARS: Final = 24
@@ -78,7 +77,7 @@ async def in_parts(
     """Yield the events of a whole request with their parts; without what the client has of it.
 
     The parts of a text depend on the text before it, so what the client has is read again. Raises
-    InvalidInput for a client with output of another request, StreamBroken for one that has other output.
+    StreamBroken for a client that has other output.
     """
     async with aclosing(events):
         split: OutputSplit | None = None
@@ -86,8 +85,6 @@ async def in_parts(
         async for event in events:
             match event:
                 case Accepted():
-                    if delivered is not None and delivered.request != request_tag(event.request_id):
-                        raise foreign_position()
                     split = OutputSplit(event)
                 case Tokens():
                     assert split is not None, "output before its acceptance"

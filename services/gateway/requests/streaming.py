@@ -148,6 +148,6 @@ async def complete(stream: AsyncGenerator[Event, None]) -> Completion:
                     [ids[choice] for choice in choices],
                     [logprobs[choice] for choice in choices],
                     event,
-                    [answer_of(parts[choice]) for choice in choices] if parts else (),
+                    [answer_of(parts[choice]) for choice in choices] if accepted.form is not None else (),
                 )
     raise AssertionError("a stream ended without a terminal event")

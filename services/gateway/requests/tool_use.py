@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import msgspec
@@ -16,7 +16,7 @@ from services.core.outputs.forms import OutputForm
 from services.core.outputs.tools import Tool, ToolChoice, ToolMode
 from services.core.records import Deployment
 from services.gateway.outputs.forms import texts_of
-from services.gateway.outputs.grammar import CallRules, call_grammar
+from services.gateway.outputs.grammar import CallRules, call_grammar, reasoned_grammar
 from services.gateway.text.text_model import TextModel
 from services.gateway.text.tokenise import Tokeniser
 from services.rpc.convert.outputs import tool_choice_from_proto, tools_from_proto
@@ -33,7 +33,7 @@ class ToolUse:
     """The tools that the prompt shows, and the choice among them."""
 
     tools: tuple[Tool, ...] = ()
-    choice: ToolChoice = ToolChoice()  # noqa: RUF009
+    choice: ToolChoice = field(default_factory=ToolChoice)
 
     @property
     def allowed(self) -> tuple[Tool, ...]:
@@ -140,12 +140,37 @@ class OutputForms:
         form = declared_form(generation, use, deployment, model, ids)
         if constraint is not None and not use.tools:
             await self._tokeniser.check_constraint(model, tenant_id, constraint)
-            form = replace(form, reasoning=None)  # the output matches from its beginning
+            form, constraint = await self._behind_reasoning(generation, form, constraint, tenant_id, model)
         if use.tools:
             form, constraint = await self._with_calls(use, form, constraint, tenant_id, model)
         if not generation.parts:
             return ResolvedForm(None, constraint)
         return ResolvedForm(form, constraint, spelled_ids(form, model))
+
+    async def _behind_reasoning(
+        self,
+        generation: inference_pb2.Generation,
+        form: OutputForm,
+        constraint: Constraint,
+        tenant_id: str,
+        model: TextModel,
+    ) -> tuple[OutputForm, Constraint]:
+        """Return the constraint that holds for content alone, where there may be reasoning before it.
+
+        Otherwise the output matches from its beginning, and has no reasoning.
+        """
+        whole = replace(form, reasoning=None)
+        by_schema = constraint.kind is ConstraintKind.JSON_SCHEMA
+        if form.reasoning is None or not generation.parts or not by_schema:
+            return whole, constraint
+        try:
+            schema = msgspec.json.decode(constraint.source, type=dict[str, Any])
+            source = reasoned_grammar(form, schema, model.marks)
+            found = Constraint(ConstraintKind.GRAMMAR, source)
+            await self._tokeniser.check_constraint(model, tenant_id, found)
+        except (msgspec.DecodeError, RecursionError, ConstraintRefused):
+            return whole, constraint
+        return form, found
 
     async def _with_calls(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -89,7 +89,7 @@ class TextModel:
     # Of a decoder whose files declare an embedding.
     embedding: Signature | None = None
     # How its outputs write reasoning and calls, as far as its files show.
-    form: OutputForm = OutputForm()  # noqa: RUF009
+    form: OutputForm = field(default_factory=OutputForm)
     # The tokens of its tokenizer that spell a part of a form.
     marks: tuple[MarkToken, ...] = ()
     # Ends of a prompt that open the reasoning of a form: the text that opens it, and token ids.

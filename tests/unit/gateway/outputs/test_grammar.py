@@ -15,7 +15,7 @@ from services.core.outputs.families import CALL_FORMS, REASONING_FORMS
 from services.core.outputs.forms import OutputForm
 from services.core.outputs.tools import Tool
 from services.gateway.outputs.forms import MarkToken, mark_tokens
-from services.gateway.outputs.grammar import CallRules, call_grammar
+from services.gateway.outputs.grammar import CallRules, call_grammar, reasoned_grammar
 
 CHECKPOINT = Path(__file__).parents[4] / "models/tiny/checkpoint/tokenizer.json"
 SCHEMA = {
@@ -91,6 +91,25 @@ def test_an_output_is_what_the_rules_permit(
     for (text, what), wanted in cases.items():
         for rules in (REQUIRED, AUTO, SINGLE):
             assert model.takes(form, rules, text) == (rules in wanted), (what, rules, text)
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("name", REASONING_FORMS)
+def test_content_behind_reasoning_matches_its_schema(model: Model, name: str, thinking: bool) -> None:
+    form = OutputForm(REASONING_FORMS[name], thinking=thinking)
+    matcher = model.grammars.compile(
+        Constraint(ConstraintKind.GRAMMAR, reasoned_grammar(form, SCHEMA, model.marks))
+    )
+    before = ("" if thinking else REASONING_FORMS[name].open) + 'hm {"a": "x"}' + REASONING_FORMS[name].close
+
+    def takes(text: str) -> bool:
+        ids = [*model.tokenizer.encode(text, add_special_tokens=False).ids, model.eos]
+        return matcher.fitting(ids) == len(ids)
+
+    assert takes(before + '\n\n{"a": 1}')
+    assert takes('{"a": 1}') == (not thinking)
+    assert not takes(before + '\n\n{"a": "x"}')
+    assert not takes(before)
 
 
 def test_free_text_does_not_spell_a_mark_in_pieces(model: Model) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.errors import InvalidInput, StreamBroken
+from services.core.errors import StreamBroken
 from services.core.generation import FinishReason, StageClock, Usage
 from services.core.outputs.families import CALL_FORMS, REASONING_FORMS
 from services.core.outputs.forms import OutputForm
@@ -51,9 +51,9 @@ async def events(
     yield Finished((ChoiceResult(0, reason, "", len(text)),), Usage(1, len(text)), StageClock(0))
 
 
-def had(tokens: int, request_id: str = "r1") -> Delivered:
+def had(tokens: int) -> Delivered:
     choice = DeliveredChoice().after(list(range(tokens)), TEXT[:tokens])
-    return Delivered(request_tag(request_id), (choice,))
+    return Delivered(request_tag("r1"), (choice,))
 
 
 async def parts_of(stream: AsyncGenerator[Event, None]) -> tuple[list[OutputPart], str, FinishReason]:
@@ -77,6 +77,11 @@ async def test_a_whole_output_in_parts() -> None:
     assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [("f", {"a": 1}), ("g", {})]
     assert [call.id for call in answer.calls] == [call_id("r1", 0, 0, 0), call_id("r1", 0, 0, 1)]
     assert found.finished.choices[0].finish_reason is FinishReason.TOOL_CALLS
+
+
+async def test_an_output_that_is_not_split_has_no_answers() -> None:
+    found = await complete(events(TEXT, [9], form=None))
+    assert (found.texts, found.answers) == ([TEXT], ())
 
 
 async def test_only_an_output_that_stopped_ended_by_its_calls() -> None:
@@ -104,9 +109,7 @@ async def test_a_client_that_continues_misses_nothing_and_has_nothing_twice(
     assert reason is FinishReason.TOOL_CALLS
 
 
-async def test_a_client_of_another_output_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="last-event-id"):
-        await parts_of(in_parts(events(TEXT, []), had(3, "r2")))
+async def test_a_client_that_has_other_output_is_refused() -> None:
     other = Delivered(request_tag("r1"), (DeliveredChoice(3, 3, 1),))
     with pytest.raises(StreamBroken):
         await parts_of(in_parts(events(TEXT, [1, 5]), other))

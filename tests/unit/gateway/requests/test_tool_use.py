@@ -176,6 +176,19 @@ async def test_a_constraint_without_tools_is_as_before(resolve: Resolver) -> Non
     assert spec.form.reasoning is None  # it matches from its beginning
 
 
+async def test_a_schema_holds_behind_reasoning(resolve: Resolver) -> None:
+    asked = generation(parts=True)
+    asked.sampling.constraint.json_schema = OBJECT
+    spec = await resolve(asked)
+    assert spec.form is not None
+    assert spec.form.reasoning == REASONING_FORMS["think"]
+    assert "thought" in grammar(spec)
+    asked.parts = False
+    whole = (await resolve(asked)).sampling.constraint
+    assert whole is not None
+    assert whole.kind is ConstraintKind.JSON_SCHEMA
+
+
 def test_the_files_show_form_marks_and_openings(make_folder: Any, clock: Any) -> None:
     template = TEMPLATE + "{# <tool_call> </think> #}{%- if think %}{{- '<think>\n' }}{%- endif %}"
     folder = make_folder(template=template)
