@@ -15,7 +15,7 @@ from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.blobs.sealed import SealedParts
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.record_cipher import RecordCipher
-from services.app.roles.batches import status_of
+from services.app.roles.gateway_batches import status_of
 from services.core.errors import FairwayError
 from services.core.generation import Principal
 from services.core.records import Meta, Tenant, load

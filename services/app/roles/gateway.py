@@ -24,7 +24,7 @@ from services.adapters.quarantine.store import StoreQuarantine
 from services.adapters.usage.outbox import DiskOutbox
 from services.app.environment import Environment
 from services.app.process import Role
-from services.app.roles.batches import open_batches
+from services.app.roles.gateway_batches import open_batches
 from services.app.roles.gateway_quotas import GatewayQuotas
 from services.app.roles.ledger import open_usage_outbox, start_outbox
 from services.app.roles.shared import (
