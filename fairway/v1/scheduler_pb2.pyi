@@ -215,6 +215,7 @@ class SlotDemand(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    REPEATS_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     tenant_id: _builtins.str
     rows: _builtins.int
@@ -222,6 +223,8 @@ class SlotDemand(_message.Message):
     """The tenant's share of a contended pool. 0: 1."""
     priority: _common_pb2.Priority.ValueType
     """Of its most urgent row."""
+    repeats: _builtins.bool
+    """It is sent every second while it lasts, and ends 3 s after the last time."""
     def __init__(
         self,
         *,
@@ -230,10 +233,11 @@ class SlotDemand(_message.Message):
         rows: _builtins.int = ...,
         tenant_weight: _builtins.float = ...,
         priority: _common_pb2.Priority.ValueType = ...,
+        repeats: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "rows", b"rows", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "repeats", b"repeats", "rows", b"rows", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

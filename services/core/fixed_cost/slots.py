@@ -20,6 +20,7 @@ class SlotDemand:
     rows: int
     tenant_weight: float = 1.0
     priority: Priority = Priority.STANDARD
+    repeats: bool = False  # it is sent again while it lasts, and ends otherwise
 
 
 @dataclass(frozen=True, slots=True)

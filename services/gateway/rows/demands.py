@@ -35,7 +35,8 @@ class _Demand:
         waiting = [priority for priority in Priority if self.priorities[priority]]
         last = Priority.STANDARD if self.sent is None else self.sent.priority
         priority = max(waiting, key=lambda found: found.rank, default=last)
-        return SlotDemand(digest, tenant, max(self.rows, self.peak), self.weight, priority)
+        rows = max(self.rows, self.peak)
+        return SlotDemand(digest, tenant, rows, self.weight, priority, repeats=True)
 
 
 class SlotDemands:

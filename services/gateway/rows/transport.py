@@ -28,11 +28,10 @@ class WorkerTransport:
 
     def note(self, worker_id: str, seconds: float) -> None:
         """Count a row that took ``seconds`` longer here than its stay on the worker."""
-        found = self._workers.get(worker_id)
-        if found is None:
-            while len(self._workers) >= _MOST_WORKERS:
-                del self._workers[next(iter(self._workers))]
-            found = self._workers[worker_id] = _Observed()
+        found = self._workers.pop(worker_id, None) or _Observed()
+        while len(self._workers) >= _MOST_WORKERS:
+            del self._workers[next(iter(self._workers))]
+        self._workers[worker_id] = found
         found.seconds.add(max(1e-6, seconds))
         found.unrefreshed += 1
         if found.unrefreshed >= _REFRESH:

@@ -57,8 +57,7 @@ class SlotLessor:
             if pool is None and wanted.rows and len(self._pools) < _MAX_POOLS:
                 book = LeaseBook(wanted.digest, self._fleet.epoch, self._terms, self._numbers)
                 pool = self._pools[wanted.digest] = SlotPool(wanted.digest, book, self._shares, now_s)
-            if pool is not None:
-                pool.demand(gateway, zone, wanted, now_s)
+            if pool is not None and pool.demand(gateway, zone, wanted, now_s):
                 self._changed[wanted.digest] = None
         for found in returned:
             pool = self._pools.get(found.digest)

@@ -61,14 +61,20 @@ class SlotPool:
 
     # --- demands ----------------------------------------------------------------------------------
 
-    def demand(self, gateway: str, zone: str, wanted: SlotDemand, now_s: float) -> None:
-        """Replace the demand of a gateway for a tenant; without rows it ends. One too many is dropped."""
+    def demand(self, gateway: str, zone: str, wanted: SlotDemand, now_s: float) -> bool:
+        """Replace the demand of a gateway for a tenant; without rows it ends. One too many is dropped.
+
+        Return whether it changed anything.
+        """
         tenant = self._tenants.get(wanted.tenant)
         known = None if tenant is None else tenant.demands.get(gateway)
         if known is not None:
-            known.demand, known.zone, known.received_s = wanted, zone, now_s
+            known.received_s = now_s
+            if (known.demand, known.zone) == (wanted, zone):
+                return False
+            known.demand, known.zone = wanted, zone
         elif not wanted.rows or self._demands >= MAX_DEMANDS:
-            return
+            return False
         else:
             tenant = self._tenants.setdefault(wanted.tenant, TenantRows())
             tenant.demands[gateway] = PartyDemand(wanted, zone, now_s, now_s)
@@ -78,6 +84,7 @@ class SlotPool:
             del tenant.demands[gateway]
             self._demands -= 1
         self._count_waiting(wanted.tenant, tenant)
+        return True
 
     def disconnect(self, gateway: str) -> None:
         """End the demands of a gateway; its leases lapse."""
@@ -89,8 +96,12 @@ class SlotPool:
 
     def end_old_demands(self, now_s: float) -> bool:
         """End the demands that were not sent again; return whether there were any."""
-        parties = self._parties()
-        old = [(party[0], wanted) for party, wanted in parties if now_s - wanted.received_s > DEMAND_TTL_S]
+        since_s = now_s - DEMAND_TTL_S
+        old = [
+            (party[0], wanted)
+            for party, wanted in self._parties()
+            if wanted.demand.repeats and wanted.received_s < since_s
+        ]
         for gateway, wanted in old:
             self.demand(gateway, wanted.zone, replace(wanted.demand, rows=0), now_s)
         return bool(old)

@@ -97,6 +97,7 @@ class BatchRun:
     search: RowSearch | None = None
     hung: bool = False
     window: BatchWindow | None = None  # None: of a search
+    most_rows: int = 0  # that it might have had; 0: of a search
 
 
 class Batcher:
@@ -175,7 +176,8 @@ class Batcher:
         deadline_s = now_s + spec.time_left_s if spec.time_left_s > 0 else math.inf
         row = LiveRow(spec, outbox, handle, self._last_number, now_s, deadline_s)
         outbox.rows[handle] = row
-        self._transport_s += _TRANSPORT_GAIN * (spec.transport_s - self._transport_s)
+        if spec.transport_s:
+            self._transport_s += _TRANSPORT_GAIN * (spec.transport_s - self._transport_s)
         self._live[row.number] = row
         self._context.charges.began(row)
         if (error := self._admit(row, now_s)) is not None:
@@ -197,7 +199,7 @@ class Batcher:
 
     def sweep(self, now_s: float) -> None:
         """End rows whose deadline passes, and batches that hang."""
-        for found in self._waiting.unmeetable(self.curve, now_s=now_s, transport_s=self._transport_s):
+        for found in self._waiting.unmeetable(self.curve, now_s=now_s):
             self._waiting.remove((found.number,))
             late = DeadlineUnmeetable("the deadline passes before the row is computed")
             self._end(self._live[found.number], RowEnd(error=late), late.reason)
@@ -311,7 +313,7 @@ class Batcher:
             self.limits,
             now_s=now_s,
             busy_until_s=busy_until_s,
-            transport_s=self._transport_s,
+            transport_s=spec.transport_s / 2,  # the way back
         )
         match added:
             case TooManyRows(most_rows):
@@ -372,7 +374,7 @@ class Batcher:
                     _, key, group, waits, expected = lingers
                     found = Flush(group.rows, FlushCause.LINGER, waits.bound)
                 window = window_of(group.width, found.bound, expected)
-                self._flush(key, group.width, found, window, tags)
+                self._flush(key, group.width, found, window, tags, device.rows_at(group.width)[0])
                 return
             if lingers is None or found.until_s < lingers[0]:
                 lingers = found.until_s, key, group, found, expected
@@ -386,7 +388,15 @@ class Batcher:
 
         return due
 
-    def _flush(self, key: BatchKey, width: int, found: Flush, window: BatchWindow, tags: Tags | None) -> None:
+    def _flush(
+        self,
+        key: BatchKey,
+        width: int,
+        found: Flush,
+        window: BatchWindow,
+        tags: Tags | None,
+        most_rows: int,
+    ) -> None:
         in_batches = Counter(row.spec.tenant_id for run in self._runs.values() for row in run.rows)
         leases = self._turns.leases
         chosen = self._waiting.select(key, width, found.rows, leases=leases, running=in_batches, tags=tags)
@@ -398,14 +408,19 @@ class Batcher:
                 break
             rows.append(row)
         self._waiting.remove(row.number for row in rows)
+        self._charge_turns(rows, width)
+        self._run(RunPlace.SERVING, rows, width, found.cause.value, window=window, most_rows=most_rows)
+
+    def _charge_turns(self, rows: Sequence[LiveRow], width: int) -> None:
         row_s = self.curve.mean_s(width, len(rows)) / len(rows)
         self._turns.started(Counter(row.spec.tenant_id for row in rows), row_s, self._clock.monotonic_s())
-        self._run(RunPlace.SERVING, rows, width, found.cause.value, window=window)
 
     def _search_on(self, search: RowSearch) -> None:
         assert search.place is not None, "the search is over"
         if self._context.telemetry is not None:
             self._context.telemetry.searched(search.place.value)
+        if search.place is RunPlace.SERVING:
+            self._charge_turns(search.rows, search.width)
         self._run(search.place, search.rows, search.width, search.cause, search=search)
 
     def _run(
@@ -417,12 +432,21 @@ class Batcher:
         *,
         search: RowSearch | None = None,
         window: BatchWindow | None = None,
+        most_rows: int = 0,
     ) -> None:
         self._last_batch += 1
         limit_s = self.curve.limit_s(width, len(rows))
         now_s = self._clock.monotonic_s()
         self._runs[place] = BatchRun(
-            self._last_batch, tuple(rows), width, cause, now_s, limit_s, search, window=window
+            self._last_batch,
+            tuple(rows),
+            width,
+            cause,
+            now_s,
+            limit_s,
+            search,
+            window=window,
+            most_rows=most_rows,
         )
         command = RunBatch(self._last_batch, [row.spec.inputs for row in rows], width)
         if not self._processes[place].send(command):
@@ -476,7 +500,7 @@ class Batcher:
             self._context.telemetry.ran(
                 lengths=[row.length for row in ran],
                 width=0 if self._model.packs else run.width,
-                most_rows=self.limits.rows_at(run.width)[0],
+                most_rows=run.most_rows or self.limits.rows_at(run.width)[0],
                 cause=run.cause,
             )
 

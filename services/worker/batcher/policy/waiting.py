@@ -146,9 +146,10 @@ class WaitingRows:
         running: Mapping[str, int],
         tags: Tags | None = None,
     ) -> list[WaitingRow]:
-        """Return up to ``rows`` rows of a group: those within a lease by tag and deadline, then others alike.
+        """Return up to ``rows`` rows of a group: those within a lease by deadline, then others by deadline.
 
-        ``running``: rows of each tenant in batches that run. A tenant without a lease has none.
+        ``running``: rows of each tenant in batches that run. A tenant without a lease has none. ``tags`` go
+        before leases: a tenant without one has its turn too.
         """
         used = Counter(running)
         within: list[WaitingRow] = []
@@ -156,10 +157,10 @@ class WaitingRows:
         for _, _, row in self._groups.get((key, width), ()):
             used[row.tenant] += 1
             (within if used[row.tenant] <= leases.get(row.tenant, 0) else beyond).append(row)
+        found = [*within, *beyond]
         if tags is not None:
-            within.sort(key=lambda row: tags[row.number])
-            beyond.sort(key=lambda row: tags[row.number])
-        return [*within, *beyond][:rows]
+            found.sort(key=lambda row: tags[row.number])
+        return found[:rows]
 
     def check_integrity(self) -> None:
         """Every row stands in its group, in order, once."""

@@ -37,7 +37,7 @@ def test_a_rise_is_sent_at_once_and_later_ones_together() -> None:
     demands.enter(request(4))
     demands.enter(request(2, tenant="beta"))
     assert sent.rows == [1, 2]
-    assert sent.demands[0] == SlotDemand("d", "acme", 1, 2.0, Priority.STANDARD)
+    assert sent.demands[0] == SlotDemand("d", "acme", 1, 2.0, Priority.STANDARD, repeats=True)
     demands.send_due()
     assert sent.rows == [1, 2], "it was sent just now"
     clock.now_s += 0.03

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from services.core.errors import Conflict
@@ -171,6 +171,7 @@ class ModelRowGateway:
         self.fleet = fleet
         self.gateway_id = gateway_id
         self.alive = True
+        self.repeats = True
         self.connection = 0
         self.ended_rows = 0
         self.leases = GatewayLeases(fleet.clock)
@@ -192,6 +193,11 @@ class ModelRowGateway:
         return RowsRequest("r", tenant, "m", DIGEST, ((),) * rows, found.priority, tenant_weight=found.weight)
 
     def demand(self, wanted: SlotDemand) -> None:
+        known = self.current.get((wanted.digest, wanted.tenant))
+        if not self.repeats:
+            wanted = replace(wanted, repeats=False)
+            if wanted == known:
+                return
         self.current[wanted.digest, wanted.tenant] = wanted
         leader = self.fleet.leader
         self.up.send(lambda: leader.demand(self, [wanted], []))

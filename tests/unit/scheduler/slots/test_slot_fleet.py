@@ -113,6 +113,16 @@ def test_demands_of_a_gateway_that_is_lost_without_notice_end() -> None:
     assert fleet.leader.lessor._pools[DIGEST].book.slots_of(("g1", "acme")) == 60
 
 
+def test_demands_of_a_gateway_that_does_not_repeat_last_as_long_as_its_stream() -> None:
+    """As gateways of the release before."""
+    fleet = fleet_of(Tenant("acme", 200, 0.001))
+    for gateway in fleet.gateways:
+        gateway.repeats = False
+    fleet.run(2 * DEMAND_TTL_S)
+    book = fleet.leader.lessor._pools[DIGEST].book
+    assert book.slots_of(("g0", "acme")) + book.slots_of(("g1", "acme")) == 60
+
+
 def test_a_worker_that_joins_relieves_those_that_are_loaded() -> None:
     fleet = fleet_of(Tenant("acme", 12, 0.001), gateways=1)
     fleet.lose_worker(fleet.workers[1])

@@ -95,7 +95,7 @@ def test_rows_of_other_tensors_run_in_batches_of_their_own(scripted: Scripted) -
     assert scripted.running() == [3]
 
 
-def test_rows_within_their_tenants_lease_go_first() -> None:
+def test_a_burst_shares_the_batch_with_another_tenants_rows() -> None:
     scripted = Scripted()
     scripted.batcher.lease(TenantSlots(DIGEST, "leased", 20))
     scripted.start()
@@ -103,11 +103,7 @@ def test_rows_within_their_tenants_lease_go_first() -> None:
         scripted.start(tenant_id="greedy")
     modest = [scripted.start(tenant_id="leased") for _ in range(5)]
     scripted.answer()
-    assert scripted.running()[:5] == modest
-    scripted.batcher.lease(TenantSlots(DIGEST, "leased", 0))
-    scripted.start(tenant_id="leased")
-    scripted.answer()
-    assert scripted.running()[0] == scripted.sent, "of those without a lease, who was served least is next"
+    assert set(modest) <= set(scripted.running()[:10])
 
 
 def test_a_full_batcher_has_no_room(scripted: Scripted) -> None:

@@ -72,6 +72,25 @@ def test_a_backlog_does_not_stand_before_a_single_row() -> None:
     assert [tags[one.number] for one in backlog] == sorted(tags[one.number] for one in backlog)
 
 
+def test_a_tenant_without_a_lease_has_its_turn() -> None:
+    """And keeps no other tenant's group waiting: the batch of the least tag has the row of that tag."""
+    turns, waiting = TenantTurns(), WaitingRows()
+    turns.lease(TenantSlots("d", "leased", 200))
+    rows = [row(number, "leased", 0.1) for number in range(40)]
+    for one in [*rows, row(90, "newcomer", 0.9), row(91, "narrow", 0.9, width=8)]:
+        waiting.add(one, CURVE, LIMITS, now_s=0.0)
+    turns.started({"leased": 1}, cost_s(64), 0.0)
+    served: list[str] = []
+    for _ in range(6):
+        tags = turns.tags(waiting.by_due(), cost_s)
+        key, group = next(waiting.groups(tags))
+        chosen = waiting.select(key, group.width, 1, leases=turns.leases, running={}, tags=tags)[0]
+        waiting.remove((chosen.number,))
+        turns.started({chosen.tenant: 1}, cost_s(chosen.width), 0.0)
+        served.append(chosen.tenant)
+    assert {"newcomer", "narrow"} <= set(served[:3])
+
+
 def test_time_alone_is_not_held_against_a_tenant() -> None:
     turns = TenantTurns()
     for _ in range(1000):
