@@ -19,6 +19,6 @@ async def memory_responses(clock: Clock) -> AsyncIterator[ResponseParts]:
     supervisor = Supervisor(clock)
     store = ResponseStore(MemoryIdempotency(clock, MemoryLimiter(clock)), b"n" * 32, "g", clock)
     try:
-        yield ResponseParts(store, supervisor, remembered_s=86_400.0)
+        yield ResponseParts(store, supervisor, lambda: "inc_1", remembered_s=86_400.0)
     finally:
         await supervisor.close()

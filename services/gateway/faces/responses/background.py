@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 import msgspec
@@ -21,6 +21,7 @@ from services.core.errors import (
     ConcurrencyExceeded,
     Draining,
     FairwayError,
+    InternalError,
     OverQuota,
     RequestCancelled,
     ResultExpired,
@@ -32,6 +33,7 @@ from services.gateway.faces.openai.exchange import primary_failure
 from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames, failed_response
 from services.gateway.faces.responses.types import ModelResponse
 from services.gateway.faces.transport.answer_stream import GenerationStreams, collect
+from services.gateway.incidents import incident_of
 from services.gateway.responses.store import BegunResponse, ResponseAnswer, ResponseStore
 from services.gateway.service_types import subtract
 from services.ports.clock import Clock
@@ -91,9 +93,11 @@ class BackgroundResponses:
         clock: Clock,
         supervisor: Supervisor,
         *,
+        new_incident: Callable[[], str],
         remembered_s: float,
     ) -> None:
         """``remembered_s``: how long a key is remembered after its last write, at least."""
+        self._new_incident = new_incident
         # Half of it: clocks differ.
         self._takeover_s = remembered_s / 2
         self._service = service
@@ -167,6 +171,10 @@ class BackgroundResponses:
                 failure: FairwayError = error
             except FairwayError as error:
                 run.failure = failure = error
+            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+                raise
+            except BaseException as error:  # a panic in a native library is no Exception
+                run.failure = failure = self._incident(error, response_id)
             if is_new and not run.accepted.is_set():
                 return
             log.info("response.interrupted", response_id=response_id, reason=failure.reason)
@@ -238,7 +246,12 @@ class BackgroundResponses:
             await self._store.end(tenant_id, response_id, answer_of(failed_response(head, failure)))
         except FairwayError:
             return False
+        except Exception as error:  # the task may not fail; the next retrieval tries again
+            self._incident(error, response_id)
         return True
+
+    def _incident(self, error: BaseException, response_id: str) -> InternalError:
+        return incident_of(error, self._new_incident, "response.crashed", response_id=response_id)
 
 
 async def _noting(source: AsyncGenerator[Event, None], run: BackgroundRun) -> AsyncGenerator[Event, None]:
