@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
 from fairway.v1 import inference_pb2 as pb
@@ -131,6 +132,34 @@ async def test_either_gateway_cancels(faces: Faces) -> None:
     for gateway in (0, 1):
         assert (await get(faces, gateway, made["id"]))["status"] == "cancelled"
     assert faces.fleet.engine_tokens == 5, "it does not run again"
+
+
+@pytest.mark.parametrize("action", ["cancel", "delete"])
+@pytest.mark.parametrize(("reader", "other"), [(0, 0), (0, 1), (1, 0)])
+async def test_what_is_streamed_ends_too(faces: Faces, reader: int, other: int, action: str) -> None:
+    """Gateway 0 runs it. Its reader keeps it alive no longer than the grace, which is longer than this."""
+    faces.fleet.hold_at = 5
+    made = await create(faces, seed=3)
+    streamed = asyncio.create_task(faces.ask(reader, "GET", f"{PATH}/{made['id']}?stream=true"))
+    await until(lambda: faces.fleet.engine_tokens == 5)
+    await asyncio.sleep(0.3)  # the reader has the output
+    path = f"{PATH}/{made['id']}"
+    method, path = ("DELETE", path) if action == "delete" else ("POST", f"{path}/cancel")
+    status, _, body = await faces.ask(other, method, path)
+    assert status == 200, body
+    async with asyncio.timeout(15):
+        status, _, events = await streamed
+        for gateway in faces.gateways:
+            await gateway.at_rest()
+    ran = faces.fleet.engine_tokens  # the reader's gateway may take it over until it observes the end
+    assert ran < 12
+    assert not any(run.live for gateway in faces.gateways for run in gateway.workers.started)
+    faces.fleet.hold.set()
+    assert status == 200
+    assert "".join(_deltas(events)) == whole_text(3)[: len("".join(_deltas(events)))]
+    last = events.decode().strip().split("\n\n")[-1]
+    assert f"event: response.{'cancelled' if action == 'cancel' else 'failed'}\n" in last
+    assert faces.fleet.engine_tokens == ran, "it does not run on"
 
 
 async def test_a_repeated_key_has_the_same_response(faces: Faces) -> None:

@@ -225,7 +225,11 @@ class BackgroundResponses:
             raise primary_failure(failures) from None
 
     async def _watch(self, run: BackgroundRun, tenant_id: str, response_id: str) -> None:
-        """Raise RequestCancelled once the response was cancelled or deleted, by any gateway."""
+        await self.until_stopped(run, tenant_id, response_id)
+        raise RequestCancelled("the response was cancelled or deleted")
+
+    async def until_stopped(self, run: BackgroundRun, tenant_id: str, response_id: str) -> None:
+        """Return once the response has an answer or was deleted, by any gateway."""
         while not run.stopped.is_set():
             try:
                 async with asyncio.timeout(_WATCH_S):
@@ -236,7 +240,6 @@ class BackgroundResponses:
                         run.stopped.set()
                 except FairwayError:  # the store is unavailable
                     continue
-        raise RequestCancelled("the response was cancelled or deleted")
 
     async def _fail(
         self, tenant_id: str, response_id: str, head: ModelResponse, failure: FairwayError

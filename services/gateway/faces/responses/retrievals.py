@@ -10,9 +10,10 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw, structs
 
+from fairway.task_group import TaskGroup
 from services.core.errors import FairwayError, InvalidInput, NotFound
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
-from services.gateway.faces.openai.exchange import HttpLimits, unless_disconnected
+from services.gateway.faces.openai.exchange import HttpLimits, Reply, primary_failure, unless_disconnected
 from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames, replayed
 from services.gateway.faces.responses.background import (
     BackgroundResponses,
@@ -31,6 +32,7 @@ from services.ports.clock import Clock
 
 # How long the last event of a stream waits for the response to be stored.
 _STORED_S: Final = 5.0
+_RETRY_S: Final = 1.0
 _encode: Final = msgspec.json.Encoder().encode
 _items: Final = msgspec.json.Decoder(list[Raw]).decode
 
@@ -40,6 +42,14 @@ class _ItemId(msgspec.Struct):
 
 
 _item_id: Final = msgspec.json.Decoder(_ItemId).decode
+
+
+class _Stopped(Exception):
+    """The response was cancelled, or deleted: then None is stored."""
+
+    def __init__(self, stored: StoredResponse | None) -> None:
+        super().__init__()
+        self.stored = stored
 
 
 class Retrievals:
@@ -182,7 +192,8 @@ class Retrievals:
         run: BackgroundRun | None,
         after: int,
     ) -> None:
-        """Stream a response that runs. Its last event follows once it is stored."""
+        """Stream a response that runs. Its last event follows once it is stored, or was cancelled."""
+        tenant_id = exchange.caller.tenant_id
 
         async def keep(response: ModelResponse) -> bool:
             if run is not None:
@@ -192,17 +203,61 @@ class Retrievals:
             return True
 
         generation = generation_of(response_id, stored.begun)
+        events = ResponseEvents(after=after, with_ids=True)
         frames = ResponseFrames(
             response_of(stored.begun.response),
             request_id=stored.begun.request_id,
             keep=keep,
-            events=ResponseEvents(after=after, with_ids=True),
+            events=events,
             now_s=self._clock.unix_s,
         )
         received = replace(exchange.received, internal=True)
-        source = self._service.stream(exchange.caller, generation, received=received)
+        # A client that leaves ends nothing: the run's driver follows it too.
+        source = self._service.stream(
+            exchange.caller, generation, received=received, withdraws=run is not None
+        )
         due_s = exchange.received.monotonic_s + self._limits.status_wait_s
-        await relay(source, frames, exchange.reply, lambda: self._clock.monotonic_s() >= due_s)
+        try:
+            async with TaskGroup() as group:
+                watcher = group.create_task(self._watch(run or BackgroundRun(), tenant_id, response_id))
+                try:
+                    await relay(source, frames, exchange.reply, lambda: self._clock.monotonic_s() >= due_s)
+                finally:
+                    watcher.cancel()
+        except BaseExceptionGroup as failures:
+            error = primary_failure(failures)
+            if not isinstance(error, _Stopped):
+                raise error from None
+            await _end(exchange.reply, error.stored, frames, events, after)
+
+    async def _watch(self, run: BackgroundRun, tenant_id: str, response_id: str) -> None:
+        """Raise _Stopped once the response was cancelled or deleted; return once it has another end."""
+        await self._background.until_stopped(run, tenant_id, response_id)
+        while True:
+            try:
+                stored = await self._store.find(tenant_id, response_id)
+                break
+            except FairwayError:  # the store is unavailable
+                await self._clock.sleep(_RETRY_S)
+        if stored is None or current(stored).status == "cancelled":
+            raise _Stopped(stored)
+
+
+async def _end(
+    reply: Reply, stored: StoredResponse | None, frames: ResponseFrames, events: ResponseEvents, after: int
+) -> None:
+    """End the stream of a response that was cancelled, or deleted: then None is stored."""
+    if reply.complete:
+        return
+    if reply.started:
+        deleted = NotFound("the response was deleted", field="response_id")
+        last = frames.failed(deleted) if stored is None else events.end(current(stored))
+        await reply.write(last, last=True)
+    elif stored is None:
+        raise NotFound("response_id: the response was deleted meanwhile", field="response_id")
+    else:
+        await reply.start_events()
+        await reply.write(replayed(current(stored), ResponseEvents(after=after, with_ids=True)), last=True)
 
 
 def _id_of(exchange: Exchange) -> str:
