@@ -33,6 +33,8 @@ from services.gateway.faces.openai.types import (
     require_neutral,
 )
 
+# Precedes the result of a tool that failed: chat templates have no place for that.
+_ERROR: Final = "Error: "
 _EFFORTS: Final = {"max": "xhigh"}
 
 
@@ -162,6 +164,8 @@ def _read(part: MessagesPart, role: str, path: str, found: _Parts) -> None:
             call_id = _required(part.tool_use_id, f"{path}tool_use_id")
             if found.texts:
                 raise InvalidInput(f"{path}type: results of tools precede the text", field=f"{path}type")
+            if part.is_error:
+                content = f"{_ERROR}{content}"
             found.results.append(ChatTurn("tool", content, tool_call_id=call_id))
         case _:
             raise UnsupportedFeature(

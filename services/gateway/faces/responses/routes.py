@@ -143,6 +143,11 @@ class ResponsesFace:
         if body.stream:
             exchange.headers.check_stream()
         if body.background:
+            if timeout_s is not None:
+                raise InvalidInput(
+                    "x-request-timeout-s: a response in the background has no deadline; cancel it instead",
+                    field="x-request-timeout-s",
+                )
             await unless_disconnected(
                 exchange.receive, exchange.reply, self._begin(exchange, request, bool(body.stream))
             )
