@@ -179,7 +179,7 @@ class BackgroundResponses:
                 return
             log.info("response.interrupted", response_id=response_id, reason=failure.reason)
             is_over = not _may_pass(failure) or self._clock.monotonic_s() >= until_s
-            if is_over and await self._fail(principal.tenant_id, response_id, head, failure):
+            if is_over and await self._fail(principal.tenant_id, response_id, begun, failure):
                 return
             await self._clock.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_RETRY_S)
@@ -196,7 +196,7 @@ class BackgroundResponses:
         tenant_id, generation = principal.tenant_id, generation_of(response_id, begun)
 
         async def keep(response: ModelResponse) -> bool:
-            await self._store.end(tenant_id, response_id, answer_of(response))
+            await self._store.end(tenant_id, response_id, begun, answer_of(response))
             return True
 
         frames = ResponseFrames(
@@ -242,11 +242,12 @@ class BackgroundResponses:
                     continue
 
     async def _fail(
-        self, tenant_id: str, response_id: str, head: ModelResponse, failure: FairwayError
+        self, tenant_id: str, response_id: str, begun: BegunResponse, failure: FairwayError
     ) -> bool:
         """End a response with an error. Return whether its end is stored, by this call or another."""
         try:
-            await self._store.end(tenant_id, response_id, answer_of(failed_response(head, failure)))
+            failed = failed_response(response_of(begun.response), failure)
+            await self._store.end(tenant_id, response_id, begun, answer_of(failed))
         except FairwayError:
             return False
         except Exception as error:  # the task may not fail; the next retrieval tries again

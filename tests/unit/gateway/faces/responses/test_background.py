@@ -11,14 +11,16 @@ import pytest
 from msgspec import structs
 
 from services.core.errors import ConcurrencyExceeded, InternalError
-from services.core.generation import Principal
+from services.core.generation import FinishReason, Principal, StageClock, Usage
+from services.core.outputs.tools import ContentText
 from services.core.records import KeyRole
-from services.gateway.events import Accepted, Event
+from services.gateway.events import Accepted, ChoiceResult, Event, Finished, Tokens
 from services.gateway.faces.responses import background
 from services.gateway.faces.responses.background import BackgroundResponses, response_of
 from services.gateway.faces.responses.requests import responses_body, responses_request
 from services.gateway.faces.responses.routes import ResponseParts
 from services.gateway.responses.store import BegunResponse
+from services.ports.idempotency import RecordLimits
 from services.runtime.clock import SystemClock
 from tests.support.stored_responses import memory_responses
 
@@ -37,6 +39,19 @@ class Silent:
         self.runs += 1
         await asyncio.sleep(3600)
         yield  # type: ignore[misc]
+
+
+class Talkative:
+    """A service whose requests have much output, of which a record has no room."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Event, None]:
+        self.runs += 1
+        yield Accepted("r", "m", "d", 1, 0, 1)
+        yield Tokens(0, 0, [1], "x", parts=[ContentText("x" * 3000)])
+        yield Finished((ChoiceResult(0, FinishReason.STOP, "", 1),), Usage(1, 1), StageClock(1))
 
 
 class Crashing:
@@ -129,3 +144,19 @@ async def test_a_bug_of_a_run_ends_its_response_and_not_the_process(is_new: bool
         assert (found.status, found.error.code) == ("failed", "server_error")
         assert "secret" not in found.error.message
         assert parts.supervisor.healthy
+
+
+async def test_an_answer_without_room_is_a_failure_by_name_and_runs_once() -> None:
+    service = Talkative()
+    async with memory_responses(CLOCK, RecordLimits(max_record_bytes=4000)) as parts:
+        fresh = begun(CLOCK.unix_s())
+        await parts.store.begin("acme", "r", fresh)
+        run = driver(service, parts).drive(CALLER, "r", fresh, is_new=True)
+        await asyncio.wait_for(run.over.wait(), 5)
+        stored = await parts.store.find("acme", "r")
+        assert stored is not None
+        assert stored.answer is not None
+        found = response_of(stored.answer.response)
+        assert found.error is not None
+        assert (found.status, found.error.code) == ("failed", "over_quota")
+        assert service.runs == 1
