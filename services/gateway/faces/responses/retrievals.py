@@ -24,9 +24,10 @@ from services.gateway.faces.responses.background import (
 )
 from services.gateway.faces.responses.conversations import Conversations, current
 from services.gateway.faces.responses.errors import responses_error
-from services.gateway.faces.responses.queries import ItemsQuery, items_query, stream_query
+from services.gateway.faces.responses.queries import items_query, stream_query
 from services.gateway.faces.responses.types import DeletedResponse, InputItems, ModelResponse
 from services.gateway.faces.transport.answer_stream import GenerationStreams, relay
+from services.gateway.faces.transport.queries import ListQuery, page_of
 from services.gateway.responses.store import ResponseStore, StoredResponse
 from services.ports.clock import Clock
 
@@ -236,11 +237,12 @@ class Retrievals:
         while True:
             try:
                 stored = await self._store.find(tenant_id, response_id)
-                break
             except FairwayError:  # the store is unavailable
                 await self._clock.sleep(_RETRY_S)
-        if stored is None or current(stored).status == "cancelled":
-            raise _Stopped(stored)
+                continue
+            if stored is None or current(stored).status == "cancelled":
+                raise _Stopped(stored)
+            return
 
 
 async def _end(
@@ -265,19 +267,12 @@ def _id_of(exchange: Exchange) -> str:
     return found
 
 
-def _page(items: list[Raw], query: ItemsQuery) -> InputItems:
-    ids = [_item_id(bytes(item)).id for item in items]
-    if query.descending:
-        items, ids = items[::-1], ids[::-1]
-    start = 0
-    if query.after:
-        if query.after not in ids:
-            raise InvalidInput("after is no id of these items", field="after")
-        start = ids.index(query.after) + 1
-    shown = ids[start : start + query.limit]
-    return InputItems(
-        items[start : start + query.limit],
-        shown[0] if shown else None,
-        shown[-1] if shown else None,
-        start + query.limit < len(ids),
-    )
+def _page(items: list[Raw], query: ListQuery) -> InputItems:
+    ordered = items[::-1] if query.descending else items
+    page, more = page_of(ordered, _id_of_item, query)
+    first, last = (_id_of_item(page[0]), _id_of_item(page[-1])) if page else (None, None)
+    return InputItems(list(page), first, last, more)
+
+
+def _id_of_item(item: Raw) -> str:
+    return _item_id(bytes(item)).id
