@@ -169,7 +169,7 @@ idempotency key and those decided on a [slice](../architecture/quotas.md#leased-
 """
     parts = [_head("HTTP API", "services/gateway/faces", head)]
     nothing = cast(Any, None)
-    responses = ResponseParts(nothing, nothing, 0.0)
+    responses = ResponseParts(nothing, nothing, str, 0.0)
     # Only the table is read.
     endpoints = endpoints_of(nothing, nothing, nothing, nothing, HttpLimits(0), str, b"", responses)
     routes = [(f"`{each.method} {path_of(each)}`", str(each.access), each.accepts) for each in endpoints]

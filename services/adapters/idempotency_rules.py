@@ -9,6 +9,8 @@ from services.ports.idempotency import RecordLimits
 
 WATCH_S: Final = 2.0
 READ_CHUNKS: Final = 256
+# Of one tenant's records, the oldest that a write examines for room; 64 rounds of 64 in the script.
+EXAMINED: Final = 4096
 
 
 def keys_exceeded(limits: RecordLimits, wait_s: float) -> IdempotencyKeysExceeded:

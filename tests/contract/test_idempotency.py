@@ -311,6 +311,24 @@ async def test_a_tenants_bodies_make_room_oldest_first_but_not_running_ones(make
     assert await add(bench, third, b"t" * size) == [Written.KEPT]
 
 
+async def test_a_large_record_takes_the_room_of_many_small_ones(make: Make) -> None:
+    """Of more than one look at the oldest in the script, and past as many that run."""
+    bench = await make(RecordLimits(lease_s=60, max_tenant_bytes=40_000))
+    small, count = b"s" * (100 - bench.overhead), 300
+    holds = [await owned(bench, name=str(number)) for number in range(count)]
+    running = holds[:70]
+    await bench.store.append([Addition(hold, small) for hold in running])
+    for hold in holds[70:]:
+        await bench.store.finish(hold, small, None, NONE)
+    large = await owned(bench, name="large")
+    assert await add(bench, large, b"l" * (25_000 - bench.overhead)) == [Written.KEPT]
+    states = [(await bench.store.read(hold.key, 0, watch=False)).state for hold in holds]
+    ended = [RecordState.EXPIRED] * 150 + [RecordState.ENDED] * 80
+    assert states == [RecordState.RUNNING] * 70 + ended, "the oldest, and as few as possible"
+    over = await owned(bench, name="over")
+    assert await add(bench, over, b"l" * (40_000 - bench.overhead)) == [Written.TOO_LARGE]
+
+
 async def test_a_tenants_keys_are_bounded_and_the_refusal_says_when(make: Make) -> None:
     bench = await make(RecordLimits(lease_s=60, max_tenant_keys=3))
     holds = [await owned(bench, name=str(number)) for number in range(3)]

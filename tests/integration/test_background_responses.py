@@ -7,10 +7,12 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
+from fairway.v1 import inference_pb2 as pb
 from services.core import errors
-from tests.support.keyed_faces import Faces, keyed_faces
+from tests.support.keyed_faces import AUTH, Faces, keyed_faces
 from tests.support.keyed_gateways import token
 from tests.support.waiting import until
 
@@ -132,6 +134,34 @@ async def test_either_gateway_cancels(faces: Faces) -> None:
     assert faces.fleet.engine_tokens == 5, "it does not run again"
 
 
+@pytest.mark.parametrize("action", ["cancel", "delete"])
+@pytest.mark.parametrize(("reader", "other"), [(0, 0), (0, 1), (1, 0)])
+async def test_what_is_streamed_ends_too(faces: Faces, reader: int, other: int, action: str) -> None:
+    """Gateway 0 runs it. Its reader keeps it alive no longer than the grace, which is longer than this."""
+    faces.fleet.hold_at = 5
+    made = await create(faces, seed=3)
+    streamed = asyncio.create_task(faces.ask(reader, "GET", f"{PATH}/{made['id']}?stream=true"))
+    await until(lambda: faces.fleet.engine_tokens == 5)
+    await asyncio.sleep(0.3)  # the reader has the output
+    path = f"{PATH}/{made['id']}"
+    method, path = ("DELETE", path) if action == "delete" else ("POST", f"{path}/cancel")
+    status, _, body = await faces.ask(other, method, path)
+    assert status == 200, body
+    async with asyncio.timeout(15):
+        status, _, events = await streamed
+        for gateway in faces.gateways:
+            await gateway.at_rest()
+    ran = faces.fleet.engine_tokens  # the reader's gateway may take it over until it observes the end
+    assert ran < 12
+    assert not any(run.live for gateway in faces.gateways for run in gateway.workers.started)
+    faces.fleet.hold.set()
+    assert status == 200
+    assert "".join(_deltas(events)) == whole_text(3)[: len("".join(_deltas(events)))]
+    last = events.decode().strip().split("\n\n")[-1]
+    assert f"event: response.{'cancelled' if action == 'cancel' else 'failed'}\n" in last
+    assert faces.fleet.engine_tokens == ran, "it does not run on"
+
+
 async def test_a_repeated_key_has_the_same_response(faces: Faces) -> None:
     made = [await create(faces, "k", gateway=gateway, seed=3) for gateway in (0, 1, 0)]
     assert len({each["id"] for each in made}) == 1
@@ -144,14 +174,23 @@ async def test_a_repeated_key_has_the_same_response(faces: Faces) -> None:
 
 
 async def test_no_client_can_name_the_key_of_a_run(faces: Faces) -> None:
+    """Not over gRPC either, whose keys are any bytes: its request has a record of its own."""
     faces.fleet.hold_at = 5
     made = await create(faces)
     await until(lambda: faces.fleet.engine_tokens == 5)
+    key = f"response {made['id']}"
     chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    status, _, _ = await faces.post(0, "/v1/chat/completions", chat, f"response {made['id']}")
+    status, _, _ = await faces.post(0, "/v1/chat/completions", chat, key)
     assert status == 400
     faces.fleet.hold.set()
+    generation = pb.Generation(model="m", prompt="other", max_output_tokens=3, idempotency_key=key)
+    request = pb.CompleteRequest(generation=generation)
+    for gateway in (0, 1):
+        answer = await faces.stubs[gateway].Complete(request, metadata=AUTH)
+        assert answer.accepted.request_id != made["id"].removeprefix("resp_")
+        assert answer.finished.usage.output_tokens == 3
     assert (await ended(faces, 0, made["id"]))["status"] == "incomplete"
+    assert faces.fleet.engine_tokens == 12 + 3
 
 
 async def test_a_run_without_room_is_tried_again(faces: Faces) -> None:

@@ -130,7 +130,7 @@ async def _http(gateway: Gateway, redis_url: str) -> AsyncIterator[str]:
         Caller(gateway.fleet.tenant),
         CLOCK,
         Ids(),
-        ResponseParts(store, gateway.supervisor, remembered_s=86_400.0),
+        ResponseParts(store, gateway.supervisor, lambda: "inc_1", remembered_s=86_400.0),
         event_secret=b"e" * 32,
         limits=HttpLimits(100_000),
     )

@@ -10,15 +10,16 @@ from services.adapters.memory.limiter import MemoryLimiter
 from services.gateway.faces.responses.routes import ResponseParts
 from services.gateway.responses.store import ResponseStore
 from services.ports.clock import Clock
+from services.ports.idempotency import RecordLimits
 from services.runtime.supervisor import Supervisor
 
 
 @asynccontextmanager
-async def memory_responses(clock: Clock) -> AsyncIterator[ResponseParts]:
+async def memory_responses(clock: Clock, limits: RecordLimits | None = None) -> AsyncIterator[ResponseParts]:
     """Yield a store in this process; its tasks end with the block."""
     supervisor = Supervisor(clock)
-    store = ResponseStore(MemoryIdempotency(clock, MemoryLimiter(clock)), b"n" * 32, "g", clock)
+    store = ResponseStore(MemoryIdempotency(clock, MemoryLimiter(clock), limits), b"n" * 32, "g", clock)
     try:
-        yield ResponseParts(store, supervisor, remembered_s=86_400.0)
+        yield ResponseParts(store, supervisor, lambda: "inc_1", remembered_s=86_400.0)
     finally:
         await supervisor.close()

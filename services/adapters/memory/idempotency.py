@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.adapters.idempotency_rules import READ_CHUNKS, WATCH_S, keys_exceeded
+from services.adapters.idempotency_rules import EXAMINED, READ_CHUNKS, WATCH_S, keys_exceeded
 from services.adapters.memory.limiter import MemoryLimiter
 from services.core.generation import Usage
 from services.ports.clock import Clock
@@ -165,10 +165,13 @@ class MemoryIdempotency:
             return True
         limits, size = self._limits, len(chunk)
         total = sum(held.size for held in records.values())
-        for held in sorted(records.values(), key=lambda held: held.body_expire_s):
+        oldest = sorted(
+            (held for held in records.values() if held.chunks), key=lambda held: held.body_expire_s
+        )
+        for held in oldest[:EXAMINED]:
             if total + size <= limits.max_tenant_bytes:
                 break
-            if held is not record and held.chunks and self._state(held, now_s) is not RecordState.RUNNING:
+            if held is not record and self._state(held, now_s) is not RecordState.RUNNING:
                 total -= held.size
                 _drop(held)
         has_hole = len(record.chunks) != record.expected

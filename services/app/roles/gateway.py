@@ -186,7 +186,9 @@ def _response_parts(environment: Environment, quotas: GatewayQuotas, gateway_id:
     settings = environment.settings
     names_secret = record_names_secret(_ticket_key(settings))
     store = ResponseStore(quotas.stored_responses, names_secret, gateway_id, environment.clock)
-    return ResponseParts(store, environment.supervisor, settings.idempotency_tombstone_s)
+    return ResponseParts(
+        store, environment.supervisor, environment.ids.incident_id, settings.idempotency_tombstone_s
+    )
 
 
 def _http_server(

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from services.core.errors import FairwayError, InvalidInput, OverQuota, StoreUnavailable
+from services.core.errors import FairwayError, InvalidInput, OverQuota, ResultExpired, StoreUnavailable
 from services.core.errors import IdempotencyKeysExceeded as RecordsExceeded
 from services.core.generation import Usage
 from services.ports.clock import Clock
@@ -39,6 +39,7 @@ _FINGERPRINT: Final = "response"
 _PAUSE_S: Final = 0.05
 _PATIENCE_S: Final = 10.0
 _NONE: Final = Usage(0, 0)
+_STORED: Final = (Written.KEPT, Written.WATCHED)
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -101,7 +102,8 @@ class ResponseStore:
     async def begin(self, tenant_id: str, response_id: str, begun: BegunResponse) -> StoredResponse | None:
         """Store what begins a response. Return the response that has this id already, None if it is new.
 
-        Raises InvalidInput when it is too large, OverQuota when the tenant has as many as may be.
+        Raises InvalidInput when it is too large, OverQuota when the tenant has as many as may be or there is
+        no room for it, ResultExpired when the response of this id made room for others.
         """
         chunk = begin_chunk(begun)
         key = self._key(tenant_id, response_id)
@@ -110,18 +112,31 @@ class ResponseStore:
             claim = await self._claim(key)
             if isinstance(claim, Owned):
                 found = claim.chunks > 0
-                await self._store.release(claim.hold, b"" if found else chunk, None, _NONE)
-                if not found:
+                written = await self._store.release(claim.hold, b"" if found else chunk, None, _NONE)
+                if written is Written.TOO_LARGE:
+                    await self._store.delete(key)
+                    raise _no_room(len(chunk))
+                if not found and written in _STORED:
                     return None
             stored = await self.find(tenant_id, response_id)
-            if stored is not None or isinstance(claim, Expired):
+            if stored is not None:
                 return stored
+            if isinstance(claim, Expired):
+                raise ResultExpired(
+                    "the response of this idempotency key is no longer stored: use another key"
+                )
             await self._clock.sleep(_PAUSE_S)
         raise _busy()
 
-    async def end(self, tenant_id: str, response_id: str, answer: ResponseAnswer) -> bool:
-        """Store the answer of a response. Return whether this call did: False if it has one, or is gone."""
-        key = self._key(tenant_id, response_id)
+    async def end(
+        self, tenant_id: str, response_id: str, begun: BegunResponse, answer: ResponseAnswer
+    ) -> bool:
+        """Store the answer of a response. Return whether this call did: False if it has one, or is gone.
+
+        Raises OverQuota when there is no room for it: the response has no answer then, and a smaller one may
+        be stored.
+        """
+        key, chunk = self._key(tenant_id, response_id), _encode((answer,))
         until_s = self._clock.monotonic_s() + _PATIENCE_S
         while self._clock.monotonic_s() < until_s:
             claim = await self._claim(key)
@@ -129,8 +144,12 @@ class ResponseStore:
                 if not claim.chunks:  # it was deleted
                     await self._store.release(claim.hold, b"", None, _NONE)
                     return False
-                written = await self._store.finish(claim.hold, _encode((answer,)), None, _NONE)
-                return written in (Written.KEPT, Written.WATCHED)
+                written = await self._store.finish(claim.hold, chunk, None, _NONE)
+                if written is Written.TOO_LARGE:  # what began it is dropped as well
+                    await self._store.delete(key)
+                    await self.begin(tenant_id, response_id, begun)
+                    raise _no_room(len(chunk))
+                return written in _STORED
             if not isinstance(claim, Running):
                 return False
             await self._clock.sleep(_PAUSE_S)
@@ -148,7 +167,7 @@ class ResponseStore:
         except FairwayError as error:
             log.warning("response.not_stored", response_id=response_id, reason=error.reason)
             return False
-        return written in (Written.KEPT, Written.WATCHED)
+        return written in _STORED
 
     async def find(self, tenant_id: str, response_id: str) -> StoredResponse | None:
         """Return a response; None if the tenant has none of this id."""
@@ -209,6 +228,13 @@ def _stored(chunks: Iterable[bytes]) -> StoredResponse | None:
             else:
                 answer = entry
     return StoredResponse(begun, answer) if begun is not None else None
+
+
+def _no_room(size_bytes: int) -> OverQuota:
+    return OverQuota(
+        f"there is no room to store {size_bytes} bytes of this response; delete stored responses, or send a "
+        "smaller one"
+    )
 
 
 def _busy() -> StoreUnavailable:

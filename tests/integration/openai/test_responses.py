@@ -155,6 +155,21 @@ async def test_a_refused_background_response_leaves_nothing(face: Face) -> None:
     assert (await face.ask("GET", f"{PATH}/resp_{request_id}")).status == 404
 
 
+async def test_a_bug_in_the_background_is_an_incident_and_leaves_nothing(face: Face) -> None:
+    face.service.script = failing(RuntimeError("the secret of a bug"), after=0)
+    found = await face.ask("POST", PATH, {**BODY, "background": True})
+    assert (found.status, found.error["code"]) == (500, "internal")
+    request_id = found.headers["x-request-id"]
+    assert (await face.ask("GET", f"{PATH}/resp_{request_id}")).status == 404
+
+
+async def test_a_background_response_takes_no_timeout(face: Face) -> None:
+    timeout = (("x-request-timeout-s", "5"),)
+    found = await face.ask("POST", PATH, {**BODY, "background": True}, headers=timeout)
+    assert (found.status, found.error["param"]) == (400, "x-request-timeout-s")
+    assert (await face.ask("POST", PATH, BODY, headers=timeout)).status == 200
+
+
 async def test_a_cancelled_response_stays_cancelled(face: Face) -> None:
     face.service.script = silent
     made = await create(face, background=True)

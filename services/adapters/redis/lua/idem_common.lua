@@ -29,16 +29,24 @@ local function forget_lapsed(bodies, sizes, now)
   end
 end
 
--- Drop the logs of records that no gateway runs, the oldest first, until there is room. Their heads share the
--- tenant's hash tag, so they are on the node where this script runs.
+-- Drop the logs of records that no gateway runs, the oldest first, until there is room. Of EXAMINED records in
+-- idempotency_rules.py at most: a script blocks its node. Their heads share the tenant's hash tag, so they are on
+-- the node where this script runs.
 local function make_room(prefix, bodies, sizes, wanted, most, now)
   if tonumber(redis.call('HGET', sizes, '') or '0') + wanted <= most then return end
-  for _, digest in ipairs(redis.call('ZRANGE', bodies, 0, 63)) do
-    local head = prefix .. digest
-    if state_of(head, head .. ':log', now) ~= 'running' then
-      redis.call('DEL', head .. ':log')
-      forget_size(bodies, sizes, digest)
-      if tonumber(redis.call('HGET', sizes, '') or '0') + wanted <= most then return end
+  local running = 0
+  for _ = 1, 64 do
+    local found = redis.call('ZRANGE', bodies, running, running + 63)
+    if #found == 0 then return end
+    for _, digest in ipairs(found) do
+      local head = prefix .. digest
+      if state_of(head, head .. ':log', now) == 'running' then
+        running = running + 1
+      else
+        redis.call('DEL', head .. ':log')
+        forget_size(bodies, sizes, digest)
+        if tonumber(redis.call('HGET', sizes, '') or '0') + wanted <= most then return end
+      end
     end
   end
 end

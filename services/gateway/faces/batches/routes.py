@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from typing import Final, TypeVar
-from urllib.parse import parse_qs
+from typing import Final
 
 import msgspec
 import structlog
@@ -28,9 +26,9 @@ from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
 from services.gateway.faces.openai.errors import HttpProblem
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, expect_body, read_body
 from services.gateway.faces.openai.types import parse_body
+from services.gateway.faces.transport.queries import list_query, page_of, query_fields
 
 log = structlog.get_logger()
-T = TypeVar("T")
 _encode: Final = msgspec.json.Encoder().encode
 # The usual and the longest page, as OpenAI has them.
 _FILES_PAGE: Final = (1000, 1000)
@@ -100,13 +98,14 @@ class BatchesFace:
             await upload.close()
 
     async def files(self, exchange: Exchange) -> None:
-        query = _query(exchange, ("after", "limit", "order", "purpose"))
+        fields = query_fields(exchange.scope, ("after", "limit", "order", "purpose"))
+        query = list_query(fields, *_FILES_PAGE)
         found = self._service.files.files(exchange.caller.tenant_id)
-        if query.get("order") == "asc":
+        if not query.descending:
             found.reverse()
-        if "purpose" in query:
-            found = [file for file in found if file.purpose == query["purpose"]]
-        page, more = _page(found, lambda file: file.file_id, query, _FILES_PAGE)
+        if "purpose" in fields:
+            found = [file for file in found if file.purpose == fields["purpose"]]
+        page, more = page_of(found, lambda file: file.file_id, query)
         data = [file_object(file) for file in page]
         first, last = (data[0].id, data[-1].id) if data else (None, None)
         await exchange.reply.json(200, _encode(FileList(data, first, last, more)))
@@ -147,9 +146,9 @@ class BatchesFace:
         await exchange.reply.json(200, _encode(batch_object(batch)))
 
     async def batches(self, exchange: Exchange) -> None:
-        query = _query(exchange, ("after", "limit"))
+        query = list_query(query_fields(exchange.scope, ("after", "limit")), *_BATCHES_PAGE)
         found = self._service.batches(exchange.caller.tenant_id)
-        page, more = _page(found, lambda batch: batch.batch_id, query, _BATCHES_PAGE)
+        page, more = page_of(found, lambda batch: batch.batch_id, query)
         data = [batch_object(batch) for batch in page]
         first, last = (data[0].id, data[-1].id) if data else (None, None)
         await exchange.reply.json(200, _encode(BatchList(data, first, last, more)))
@@ -165,34 +164,3 @@ class BatchesFace:
     async def _file(self, exchange: Exchange) -> StoredFile:
         file_id: str = exchange.scope["path_params"]["file_id"]
         return await self._service.files.file(exchange.caller.tenant_id, file_id)
-
-
-def _query(exchange: Exchange, known: Sequence[str]) -> dict[str, str]:
-    """Return the parameters of a list. Raises InvalidInput."""
-    text = exchange.scope.get("query_string", b"").decode("latin-1")
-    try:
-        found = {name: values[-1] for name, values in parse_qs(text, max_num_fields=16).items()}
-    except ValueError:
-        raise InvalidInput("the query has too many parameters") from None
-    for name in found:
-        if name not in known:
-            raise InvalidInput(f"unrecognized request argument: {name[:64]}", field=name[:64])
-    return found
-
-
-def _page(
-    items: Sequence[T], name: Callable[[T], str], query: dict[str, str], bounds: tuple[int, int]
-) -> tuple[Sequence[T], bool]:
-    """Return the items after the one that the query names, and whether more follow. Raises InvalidInput."""
-    usual, most = bounds
-    limit = query.get("limit", str(usual))
-    if not (limit.isascii() and limit.isdigit() and len(limit) <= 6 and 1 <= int(limit) <= most):
-        raise InvalidInput(f"limit must be 1 to {most}", field="limit")
-    start = 0
-    if "after" in query:
-        names = [name(item) for item in items]
-        if query["after"] not in names:
-            raise InvalidInput("after is not in this list", field="after")
-        start = names.index(query["after"]) + 1
-    page = items[start : start + int(limit)]
-    return page, start + len(page) < len(items)

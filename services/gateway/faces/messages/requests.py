@@ -32,7 +32,10 @@ from services.gateway.faces.openai.types import (
     parse_body,
     require_neutral,
 )
+from services.gateway.faces.transport.text_parts import required, text_of
 
+# Precedes the result of a tool that failed: chat templates have no place for that.
+_ERROR: Final = "Error: "
 _EFFORTS: Final = {"max": "xhigh"}
 
 
@@ -148,20 +151,22 @@ def _read(part: MessagesPart, role: str, path: str, found: _Parts) -> None:
     require_neutral(part, path)
     match part.type, role:
         case "text", _:
-            found.texts.append(_required(part.text, f"{path}text"))
+            found.texts.append(required(part.text, f"{path}text"))
         case "thinking", "assistant":
-            found.thinking.append(_required(part.thinking, f"{path}thinking"))
+            found.thinking.append(required(part.thinking, f"{path}thinking"))
         case "redacted_thinking", "assistant":  # of another server: no model here reads it
             pass
         case "tool_use", "assistant":
-            name = _required(part.name, f"{path}name")
+            name = required(part.name, f"{path}name")
             arguments = json.dumps(part.input or {}, ensure_ascii=False)
-            found.calls.append(MadeCall(CalledFunction(name, arguments), _required(part.id, f"{path}id")))
+            found.calls.append(MadeCall(CalledFunction(name, arguments), required(part.id, f"{path}id")))
         case "tool_result", "user":
             content = "" if part.content is None else _text_of(part.content, f"{path}content")
-            call_id = _required(part.tool_use_id, f"{path}tool_use_id")
+            call_id = required(part.tool_use_id, f"{path}tool_use_id")
             if found.texts:
                 raise InvalidInput(f"{path}type: results of tools precede the text", field=f"{path}type")
+            if part.is_error:
+                content = f"{_ERROR}{content}"
             found.results.append(ChatTurn("tool", content, tool_call_id=call_id))
         case _:
             raise UnsupportedFeature(
@@ -171,19 +176,4 @@ def _read(part: MessagesPart, role: str, path: str, found: _Parts) -> None:
 
 
 def _text_of(content: str | Sequence[MessagesPart], path: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for number, part in enumerate(content):
-        own = f"{path}[{number}]."
-        require_neutral(part, own)
-        if part.type != "text":
-            raise UnsupportedFeature(f"{own}type: only text is offered by this server", field=f"{own}type")
-        texts.append(_required(part.text, f"{own}text"))
-    return "".join(texts)
-
-
-def _required(value: str | None, path: str) -> str:
-    if value is None:
-        raise InvalidInput(f"{path} is required", field=path)
-    return value
+    return text_of(content, path, ("text",), lambda part: part.text)

@@ -30,6 +30,7 @@ class MessagesPart(Struct, forbid_unknown_fields=True, frozen=True):
     # Of tool_result.
     tool_use_id: Short | None = None
     content: str | list[MessagesPart] | None = None
+    # Stated in the text of the result.
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     citations: Unserved = UNSET

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 import msgspec
@@ -21,6 +21,7 @@ from services.core.errors import (
     ConcurrencyExceeded,
     Draining,
     FairwayError,
+    InternalError,
     OverQuota,
     RequestCancelled,
     ResultExpired,
@@ -32,6 +33,7 @@ from services.gateway.faces.openai.exchange import primary_failure
 from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames, failed_response
 from services.gateway.faces.responses.types import ModelResponse
 from services.gateway.faces.transport.answer_stream import GenerationStreams, collect
+from services.gateway.incidents import incident_of
 from services.gateway.responses.store import BegunResponse, ResponseAnswer, ResponseStore
 from services.gateway.service_types import subtract
 from services.ports.clock import Clock
@@ -62,10 +64,7 @@ def response_of(stored: bytes) -> ModelResponse:
 
 
 def generation_of(response_id: str, begun: BegunResponse) -> inference_pb2.Generation:
-    """Return the generation of a response in the background.
-
-    No client can name its key: keys that clients send have no spaces.
-    """
+    """Return the generation of a response in the background, under an internal key."""
     generation = inference_pb2.Generation.FromString(begun.generation)
     generation.idempotency_key = f"response {response_id}"
     return generation
@@ -94,9 +93,11 @@ class BackgroundResponses:
         clock: Clock,
         supervisor: Supervisor,
         *,
+        new_incident: Callable[[], str],
         remembered_s: float,
     ) -> None:
         """``remembered_s``: how long a key is remembered after its last write, at least."""
+        self._new_incident = new_incident
         # Half of it: clocks differ.
         self._takeover_s = remembered_s / 2
         self._service = service
@@ -170,11 +171,15 @@ class BackgroundResponses:
                 failure: FairwayError = error
             except FairwayError as error:
                 run.failure = failure = error
+            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+                raise
+            except BaseException as error:  # a panic in a native library is no Exception
+                run.failure = failure = self._incident(error, response_id)
             if is_new and not run.accepted.is_set():
                 return
             log.info("response.interrupted", response_id=response_id, reason=failure.reason)
             is_over = not _may_pass(failure) or self._clock.monotonic_s() >= until_s
-            if is_over and await self._fail(principal.tenant_id, response_id, head, failure):
+            if is_over and await self._fail(principal.tenant_id, response_id, begun, failure):
                 return
             await self._clock.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_RETRY_S)
@@ -191,7 +196,7 @@ class BackgroundResponses:
         tenant_id, generation = principal.tenant_id, generation_of(response_id, begun)
 
         async def keep(response: ModelResponse) -> bool:
-            await self._store.end(tenant_id, response_id, answer_of(response))
+            await self._store.end(tenant_id, response_id, begun, answer_of(response))
             return True
 
         frames = ResponseFrames(
@@ -202,7 +207,11 @@ class BackgroundResponses:
             now_s=self._clock.unix_s,
         )
         received = Received(
-            self._clock.monotonic_s(), int(self._clock.unix_s() * 1e6), begun.request_id, face="http"
+            self._clock.monotonic_s(),
+            int(self._clock.unix_s() * 1e6),
+            begun.request_id,
+            face="http",
+            internal=True,
         )
         source = self._service.stream(principal, generation, received=received, withdraws=True)
         try:
@@ -216,7 +225,11 @@ class BackgroundResponses:
             raise primary_failure(failures) from None
 
     async def _watch(self, run: BackgroundRun, tenant_id: str, response_id: str) -> None:
-        """Raise RequestCancelled once the response was cancelled or deleted, by any gateway."""
+        await self.until_stopped(run, tenant_id, response_id)
+        raise RequestCancelled("the response was cancelled or deleted")
+
+    async def until_stopped(self, run: BackgroundRun, tenant_id: str, response_id: str) -> None:
+        """Return once the response has an answer or was deleted, by any gateway."""
         while not run.stopped.is_set():
             try:
                 async with asyncio.timeout(_WATCH_S):
@@ -227,17 +240,22 @@ class BackgroundResponses:
                         run.stopped.set()
                 except FairwayError:  # the store is unavailable
                     continue
-        raise RequestCancelled("the response was cancelled or deleted")
 
     async def _fail(
-        self, tenant_id: str, response_id: str, head: ModelResponse, failure: FairwayError
+        self, tenant_id: str, response_id: str, begun: BegunResponse, failure: FairwayError
     ) -> bool:
         """End a response with an error. Return whether its end is stored, by this call or another."""
         try:
-            await self._store.end(tenant_id, response_id, answer_of(failed_response(head, failure)))
+            failed = failed_response(response_of(begun.response), failure)
+            await self._store.end(tenant_id, response_id, begun, answer_of(failed))
         except FairwayError:
             return False
+        except Exception as error:  # the task may not fail; the next retrieval tries again
+            self._incident(error, response_id)
         return True
+
+    def _incident(self, error: BaseException, response_id: str) -> InternalError:
+        return incident_of(error, self._new_incident, "response.crashed", response_id=response_id)
 
 
 async def _noting(source: AsyncGenerator[Event, None], run: BackgroundRun) -> AsyncGenerator[Event, None]:

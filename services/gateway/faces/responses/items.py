@@ -9,8 +9,9 @@ from typing import Final
 from services.core.errors import InvalidInput, UnsupportedFeature
 from services.gateway.faces.openai.types import CalledFunction, ChatTurn, MadeCall, require_neutral
 from services.gateway.faces.responses.types import ResponsesItem, ResponsesPart
+from services.gateway.faces.transport.text_parts import required, text_of
 
-_TEXTS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_KINDS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
 @dataclass(slots=True)
@@ -60,8 +61,8 @@ def turns_of(items: Sequence[ResponsesItem], name: str) -> list[ChatTurn]:
 
 def _add(assistant: _Assistant, item: ResponsesItem, path: str) -> None:
     if item.type == "function_call":
-        called = CalledFunction(_required(item.name, f"{path}name"), item.arguments or "")
-        assistant.calls.append(MadeCall(called, _required(item.call_id, f"{path}call_id")))
+        called = CalledFunction(required(item.name, f"{path}name"), item.arguments or "")
+        assistant.calls.append(MadeCall(called, required(item.call_id, f"{path}call_id")))
     elif item.type == "reasoning":
         assistant.reasoning.append(_text(item.content, f"{path}content"))
     elif item.type == "message":
@@ -72,11 +73,11 @@ def _add(assistant: _Assistant, item: ResponsesItem, path: str) -> None:
 
 def _other(item: ResponsesItem, path: str) -> ChatTurn:
     if item.type == "function_call_output":
-        call_id = _required(item.call_id, f"{path}call_id")
+        call_id = required(item.call_id, f"{path}call_id")
         return ChatTurn("tool", _text(item.output, f"{path}output"), tool_call_id=call_id)
     if item.type != "message":
         raise _unserved(item, path)
-    role = _required(item.role, f"{path}role")
+    role = required(item.role, f"{path}role")
     if role not in ("user", "system", "developer"):
         raise InvalidInput(f"{path}role: {role[:64]!r} is no role of a message", field=f"{path}role")
     if item.content is None:
@@ -87,23 +88,7 @@ def _other(item: ResponsesItem, path: str) -> ChatTurn:
 def _text(content: str | Sequence[ResponsesPart] | None, path: str) -> str:
     if content is None:
         return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for number, part in enumerate(content):
-        own = f"{path}[{number}]."
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in (*_TEXTS, "refusal"):
-            raise UnsupportedFeature(f"{own}type: only text is offered by this server", field=f"{own}type")
-        require_neutral(part, own)
-        texts.append(_required(text, f"{own}text"))
-    return "".join(texts)
-
-
-def _required(value: str | None, path: str) -> str:
-    if value is None:
-        raise InvalidInput(f"{path} is required", field=path)
-    return value
+    return text_of(content, path, _KINDS, lambda part: part.refusal if part.type == "refusal" else part.text)
 
 
 def _unserved(item: ResponsesItem, path: str) -> UnsupportedFeature:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 from msgspec import Raw, structs
 
+from fairway.task_group import TaskGroup
 from services.core.errors import FairwayError, InvalidInput, NotFound
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
-from services.gateway.faces.openai.exchange import HttpLimits, unless_disconnected
+from services.gateway.faces.openai.exchange import HttpLimits, Reply, primary_failure, unless_disconnected
 from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames, replayed
 from services.gateway.faces.responses.background import (
     BackgroundResponses,
@@ -22,14 +24,16 @@ from services.gateway.faces.responses.background import (
 )
 from services.gateway.faces.responses.conversations import Conversations, current
 from services.gateway.faces.responses.errors import responses_error
-from services.gateway.faces.responses.queries import ItemsQuery, items_query, stream_query
+from services.gateway.faces.responses.queries import items_query, stream_query
 from services.gateway.faces.responses.types import DeletedResponse, InputItems, ModelResponse
 from services.gateway.faces.transport.answer_stream import GenerationStreams, relay
+from services.gateway.faces.transport.queries import ListQuery, page_of
 from services.gateway.responses.store import ResponseStore, StoredResponse
 from services.ports.clock import Clock
 
 # How long the last event of a stream waits for the response to be stored.
 _STORED_S: Final = 5.0
+_RETRY_S: Final = 1.0
 _encode: Final = msgspec.json.Encoder().encode
 _items: Final = msgspec.json.Decoder(list[Raw]).decode
 
@@ -39,6 +43,14 @@ class _ItemId(msgspec.Struct):
 
 
 _item_id: Final = msgspec.json.Decoder(_ItemId).decode
+
+
+class _Stopped(Exception):
+    """The response was cancelled, or deleted: then None is stored."""
+
+    def __init__(self, stored: StoredResponse | None) -> None:
+        super().__init__()
+        self.stored = stored
 
 
 class Retrievals:
@@ -156,7 +168,7 @@ class Retrievals:
             raise InvalidInput("only a response in the background can be cancelled", field="response_id")
         if stored.answer is None:
             cancelled = structs.replace(current(stored), status="cancelled")
-            if await self._store.end(tenant_id, response_id, answer_of(cancelled)):
+            if await self._store.end(tenant_id, response_id, stored.begun, answer_of(cancelled)):
                 self._background.stop(tenant_id, response_id)
             stored = await self._conversations.find(exchange.caller, response_id)
         await exchange.reply.json(200, _encode(current(stored)))
@@ -181,7 +193,8 @@ class Retrievals:
         run: BackgroundRun | None,
         after: int,
     ) -> None:
-        """Stream a response that runs. Its last event follows once it is stored."""
+        """Stream a response that runs. Its last event follows once it is stored, or was cancelled."""
+        tenant_id = exchange.caller.tenant_id
 
         async def keep(response: ModelResponse) -> bool:
             if run is not None:
@@ -191,16 +204,62 @@ class Retrievals:
             return True
 
         generation = generation_of(response_id, stored.begun)
+        events = ResponseEvents(after=after, with_ids=True)
         frames = ResponseFrames(
             response_of(stored.begun.response),
             request_id=stored.begun.request_id,
             keep=keep,
-            events=ResponseEvents(after=after, with_ids=True),
+            events=events,
             now_s=self._clock.unix_s,
         )
-        source = self._service.stream(exchange.caller, generation, received=exchange.received)
+        received = replace(exchange.received, internal=True)
+        # A client that leaves ends nothing: the run's driver follows it too.
+        source = self._service.stream(
+            exchange.caller, generation, received=received, withdraws=run is not None
+        )
         due_s = exchange.received.monotonic_s + self._limits.status_wait_s
-        await relay(source, frames, exchange.reply, lambda: self._clock.monotonic_s() >= due_s)
+        try:
+            async with TaskGroup() as group:
+                watcher = group.create_task(self._watch(run or BackgroundRun(), tenant_id, response_id))
+                try:
+                    await relay(source, frames, exchange.reply, lambda: self._clock.monotonic_s() >= due_s)
+                finally:
+                    watcher.cancel()
+        except BaseExceptionGroup as failures:
+            error = primary_failure(failures)
+            if not isinstance(error, _Stopped):
+                raise error from None
+            await _end(exchange.reply, error.stored, frames, events, after)
+
+    async def _watch(self, run: BackgroundRun, tenant_id: str, response_id: str) -> None:
+        """Raise _Stopped once the response was cancelled or deleted; return once it has another end."""
+        await self._background.until_stopped(run, tenant_id, response_id)
+        while True:
+            try:
+                stored = await self._store.find(tenant_id, response_id)
+            except FairwayError:  # the store is unavailable
+                await self._clock.sleep(_RETRY_S)
+                continue
+            if stored is None or current(stored).status == "cancelled":
+                raise _Stopped(stored)
+            return
+
+
+async def _end(
+    reply: Reply, stored: StoredResponse | None, frames: ResponseFrames, events: ResponseEvents, after: int
+) -> None:
+    """End the stream of a response that was cancelled, or deleted: then None is stored."""
+    if reply.complete:
+        return
+    if reply.started:
+        deleted = NotFound("the response was deleted", field="response_id")
+        last = frames.failed(deleted) if stored is None else events.end(current(stored))
+        await reply.write(last, last=True)
+    elif stored is None:
+        raise NotFound("response_id: the response was deleted meanwhile", field="response_id")
+    else:
+        await reply.start_events()
+        await reply.write(replayed(current(stored), ResponseEvents(after=after, with_ids=True)), last=True)
 
 
 def _id_of(exchange: Exchange) -> str:
@@ -208,19 +267,12 @@ def _id_of(exchange: Exchange) -> str:
     return found
 
 
-def _page(items: list[Raw], query: ItemsQuery) -> InputItems:
-    ids = [_item_id(bytes(item)).id for item in items]
-    if query.descending:
-        items, ids = items[::-1], ids[::-1]
-    start = 0
-    if query.after:
-        if query.after not in ids:
-            raise InvalidInput("after is no id of these items", field="after")
-        start = ids.index(query.after) + 1
-    shown = ids[start : start + query.limit]
-    return InputItems(
-        items[start : start + query.limit],
-        shown[0] if shown else None,
-        shown[-1] if shown else None,
-        start + query.limit < len(ids),
-    )
+def _page(items: list[Raw], query: ListQuery) -> InputItems:
+    ordered = items[::-1] if query.descending else items
+    page, more = page_of(ordered, _id_of_item, query)
+    first, last = (_id_of_item(page[0]), _id_of_item(page[-1])) if page else (None, None)
+    return InputItems(list(page), first, last, more)
+
+
+def _id_of_item(item: Raw) -> str:
+    return _item_id(bytes(item)).id

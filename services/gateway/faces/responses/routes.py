@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
@@ -65,6 +66,7 @@ class ResponseParts:
 
     store: ResponseStore
     supervisor: Supervisor
+    new_incident: Callable[[], str]
     remembered_s: float
 
 
@@ -86,7 +88,12 @@ class ResponsesFace:
         self._bodies = bodies
         self._conversations = Conversations(service, parts.store, limits.max_body_bytes)
         self._background = BackgroundResponses(
-            service, parts.store, clock, parts.supervisor, remembered_s=parts.remembered_s
+            service,
+            parts.store,
+            clock,
+            parts.supervisor,
+            new_incident=parts.new_incident,
+            remembered_s=parts.remembered_s,
         )
         self._retrievals = Retrievals(
             service, parts.store, self._conversations, self._background, clock, limits
@@ -136,6 +143,11 @@ class ResponsesFace:
         if body.stream:
             exchange.headers.check_stream()
         if body.background:
+            if timeout_s is not None:
+                raise InvalidInput(
+                    "x-request-timeout-s: a response in the background has no deadline; cancel it instead",
+                    field="x-request-timeout-s",
+                )
             await unless_disconnected(
                 exchange.receive, exchange.reply, self._begin(exchange, request, bool(body.stream))
             )

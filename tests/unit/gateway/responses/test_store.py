@@ -11,7 +11,7 @@ from services.adapters.encrypted_records import EncryptedRecords
 from services.adapters.memory.idempotency import MemoryIdempotency
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.record_cipher import RecordCipher
-from services.core.errors import InvalidInput, OverQuota
+from services.core.errors import InvalidInput, OverQuota, ResultExpired
 from services.gateway.responses.store import (
     MAX_BEGIN_BYTES,
     BegunResponse,
@@ -50,7 +50,7 @@ async def test_what_one_gateway_stores_another_finds(rig: Rig) -> None:
     assert await rig.left.begin("acme", "r", BEGUN) is None
     assert await rig.right.find("acme", "r") == StoredResponse(BEGUN, None)
     assert await rig.right.is_open("acme", "r")
-    assert await rig.right.end("acme", "r", ANSWER)
+    assert await rig.right.end("acme", "r", BEGUN, ANSWER)
     assert await rig.left.find("acme", "r") == StoredResponse(BEGUN, ANSWER)
     assert not await rig.left.is_open("acme", "r")
 
@@ -65,7 +65,7 @@ async def test_another_tenants_response_is_not_found_and_not_touched(rig: Rig) -
     await rig.left.keep("acme", "r", BEGUN, ANSWER)
     assert await rig.left.find("evil", "r") is None
     assert not await rig.left.delete("evil", "r")
-    assert not await rig.left.end("evil", "r", ANSWER)
+    assert not await rig.left.end("evil", "r", BEGUN, ANSWER)
     assert await rig.left.find("evil", "r") is None
     assert await rig.left.find("acme", "r") is not None
     assert rig.left.id_of_key("acme", "k") != rig.left.id_of_key("evil", "k")
@@ -76,7 +76,9 @@ async def test_of_many_beginnings_one_is_new_and_of_many_ends_one_counts(rig: Ri
     found = await asyncio.gather(*(store.begin("acme", "r", BEGUN) for store in stores))
     assert sorted(each is None for each in found) == [False] * 19 + [True]
     answers = [ResponseAnswer(b"%d" % number, b"[]") for number in range(20)]
-    ended = await asyncio.gather(*(s.end("acme", "r", a) for s, a in zip(stores, answers, strict=True)))
+    ended = await asyncio.gather(
+        *(s.end("acme", "r", BEGUN, a) for s, a in zip(stores, answers, strict=True))
+    )
     assert ended.count(True) == 1
     stored = await rig.left.find("acme", "r")
     assert stored is not None
@@ -87,7 +89,7 @@ async def test_a_deleted_response_has_no_end(rig: Rig) -> None:
     await rig.left.begin("acme", "r", BEGUN)
     assert await rig.right.delete("acme", "r")
     assert not await rig.left.is_open("acme", "r")
-    assert not await rig.left.end("acme", "r", ANSWER)
+    assert not await rig.left.end("acme", "r", BEGUN, ANSWER)
     assert await rig.left.find("acme", "r") is None
     assert not await rig.left.delete("acme", "r"), "the late end left nothing"
 
@@ -119,3 +121,31 @@ async def test_the_oldest_give_room(rig: Rig) -> None:
         small.clock.now_s += 1
     found = [await small.left.find("acme", name) is not None for name in ("a", "b", "c")]
     assert found == [False, True, True]
+
+
+async def test_what_has_no_room_is_refused_and_leaves_nothing() -> None:
+    small = Rig(max_tenant_bytes=2000)
+    large = BegunResponse("req_1", "m", "", True, b"", b"x" * 3000)
+    with pytest.raises(OverQuota, match="no room to store 3"):
+        await small.left.begin("acme", "r", large)
+    assert not await small.left.delete("acme", "r")
+    assert await small.left.begin("acme", "r", BEGUN) is None
+
+
+async def test_an_answer_without_room_leaves_its_response_to_a_smaller_one() -> None:
+    small = Rig(max_record_bytes=2000)
+    await small.left.begin("acme", "r", BEGUN)
+    with pytest.raises(OverQuota, match="no room to store 3"):
+        await small.left.end("acme", "r", BEGUN, ResponseAnswer(b"x" * 3000, b"[]"))
+    assert await small.right.is_open("acme", "r")
+    assert await small.left.end("acme", "r", BEGUN, ANSWER)
+    assert await small.right.find("acme", "r") == StoredResponse(BEGUN, ANSWER)
+
+
+async def test_a_response_that_made_room_does_not_begin_again() -> None:
+    small = Rig(max_tenant_bytes=4000)
+    large = BegunResponse("req_1", "m", "", True, b"", b"x" * 3000)
+    for name in ("a", "b"):
+        await small.left.keep("acme", name, large, ANSWER)
+    with pytest.raises(ResultExpired):
+        await small.left.begin("acme", "a", BEGUN)

@@ -18,7 +18,7 @@ from services.gateway.faces.openai.types import HINTS
 from services.gateway.faces.responses.routes import ResponseParts
 
 NOTHING = cast(Any, None)
-RESPONSES = ResponseParts(NOTHING, NOTHING, 0.0)
+RESPONSES = ResponseParts(NOTHING, NOTHING, NOTHING, 0.0)
 ENDPOINTS = endpoints_of(NOTHING, NOTHING, NOTHING, NOTHING, HttpLimits(0), str, b"", RESPONSES)
 DOCUMENT = document_of(ENDPOINTS, REQUEST_HEADERS, version="1")
 SCHEMAS = DOCUMENT["components"]["schemas"]

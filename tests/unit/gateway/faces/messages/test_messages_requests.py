@@ -27,6 +27,23 @@ def generation(**fields: Any) -> pb.Generation:
     return messages_request(json.dumps(body).encode()).generations[0]
 
 
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"content": "no disk", "is_error": True}, "Error: no disk"),
+        ({"content": [{"type": "text", "text": "no disk"}], "is_error": True}, "Error: no disk"),
+        ({"is_error": True}, "Error: "),
+        ({"content": "fine", "is_error": False}, "fine"),
+    ],
+)
+def test_the_model_receives_that_a_tool_failed(fields: dict[str, Any], text: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "t1", **fields}
+    call = {"type": "tool_use", "id": "t1", "name": "add", "input": {}}
+    messages = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    turns = generation(messages=[{"role": "user", "content": "hi"}, *messages], tools=[TOOL]).chat.messages
+    assert (turns[-1].role, turns[-1].content) == ("tool", text)
+
+
 def test_a_conversation_with_tools_and_thinking() -> None:
     found = generation(
         system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
