@@ -73,6 +73,8 @@ class Received:
     attempt: int = 0
     # What its client already has; only under an idempotency key.
     delivered: Delivered | None = None
+    # Whether its idempotency key is this server's own: clients' keys never name its record.
+    internal: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest_asyncio
 
+from fairway.v1 import inference_pb2 as pb
 from services.core import errors
-from tests.support.keyed_faces import Faces, keyed_faces
+from tests.support.keyed_faces import AUTH, Faces, keyed_faces
 from tests.support.keyed_gateways import token
 from tests.support.waiting import until
 
@@ -144,14 +145,23 @@ async def test_a_repeated_key_has_the_same_response(faces: Faces) -> None:
 
 
 async def test_no_client_can_name_the_key_of_a_run(faces: Faces) -> None:
+    """Not over gRPC either, whose keys are any bytes: its request has a record of its own."""
     faces.fleet.hold_at = 5
     made = await create(faces)
     await until(lambda: faces.fleet.engine_tokens == 5)
+    key = f"response {made['id']}"
     chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    status, _, _ = await faces.post(0, "/v1/chat/completions", chat, f"response {made['id']}")
+    status, _, _ = await faces.post(0, "/v1/chat/completions", chat, key)
     assert status == 400
     faces.fleet.hold.set()
+    generation = pb.Generation(model="m", prompt="other", max_output_tokens=3, idempotency_key=key)
+    request = pb.CompleteRequest(generation=generation)
+    for gateway in (0, 1):
+        answer = await faces.stubs[gateway].Complete(request, metadata=AUTH)
+        assert answer.accepted.request_id != made["id"].removeprefix("resp_")
+        assert answer.finished.usage.output_tokens == 3
     assert (await ended(faces, 0, made["id"]))["status"] == "incomplete"
+    assert faces.fleet.engine_tokens == 12 + 3
 
 
 async def test_a_run_without_room_is_tried_again(faces: Faces) -> None:

@@ -80,7 +80,7 @@ class IdempotentService(GatewayService):
         self._validator.authorise(principal, generation.model)
         tenant_id = self._identity.still_valid(principal).meta.name
         return self.runs.attach(
-            record_key(self.names_secret, tenant_id, generation.idempotency_key, received.part),
+            record_key(self.names_secret, tenant_id, generation.idempotency_key, received),
             fingerprint(self.names_secret, tenant_id, generation, received),
             sink,
             partial(self._launch, principal, generation, received),
@@ -154,12 +154,15 @@ class IdempotentService(GatewayService):
         return self.start(principal, generation, sink, terms)
 
 
-def record_key(secret: bytes, tenant_id: str, idempotency_key: str, part: int) -> RecordKey:
-    """Return the record of a client's key. ``part`` numbers the generations of one request.
+def record_key(secret: bytes, tenant_id: str, idempotency_key: str, received: Received) -> RecordKey:
+    """Return the record of a key, of each generation of a request its own.
+
+    Internal keys have names of their own: a client that sends the same bytes does not reach their records.
 
     Without the secret, a name discloses neither the key nor that two tenants use the same one.
     """
-    text = f"fairway key v2\0{tenant_id}\0{part}\0{idempotency_key}".encode()
+    space = "internal key v1" if received.internal else "key v2"
+    text = f"fairway {space}\0{tenant_id}\0{received.part}\0{idempotency_key}".encode()
     return RecordKey(tenant_id, hmac.digest(secret, text, "sha256").hex()[:_DIGEST_CHARS])
 
 

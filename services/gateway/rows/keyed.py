@@ -79,7 +79,7 @@ class IdempotentRows:
         """Start, join or repeat the request of the key as ``client``."""
         secret, tenant_id = self._service.names_secret, self._identity.still_valid(job.principal).meta.name
         follower = self._service.runs.attach(
-            record_key(secret, tenant_id, job.message.idempotency_key, job.received.part),
+            record_key(secret, tenant_id, job.message.idempotency_key, job.received),
             fingerprint(secret, tenant_id, job.message, job.received),
             client,
             partial(self._launch, job, client),

@@ -62,10 +62,7 @@ def response_of(stored: bytes) -> ModelResponse:
 
 
 def generation_of(response_id: str, begun: BegunResponse) -> inference_pb2.Generation:
-    """Return the generation of a response in the background.
-
-    No client can name its key: keys that clients send have no spaces.
-    """
+    """Return the generation of a response in the background, under an internal key."""
     generation = inference_pb2.Generation.FromString(begun.generation)
     generation.idempotency_key = f"response {response_id}"
     return generation
@@ -202,7 +199,11 @@ class BackgroundResponses:
             now_s=self._clock.unix_s,
         )
         received = Received(
-            self._clock.monotonic_s(), int(self._clock.unix_s() * 1e6), begun.request_id, face="http"
+            self._clock.monotonic_s(),
+            int(self._clock.unix_s() * 1e6),
+            begun.request_id,
+            face="http",
+            internal=True,
         )
         source = self._service.stream(principal, generation, received=received, withdraws=True)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -198,7 +199,8 @@ class Retrievals:
             events=ResponseEvents(after=after, with_ids=True),
             now_s=self._clock.unix_s,
         )
-        source = self._service.stream(exchange.caller, generation, received=exchange.received)
+        received = replace(exchange.received, internal=True)
+        source = self._service.stream(exchange.caller, generation, received=received)
         due_s = exchange.received.monotonic_s + self._limits.status_wait_s
         await relay(source, frames, exchange.reply, lambda: self._clock.monotonic_s() >= due_s)
 
