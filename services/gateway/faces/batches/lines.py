@@ -50,6 +50,7 @@ class HttpLines:
             int(self._clock.unix_s() * 1e6),
             self._ids.request_id(),
             face=BATCH_FACE,
+            internal=True,
         )
         try:
             if endpoint in _GENERATIONS:

@@ -364,12 +364,14 @@ async def test_replaced_parts_are_deleted_at_once() -> None:
 
 async def test_lines_without_a_worker_do_not_stop_those_of_other_models() -> None:
     rig = await rig_of(lines_of([{"n": number, "away": number in (3, 4)} for number in range(60)]))
-    running = asyncio.create_task(rig.run(share=4))
+    execution = BatchExecution(await rig.claim(), rig.ports, lambda: 4)
+    running = asyncio.create_task(execution.run())
     async with asyncio.timeout(10):
         while len(rig.calls.runs) < 58:
             await asyncio.sleep(0.01)
     rig.calls.unavailable = ""
     assert (await asyncio.wait_for(running, 10.0)).completed == 60
+    assert execution._waiting == 0
 
 
 async def test_a_batch_ends_when_its_results_exceed_what_its_tenant_may_store() -> None:
@@ -400,6 +402,14 @@ async def test_a_batch_that_ends_while_its_input_is_checked_is_not_read_further(
     assert (ended.status, ended.lines) == (BatchStatus(how), 0)
     assert len(asked) < 3, "five pieces were left"
     assert not rig.calls.runs
+
+
+async def test_an_input_is_checked_in_small_pieces() -> None:
+    rig = await rig_of(lines_of([{"text": "x" * 5000} for _ in range(60)]))
+    execution = BatchExecution(await rig.claim(), rig.ports, lambda: 4)
+    sizes = [sum(len(line.data) for line in portion) async for portion in execution._lines(0)]
+    assert sum(sizes) > 300_000
+    assert max(sizes) < 64 * 1024 + 10_000
 
 
 async def test_an_input_is_refused_at_the_first_line_above_the_bound_even_of_blank_ones() -> None:

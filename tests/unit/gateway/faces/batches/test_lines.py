@@ -10,6 +10,7 @@ import pytest
 
 from services.core.generation import Principal, StageClock, Usage
 from services.core.records import KeyRole
+from services.gateway.batches.output_lines import LineAnswer
 from services.gateway.events import Received
 from services.gateway.faces.batches.lines import HttpLines
 from services.gateway.faces.openai.exchange import BodyReader
@@ -24,6 +25,7 @@ class WaitingRows:
     """``RowsCalls`` whose rows waited in the queue and for the engine."""
 
     async def embed(self, principal: Principal, request: Any, *, received: Received) -> Embeddings:
+        self.received = received
         clock = StageClock(0, queue_us=200_000, engine_wait_us=50_000, prefill_us=900_000)
         answer = RowsAnswer("req_1", "m", "d", (), (1,), Usage(1, 0), clock)
         return Embeddings(answer, [np.array([0.5], "float32")])
@@ -37,11 +39,20 @@ class Ids:
         return "inc_1"
 
 
-async def test_a_line_of_embeddings_returns_how_long_its_rows_waited() -> None:
-    calls: Any = WaitingRows()
+async def run(rows: Any) -> LineAnswer:
     service: Any = None
-    lines = HttpLines(service, calls, BodyReader(10_000), QuickClock(1.0), Ids())
+    lines = HttpLines(service, rows, BodyReader(10_000), QuickClock(1.0), Ids())
     body = json.dumps({"model": "m", "input": "a"}).encode()
-    answer = await lines.run(CALLER, "/v1/embeddings", body, "key")
+    return await lines.run(CALLER, "/v1/embeddings", body, "key")
+
+
+async def test_a_line_of_embeddings_returns_how_long_its_rows_waited() -> None:
+    answer = await run(WaitingRows())
     assert answer.status == 200
     assert answer.waited_s == pytest.approx(0.25)
+
+
+async def test_the_key_of_a_line_is_internal() -> None:
+    rows = WaitingRows()
+    await run(rows)
+    assert rows.received.internal
