@@ -74,7 +74,7 @@ def create(
     api = _api(http, api_key, state_dir)
     stored = api.upload(file)
     body = {"input_file_id": stored["id"], "endpoint": endpoint, "completion_window": window}
-    batch = api.post("/v1/batches", body)
+    batch: Batch = api.post("/v1/batches", body)
     if wait:
         plain(err(), f"{batch['id']} is created")
         batch = ended(batch, lambda: api.get(f"/v1/batches/{batch['id']}"), time.monotonic, time.sleep)
