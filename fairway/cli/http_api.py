@@ -111,7 +111,14 @@ class HttpApi:
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         connection = self._connection()
         try:
-            connection.request(method, path, body, {"authorization": f"Bearer {self._target.key}", **headers})
+            try:
+                connection.request(
+                    method, path, body, {"authorization": f"Bearer {self._target.key}", **headers}
+                )
+            except ConnectionError:
+                if connection.sock is None:
+                    raise
+                # The server may have refused the request before it read the whole body.
             answer = connection.getresponse()
             if answer.status == 200:
                 return connection, answer

@@ -28,9 +28,19 @@ def ended(client: openai.OpenAI, batch_id: str) -> Any:
 def created(client: openai.OpenAI, lines: list[Any], url: str) -> Any:
     data = b"".join(json.dumps(each).encode() + b"\n" for each in lines)
     file = client.files.create(file=("requests.jsonl", io.BytesIO(data)), purpose="batch")
-    return client.batches.create(
-        input_file_id=file.id, endpoint=url, completion_window="24h", metadata={"team": "search"}
-    )
+    batches = [
+        client.batches.create(
+            input_file_id=file.id,
+            endpoint=url,
+            completion_window="24h",
+            metadata={"team": "search"},
+            extra_headers={"Idempotency-Key": f"batch-of-{file.id}"},
+        )
+        for _ in range(2)
+    ]
+    if batches[0].id != batches[1].id:
+        raise SystemExit("a request with the same idempotency key created a second batch")
+    return batches[0]
 
 
 def chat(client: openai.OpenAI, model: str) -> dict[str, Any]:

@@ -62,6 +62,7 @@ async def main(endpoint: str, folder: Path, name: str) -> None:
         tenant_of=lambda principal: Tenant(Meta(principal.tenant_id)),
         status_of=lambda batch: status_of(batch, batches),
         count=lambda _: None,
+        room_bytes=lambda _: 1024**3,
         max_line_bytes=1000,
         times=BatchTimes(commit_s=0.1),
     )

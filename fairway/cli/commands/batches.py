@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -17,7 +17,7 @@ from fairway.cli.flags import Format, OutputOption
 from fairway.cli.http_api import HttpApi
 from fairway.cli.targets import DEFAULT_STATE_DIR, ApiKeyOption, HttpOption, StateDirOption
 from fairway.cli.terminal.formats import DOCUMENTS, write_document
-from fairway.cli.terminal.output import out, plain
+from fairway.cli.terminal.output import err, out, plain
 from fairway.cli.terminal.table import Column, show_rows
 
 app = typer.Typer(help="Batches: many requests of one file, run when there is room.", no_args_is_help=True)
@@ -25,6 +25,8 @@ app = typer.Typer(help="Batches: many requests of one file, run when there is ro
 Batch = Mapping[str, Any]
 _UNFINISHED: Final = ("validating", "in_progress", "cancelling")
 _POLL_S: Final = 1.0
+# That the gateway may be unreachable in a row while `--wait` polls.
+_ABSENT_S: Final = 60.0
 _LIST: Final = 100
 BatchArgument = Annotated[str, typer.Argument(help="The id of a batch.", show_default=False)]
 
@@ -72,10 +74,10 @@ def create(
     api = _api(http, api_key, state_dir)
     stored = api.upload(file)
     body = {"input_file_id": stored["id"], "endpoint": endpoint, "completion_window": window}
-    batch = api.post("/v1/batches", body)
-    while wait and batch["status"] in _UNFINISHED:
-        time.sleep(_POLL_S)
-        batch = api.get(f"/v1/batches/{batch['id']}")
+    batch: Batch = api.post("/v1/batches", body)
+    if wait:
+        plain(err(), f"{batch['id']} is created")
+        batch = ended(batch, lambda: api.get(f"/v1/batches/{batch['id']}"), time.monotonic, time.sleep)
     _show(batch, output)
     if wait and batch["status"] != "completed":
         raise _ended_badly(batch)
@@ -166,6 +168,22 @@ def results(
     decoder = codecs.getincrementaldecoder("utf-8")()
     for piece in api.download(f"/v1/files/{file_id}/content"):
         plain(out(), decoder.decode(piece), end="")
+
+
+def ended(
+    batch: Batch, read: Callable[[], Batch], monotonic_s: Callable[[], float], sleep: Callable[[float], None]
+) -> Batch:
+    """Return the batch at its end. Raises CliError once the gateway has been unavailable for a minute."""
+    answered_s = monotonic_s()
+    while batch["status"] in _UNFINISHED:
+        sleep(_POLL_S)
+        try:
+            batch = read()
+            answered_s = monotonic_s()
+        except CliError as error:
+            if error.exit_code is not ExitCode.UNAVAILABLE or monotonic_s() - answered_s >= _ABSENT_S:
+                raise
+    return batch
 
 
 def _api(url: str, api_key: str, state_dir: Path) -> HttpApi:

@@ -85,7 +85,7 @@ def open_batches(
     owner = None
     if settings.batch_lines:
         lines = HttpLines(service, rows, BodyReader(settings.max_body_bytes), clock, environment.ids)
-        ports = _ports(environment, store, parts, lines, identity, batches, retention_s)
+        ports = _ports(environment, store, parts, files, lines, identity, batches, retention_s)
         owner = _owner(
             environment,
             ports,
@@ -101,6 +101,7 @@ def _ports(
     environment: Environment,
     store: BatchStore,
     parts: PartStore,
+    files: FileService,
     lines: HttpLines,
     identity: KeyDirectory,
     batches: RecordView[BatchRecord],
@@ -120,6 +121,7 @@ def _ports(
         tenant_of=identity.still_valid,
         status_of=lambda batch: status_of(batch, batches),
         count=counted.add,
+        room_bytes=files.room_bytes,
         max_line_bytes=environment.settings.max_body_bytes,
         times=BatchTimes(retention_s=retention_s),
     )

@@ -31,9 +31,17 @@ from services.core.errors import (
 )
 from services.core.generation import Principal
 from services.core.records import KeyRole, Meta, Tenant
-from services.gateway.batches.lines import InputCheck, InputLine, LineSplitter, LineTooLong, parse_line
+from services.gateway.batches.lines import (
+    InputCheck,
+    InputLine,
+    LineSplitter,
+    LineTooLong,
+    TooManyLines,
+    parse_line,
+)
 from services.gateway.batches.output_lines import EarlyEnd, LineAnswer, output_line
 from services.gateway.batches.records import (
+    MAX_LINES,
     OUTPUT_PART_BYTES,
     BatchProblem,
     BatchRecord,
@@ -41,6 +49,7 @@ from services.gateway.batches.records import (
     FilePart,
     FilePurpose,
     StoredFile,
+    size_of,
 )
 from services.gateway.batches.results import LineResult, OpenFile, ResultWindow, advanced
 from services.gateway.batches.store import BatchStore, OwnedBatch
@@ -55,6 +64,8 @@ AHEAD_BYTES: Final = 32 * 1024**2
 _RETRY: Final = Backoff(0.2, 30.0)
 _STORE_RETRY_S: Final = 0.5
 _LOOK_S: Final = 0.5
+# Of the input that is split at once.
+_PIECE_BYTES: Final = 64 * 1024
 _NOBODY: Final = Meta("nobody")
 
 
@@ -95,6 +106,8 @@ class BatchPorts:
     status_of: Callable[[BatchRecord], BatchStatus]
     # Counts a line by its outcome.
     count: Callable[[str], None]
+    # Returns how many bytes the tenant may store beside its files.
+    room_bytes: Callable[[str], int]
     max_line_bytes: int
     times: BatchTimes = BatchTimes()
     # Of a result file's parts.
@@ -143,14 +156,19 @@ class BatchExecution:
             async with aclosing(self._lines(0)) as lines:
                 async for portion in lines:
                     await asyncio.to_thread(_check_all, check, portion)
-                    if check.is_full:
+                    self._stop = self._early_end()
+                    if check.is_full or self._stop is not None:
                         break
             check.finish()
+        except TooManyLines as error:
+            check.report("too_many_lines", f"the input has more than {MAX_LINES} lines", error.number)
         except LineTooLong as error:
             most = self._ports.max_line_bytes
             check.report("line_too_long", f"the line has more than {most} bytes", error.number)
         except (NotFound, IntegrityError) as error:
             check.report("input_unreadable", error.message)
+        if self._stop is not None:
+            return
         now_s = self._ports.clock.unix_s()
         if check.problems:
             record = replace(
@@ -196,7 +214,7 @@ class BatchExecution:
                         self._held_bytes += len(line.data)
                         group.create_task(self._run_line(index, line))
                         index += 1
-        except (NotFound, IntegrityError, LineTooLong) as error:
+        except (NotFound, IntegrityError, LineTooLong, TooManyLines) as error:
             log.warning("batch.input_lost", batch_id=self._held.record.batch_id, error=str(error))
             self._stop = EarlyEnd(BatchStatus.FAILED, "input_unreadable", "the input cannot be read any more")
         self._last = index
@@ -275,10 +293,15 @@ class BatchExecution:
             await clock.sleep(wait_s)
 
     async def _pause(self, wait_s: float) -> None:
-        """Return after a time, or when the batch ends."""
+        """Return after a time, or when the batch ends. Meanwhile other lines are read and run."""
         until_s = self._ports.clock.monotonic_s() + min(wait_s, _RETRY.max_s)
-        while self._stop is None and (left_s := until_s - self._ports.clock.monotonic_s()) > 0:
-            await self._ports.clock.sleep(min(left_s, _LOOK_S))
+        self._waiting -= 1
+        self._notify()
+        try:
+            while self._stop is None and (left_s := until_s - self._ports.clock.monotonic_s()) > 0:
+                await self._ports.clock.sleep(min(left_s, _LOOK_S))
+        finally:
+            self._waiting += 1
 
     def _room(self) -> int:
         return self._pace.room(self._share(), self._tenant_record())
@@ -294,16 +317,24 @@ class BatchExecution:
     async def _look_for_end(self) -> None:
         """End the batch when it was cancelled, expired, or its files are full."""
         while True:
-            record, now_s = self._held.record, self._ports.clock.unix_s()
-            if self._ports.status_of(record) is BatchStatus.CANCELLING:
-                self._end(EarlyEnd(BatchStatus.CANCELLED, "batch_cancelled", "the batch was cancelled"))
-            elif now_s >= record.expire_unix_s:
-                text = "the completion window expired before this request was executed"
-                self._end(EarlyEnd(BatchStatus.EXPIRED, "batch_expired", text))
-            elif any(file.is_full for file in self._files.values()):
-                text = "the batch's results are larger than a file may be"
-                self._end(EarlyEnd(BatchStatus.FAILED, "output_too_large", text))
+            if (why := self._early_end()) is not None:
+                self._end(why)
             await self._ports.clock.sleep(_LOOK_S)
+
+    def _early_end(self) -> EarlyEnd | None:
+        record, now_s = self._held.record, self._ports.clock.unix_s()
+        if self._ports.status_of(record) is BatchStatus.CANCELLING:
+            return EarlyEnd(BatchStatus.CANCELLED, "batch_cancelled", "the batch was cancelled")
+        if now_s >= record.expire_unix_s:
+            text = "the completion window expired before this request was executed"
+            return EarlyEnd(BatchStatus.EXPIRED, "batch_expired", text)
+        if any(file.is_full for file in self._files.values()):
+            text = "the batch's results are larger than a file may be"
+            return EarlyEnd(BatchStatus.FAILED, "output_too_large", text)
+        if size_of((*record.output, *record.errors)) > self._ports.room_bytes(self._tenant):
+            text = "the tenant's files have no room for more results"
+            return EarlyEnd(BatchStatus.FAILED, "output_too_large", text)
+        return None
 
     def _end(self, why: EarlyEnd) -> None:
         """Start no more lines; those that run have a time to end."""
@@ -400,8 +431,8 @@ class BatchExecution:
                 await self._ports.clock.sleep(_STORE_RETRY_S)
 
     async def _lines(self, offset: int) -> AsyncGenerator[list[InputLine], None]:
-        """Yield the input's lines from an offset on, a part's at once. Raises NotFound, IntegrityError,
-        LineTooLong."""
+        """Yield the input's lines from an offset on, those of a piece at once. Raises NotFound,
+        IntegrityError, LineTooLong, TooManyLines."""
         record, ports = self._held.record, self._ports
         found = await self._retried(lambda: ports.store.file(record.tenant, record.input_file_id))
         splitter = LineSplitter(ports.max_line_bytes, offset)
@@ -411,7 +442,8 @@ class BatchExecution:
             if start <= offset:
                 continue
             data = await self._part(record.input_file_id, index, part)
-            yield await asyncio.to_thread(lambda: list(splitter.feed(data[max(0, offset - begin) :])))  # noqa: B023
+            for at in range(max(0, offset - begin), len(data), _PIECE_BYTES):
+                yield await asyncio.to_thread(_fed, splitter, data[at : at + _PIECE_BYTES])
         yield list(splitter.finish())
 
     async def _part(self, file_id: str, index: int, part: FilePart) -> bytes:
@@ -433,6 +465,10 @@ class BatchExecution:
     def _notify(self) -> None:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
+
+
+def _fed(splitter: LineSplitter, piece: bytes) -> list[InputLine]:
+    return list(splitter.feed(piece))
 
 
 def _check_all(check: InputCheck, lines: list[InputLine]) -> None:

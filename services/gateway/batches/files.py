@@ -52,6 +52,9 @@ class FileLimits:
     # Uploads at once: each holds one part in memory.
     max_uploads: int = 16
     max_tenant_uploads: int = 4
+    # Downloads at once: each holds one part in memory.
+    max_downloads: int = 16
+    max_tenant_downloads: int = 4
 
 
 class FileService:
@@ -77,6 +80,7 @@ class FileService:
         self._clock = clock
         self._new_id = new_id
         self._uploads: Counter[str] = Counter()
+        self._downloads: Counter[str] = Counter()
 
     def upload(self, tenant: str) -> Upload:
         """Return a new upload, which the caller closes. Raises ShareExceeded, OverQuota."""
@@ -85,18 +89,24 @@ class FileService:
             raise ShareExceeded(
                 "too many uploads at once; send the file later", retry_after_s=1.0, uploads=mine
             )
-        stored = [file.record for file in self._files.view.values() if file.record.tenant == tenant]
+        stored = self._stored(tenant)
         if len(stored) >= limits.max_tenant_files:
             raise OverQuota(
                 f"the tenant has {len(stored)} files, the maximum; delete some", files=len(stored)
             )
-        used = sum(file.size_bytes for file in stored)
         self._uploads[tenant] += 1
         file_id = f"file-{self._new_id()}"
-        room = min(limits.max_bytes, limits.max_tenant_bytes - used)
+        room = min(limits.max_bytes, self.room_bytes(tenant))
         return Upload(
             tenant, file_id, self._parts, (room, limits.part_bytes), lambda: subtract(self._uploads, tenant)
         )
+
+    def room_bytes(self, tenant: str) -> int:
+        """Return how many bytes the tenant may store beside its files; less than 0 above the bound."""
+        return self.limits.max_tenant_bytes - sum(file.size_bytes for file in self._stored(tenant))
+
+    def _stored(self, tenant: str) -> list[StoredFile]:
+        return [file.record for file in self._files.view.values() if file.record.tenant == tenant]
 
     async def add(self, upload: Upload, filename: str) -> StoredFile:
         """Return the file of a complete upload, which exists from now on."""
@@ -110,8 +120,8 @@ class FileService:
             now_s + self.limits.retention_s,
             await upload.finish(),
         )
+        upload.kept = True  # whatever the store answers: the sweep deletes parts that no record names
         await self._store.add_file(file)
-        upload.kept = True
         return file
 
     async def file(self, tenant: str, file_id: str) -> StoredFile:
@@ -129,9 +139,18 @@ class FileService:
         return sorted(found, key=lambda file: (-file.create_unix_s, file.file_id))
 
     async def content(self, file: StoredFile) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes of a file, a part at once. Raises NotFound, IntegrityError."""
-        for index, part in enumerate(file.parts):
-            yield await self._parts.get(file.tenant, file.file_id, index, part.digest)
+        """Yield the bytes of a file, a part at once. Raises ShareExceeded, NotFound, IntegrityError."""
+        limits, mine = self.limits, self._downloads[file.tenant]
+        if mine >= limits.max_tenant_downloads or self._downloads.total() >= limits.max_downloads:
+            raise ShareExceeded(
+                "too many downloads at once; fetch the file later", retry_after_s=1.0, downloads=mine
+            )
+        self._downloads[file.tenant] += 1
+        try:
+            for index, part in enumerate(file.parts):
+                yield await self._parts.get(file.tenant, file.file_id, index, part.digest)
+        finally:
+            subtract(self._downloads, file.tenant)
 
     async def delete(self, tenant: str, file_id: str) -> None:
         """Return once the file is gone. Raises NotFound, or Conflict while a batch reads it."""

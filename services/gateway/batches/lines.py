@@ -49,6 +49,14 @@ class LineTooLong(Exception):
         self.number = number
 
 
+class TooManyLines(Exception):
+    """The input has more lines than a batch may have, blank ones included. ``number``: of the first."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 @dataclass(slots=True)
 class LineSplitter:
     """Splits pieces of a file into lines. Holds at most one unfinished line of ``max_bytes``."""
@@ -56,10 +64,11 @@ class LineSplitter:
     max_bytes: int
     offset: int = 0
     number: int = 0
+    max_lines: int = MAX_LINES
     _rest: bytearray = field(default_factory=bytearray)
 
     def feed(self, piece: bytes) -> Iterator[InputLine]:
-        """Yield the lines that end in a piece. Raises LineTooLong."""
+        """Yield the lines that end in a piece. Raises LineTooLong, TooManyLines."""
         start = 0
         while (end := piece.find(b"\n", start)) >= 0:
             yield from self._line(piece[start : end + 1])
@@ -77,6 +86,8 @@ class LineSplitter:
         if not whole:
             return
         self.number += 1
+        if self.number > self.max_lines:
+            raise TooManyLines(self.number)
         self.offset += len(whole)
         if stripped := whole.strip(_BLANK):
             yield InputLine(self.number, self.offset, stripped)
@@ -105,7 +116,6 @@ class InputCheck:
 
     endpoint: str
     lines: int = 0
-    max_lines: int = MAX_LINES
     problems: list[BatchProblem] = field(default_factory=list)
     # Hashes of the ids: their length is the client's choice.
     _ids: set[bytes] = field(default_factory=set)
@@ -117,10 +127,6 @@ class InputCheck:
 
     def add(self, line: InputLine) -> None:
         self.lines += 1
-        if self.lines > self.max_lines:
-            if self.lines == self.max_lines + 1:
-                self.report("too_many_lines", f"a batch has at most {self.max_lines} requests", line.number)
-            return
         try:
             found = parse_line(line.data)
         except ValueError as error:

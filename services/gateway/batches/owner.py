@@ -58,6 +58,13 @@ class _Turn:
     held: OwnedBatch
     began_s: float
     task: asyncio.Task[None]
+    # Its task was cancelled: a second time would interrupt the release of the batch.
+    leaving: bool = False
+
+    def leave(self) -> None:
+        if not self.leaving:
+            self.leaving = True
+            self.task.cancel()
 
 
 class BatchOwner:
@@ -119,8 +126,8 @@ class BatchOwner:
     async def _give_up(self) -> None:
         """End what runs here; then release the lease, with which the claims end."""
         tasks = [turn.task for turn in self._turns.values()]
-        for task in tasks:
-            task.cancel()
+        for turn in self._turns.values():
+            turn.leave()
         if tasks:
             await asyncio.wait(tasks)
         await self._lease.release()
@@ -134,12 +141,20 @@ class BatchOwner:
             await self._clock.sleep(_LOOK_S)
 
     async def _claim(self) -> None:
+        await self._release_left()
         waiting, running = self._waiting(), self._running_by_tenant()
         room = self._limits.max_batches - len(self._turns)
         for batch in next_batches(waiting, running, self._last_turn_s, room):
             await self._begin(batch)
         left = {batch.tenant for batch in self._waiting() if not running[batch.tenant]}
         self._end_turns(len(left))
+
+    async def _release_left(self) -> None:
+        """Release what is owned in this gateway's name and does not run: an answer of the store was lost."""
+        for key, held in list(self._owners.view.items()):
+            tenant, batch_id = key.removeprefix(BATCH_OWNERS).split("/", 1)
+            if held.record.gateway == self._gateway_id and (tenant, batch_id) not in self._turns:
+                await self._ports.store.release(tenant, batch_id, held.create_revision)
 
     def _waiting(self) -> list[WaitingBatch]:
         now_s = self._clock.monotonic_s()
@@ -179,7 +194,7 @@ class BatchOwner:
             return
         oldest = min(self._turns.values(), key=lambda turn: turn.began_s)
         if yields_turn(oldest.began_s, self._clock.monotonic_s(), waiting_tenants, free):
-            oldest.task.cancel()
+            oldest.leave()
 
     async def _run(self, name: tuple[str, str], held: OwnedBatch) -> None:
         try:

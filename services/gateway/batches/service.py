@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from services.core.errors import InvalidInput, OverQuota
+from services.core.errors import IdempotencyConflict, InvalidInput, NotFound, OverQuota
 from services.core.generation import Principal
 from services.gateway.batches.files import FileService
 from services.gateway.batches.records import BATCHES, BatchRecord, FilePurpose
@@ -51,30 +53,26 @@ class BatchService:
         self._new_id = new_id
 
     async def create(
-        self, principal: Principal, file_id: str, endpoint: str, window: str, metadata: Mapping[str, str]
+        self,
+        principal: Principal,
+        file_id: str,
+        endpoint: str,
+        window: str,
+        metadata: Mapping[str, str],
+        *,
+        key: str = "",
     ) -> BatchRecord:
-        """Return a new batch, which some gateway validates and runs.
+        """Return a new batch, which some gateway validates and runs. ``key``: an idempotency key, whose
+        batch is returned once there is one.
 
-        Raises NotFound without the file, InvalidInput, or OverQuota.
+        Raises NotFound without the file, InvalidInput, OverQuota, or IdempotencyConflict.
         """
         if endpoint not in ENDPOINTS:
             raise InvalidInput(f"endpoint must be one of {', '.join(ENDPOINTS)}", field="endpoint")
         window_s = window_seconds(window)
-        file = await self._store.file(principal.tenant_id, file_id)
-        if file.record.purpose is not FilePurpose.BATCH:
-            raise InvalidInput("the file's purpose is not batch", field="input_file_id")
-        mine = self.batches(principal.tenant_id)
-        unfinished = sum(not batch.status.is_over for batch in mine)
-        if unfinished >= self._limits.max_unfinished or len(mine) >= self._limits.max_batches:
-            raise OverQuota(
-                f"the tenant has {unfinished} unfinished batches and {len(mine)} in all; at most "
-                f"{self._limits.max_unfinished} and {self._limits.max_batches} are kept",
-                unfinished=unfinished,
-                batches=len(mine),
-            )
         now_s = self._clock.unix_s()
         batch = BatchRecord(
-            f"batch_{self._new_id()}",
+            _id_of_key(principal.tenant_id, key) if key else f"batch_{self._new_id()}",
             principal.tenant_id,
             principal.key_id,
             endpoint,
@@ -86,8 +84,28 @@ class BatchService:
             now_s + window_s,
             metadata=dict(metadata),
         )
-        await self._store.add_batch(batch, file)
-        return batch
+        if key:
+            with suppress(NotFound):
+                return _same(batch, (await self._store.batch(batch.tenant, batch.batch_id)).record)
+        file = await self._store.file(principal.tenant_id, file_id)
+        if file.record.purpose is not FilePurpose.BATCH:
+            raise InvalidInput("the file's purpose is not batch", field="input_file_id")
+        self._check_bounds(principal.tenant_id)
+        return _same(batch, await self._store.add_batch(batch, file))
+
+    def _check_bounds(self, tenant: str) -> None:
+        """Raise OverQuota for a tenant at a bound."""
+        if self.files.room_bytes(tenant) <= 0:
+            raise OverQuota("the tenant's files have no room for results; delete some")
+        mine = self.batches(tenant)
+        unfinished = sum(not batch.status.is_over for batch in mine)
+        if unfinished >= self._limits.max_unfinished or len(mine) >= self._limits.max_batches:
+            raise OverQuota(
+                f"the tenant has {unfinished} unfinished batches and {len(mine)} in all; at most "
+                f"{self._limits.max_unfinished} and {self._limits.max_batches} are kept",
+                unfinished=unfinished,
+                batches=len(mine),
+            )
 
     async def batch(self, principal: Principal, batch_id: str) -> BatchRecord:
         """Return a batch. Raises NotFound."""
@@ -103,6 +121,23 @@ class BatchService:
     async def cancel(self, principal: Principal, batch_id: str) -> BatchRecord:
         """Return the batch, which ends soon. Raises NotFound, or Conflict if it has ended."""
         return await self._store.cancel(principal.tenant_id, batch_id, self._clock.unix_s())
+
+
+def _id_of_key(tenant: str, key: str) -> str:
+    """Return the id of the batch that has a client's idempotency key."""
+    text = f"fairway batch key v1\0{tenant}\0{key}".encode()
+    return f"batch_{hashlib.blake2b(text, digest_size=12).hexdigest()}"
+
+
+def _same(wanted: BatchRecord, found: BatchRecord) -> BatchRecord:
+    """Return the batch that was found. Raises IdempotencyConflict if it is of another request."""
+    for name in ("endpoint", "input_file_id", "window", "metadata"):
+        if getattr(wanted, name) != getattr(found, name):
+            raise IdempotencyConflict(
+                "this idempotency key was used for another request; take a new key for a new request",
+                field="idempotency_key",
+            )
+    return found
 
 
 def window_seconds(window: str) -> float:

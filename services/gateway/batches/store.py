@@ -85,12 +85,24 @@ class BatchStore:
         key = file_key(file.record.tenant, file.record.file_id)
         await self._changed([Delete(key)], [ModRevisionIs(key, file.mod_revision)])
 
-    async def add_batch(self, batch: BatchRecord, file: Versioned[StoredFile]) -> None:
-        """Store a new batch while its input exists. Raises Conflict."""
+    async def add_batch(self, batch: BatchRecord, file: Versioned[StoredFile]) -> BatchRecord:
+        """Store a new batch while its input exists, and return it, or the one that has its id.
+
+        Raises Conflict if the input changed.
+        """
         key = batch_key(batch.tenant, batch.batch_id)
         input_key = file_key(batch.tenant, batch.input_file_id)
         conditions = [ModRevisionIs(key, 0), ModRevisionIs(input_key, file.mod_revision)]
-        await self._changed([Put(key, dump(batch))], conditions)
+        try:
+            outcome = await self._store.commit([Put(key, dump(batch))], conditions)
+        except StoreUnavailable:  # it may be stored
+            outcome = await self._store.commit([Put(key, dump(batch))], conditions)
+        if isinstance(outcome, Committed):
+            return batch
+        found = await self._get(key, BatchRecord)
+        if found is None:
+            raise _changed_meanwhile()
+        return found.record
 
     async def cancel(self, tenant: str, batch_id: str, now_unix_s: float) -> BatchRecord:
         """Return the batch, which ends from now on. Raises NotFound, or Conflict if it has ended."""
@@ -180,10 +192,14 @@ class BatchStore:
 
     async def _changed(self, operations: Sequence[Put | Delete], conditions: Sequence[Condition]) -> None:
         if not isinstance(await self._store.commit(operations, conditions), Committed):
-            raise Conflict("the file changed meanwhile; read it again", retry_after_s=0.1)
+            raise _changed_meanwhile()
 
     async def _get(self, key: str, kind: type[T]) -> Versioned[T] | None:
         entry = await self._store.get(key)
         if entry is None:
             return None
         return Versioned(load(entry.value, kind), entry.create_revision, entry.mod_revision)
+
+
+def _changed_meanwhile() -> Conflict:
+    return Conflict("the file changed meanwhile; read it again", retry_after_s=0.1)

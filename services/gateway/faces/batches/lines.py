@@ -9,7 +9,7 @@ import structlog
 
 from fairway.v1 import common_pb2
 from services.core.errors import FairwayError, InternalError, InvalidInput
-from services.core.generation import Principal
+from services.core.generation import Principal, StageClock
 from services.gateway.batches.output_lines import LineAnswer
 from services.gateway.events import BATCH_FACE, Received
 from services.gateway.faces.openai.errors import error_body, named, status_of
@@ -50,6 +50,7 @@ class HttpLines:
             int(self._clock.unix_s() * 1e6),
             self._ids.request_id(),
             face=BATCH_FACE,
+            internal=True,
         )
         try:
             if endpoint in _GENERATIONS:
@@ -76,12 +77,16 @@ class HttpLines:
         call = complete_all(self._service, principal, request, received)
         completions = await named(request.names.items(), call)
         data = whole_body(request, completions, received, int(self._clock.unix_s()))
-        clock = completions[0].finished.clock
-        return LineAnswer(200, data, received.request_id, (clock.queue_us + clock.engine_wait_us) / 1e6)
+        return LineAnswer(200, data, received.request_id, _waited_s(completions[0].finished.clock))
 
     async def _embedded(self, principal: Principal, body: bytes, key: str, received: Received) -> LineAnswer:
         request: EmbeddingsCall = await self._bodies.parse(embeddings_request, body)
         message = request.message
         message.idempotency_key, message.priority = key, common_pb2.PRIORITY_BATCH
         found = await named(ROW_NAMES, self._rows.embed(principal, message, received=received))
-        return LineAnswer(200, embeddings_answer(request, found), received.request_id)
+        data = embeddings_answer(request, found)
+        return LineAnswer(200, data, received.request_id, _waited_s(found.answer.clock))
+
+
+def _waited_s(clock: StageClock) -> float:
+    return (clock.queue_us + clock.engine_wait_us) / 1e6

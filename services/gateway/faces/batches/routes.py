@@ -136,11 +136,17 @@ class BatchesFace:
         await exchange.reply.json(200, _encode(DeletedFile(file_id)))
 
     async def create(self, exchange: Exchange) -> None:
+        key = exchange.headers.idempotency_key()
         with self._bodies.account(exchange.caller.tenant_id) as hold:
             data = await read_body(exchange.headers, exchange.receive, self._limits, hold)
             body = await self._bodies.parse(lambda data: parse_body(data, BatchBody), data)
         batch = await self._service.create(
-            exchange.caller, body.input_file_id, body.endpoint, body.completion_window, body.metadata or {}
+            exchange.caller,
+            body.input_file_id,
+            body.endpoint,
+            body.completion_window,
+            body.metadata or {},
+            key=key,
         )
         log.info("batch.created", batch_id=batch.batch_id)
         await exchange.reply.json(200, _encode(batch_object(batch)))

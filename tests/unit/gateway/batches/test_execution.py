@@ -53,12 +53,14 @@ class OnceCalls:
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     hold: asyncio.Event = field(default_factory=asyncio.Event)
     temporary: float = 0.0
+    # Lines with this field find no worker.
+    unavailable: str = "away"
     most: int = 0
     active: int = 0
 
     async def run(self, principal: Principal, endpoint: str, body: bytes, key: str) -> LineAnswer:
         assert (principal.tenant_id, endpoint) == ("acme", URL)
-        if self.rng.random() < self.temporary:
+        if self.rng.random() < self.temporary or json.loads(body).get(self.unavailable):
             raise errors.NoWorkerAvailable("no worker", retry_after_s=0.01)
         if key not in self.answers and key not in self.running:
             self.running[key] = asyncio.create_task(self._run(body, key))
@@ -160,6 +162,7 @@ async def rig_of(data: bytes, store: Callable[[BatchStack], BatchStore] | None =
         tenant_of=lambda _: Tenant(Meta("acme")),
         status_of=status_of,
         count=lambda _: None,
+        room_bytes=stack.files.room_bytes,
         max_line_bytes=10_000,
         times=BatchTimes(commit_s=0.0, grace_s=0.05),
     )
@@ -357,3 +360,60 @@ async def test_replaced_parts_are_deleted_at_once() -> None:
     stored = [blob.digest async for page in rig.stack.blobs.stored() for blob in page]
     file = await rig.stack.files.file("acme", ended.input_file_id)
     assert sorted(stored) == sorted(part.digest for part in (*ended.output, *file.parts))
+
+
+async def test_lines_without_a_worker_do_not_stop_those_of_other_models() -> None:
+    rig = await rig_of(lines_of([{"n": number, "away": number in (3, 4)} for number in range(60)]))
+    execution = BatchExecution(await rig.claim(), rig.ports, lambda: 4)
+    running = asyncio.create_task(execution.run())
+    async with asyncio.timeout(10):
+        while len(rig.calls.runs) < 58:
+            await asyncio.sleep(0.01)
+    rig.calls.unavailable = ""
+    assert (await asyncio.wait_for(running, 10.0)).completed == 60
+    assert execution._waiting == 0
+
+
+async def test_a_batch_ends_when_its_results_exceed_what_its_tenant_may_store() -> None:
+    rig = await rig_of(lines_of([{"text": "x" * 100, "hold": number == 30} for number in range(40)]))
+    rig.ports = replace(rig.ports, room_bytes=lambda _: 2000)
+    ended = await asyncio.wait_for(rig.run(share=2), 10.0)
+    _, failed = await rig.written()
+    assert ended.status is BatchStatus.FAILED
+    assert [problem.code for problem in ended.problems] == ["output_too_large"]
+    assert failed[-1]["error"]["code"] == "output_too_large"
+    assert (ended.completed + ended.failed, ended.completed < 40) == (40, True)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "expired"])
+async def test_a_batch_that_ends_while_its_input_is_checked_is_not_read_further(how: str) -> None:
+    body = {"text": "x" * 5000}
+    rig = await rig_of(lines_of([body for _ in range(60)]))
+    asked: list[BatchStatus] = []
+
+    def status_of(batch: BatchRecord) -> BatchStatus:
+        asked.append(batch.status)
+        if how == "expired":
+            rig.clock.moved_s += 24 * 3600
+        return BatchStatus.CANCELLING if how == "cancelled" else batch.status
+
+    rig.ports = replace(rig.ports, status_of=status_of)
+    ended = await rig.run()
+    assert (ended.status, ended.lines) == (BatchStatus(how), 0)
+    assert len(asked) < 3, "five pieces were left"
+    assert not rig.calls.runs
+
+
+async def test_an_input_is_checked_in_small_pieces() -> None:
+    rig = await rig_of(lines_of([{"text": "x" * 5000} for _ in range(60)]))
+    execution = BatchExecution(await rig.claim(), rig.ports, lambda: 4)
+    sizes = [sum(len(line.data) for line in portion) async for portion in execution._lines(0)]
+    assert sum(sizes) > 300_000
+    assert max(sizes) < 64 * 1024 + 10_000
+
+
+async def test_an_input_is_refused_at_the_first_line_above_the_bound_even_of_blank_ones() -> None:
+    rig = await rig_of(lines_of([{}]) + b"\n" * 60_000)
+    ended = await rig.run()
+    assert ended.status is BatchStatus.FAILED
+    assert [(problem.code, problem.line) for problem in ended.problems] == [("too_many_lines", 50_001)]

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from services.core.errors import Conflict, IntegrityError, InvalidInput, NotFound, OverQuota, ShareExceeded
+from services.adapters.memory.store import MemoryStore
+from services.core.errors import (
+    Conflict,
+    IdempotencyConflict,
+    IntegrityError,
+    InvalidInput,
+    NotFound,
+    OverQuota,
+    ShareExceeded,
+    StoreUnavailable,
+)
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.batches.files import FileLimits, shown_name
-from services.gateway.batches.records import StoredFile
+from services.gateway.batches.records import BATCH_ID, BATCHES, FILES, StoredFile
+from services.ports.store import Committed, Condition, ConditionFailed, Operation
 from tests.support.clocks import QuickClock
 from tests.support.memory_batches import BatchStack, running_stack
 
@@ -25,6 +36,8 @@ LIMITS = FileLimits(
     retention_s=1000.0,
     part_bytes=100,
     max_tenant_uploads=2,
+    max_downloads=3,
+    max_tenant_downloads=2,
 )
 CALLER = Principal("k", KeyRole.TENANT, "acme")
 
@@ -49,6 +62,26 @@ async def stored(stack: BatchStack, data: bytes, tenant: str = "acme", **more: A
         await upload.close()
     await stack.seen()
     return file
+
+
+class LosesAnswers:
+    """A ``Store`` that applies the next commit under a prefix and loses its answer."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        self._inner = inner
+        self.losing = "none"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def commit(
+        self, operations: Sequence[Operation], conditions: Sequence[Condition] = ()
+    ) -> Committed | ConditionFailed:
+        outcome = await self._inner.commit(operations, conditions)
+        if operations[0].key.startswith(self.losing):
+            self.losing = "none"
+            raise StoreUnavailable("the answer is lost")
+        return outcome
 
 
 async def blobs(stack: BatchStack) -> int:
@@ -112,6 +145,33 @@ async def test_a_tenant_has_bounds(stack: BatchStack) -> None:
     await stored(stack, b"x", tenant="other")
 
 
+async def test_downloads_are_bounded(stack: BatchStack) -> None:
+    mine, other = await stored(stack, b"x" * 250), await stored(stack, b"y" * 250, tenant="other")
+    third = await stored(stack, b"z", tenant="third")
+    open_ = []
+    for file, refused in ((mine, None), (mine, mine), (other, third)):
+        open_.append(stack.files.content(file))
+        await anext(open_[-1])
+        if refused is not None:
+            with pytest.raises(ShareExceeded, match="downloads"):
+                await content(stack, refused)
+    for pieces in open_:
+        await pieces.aclose()
+    assert await content(stack, third) == b"z"
+    assert len(await content(stack, mine)) == 250
+
+
+async def test_a_file_whose_commit_has_no_answer_keeps_its_bytes(clock: QuickClock) -> None:
+    store = LosesAnswers(MemoryStore(clock))
+    async with running_stack(clock, limits=LIMITS, etcd=store) as stack:
+        store.losing = FILES
+        with pytest.raises(StoreUnavailable):
+            await stored(stack, b"x" * 250)
+        await stack.seen()
+        (file,) = stack.files.files("acme")
+        assert await content(stack, file) == b"x" * 250
+
+
 async def test_a_deleted_file_is_gone_with_its_bytes_but_not_while_a_batch_reads_it(
     stack: BatchStack,
 ) -> None:
@@ -167,3 +227,38 @@ async def test_unfinished_batches_are_bounded(stack: BatchStack) -> None:
         await stack.seen()
     with pytest.raises(OverQuota):
         await stack.service.create(CALLER, file.file_id, "/v1/embeddings", "24h", {})
+
+
+async def test_a_tenant_without_room_for_results_creates_no_batch(stack: BatchStack) -> None:
+    file = await stored(stack, b"x" * 5000)
+    await stack.service.create(CALLER, file.file_id, "/v1/embeddings", "24h", {})
+    await stored(stack, b"x" * 3000)
+    with pytest.raises(OverQuota, match="room for results"):
+        await stack.service.create(CALLER, file.file_id, "/v1/embeddings", "24h", {})
+
+
+@pytest.mark.parametrize("key", ["", "k-1"])
+async def test_a_batch_whose_commit_has_no_answer_is_created_once(clock: QuickClock, key: str) -> None:
+    store = LosesAnswers(MemoryStore(clock))
+    async with running_stack(clock, limits=LIMITS, etcd=store) as stack:
+        file = await stored(stack, b"x")
+        store.losing = BATCHES
+        batch = await stack.service.create(CALLER, file.file_id, "/v1/embeddings", "24h", {}, key=key)
+        await stack.seen()
+        assert stack.service.batches("acme") == [batch]
+
+
+async def test_an_idempotency_key_creates_one_batch(stack: BatchStack) -> None:
+    file = await stored(stack, b"x")
+    again = ("/v1/embeddings", "24h", {"team": "a"})
+    batch = await stack.service.create(CALLER, file.file_id, *again, key="k-1")
+    assert BATCH_ID.fullmatch(batch.batch_id)
+    for _ in range(4):  # more than the tenant may have unfinished
+        assert await stack.service.create(CALLER, file.file_id, *again, key="k-1") == batch
+    with pytest.raises(IdempotencyConflict):
+        await stack.service.create(CALLER, file.file_id, "/v1/embeddings", "48h", {"team": "a"}, key="k-1")
+    other = await stack.service.create(CALLER, file.file_id, *again, key="k-2")
+    assert other.batch_id != batch.batch_id
+    theirs = await stored(stack, b"x", tenant="other")
+    found = await stack.service.create(replace(CALLER, tenant_id="other"), theirs.file_id, *again, key="k-1")
+    assert found.batch_id != batch.batch_id

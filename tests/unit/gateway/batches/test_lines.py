@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.batches.lines import InputCheck, InputLine, LineSplitter, LineTooLong, parse_line
+from services.gateway.batches.lines import (
+    InputCheck,
+    InputLine,
+    LineSplitter,
+    LineTooLong,
+    TooManyLines,
+    parse_line,
+)
 
 URL = "/v1/completions"
 
@@ -108,11 +115,18 @@ def test_an_empty_input_fails() -> None:
     assert [problem.code for problem in checked().problems] == ["empty_file"]
 
 
-def test_too_many_lines_are_one_problem() -> None:
-    check = InputCheck(URL, max_lines=3)
-    for number in range(1, 10):
-        check.add(InputLine(number, 0, line_of(custom_id=str(number))))
-    assert [(problem.code, problem.line) for problem in check.problems] == [("too_many_lines", 4)]
+@pytest.mark.parametrize("data", [b"a\nb\nc", b"a\n\nc\n", b"\n\n\n"])
+def test_lines_up_to_the_bound_are_split(data: bytes) -> None:
+    splitter = LineSplitter(10, max_lines=3)
+    assert len([*splitter.feed(data), *splitter.finish()]) == len(data.split())
+
+
+@pytest.mark.parametrize("data", [b"a\nb\nc\nd", b"a\n\n \n\n\n", b"\n" * 100])
+def test_lines_have_a_bound_and_blank_ones_count(data: bytes) -> None:
+    splitter = LineSplitter(10, max_lines=3)
+    with pytest.raises(TooManyLines) as caught:
+        assert [*splitter.feed(data), *splitter.finish()]
+    assert caught.value.number == 4
 
 
 def test_problems_are_bounded() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any
 
+import pytest
+
+from services.adapters.memory.store import MemoryStore
+from services.core.errors import StoreUnavailable
 from services.core.generation import Principal
 from services.core.records import KeyRole, Meta, Tenant
 from services.gateway.batches.execution import BatchPorts, BatchTimes
 from services.gateway.batches.output_lines import LineAnswer
 from services.gateway.batches.owner import BatchOwner, OwnerLimits
-from services.gateway.batches.records import BatchRecord, BatchStatus
+from services.gateway.batches.records import BATCH_OWNERS, BatchRecord, BatchStatus
+from services.ports.store import Committed, Condition, ConditionFailed, Delete, Entry, Operation
 from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.supervisor import Supervisor
 from tests.support.memory_batches import BatchStack, running_stack
@@ -60,6 +65,7 @@ async def owning(
         tenant_of=lambda _: Tenant(Meta("acme")),
         status_of=lambda batch: batch.status,
         count=lambda _: None,
+        room_bytes=stack.files.room_bytes,
         max_line_bytes=10_000,
         times=BatchTimes(commit_s=0.0),
     )
@@ -141,3 +147,65 @@ async def test_a_gateway_that_closes_leaves_its_batch_to_the_next_at_once() -> N
         assert not (await status(stack, batch)).is_over
         async with owning(stack, clock, calls):
             await ended(stack, batch)
+
+
+class LosingOwners:
+    """A ``Store`` that fails once around an owner's key, or deletes such keys slowly."""
+
+    def __init__(self, inner: MemoryStore, clock: FastClock, fault: str) -> None:
+        self._inner = inner
+        self._clock = clock
+        self.fault = fault
+        self.interrupted = 0
+        self._claimed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def get(self, key: str) -> Entry | None:
+        if self._claimed and self.fault == "read":
+            self._fail()
+        return await self._inner.get(key)
+
+    async def commit(
+        self, operations: Sequence[Operation], conditions: Sequence[Condition] = ()
+    ) -> Committed | ConditionFailed:
+        owners = operations[0].key.startswith(BATCH_OWNERS)
+        deletes = owners and isinstance(operations[0], Delete)
+        if deletes and self.fault == "release":
+            self._fail()
+        if deletes and self.fault == "slow":
+            try:
+                await self._clock.sleep(5.0)
+            except asyncio.CancelledError:
+                self.interrupted += 1
+                raise
+        outcome = await self._inner.commit(operations, conditions)
+        self._claimed = owners and not deletes
+        if self._claimed and self.fault == "claim":
+            self._fail()
+        return outcome
+
+    def _fail(self) -> None:
+        self.fault = ""
+        raise StoreUnavailable("the answer is lost")
+
+
+@pytest.mark.parametrize("fault", ["claim", "read", "release"])
+async def test_no_batch_stays_owned_in_the_name_of_a_gateway_that_does_not_run_it(fault: str) -> None:
+    clock, calls = FastClock(), TenantCalls()
+    store = LosingOwners(MemoryStore(clock), clock, fault)
+    async with running_stack(clock, etcd=store) as stack, owning(stack, clock, calls):
+        batches = [await created(stack, "a", 5) for _ in range(2)]
+        await ended(stack, *batches)
+    assert not store.fault
+
+
+async def test_a_turn_that_ends_is_cancelled_once() -> None:
+    clock, calls = FastClock(), TenantCalls()
+    store = LosingOwners(MemoryStore(clock), clock, "slow")
+    async with running_stack(clock, etcd=store) as stack, owning(stack, clock, calls):
+        await created(stack, "a", 1000)
+        await until(lambda: calls.runs["a"] > 5)
+        await ended(stack, await created(stack, "b", 5))
+        assert store.interrupted == 0
