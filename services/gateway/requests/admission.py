@@ -94,7 +94,10 @@ class RequestAdmission:
             if short is not None:
                 spec = short
             else:
-                spec = await self._validator.resolve(principal, generation, request_id, checked, bounds)
+                form = resume.form if resume is not None else None
+                spec = await self._validator.resolve(
+                    principal, generation, request_id, checked, bounds, accepted=form
+                )
                 if resume is None:
                     spec, degradations = await self._degraded(
                         principal, generation, spec, payer.tenant, bounds
