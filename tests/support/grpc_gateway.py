@@ -78,7 +78,6 @@ class Validator:
         request_id: str,
         checked: Checked,
         request_bounds: RequestBounds,
-        *,
         accepted: None = None,
     ) -> GenerationSpec:
         return GenerationSpec(

@@ -121,7 +121,6 @@ class Validator:
         request_id: str,
         checked: Checked,
         request_bounds: RequestBounds,
-        *,
         accepted: OutputForm | None = None,
     ) -> GenerationSpec:
         digest = checked.route.version_digest

@@ -115,7 +115,6 @@ class Validator:
         request_id: str,
         checked: Checked,
         request_bounds: RequestBounds = _UNBOUNDED,
-        *,
         accepted: OutputForm | None = None,
     ) -> GenerationSpec:
         """Return the generation with its version pinned, prompt tokenised and every default applied.
