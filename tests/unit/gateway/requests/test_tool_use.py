@@ -224,6 +224,13 @@ async def test_a_later_run_keeps_how_outputs_are_written(
     assert (again.sampling.constraint, again.limits) == (first.sampling.constraint, first.limits)
 
 
+async def test_a_later_run_of_one_that_ran_free_runs_free(resolve: Resolver) -> None:
+    """Also where another gateway can hold its calls."""
+    free = OutputForm(calls=CALL_FORMS["hermes"], names=("f",))
+    spec = await resolve(generation(tool(), parts=True), free)
+    assert (spec.form, spec.sampling.constraint) == (free, None)
+
+
 async def test_a_model_without_a_form_takes_no_tools(resolve: Resolver) -> None:
     resolve.form("")
     with pytest.raises(UnsupportedFeature) as caught:
