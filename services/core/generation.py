@@ -142,6 +142,7 @@ class GenerationSpec:
     session_key: str = ""
     step: str = ""  # of the rollout that drew its version; empty: no draw
     form: OutputForm | None = None  # by which the gateway splits its outputs; None: it does not
+    constrained_form: OutputForm | None = None  # of calls in outputs that are not split
 
 
 @dataclass(frozen=True, slots=True)

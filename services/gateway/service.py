@@ -164,7 +164,8 @@ class GatewayService:
         timeout_s: float | None = None,
     ) -> Completion:
         """Return the whole answer. Cancelling the call cancels the request."""
-        return await complete(self.stream(principal, generation, received=received, timeout_s=timeout_s))
+        events = self.stream(principal, generation, received=received, timeout_s=timeout_s)
+        return await complete(events, parts=generation.parts)
 
     async def count_tokens(
         self, principal: Principal, request: inference_pb2.CountTokensRequest

@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 
 from fairway.v1 import inference_pb2 as pb
 from services.core import errors
+from services.core.outputs.families import named_form
 from services.core.records import Degrade
 from services.rpc.status import from_rpc_error
 from tests.support.keyed_faces import Faces, keyed_faces
@@ -47,6 +48,36 @@ async def test_accepted_says_that_it_was_before(faces: Faces) -> None:
     again.accepted.replayed = False
     assert again == first
     assert faces.fleet.engine_tokens == 24
+
+
+@pytest.mark.parametrize("parts", [True, False])
+async def test_output_comes_in_parts_where_the_client_asks_for_it(faces: Faces, parts: bool) -> None:
+    """Not where the first client of the key did."""
+    faces.fleet.form = named_form("hermes")
+    stub = faces.stubs[1]
+    await faces.stubs[0].Complete(
+        pb.CompleteRequest(generation=generation("k", parts=not parts)), metadata=AUTH
+    )
+    asked = generation("k", parts=parts)
+    answer = await stub.Complete(pb.CompleteRequest(generation=asked), metadata=AUTH)
+    assert answer.accepted.replayed
+    assert [choice.HasField("answer") for choice in answer.choices] == [parts]
+    assert answer.choices[0].answer.content.strip() == (answer.choices[0].text.strip() if parts else "")
+    session = stub.Session(
+        iter([pb.SessionRequest(start=pb.SessionStart(stream_id=1, generation=asked))]), metadata=AUTH
+    )
+    messages = [message async for message in session]
+    content = "".join(
+        part.content for message in messages for entry in message.tokens.parts for part in entry.parts
+    )
+    content += "".join(
+        part.content
+        for message in messages
+        for end in message.finished
+        for choice in end.finished.choices
+        for part in choice.parts
+    )
+    assert content == answer.choices[0].answer.content
 
 
 async def test_a_conflict_is_not_to_be_sent_again(faces: Faces) -> None:

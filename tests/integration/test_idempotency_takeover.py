@@ -9,6 +9,7 @@ import pytest
 
 from services.core import errors
 from services.core.generation import Usage
+from services.core.outputs.families import named_form
 from services.core.records import Degrade
 from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.ports.idempotency import IdempotencyStore, RecordState, Written
@@ -129,6 +130,28 @@ async def stop_flushing(gateway: Gateway) -> None:
         for ownership in gateway.keyed.owned():
             while (await gateway.store.read(ownership.hold.key, 0, watch=False)).state is RecordState.RUNNING:
                 await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("parts", [True, False])
+async def test_a_takeover_keeps_how_the_output_is_written(redis_url: str, fleet: Fleet, parts: bool) -> None:
+    """The retry asks otherwise for parts, and the deployment's form is another one meanwhile."""
+    fleet.form, fleet.hold_at = named_form("hermes"), 5
+    async with gateways(redis_url, fleet, 2) as (left, right):
+        first = asyncio.create_task(left.ask("k", parts=parts))
+        await until(lambda: fleet.engine_tokens == 5)
+        await stop_flushing(left)
+        fleet.form = named_form("mistral")
+        second = asyncio.create_task(right.ask("k", parts=not parts))
+        await until(lambda: right.workers.started)
+        fleet.hold.set()
+        answers = await asyncio.gather(first, second)
+        runs = [gateway.workers.started[0].spec.generation for gateway in (left, right)]
+        forms = [(run.form, run.constrained_form) for run in runs]
+        assert (
+            forms[0] == forms[1] == ((named_form("hermes"), None) if parts else (None, named_form("hermes")))
+        )
+        assert answers[0].ids == answers[1].ids
+        await asyncio.gather(left.at_rest(), right.at_rest())
 
 
 class HeldEnd:

@@ -78,6 +78,7 @@ class Validator:
         request_id: str,
         checked: Checked,
         request_bounds: RequestBounds,
+        accepted: None = None,
     ) -> GenerationSpec:
         return GenerationSpec(
             request_id=request_id,

@@ -34,6 +34,7 @@ from services.core.generation import (
     StartSpec,
     TokenLogprobs,
 )
+from services.core.outputs.forms import OutputForm
 from services.core.records import ApiKey, Degrade, KeyRole, Meta, Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Accepted, Finished, Received, Tokens
@@ -84,6 +85,8 @@ class Fleet:
     pressure: dict[str, float] = field(default_factory=dict)
     degrade: Degrade = field(default_factory=Degrade)
     digests: dict[str, str] = field(default_factory=dict)
+    # How outputs are written.
+    form: OutputForm | None = None
 
 
 class Validator:
@@ -118,11 +121,12 @@ class Validator:
         request_id: str,
         checked: Checked,
         request_bounds: RequestBounds,
+        accepted: OutputForm | None = None,
     ) -> GenerationSpec:
         digest = checked.route.version_digest
         if digest in self._fleet.gone:
             raise errors.VersionGone("the version is gone", version_digest=digest)
-        asked = generation.sampling
+        asked, form = generation.sampling, accepted or self._fleet.form
         return GenerationSpec(
             request_id=request_id,
             model=generation.model,
@@ -136,6 +140,8 @@ class Validator:
             ),
             limits=OutputLimits(generation.max_output_tokens or 8),
             choices=max(1, generation.choices),
+            form=form if generation.parts else None,
+            constrained_form=None if generation.parts else form,
         )
 
 

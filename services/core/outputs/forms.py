@@ -40,3 +40,5 @@ class OutputForm:
     thinking: bool = False
     # Whether calls are held to their form and to JSON while they are generated.
     held: bool = False
+    # Of calls that nothing holds: the names that they may have; empty: any.
+    names: tuple[str, ...] = ()

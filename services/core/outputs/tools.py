@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -82,14 +82,16 @@ def answer_of(parts: Iterable[OutputPart]) -> AssistantAnswer:
     """Return the output that the parts of a choice make up, in their order."""
     content: list[str] = []
     reasoning: list[str] = []
-    calls: dict[int, ToolCall] = {}
+    heads: dict[int, CallDelta] = {}
+    arguments: dict[int, list[str]] = {}
     for part in parts:
         match part:
             case ContentText(text):
                 content.append(text)
             case ReasoningText(text):
                 reasoning.append(text)
-            case CallDelta(index, call_id, name, arguments):
-                call = calls.setdefault(index, ToolCall(call_id, name, ""))
-                calls[index] = replace(call, arguments=call.arguments + arguments)
-    return AssistantAnswer("".join(content), "".join(reasoning), tuple(calls.values()))
+            case CallDelta(index):
+                heads.setdefault(index, part)
+                arguments.setdefault(index, []).append(part.arguments)
+    calls = (ToolCall(head.id, head.name, "".join(arguments[index])) for index, head in heads.items())
+    return AssistantAnswer("".join(content), "".join(reasoning), tuple(calls))

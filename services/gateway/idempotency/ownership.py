@@ -214,4 +214,5 @@ def terms_of(spec: GenerationSpec, degradations: Sequence[Degradation], unix_s: 
         received_unix_us=int(unix_s * 1e6),
         degraded=degraded_in(degradations),
         form=spec.form,
+        constrained_form=spec.constrained_form,
     )

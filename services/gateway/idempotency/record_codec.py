@@ -47,6 +47,8 @@ class AcceptedTerms(msgspec.Struct, array_like=True, tag="a", frozen=True):
     degraded: tuple[Degraded, ...] = ()
     # How the outputs are split.
     form: OutputForm | None = None
+    # Of calls in outputs that are not split.
+    constrained_form: OutputForm | None = None
 
 
 class Resumed(msgspec.Struct, array_like=True, tag="r", frozen=True):

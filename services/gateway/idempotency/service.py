@@ -136,8 +136,10 @@ class IdempotentService(GatewayService):
             generation.model = accepted.model
             generation.sampling.seed = accepted.seed
             generation.max_output_tokens = accepted.max_output_tokens
+            generation.parts = accepted.form is not None
             version = PinnedVersion(accepted.version_digest, accepted.route_revision)
-            resume = Resume(version, earlier.produced, degraded_out(accepted.degraded))
+            form = accepted.form or accepted.constrained_form
+            resume = Resume(version, earlier.produced, degraded_out(accepted.degraded), form)
         longest_s = min(self.limits.max_timeout_s, self.max_timeout_s(principal, generation))
 
         async def accept(spec: GenerationSpec, degradations: Sequence[Degradation]) -> None:

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final, NoReturn
+from collections.abc import Collection
+from typing import Any, Final
+
+import msgspec
 
 from services.core.outputs.forms import CallForm
 
-_ARGUMENTS: Final = ("arguments", "parameters")
+
+class _Call(msgspec.Struct):
+    """A call in JSON. Its arguments stay as they are written, under either name."""
+
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
 
 
-def loose_calls(text: str, form: CallForm) -> list[tuple[str, str]]:
+def loose_calls(text: str, form: CallForm, names: Collection[str] = ()) -> list[tuple[str, str]]:
     """Return name and arguments of each call in a text that begins with the first; empty unless all of the
-    text is calls that are valid."""
+    text is calls that are valid, of ``names`` where there are some."""
     try:
         if form.middle.startswith('"'):
-            return [_call(value) for value in _values(text, form)]
-        return [_named(part, form) for part in text.split(form.mark)[1:]]
+            found = [_call(call.name, call.arguments or call.parameters) for call in _values(text, form)]
+        else:
+            found = [_named(part, form) for part in text.split(form.mark)[1:]]
     except (ValueError, RecursionError):
         return []
+    return found if not names or all(name in names for name, _ in found) else []
 
 
-def _values(text: str, form: CallForm) -> list[Any]:
-    """Return the JSON values between the marks, those of a list one by one."""
+def _values(text: str, form: CallForm) -> list[_Call]:
+    """Return the JSON objects between the marks, those of a list one by one."""
     marks = {piece.strip() for piece in (form.mark, form.close.strip(' \n}"'), form.again.split("{")[0])}
     skipped = sorted(marks - {""}, key=len, reverse=True)
-    found: list[Any] = []
+    found: list[_Call] = []
     position = 0
     while True:
         while text[position : position + 1].isspace():
@@ -36,28 +47,24 @@ def _values(text: str, form: CallForm) -> list[Any]:
         if mark:
             position += len(mark)
             continue
-        value, position = _decoder.raw_decode(text, position)
+        start, (_, position) = position, _decoder.raw_decode(text, position)
+        value = msgspec.json.decode(text[start:position], type=list[_Call] | _Call)
         found += value if isinstance(value, list) else [value]
 
 
 def _named(text: str, form: CallForm) -> tuple[str, str]:
     """Return the call of a form whose name stands before the JSON."""
     end = text.find("{")
-    name = text[:end].removesuffix(form.middle).strip()
-    return _call({"name": name, "arguments": _decoder.decode(text[end:])})
+    return _call(text[:end].removesuffix(form.middle).strip(), text[end:].strip().encode())
 
 
-def _call(value: Any) -> tuple[str, str]:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        raise ValueError("no call")
-    arguments: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
-    if not isinstance(arguments, dict):
-        raise ValueError("no object")
-    return value["name"], json.dumps(arguments, ensure_ascii=False)
+def _call(name: str, arguments: msgspec.Raw | bytes) -> tuple[str, str]:
+    """Return a call. Raises ValueError for one that is none: what Python's decoder takes and JSON is not."""
+    if not name:
+        raise ValueError("no name")
+    written = bytes(arguments) or b"{}"
+    msgspec.json.decode(written, type=dict[str, Any])
+    return name, written.decode()
 
 
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(text)
-
-
-_decoder: Final = json.JSONDecoder(parse_constant=_no_number)
+_decoder: Final = json.JSONDecoder()

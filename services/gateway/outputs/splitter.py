@@ -73,6 +73,8 @@ class OutputSplitter:
     def finish(self) -> tuple[OutputPart, ...]:
         """Return the rest: the output has ended."""
         held, self._held = self._held, ""
+        if self._form.held and self._at in (_At.BEGIN, _At.NAME, _At.BEHIND):
+            held = self._opened = ""  # of a call that is cut short
         match self._at:
             case _At.REASONING:
                 self._emit(ReasoningText(held.rstrip()))
@@ -202,7 +204,7 @@ class OutputSplitter:
         return False
 
     def _finish_loose(self, text: str) -> None:
-        found = loose_calls(text, self._calls)
+        found = loose_calls(text, self._calls, self._form.names)
         if not found:
             self._emit(ContentText(text))
         for name, arguments in found:

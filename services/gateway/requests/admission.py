@@ -70,7 +70,7 @@ class RequestAdmission:
         telemetry: RequestTelemetry,
     ) -> Admitted:
         resume, request_id = terms.resume, terms.received.request_id
-        pinned = resume.version if resume is not None else None
+        pinned, form = (resume.version, resume.form) if resume is not None else (None, None)
         if self._catalog.has(generation.model):
             telemetry.addressed(principal.tenant_id, generation.model, class_of(generation))
         checked = self._validator.check(principal, generation, pinned=pinned)
@@ -94,7 +94,7 @@ class RequestAdmission:
             if short is not None:
                 spec = short
             else:
-                spec = await self._validator.resolve(principal, generation, request_id, checked, bounds)
+                spec = await self._validator.resolve(principal, generation, request_id, checked, bounds, form)
                 if resume is None:
                     spec, degradations = await self._degraded(
                         principal, generation, spec, payer.tenant, bounds

@@ -120,13 +120,13 @@ class Completion:
     answers: Sequence[AssistantAnswer] = ()
 
 
-async def complete(stream: AsyncGenerator[Event, None]) -> Completion:
-    """Return the whole answer of a stream, and close the stream."""
+async def complete(stream: AsyncGenerator[Event, None], *, parts: bool) -> Completion:
+    """Return the whole answer of a stream, and close the stream. ``parts``: its events have parts."""
     # By choice, created on arrival: the number of choices is not validated yet.
     texts: defaultdict[int, list[str]] = defaultdict(list)
     ids: defaultdict[int, list[int]] = defaultdict(list)
     logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
-    parts: defaultdict[int, list[OutputPart]] = defaultdict(list)
+    pieces: defaultdict[int, list[OutputPart]] = defaultdict(list)
     accepted: Accepted | None = None
     async with aclosing(stream) as events:
         async for event in events:
@@ -134,20 +134,20 @@ async def complete(stream: AsyncGenerator[Event, None]) -> Completion:
                 texts[event.choice].append(event.text)
                 ids[event.choice].extend(event.ids)
                 logprobs[event.choice].extend(event.logprobs)
-                parts[event.choice].extend(event.parts)
+                pieces[event.choice].extend(event.parts)
             elif isinstance(event, Accepted):
                 accepted = event
             elif isinstance(event, Finished):
                 assert accepted is not None
                 choices = range(len(event.choices))
                 for result in event.choices:
-                    parts[result.choice].extend(result.parts)
+                    pieces[result.choice].extend(result.parts)
                 return Completion(
                     accepted,
                     ["".join(texts[choice]) for choice in choices],
                     [ids[choice] for choice in choices],
                     [logprobs[choice] for choice in choices],
                     event,
-                    [answer_of(parts[choice]) for choice in choices] if accepted.form is not None else (),
+                    [answer_of(pieces[choice]) for choice in choices] if parts else (),
                 )
     raise AssertionError("a stream ended without a terminal event")

@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 from services.core.generation import GenerationSpec, Usage
 from services.core.limits import Price
+from services.core.outputs.forms import OutputForm
 from services.core.records import Tenant
 from services.core.usage import RequestUsage
 from services.gateway.catalog import PinnedVersion
@@ -39,6 +40,8 @@ class Resume:
     version: PinnedVersion
     produced: tuple[Produced, ...]
     degradations: tuple[Degradation, ...]
+    # How its outputs are written; None: as its version and its deployment declare.
+    form: OutputForm | None = None
 
 
 class Record(Protocol):

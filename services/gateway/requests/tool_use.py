@@ -114,6 +114,8 @@ class ResolvedForm:
     constraint: Constraint | None = None
     # Special tokens whose spelling is part of the text.
     spelled_ids: tuple[int, ...] = ()
+    # Of calls in outputs that are not split.
+    constrained_form: OutputForm | None = None
 
 
 class OutputForms:
@@ -130,21 +132,22 @@ class OutputForms:
         deployment: Deployment,
         model: TextModel,
         ids: Sequence[int],
+        accepted: OutputForm | None = None,
     ) -> ResolvedForm:
         """Return the form and the checked constraint of outputs that follow the prompt ``ids``.
 
-        Raises ConstraintRefused, UnsupportedFeature for a model without a form of calls, and what a check of
-        a constraint raises.
+        ``accepted``: the form of an earlier run, which stays: its output continues. Raises ConstraintRefused,
+        UnsupportedFeature for a model without a form of calls, and what a check of a constraint raises.
         """
         use = tool_use(generation)
-        form = declared_form(generation, use, deployment, model, ids)
+        form = accepted or declared_form(generation, use, deployment, model, ids)
         if constraint is not None and not use.tools:
             await self._tokeniser.check_constraint(model, tenant_id, constraint)
             form, constraint = await self._behind_reasoning(generation, form, constraint, tenant_id, model)
-        if use.tools:
+        if use.tools and (accepted is None or accepted.held):
             form, constraint = await self._with_calls(use, form, constraint, tenant_id, model)
         if not generation.parts:
-            return ResolvedForm(None, constraint)
+            return ResolvedForm(None, constraint, constrained_form=form if use.tools else None)
         return ResolvedForm(form, constraint, spelled_ids(form, model))
 
     async def _behind_reasoning(
@@ -183,20 +186,24 @@ class OutputForms:
         """Return the form with its calls held to it, and the constraint that does so."""
         required = use.choice.mode is ToolMode.REQUIRED
         rules = CallRules(required, use.choice.single, by_schema=required)
-        if constraint is not None and not required:
-            rules = replace(rules, content=_content(constraint, form))
+        if constraint is not None:
+            content = _content(constraint, form, beside_text=not required)
+            await self._tokeniser.check_constraint(model, tenant_id, constraint)
+            rules = replace(rules, content=None if required else content)
         tools = use.allowed
         asked = rules.by_schema or any(tool.strict for tool in tools) or rules.content is not None
+        asked |= use.choice.single or bool(use.choice.names)
+        free = replace(form, names=tuple(tool.name for tool in tools))
         try:
             found = self._grammar(form, tools, rules, model)
             await self._tokeniser.check_constraint(model, tenant_id, found)
         except ConstraintRefused as error:
             if not asked:
-                return form, None
+                return free, None
             raise await self._refusal(error, use, rules, tenant_id, model) from error
         except UnsupportedFeature as error:
             if not asked:
-                return form, None
+                return free, None
             error.metadata["field"] = _TOOLS
             raise
         return replace(form, held=True), found
@@ -217,9 +224,14 @@ class OutputForms:
         self, error: ConstraintRefused, use: ToolUse, rules: CallRules, tenant_id: str, model: TextModel
     ) -> FairwayError:
         """Return the error that names the tool whose schema is refused, as far as there is one."""
-        for index, tool in enumerate(use.tools[:_MAX_TRIED]):
-            if not tool.parameters or not (rules.by_schema or tool.strict) or tool not in use.allowed:
-                continue
+        allowed = use.allowed
+        exact = [
+            (index, tool)
+            for index, tool in enumerate(use.tools)
+            if tool.parameters and (rules.by_schema or tool.strict) and tool in allowed
+        ]
+        tried = exact[:_MAX_TRIED]
+        for index, tool in tried:
             alone = Constraint(ConstraintKind.JSON_SCHEMA, tool.parameters)
             try:
                 await self._tokeniser.check_constraint(model, tenant_id, alone)
@@ -228,7 +240,11 @@ class OutputForms:
                     f"the schema of the tool {tool.name} is refused: {refused.message}",
                     field=f"{_TOOLS}[{index}].parameters",
                 )
-        return ConstraintRefused(f"the tools are refused together: {error.message}", field=_TOOLS)
+        return ConstraintRefused(
+            f"the tools are refused together, and the first {len(tried)} of {len(exact)} schemas are not "
+            f"refused alone: {error.message}",
+            field=_TOOLS,
+        )
 
 
 def declared_form(
@@ -262,12 +278,16 @@ def spelled_ids(form: OutputForm, model: TextModel) -> tuple[int, ...]:
     return tuple(mark.id for mark in model.marks if mark.special and any(mark.text in each for each in texts))
 
 
-def _content(constraint: Constraint, form: OutputForm) -> dict[str, Any]:
-    """Return the schema of content beside calls. Raises UnsupportedFeature for another constraint."""
+def _content(constraint: Constraint, form: OutputForm, *, beside_text: bool) -> dict[str, Any]:
+    """Return the schema of content beside calls. Raises UnsupportedFeature for another constraint.
+
+    ``beside_text``: the output may be content instead of calls.
+    """
     marked = form.calls is not None and form.calls.mark
-    if constraint.kind is not ConstraintKind.JSON_SCHEMA or not marked:
+    if constraint.kind is not ConstraintKind.JSON_SCHEMA or (beside_text and not marked):
         raise UnsupportedFeature(
-            "tools and this constraint together are not offered; ask for a call, or for no tools",
+            f"tools and the constraint {constraint.kind} together are not offered by this model; send one of "
+            "them",
             field=f"sampling.constraint.{constraint.kind}",
         )
     try:

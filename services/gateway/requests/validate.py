@@ -15,6 +15,7 @@ from typing import Final
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong, UnsupportedFeature
 from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
+from services.core.outputs.forms import OutputForm
 from services.core.records import Priority
 from services.core.rollouts.routes import SplitCaller
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
@@ -114,10 +115,12 @@ class Validator:
         request_id: str,
         checked: Checked,
         request_bounds: RequestBounds = _UNBOUNDED,
+        accepted: OutputForm | None = None,
     ) -> GenerationSpec:
         """Return the generation with its version pinned, prompt tokenised and every default applied.
 
-        Within ``request_bounds``: an output limit that is absent is capped, another one is rejected. Raises
+        Within ``request_bounds``: an output limit that is absent is capped, another one is rejected.
+        ``accepted``: the form of an earlier run's outputs. Raises
         InvalidInput, PromptTooLong, ConstraintRefused, or the errors of fetching the model's tokenizer.
         """
         route = checked.route
@@ -130,7 +133,7 @@ class Validator:
         if asked.HasField("constraint"):
             constraint = constraint_from_proto(asked.constraint)
         written = await self._forms.resolve(
-            generation, constraint, principal.tenant_id, route.deployment, model, ids
+            generation, constraint, principal.tenant_id, route.deployment, model, ids, accepted
         )
         prompt = Prompt(ids)
         if self._prefixes is not None:
@@ -406,6 +409,7 @@ def _written(spec: GenerationSpec, written: ResolvedForm) -> GenerationSpec:
         sampling=replace(spec.sampling, constraint=written.constraint),
         limits=replace(spec.limits, spelled_ids=written.spelled_ids),
         form=written.form,
+        constrained_form=written.constrained_form,
     )
 
 

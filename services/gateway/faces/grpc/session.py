@@ -33,18 +33,19 @@ LOGPROBS_WEIGHT: Final = 32
 class SessionStream:
     """The sink of one generation of a session: appends to the session's next message."""
 
-    __slots__ = ("_base", "_session", "_split", "_stream_id", "manual", "request")
+    __slots__ = ("_base", "_parts", "_session", "_split", "_stream_id", "manual", "request")
 
-    def __init__(self, session: MuxedSession, stream_id: int, manual: bool) -> None:
+    def __init__(self, session: MuxedSession, stream_id: int, *, manual: bool, parts: bool) -> None:
         self._session = session
         self._stream_id = stream_id
         self._base = stream_id << CHOICE_BITS
         self.manual = manual
+        self._parts = parts
         self.request: Handle | None = None
         self._split: OutputSplit | None = None
 
     def on_accepted(self, accepted: Accepted) -> None:
-        self._split = OutputSplit(accepted) if accepted.form is not None else None
+        self._split = OutputSplit(accepted) if self._parts else None
         self._session.accepted.append(
             inference_pb2.SessionAccepted(stream_id=self._stream_id, accepted=accepted_message(accepted))
         )
@@ -128,7 +129,8 @@ class MuxedSession:
     def _start(self, start: inference_pb2.SessionStart, time_left_s: float | None) -> None:
         if start.stream_id in self.streams:
             raise InvalidInput(f"stream_id {start.stream_id} is in use", field="start.stream_id")
-        stream = SessionStream(self, start.stream_id, start.initial_credit_tokens > 0)
+        manual, parts = start.initial_credit_tokens > 0, start.generation.parts
+        stream = SessionStream(self, start.stream_id, manual=manual, parts=parts)
         try:
             bounds.check(start, "start.")
             if start.generation.choices > 1 << CHOICE_BITS:

@@ -42,7 +42,7 @@ async def run(tokens: int) -> tuple[list[pb.SessionResponse], pb.Finished]:
     """Return the messages of one output whose first piece has that many tokens, and its end."""
     service: Any = Started()
     session = MuxedSession(service, Principal("k", KeyRole.TENANT, "t"), lambda: Received(0.0, 0, "r"))
-    generation = pb.Generation(model="m", prompt="x")
+    generation = pb.Generation(model="m", prompt="x", parts=True)
     session.handle(pb.SessionRequest(start=pb.SessionStart(stream_id=1, generation=generation)), None)
     (sink,) = service.sinks
     sink.on_accepted(Accepted("r", "m", "d", 1, 1, 1, form=OutputForm(calls=HERMES, held=True)))

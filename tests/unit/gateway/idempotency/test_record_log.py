@@ -279,6 +279,7 @@ def test_entries_survive_their_encoding() -> None:
             5,
             (Degraded("output_capped", "9", "4", 0.7),),
             OutputForm(ReasoningForm("<a>", "</a>"), CALL_FORMS["mistral"], thinking=True, held=True),
+            OutputForm(calls=CALL_FORMS["hermes"], names=("f", "g")),
         ),
         Resumed(),
         Output(1, 2, 3, [4, 5], "ü\0", logprobs_in(piece(0, 2).logprobs)),
@@ -303,8 +304,11 @@ def test_a_record_of_a_release_without_degrading_is_read() -> None:
 
 def test_a_record_of_a_later_release_is_read_as_far_as_it_is_known() -> None:
     changes = [["output_capped", "9", "4", 0.7, "more"], ["colder", "1.0", "0.5", 0.9]]
-    (terms,) = decode(msgspec.msgpack.encode([["a", "r", "m", "d", 1, 7, 3, 4, 5, changes, None, "more"]]))
+    form = {"reasoning": None, "calls": None, "thinking": True, "more": ["f"]}
+    entry = ["a", "r", "m", "d", 1, 7, 3, 4, 5, changes, form, None, "more"]
+    (terms,) = decode(msgspec.msgpack.encode([entry]))
     assert isinstance(terms, AcceptedTerms)
+    assert terms.form == OutputForm(thinking=True)
     assert degraded_out(terms.degraded) == (Degradation(DegradationKind.OUTPUT_CAPPED, "9", "4", 0.7),)
 
 

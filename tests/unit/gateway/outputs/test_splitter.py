@@ -118,15 +118,16 @@ def test_a_text_without_declared_parts_is_content(text: str) -> None:
     assert answer_of(split(OutputForm(), list(text))) == AssistantAnswer(text)
 
 
-@given(st.integers(0, 80))
+@given(st.integers(0, 140))
 def test_a_held_call_that_is_cut_short_streams_what_there_is(size: int) -> None:
-    text = written(HERMES, [("f", {"a": "x}", "b": [1]})])
+    text = written(HERMES, [("f", {"a": "x}", "b": [1]}), ("g", {})])
     found = answer_of(split(OutputForm(calls=HERMES, held=True), list(text[:size])))
     began = size > text.index(HERMES.middle) + len(HERMES.middle) - 1
-    assert len(found.calls) == began
+    second = text.index(HERMES.middle, text.index(HERMES.again)) + len(HERMES.middle) - 1
+    assert len(found.calls) == began + (size > second)
     if began:
         assert '{"a": "x}", "b": [1]}'.startswith(found.calls[0].arguments)
-        assert found.content == ""
+    assert found.content == (text[:size] if size < len(HERMES.mark) else ""), "the mark is of no content"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,10 @@ def test_a_held_call_that_is_cut_short_streams_what_there_is(size: int) -> None:
         '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "f", "arguments": {"a": NaN}}\n</tool_call>',
         '<tool_call>\n{"name": "f", "arguments": {"a": 1',
+        '<tool_call>\n{"name": "f", "arguments": {"a": "\\ud800"}}\n</tool_call>',
+        '<tool_call>\n{"name": "f\\ud800", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": {"a": [1e999]}}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call> Done.',
         "<tool_call>" + "[" * 100_000,
     ],
 )
@@ -150,8 +155,22 @@ def test_a_loose_call_is_read_in_any_spelling() -> None:
     )
     found = answer_of(split(OutputForm(calls=HERMES), [text]))
     assert found == AssistantAnswer(
-        "Sure.", "", (ToolCall("id0", "f", '{"a": 1}'), ToolCall("id1", "g", "{}"))
+        "Sure.", "", (ToolCall("id0", "f", '{"a":1}'), ToolCall("id1", "g", "{}"))
     )
+
+
+@pytest.mark.parametrize("name", CALL_FORMS)
+def test_a_loose_call_keeps_its_arguments_as_written(name: str) -> None:
+    form = CALL_FORMS[name]
+    arguments = '{"a":0.12345678901234567890123,  "b": "\\u00e9", "c": 36893488147419103232}'
+    text = f"{form.begin}f{form.middle}{arguments}{form.close}{form.last}"
+    assert answer_of(split(OutputForm(calls=form), [text])).calls == (ToolCall("id0", "f", arguments),)
+
+
+def test_a_loose_call_of_another_tool_is_content() -> None:
+    text = written(HERMES, [("f", {}), ("g", {})])
+    assert len(answer_of(split(OutputForm(calls=HERMES, names=("f", "g")), [text])).calls) == 2
+    assert answer_of(split(OutputForm(calls=HERMES, names=("f",)), [text])) == AssistantAnswer(text)
 
 
 def test_reasoning_that_the_prompt_opened_needs_no_mark() -> None:

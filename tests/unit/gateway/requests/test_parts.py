@@ -14,7 +14,7 @@ from services.core.errors import StreamBroken
 from services.core.generation import FinishReason, StageClock, Usage
 from services.core.outputs.families import CALL_FORMS, REASONING_FORMS
 from services.core.outputs.forms import OutputForm
-from services.core.outputs.tools import AssistantAnswer, OutputPart, answer_of
+from services.core.outputs.tools import AssistantAnswer, CallDelta, OutputPart, ToolCall, answer_of
 from services.gateway.events import (
     Accepted,
     ChoiceResult,
@@ -70,7 +70,7 @@ async def parts_of(stream: AsyncGenerator[Event, None]) -> tuple[list[OutputPart
 
 
 async def test_a_whole_output_in_parts() -> None:
-    found = await complete(in_parts(events(TEXT, [9, 30]), None))
+    found = await complete(in_parts(events(TEXT, [9, 30]), None), parts=True)
     assert found.texts == [TEXT]
     answer = found.answers[0]
     assert (answer.content, answer.reasoning) == ("Sure.", "hm")
@@ -79,9 +79,34 @@ async def test_a_whole_output_in_parts() -> None:
     assert found.finished.choices[0].finish_reason is FinishReason.TOOL_CALLS
 
 
-async def test_an_output_that_is_not_split_has_no_answers() -> None:
-    found = await complete(events(TEXT, [9], form=None))
-    assert (found.texts, found.answers) == ([TEXT], ())
+async def test_only_a_client_that_asks_for_parts_gets_answers() -> None:
+    """Whatever the form that the first client of an idempotency key had recorded."""
+    for form in (FORM, None):
+        found = await complete(events(TEXT, [9], form), parts=False)
+        assert (found.texts, found.answers) == ([TEXT], ())
+    found = await complete(in_parts(events(TEXT, [9], None), None), parts=True)
+    assert found.answers == [AssistantAnswer(TEXT)]
+
+
+class Piece(str):
+    """A text that is only joined: added up piece by piece, the work grows with the square of the length."""
+
+    __slots__ = ()
+
+    def __radd__(self, before: str) -> str:
+        raise AssertionError("added up")
+
+    __add__ = __radd__
+
+
+def test_the_arguments_of_a_call_are_joined_once() -> None:
+    parts = [
+        CallDelta(0, "id0", "f"),
+        CallDelta(1, "id1", "g"),
+        *(CallDelta(0, "", "", Piece("x")) for _ in "ab"),
+    ]
+    calls = (ToolCall("id0", "f", "xx"), ToolCall("id1", "g", ""))
+    assert answer_of(parts) == AssistantAnswer(calls=calls)
 
 
 async def test_only_an_output_that_stopped_ended_by_its_calls() -> None:

@@ -14,6 +14,7 @@ from fairway.v1 import inference_pb2 as pb
 from services.core.errors import ConstraintRefused, InvalidInput, UnsupportedFeature
 from services.core.generation import ConstraintKind, GenerationSpec, Principal
 from services.core.outputs.families import CALL_FORMS, REASONING_FORMS
+from services.core.outputs.forms import OutputForm
 from services.core.outputs.tools import Tool
 from services.core.records import DEPLOYMENTS, Deployment, KeyRole, Meta
 from services.gateway.requests.tool_use import (
@@ -94,8 +95,17 @@ class Resolver:
         deployment = Deployment(Meta("chat-small"), "chat-small", "v1", DIGEST, 1, output_form=name)
         self._fleet.deployments.put(DEPLOYMENTS + "chat-small", deployment, 42)
 
-    async def __call__(self, asked: pb.Generation) -> GenerationSpec:
-        return await self._validator.resolve(WHO, asked, "r", self._validator.check(WHO, asked))
+    def unconstrained(self, make_folder: Any) -> None:
+        """The model gets a tokenizer that cannot be constrained."""
+        folder = make_folder()
+        state = json.loads((folder / "tokenizer.json").read_text())
+        state |= {"decoder": None, "pre_tokenizer": {"type": "Whitespace"}}
+        (folder / "tokenizer.json").write_text(json.dumps(state))
+        self._fleet.files.folder = folder
+
+    async def __call__(self, asked: pb.Generation, accepted: OutputForm | None = None) -> GenerationSpec:
+        checked = self._validator.check(WHO, asked)
+        return await self._validator.resolve(WHO, asked, "r", checked, accepted=accepted)
 
 
 @pytest.fixture
@@ -136,6 +146,21 @@ async def test_a_schema_that_is_refused_names_its_tool(resolve: Resolver) -> Non
     assert spec.sampling.constraint is not None
 
 
+async def test_the_schemas_that_are_tried_are_those_that_hold(resolve: Resolver) -> None:
+    """Of many tools the refused one is found behind those that are not strict."""
+    loose = [tool(f"f{number}") for number in range(20)]
+    with pytest.raises(ConstraintRefused, match="the tool g is refused") as caught:
+        await resolve(generation(*loose, tool("g", '{"type":"object","not":{}}', strict=True)))
+    assert caught.value.metadata["field"] == "chat.tools[20].parameters"
+
+
+async def test_a_refusal_of_all_tools_states_how_many_were_tried(resolve: Resolver) -> None:
+    broken = tool("g", '{"type":"object","not":{}}')
+    with pytest.raises(ConstraintRefused, match="first 16 of 18 schemas") as caught:
+        await resolve(generation(*(tool(f"f{n}") for n in range(17)), broken, tool_choice=REQUIRED))
+    assert caught.value.metadata["field"] == "chat.tools"
+
+
 async def test_tools_too_large_for_a_grammar(resolve: Resolver) -> None:
     large = json.dumps({"type": "object", "description": "x" * 60_000})
     tools = (tool("f", large), tool("g", large))
@@ -152,6 +177,58 @@ async def test_a_schema_of_content_goes_beside_calls(resolve: Resolver) -> None:
     with pytest.raises(UnsupportedFeature) as caught:
         await resolve(asked)
     assert caught.value.metadata["field"] == "sampling.constraint.regex"
+
+
+@pytest.mark.parametrize("names", [(), ("f",)])
+async def test_a_constraint_beside_required_calls_is_checked(resolve: Resolver, names: Any) -> None:
+    asked = generation(tool(), tool_choice=pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED, names=names))
+    asked.sampling.constraint.json_schema = OBJECT
+    assert "content" not in grammar(await resolve(asked))
+    asked.sampling.constraint.json_schema = '{"type":"object","not":{}}'
+    with pytest.raises(ConstraintRefused, match="not"):
+        await resolve(asked)
+    asked.sampling.constraint.regex = "a"
+    with pytest.raises(UnsupportedFeature, match="regex") as caught:
+        await resolve(asked)
+    assert caught.value.metadata["field"] == "sampling.constraint.regex"
+
+
+async def test_where_nothing_can_be_held_a_choice_that_needs_it_is_refused(
+    resolve: Resolver, make_folder: Any
+) -> None:
+    resolve.unconstrained(make_folder)
+    tools = (tool(), tool("g"))
+    spec = await resolve(generation(*tools, parts=True))
+    assert spec.form is not None
+    assert (spec.form.held, spec.form.names, spec.sampling.constraint) == (False, ("f", "g"), None)
+    for choice in (pb.ToolChoice(single=True), pb.ToolChoice(names=["g"]), REQUIRED):
+        with pytest.raises(UnsupportedFeature) as caught:
+            await resolve(generation(*tools, tool_choice=choice))
+        assert caught.value.metadata["field"] == "chat.tools"
+
+
+@pytest.mark.parametrize("parts", [True, False])
+@pytest.mark.parametrize("held", ["calls", "free calls", "schema"])
+async def test_a_later_run_keeps_how_outputs_are_written(
+    resolve: Resolver, make_folder: Any, held: str, parts: bool
+) -> None:
+    asked = generation(*([] if held == "schema" else [tool()]), parts=parts)
+    if held == "schema":
+        asked.sampling.constraint.json_schema = OBJECT
+    elif held == "free calls":
+        resolve.unconstrained(make_folder)
+    first = await resolve(asked)
+    resolve.form("mistral+think-brackets")
+    again = await resolve(asked, first.form or first.constrained_form)
+    assert (again.form, again.constrained_form) == (first.form, first.constrained_form)
+    assert (again.sampling.constraint, again.limits) == (first.sampling.constraint, first.limits)
+
+
+async def test_a_later_run_of_one_that_ran_free_runs_free(resolve: Resolver) -> None:
+    """Also where another gateway can hold its calls."""
+    free = OutputForm(calls=CALL_FORMS["hermes"], names=("f",))
+    spec = await resolve(generation(tool(), parts=True), free)
+    assert (spec.form, spec.sampling.constraint) == (free, None)
 
 
 async def test_a_model_without_a_form_takes_no_tools(resolve: Resolver) -> None:
