@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from services.core.errors import NoWorkerAvailable, TokenRateExceeded
-from tests.integration.openai.face import Answer, Face, failing, silent
+from services.gateway.events import Event, Tokens
+from tests.integration.openai.face import Answer, Call, Face, accepted, failing, finished, silent
 from tests.integration.openai.test_messages import calling
 from tests.support.waiting import until
 
@@ -209,3 +211,20 @@ async def test_a_run_outlives_its_client(face: Face) -> None:
     await until(lambda: face.service.running == 1)
     await asyncio.sleep(0.1)
     assert face.service.running == 1, "the run's own"
+
+
+async def test_a_reader_behind_the_end_of_the_run_receives_all_of_it(face: Face) -> None:
+    """The stored end is observed once a second: it cuts a stream only if it is a cancellation."""
+
+    async def script(call: Call) -> AsyncGenerator[Event, None]:
+        is_driver = call is face.service.calls[0]
+        yield accepted(call)
+        yield Tokens(0, 0, [1], "Hel")
+        await asyncio.sleep(0.1 if is_driver else 1.5)
+        yield Tokens(0, 1, [2], "lo")
+        yield finished(call)
+
+    face.service.script = script
+    found = events_of(await face.ask("POST", PATH, {**BODY, "background": True, "stream": True}))
+    assert "".join(event.get("delta", "") for event in found) == "Hello"
+    assert found[-1]["type"] == "response.completed"
