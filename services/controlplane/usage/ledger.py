@@ -101,6 +101,7 @@ class UsageLedger:
         self._term: _Term | None = None
         self._queue: list[_Waiting] = []
         self._queued = asyncio.Event()
+        self._checkpointing = asyncio.Lock()
 
     @property
     def leads(self) -> bool:
@@ -249,10 +250,15 @@ class UsageLedger:
                 log.warning("usage.checkpoint_failed", error=error.message)
 
     async def checkpoint(self) -> None:
-        """Store the state, and delete what earlier checkpoints replaced.
+        """Store the state, and delete what earlier checkpoints replaced; calls follow each other.
 
         Raises StoreUnavailable or NoLeader.
         """
+        # Of two at once, the one that ends last would drop the sums that were sealed after the other.
+        async with self._checkpointing:
+            await self._checkpoint()
+
+    async def _checkpoint(self) -> None:
         term = self._leading()
         await self._log.delete_covered(term.book)
         if term.sealed is None:
