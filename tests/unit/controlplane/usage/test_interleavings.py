@@ -121,7 +121,7 @@ class World:
             plane.election.turn(None)
         self.planes[0].election.turn(self.epoch + 1)
         ledger = self.planes[0].ledger
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await asyncio.gather(*self.calls, *self.sending.values())
             while not all(sender.done for sender in self.senders):
                 for sender in self.senders:

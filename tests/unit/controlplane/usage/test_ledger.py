@@ -146,6 +146,21 @@ async def test_the_same_is_read_from_checkpoints_as_from_memory(rig: Rig) -> Non
     again.task.cancel()
 
 
+async def test_checkpoints_at_once_lose_nothing(rig: Rig) -> None:
+    names = [f"r{number}" for number in range(30)]
+    calls: list[asyncio.Future[None]] = []
+    for name in names:
+        await rig.send(request_usage(name), sequence_use(name))
+        calls += [asyncio.ensure_future(rig.ledger.checkpoint()) for _ in range(2)]
+    await asyncio.gather(*calls)
+    expected = dict.fromkeys(names, (1, 20, 2_000_000))
+    assert await booked(rig.ledger) == expected
+    again = Rig(rig.store, rig.clock)
+    await until_leading(again.ledger)
+    assert await booked(again.ledger) == expected
+    again.task.cancel()
+
+
 async def test_hours_older_than_the_retention_are_dropped(rig: Rig) -> None:
     await rig.send(request_usage("old", ended_unix_s=UNIX_S - 401 * DAY_S), request_usage("new"))
     await rig.ledger.checkpoint()
