@@ -41,7 +41,7 @@ def tooled(stack: Stack) -> Iterator[Stack]:
 
 
 @pytest.fixture(scope="module")
-def heard(openai_python: str, tooled: Stack) -> Any:
+def answers(openai_python: str, tooled: Stack) -> Any:
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
     command = [openai_python, str(CLIENT), tooled.http, tooled.api_key, tooled.model]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
@@ -49,8 +49,8 @@ def heard(openai_python: str, tooled: Stack) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_required_call_matches_its_schema(heard: Any) -> None:
-    for found in (heard["required"], heard["streamed"], heard["named"]):
+def test_a_required_call_matches_its_schema(answers: Any) -> None:
+    for found in (answers["required"], answers["streamed"], answers["named"]):
         assert found["finish"] == "tool_calls"
         assert found["content"] is None
         assert found["calls"]
@@ -58,31 +58,31 @@ def test_a_required_call_matches_its_schema(heard: Any) -> None:
             assert call_id.startswith("call_")
             schema = WEATHER if name == "get_weather" else {"maxProperties": 0}
             jsonschema.validate(json.loads(arguments), schema)
-    assert [name for _, name, _ in heard["named"]["calls"]] == ["get_weather"]
+    assert [name for _, name, _ in answers["named"]["calls"]] == ["get_weather"]
 
 
-def test_a_stream_has_the_same_calls_in_pieces(heard: Any) -> None:
-    streamed, whole = heard["streamed"]["calls"], heard["named"]["calls"]
+def test_a_stream_has_the_same_calls_in_pieces(answers: Any) -> None:
+    streamed, whole = answers["streamed"]["calls"], answers["named"]["calls"]
     assert [call[1:] for call in streamed] == [call[1:] for call in whole]
-    assert heard["streamed"]["pieces"] > len(heard["streamed"]["calls"])
-    assert heard["helper"] == {"finish": "tool_calls", "name": "now"}
+    assert answers["streamed"]["pieces"] > len(answers["streamed"]["calls"])
+    assert answers["helper"] == {"finish": "tool_calls", "name": "now"}
 
 
-def test_the_model_may_answer_without_a_call(heard: Any) -> None:
-    for found in (heard["auto"], heard["none"]):
+def test_the_model_may_answer_without_a_call(answers: Any) -> None:
+    for found in (answers["auto"], answers["none"]):
         assert found["finish"] in ("stop", "length") or found["calls"]
-    assert heard["none"]["calls"] == []
-    assert heard["none"]["content"]
+    assert answers["none"]["calls"] == []
+    assert answers["none"]["content"]
 
 
-def test_ids_of_calls_are_those_of_the_first_answer(heard: Any) -> None:
-    first, again = heard["kept"]
+def test_ids_of_calls_are_those_of_the_first_answer(answers: Any) -> None:
+    first, again = answers["kept"]
     assert first == again
-    assert first["calls"][0][0] != heard["required"]["calls"][0][0]
+    assert first["calls"][0][0] != answers["required"]["calls"][0][0]
 
 
-def test_what_cannot_be_served_is_named(heard: Any) -> None:
-    assert heard["refused"] == [
+def test_what_cannot_be_served_is_named(answers: Any) -> None:
+    assert answers["refused"] == [
         "tools[2].function.name",
         "tool_choice",
         "tools[0].function.parameters",

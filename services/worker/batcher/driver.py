@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -23,22 +23,20 @@ from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
 from services.worker.batcher.arriving_rows import ArrivingRows
 from services.worker.batcher.charges import RowCharges
-from services.worker.batcher.policy.batch_key import BatchKey, BatchKeys
+from services.worker.batcher.policy.batch_key import BatchKeys
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
 from services.worker.batcher.policy.flush import (
     MOST_PADDED_TOKENS,
     BatchLimits,
     Device,
     Flush,
-    FlushCause,
     Linger,
-    WaitingGroup,
 )
 from services.worker.batcher.policy.isolation import RunFailure, RunPlace
-from services.worker.batcher.policy.linger import BatchObjective, Expected, window_of
+from services.worker.batcher.policy.linger import BatchObjective, window_of
 from services.worker.batcher.policy.turns import TURN_RATIO, TenantTurns
 from services.worker.batcher.policy.waiting import Tags, TooLate, TooManyRows, WaitingRow, WaitingRows
-from services.worker.batcher.policy.window import DerivedWindow, Window
+from services.worker.batcher.policy.window import Decided, DerivedWindow, Window, first_to_start
 from services.worker.batcher.search import RowSearch
 from services.worker.batcher.telemetry import BatcherTelemetry
 from services.worker.engine_protocol import BatchRaised, BatchRan, RowModel, RunBatch
@@ -362,24 +360,22 @@ class Batcher:
             turn_s=turn_s,
         )
         tags = self._turns.tags(self._waiting.by_due(), device.row_s) if shared else None
-        lingers: tuple[float, BatchKey, WaitingGroup, Linger, Expected] | None = None
+        chosen = first_to_start(self._decided(device, tags, now_s), self.curve, now_s)
+        if chosen is None:
+            return
+        if isinstance(chosen.found, Linger):
+            self._context.call_later(chosen.found.until_s - now_s, self._timer(self._decision))
+        else:
+            self._flush(chosen, chosen.found, tags, device)
+
+    def _decided(self, device: Device, tags: Tags | None, now_s: float) -> Iterator[Decided]:
+        """Yield the decision on each group, in their order."""
         for key, group in self._waiting.groups(tags):
             expected = self._arrivals.expected(group.width, now_s)
             found = self._context.window.decide(group, device, expected, now_s)
             if self._context.telemetry is not None:
                 self._context.telemetry.decided(width=group.width, linger_s=found.bound.linger_s)
-            if isinstance(found, Flush):
-                ends_s = now_s + self.curve.mean_s(group.width, found.rows)
-                if lingers is not None and lingers[0] < ends_s:  # it would wait for too long
-                    _, key, group, waits, expected = lingers
-                    found = Flush(group.rows, FlushCause.LINGER, waits.bound)
-                window = window_of(group.width, found.bound, expected)
-                self._flush(key, group.width, found, window, tags, device.rows_at(group.width)[0])
-                return
-            if lingers is None or found.until_s < lingers[0]:
-                lingers = found.until_s, key, group, found, expected
-        if lingers is not None:
-            self._context.call_later(lingers[0] - now_s, self._timer(self._decision))
+            yield Decided(key, group, found, expected)
 
     def _timer(self, decision: int) -> Callable[[], None]:
         def due() -> None:
@@ -388,18 +384,12 @@ class Batcher:
 
         return due
 
-    def _flush(
-        self,
-        key: BatchKey,
-        width: int,
-        found: Flush,
-        window: BatchWindow,
-        tags: Tags | None,
-        most_rows: int,
-    ) -> None:
+    def _flush(self, decided: Decided, found: Flush, tags: Tags | None, device: Device) -> None:
+        width = decided.group.width
         in_batches = Counter(row.spec.tenant_id for run in self._runs.values() for row in run.rows)
-        leases = self._turns.leases
-        chosen = self._waiting.select(key, width, found.rows, leases=leases, running=in_batches, tags=tags)
+        chosen = self._waiting.select(
+            decided.key, width, found.rows, leases=self._turns.leases, running=in_batches, tags=tags
+        )
         rows, size = [self._live[chosen[0].number]], 0
         for each in chosen[1:]:
             row = self._live[each.number]
@@ -409,6 +399,7 @@ class Batcher:
             rows.append(row)
         self._waiting.remove(row.number for row in rows)
         self._charge_turns(rows, width)
+        window, most_rows = window_of(width, found.bound, decided.expected), device.rows_at(width)[0]
         self._run(RunPlace.SERVING, rows, width, found.cause.value, window=window, most_rows=most_rows)
 
     def _charge_turns(self, rows: Sequence[LiveRow], width: int) -> None:

@@ -1,10 +1,15 @@
-"""The two kinds of window: derived, in production, and fixed, to compare it with. Pure."""
+"""The two kinds of window: derived, in production, and fixed, to compare it with; and the group that starts
+first. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from services.worker.batcher.policy.batch_key import BatchKey
+from services.worker.batcher.policy.cost_curve import CostCurve
 from services.worker.batcher.policy.flush import Device, Flush, FlushCause, Linger, WaitingGroup, decide
 from services.worker.batcher.policy.linger import Expected, LingerBound
 
@@ -37,3 +42,33 @@ class FixedWindow:
         if group.rows >= most:
             return Flush(most, limit, bound)
         return Flush(group.rows, FlushCause.LINGER, bound) if until_s <= now_s else Linger(until_s, bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What was decided for one group, and what it was decided by."""
+
+    key: BatchKey
+    group: WaitingGroup
+    found: Flush | Linger
+    expected: Expected
+
+
+def first_to_start(decided: Iterable[Decided], curve: CostCurve, now_s: float) -> Decided | None:
+    """Return the first of the groups that starts, or else the one that lingers for the shortest time.
+
+    A group before it that lingers goes first where the other batch would outlast its wait. ``decided`` is
+    read no further than needed. None without groups.
+    """
+    waits: Decided | None = None
+    until_s = math.inf
+    for each in decided:
+        if isinstance(each.found, Linger):
+            if each.found.until_s < until_s:
+                waits, until_s = each, each.found.until_s
+            continue
+        if waits is not None and until_s < now_s + curve.mean_s(each.group.width, each.found.rows):
+            flush = Flush(waits.group.rows, FlushCause.LINGER, waits.found.bound)
+            return replace(waits, found=flush)
+        return each
+    return waits
