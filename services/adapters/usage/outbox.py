@@ -60,13 +60,17 @@ class UsageReports(Protocol):
 
 @dataclass(slots=True)
 class _File:
-    """A file of consecutive events. ``count``: those that this life appended."""
+    """A file of consecutive events.
+
+    ``count``: those that this life appended. ``stored_bytes``: its size once the ledger has all of it.
+    """
 
     path: Path
     source: str
     first: int
     count: int = 0
     grows: bool = False
+    stored_bytes: int = -1
 
 
 class DiskOutbox:
@@ -186,15 +190,18 @@ class DiskOutbox:
             file = self._files[0]
             file.grows = False
             try:
-                events, size_bytes = await in_thread(_read, file.path)
-                if events and not await self._deliver(file, events):
-                    return False
-                await in_thread(file.path.unlink)
+                if file.stored_bytes < 0:
+                    events, size_bytes = await in_thread(_read, file.path)
+                    if events and not await self._deliver(file, events):
+                        return False
+                    file.stored_bytes = size_bytes
+                # A send that was cancelled here may have deleted it.
+                await in_thread(partial(file.path.unlink, missing_ok=True))
             except OSError as error:
                 log.error("usage.file_unreadable", error=repr(error))
                 return False
             self._files.popleft()
-            self._stored_bytes -= size_bytes
+            self._stored_bytes -= file.stored_bytes
         return True
 
     async def _sync_forever(self) -> None:

@@ -167,7 +167,8 @@ async def test_one_bad_row_is_condemned_and_its_neighbours_are_answered(
     await worker.ready()
     record = worker.harness.agent.status().versions[0].record
     assert record.reason == ""
-    assert 0 < record.kv_bytes < 2**20, "it holds what its largest batch takes"
+    # The kernel counts resident pages to within 64 per core, and 8 measured rows stand for 100.
+    assert 0 < record.kv_bytes < 2**24, "it holds what its largest batch takes, not all it may"
     held_bytes = record.weight_bytes + record.working_bytes + record.kv_bytes
     async with asyncio.timeout(20.0):  # until the sacrificial process holds no memory
         while held_bytes + (await worker.harness.registered()).memory_free_bytes != 2 * 1024**3:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -73,11 +74,43 @@ async def test_events_are_delivered_in_order_and_trimmed(tmp_path: Path) -> None
         add(outbox, "c")
         while reports.stored != ["a", "b", "c"] or files(tmp_path):
             await asyncio.sleep(0.01)
-    running.cancel()
+    running.cancel()  # perhaps between the deletion of the file and its note
     with suppress(asyncio.CancelledError):
         await running
+    assert await outbox.send()
     assert outbox.size_bytes == 0
     assert outbox.problem == ""
+    await outbox.close()
+
+
+async def test_a_send_that_is_cancelled_while_it_deletes_a_file_is_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = Reports()
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, "a")
+    await outbox.sync()
+    deleted, go_on = threading.Event(), threading.Event()
+    unlink = Path.unlink
+
+    def slow_unlink(path: Path, *, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok=missing_ok)
+        deleted.set()
+        go_on.wait(10.0)
+
+    monkeypatch.setattr(Path, "unlink", slow_unlink)
+    sending = asyncio.ensure_future(outbox.send())
+    assert await asyncio.to_thread(deleted.wait, 10.0)
+    sending.cancel()
+    go_on.set()
+    with suppress(asyncio.CancelledError):
+        await sending
+    monkeypatch.undo()
+    add(outbox, "b")
+    await outbox.sync()
+    assert await outbox.send()
+    assert reports.stored == ["a", "b"]
+    assert outbox.size_bytes == 0
     await outbox.close()
 
 
