@@ -198,6 +198,9 @@ def limited(config: EngineConfig, limits: EngineLimits, *, max_context_tokens: i
         token_budget=budget,
         max_sequences=min(config.max_sequences, limits.max_sequences or config.max_sequences, budget),
         max_model_len=min((size for size in contexts if size), default=0),
+        prefix_cache=config.prefix_cache if limits.prefix_cache is None else limits.prefix_cache,
+        speculation=limits.speculation or config.speculation,
+        draft_model_dir="" if limits.speculation else config.draft_model_dir,
     )
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fairway.formats.limits import EngineLimits
@@ -38,7 +39,16 @@ def test_the_smallest_context_counts(own: int, file: int, manifest: int, expecte
     assert limited(config, limits, max_context_tokens=manifest).max_model_len == expected
 
 
-@pytest.mark.parametrize("body", [b"{", b'{"max_sequences": -1}', b'{"unknown": 1}'])
+def test_a_version_has_settings_of_its_own() -> None:
+    config = msgspec.structs.replace(CONFIG, speculation="draft", draft_model_dir="draft")
+    assert limited(config, EngineLimits()) == config
+    found = limited(config, EngineLimits(speculation="off", prefix_cache=False))
+    assert (found.speculation, found.draft_model_dir, found.prefix_cache) == ("off", "", False)
+    found = limited(CONFIG, EngineLimits(speculation="prompt_lookup", prefix_cache=True))
+    assert (found.speculation, found.prefix_cache) == ("prompt_lookup", True)
+
+
+@pytest.mark.parametrize("body", [b'{"speculation": "draft"}', b"{", b'{"max_sequences": -1}', b'{"unknown": 1}'])
 def test_limits_that_cannot_be_read_stop_the_load(tmp_path: Path, body: bytes) -> None:
     (tmp_path / "engine_limits.json").write_bytes(body)
     with pytest.raises(FailedPrecondition, match=r"engine_limits\.json"):
