@@ -124,6 +124,12 @@ class LeaseBook:
     def tenant_slots_on(self, worker_id: str, tenant: str) -> int:
         return sum(lease.slots for (_, name), lease in self.on(worker_id).items() if name == tenant)
 
+    def resend_tenant(self, tenant: str) -> None:
+        """Have the tenant's slots sent to its workers again, because its weight changed."""
+        for worker_id, leases in self._workers.items():
+            if any(party[1] == tenant for party in leases):
+                self.changed_tenants.setdefault(worker_id, {})[tenant] = None
+
     def observe(self, workers: Iterable[RowWorker], now_s: float) -> None:
         """Count the rows that ran on workers before this book leased slots there, until they have ended."""
         known, self._earlier = self._earlier, {}

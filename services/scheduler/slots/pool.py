@@ -263,9 +263,18 @@ class SlotPool:
         if tenant.account is not None and priority is not tenant.priority:
             self._shares(self._digest)[tenant.priority].leave(tenant.account)
             tenant.account = None
-        if priority is not None and tenant.account is None:
-            weight = max(wanted.tenant_weight for wanted in found)
+        if priority is not None:
+            weight, shares = (
+                max(wanted.tenant_weight for wanted in found),
+                self._shares(self._digest)[priority],
+            )
             tenant.priority = priority
-            tenant.account = self._shares(self._digest)[priority].enter(name, weight)
+            if tenant.account is None:
+                tenant.account = shares.enter(name, weight)
+            else:
+                before = tenant.account.weight
+                shares.weigh(tenant.account, weight)
+                if tenant.account.weight != before:
+                    self.book.resend_tenant(name)
         if priority is None and len(self._tenants) > _KEPT_TENANTS:
             del self._tenants[name]

@@ -140,5 +140,5 @@ class _Equal(ServiceLedger):
 
 
 class _EqualShares(FairShares):
-    def _weigh(self, account: Account, weight: float) -> None:
-        super()._weigh(account, 1.0)
+    def weigh(self, account: Account, weight: float) -> None:
+        super().weigh(account, 1.0)

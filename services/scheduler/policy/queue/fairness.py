@@ -137,7 +137,7 @@ class FairShares:
     def enter(self, tenant: str, weight: float) -> Account:
         """Count a waiting placement; a tenant without others is raised to the waiting tenants."""
         account = self._account(tenant)
-        self._weigh(account, weight)
+        self.weigh(account, weight)
         account.waiting += 1
         if account.waiting == 1:
             self.raise_floor()
@@ -299,7 +299,8 @@ class FairShares:
             return max(self.floor, self._order[0][0])
         return self.floor if self._last is None else max(self.floor, self._last.value)
 
-    def _weigh(self, account: Account, weight: float) -> None:
+    def weigh(self, account: Account, weight: float) -> None:
+        """Charge the tenant's service by this weight from now on; 0 and below count as 1."""
         account.weight = min(MAX_WEIGHT, max(MIN_WEIGHT, weight)) if weight > 0.0 else 1.0
         if account.unweighted:
             account.served += account.unweighted / account.weight

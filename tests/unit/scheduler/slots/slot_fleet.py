@@ -15,7 +15,7 @@ from random import Random
 from services.core.errors import Conflict
 from services.core.fixed_cost.rows import RowsRequest
 from services.core.fixed_cost.slots import SlotDemand, SlotReturn
-from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantTokens
+from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantSlots, TenantTokens
 from services.core.generation import NotAdmittedReason
 from services.core.records import Priority
 from services.gateway.rows.demands import SlotDemands
@@ -290,7 +290,8 @@ class ModelLeader:
             gateway = self.fleet.gateway(gateway_id)
             if gateway.alive:
                 gateway.down.send(lambda gateway=gateway, leases=leases: gateway.leases.on_leases(leases))  # type: ignore[misc]
-        self.lessor.take_tenant_slots()
+        for worker_id, tenants in self.lessor.take_tenant_slots().items():
+            self.fleet.tenant_slots.update({(worker_id, found.tenant): found for found in tenants})
         self.lessor.check_integrity()
 
 
@@ -304,6 +305,7 @@ class SlotFleet:
     clock: HandClock = field(default_factory=HandClock)
     served: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # device seconds
     finished: Counter[str] = field(default_factory=Counter)
+    tenant_slots: dict[tuple[str, str], TenantSlots] = field(default_factory=dict)  # by worker and tenant
 
     def __post_init__(self) -> None:
         self.rng = Random(self.seed)
