@@ -264,10 +264,8 @@ class SlotPool:
             self._shares(self._digest)[tenant.priority].leave(tenant.account)
             tenant.account = None
         if priority is not None:
-            weight, shares = (
-                max(wanted.tenant_weight for wanted in found),
-                self._shares(self._digest)[priority],
-            )
+            weight = max(wanted.tenant_weight for wanted in found)
+            shares = self._shares(self._digest)[priority]
             tenant.priority = priority
             if tenant.account is None:
                 tenant.account = shares.enter(name, weight)
