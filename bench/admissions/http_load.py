@@ -10,6 +10,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 _TIMEOUT_S: Final = 30.0
+_IDLE_S: Final = 2.0  # servers close connections that were idle for 5 s or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,12 @@ class HttpConnection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._used_s = time.perf_counter()
+
+    @property
+    def fresh(self) -> bool:
+        """The server has had no reason to close it."""
+        return time.perf_counter() - self._used_s < _IDLE_S
 
     @classmethod
     async def open(cls, target: HttpTarget) -> HttpConnection:
@@ -56,7 +63,8 @@ class HttpConnection:
             body = await self._reader.readexactly(length)
         if b" 200 " not in head[:16]:
             raise RuntimeError(f"{head.splitlines()[0]!r} {body[:300]!r}")
-        return time.perf_counter() - began_s
+        self._used_s = time.perf_counter()
+        return self._used_s - began_s
 
     def close(self) -> None:
         self._writer.close()
@@ -85,6 +93,8 @@ async def open_loop(target: HttpTarget, *, rate_per_s: float, requests: int) -> 
     idle: list[HttpConnection] = []
 
     async def one() -> float:
+        while idle and not idle[-1].fresh:
+            idle.pop().close()
         connection = idle.pop() if idle else await HttpConnection.open(target)
         taken_s = await connection.exchange(request)
         idle.append(connection)
