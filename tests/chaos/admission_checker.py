@@ -56,6 +56,11 @@ class FinalMeters:
     by_gateways_micros: int = 0
     by_workers_micros: int = 0
 
+    @property
+    def charged_micros(self) -> int:
+        """What was charged of the requests that no gateway settled."""
+        return self.settled_micros - self.by_gateways_micros
+
 
 @dataclass(frozen=True, slots=True)
 class AdmissionVerdict:
@@ -76,7 +81,7 @@ def judge_admissions(
     finished = sum(each.received_micros for each in history if each.end is AdmissionEnd.FINISHED)
     cut = [each for each in history if each.end is AdmissionEnd.CUT]
     received, worst = sum(each.received_micros for each in cut), sum(each.worst_micros for each in cut)
-    charged = meters.settled_micros - meters.by_gateways_micros
+    charged = meters.charged_micros
     overspend = max(
         0, meters.settled_micros - limits.budget_micros, finished + received - limits.budget_micros
     )
