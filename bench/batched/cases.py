@@ -66,12 +66,19 @@ class Bench:
     async def with_peer(
         self, name: str, model: str, rows: Rows, window: Window, measure: Callable[[Target], Awaitable[T]]
     ) -> T:
-        """Return what ``measure`` returns of a peer that answers."""
-        serving = Peer(name, self.peers).serving(self.models[model], window, self.folder / "logs")
-        with serving as target_of:
-            target = target_of(rows)
-            await until_ready(target)
-            return await measure(target)
+        """Return what ``measure`` returns of a peer that answers. A peer that fails is started once more."""
+        peer = Peer(name, self.peers)
+        for last in (False, True):
+            with peer.serving(self.models[model], window, self.folder / "logs") as target_of:
+                target = target_of(rows)
+                await until_ready(target)
+                try:
+                    return await measure(target)
+                except Failed as error:
+                    if last:
+                        raise
+                    print(f"{name} is started once more: {error}", flush=True)
+        raise AssertionError("the last try returns or raises")
 
 
 async def closed(bench: Bench, here: Installation) -> dict[str, float]:

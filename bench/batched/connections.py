@@ -75,6 +75,10 @@ class HttpConnection(_Connected):
                 self._on_failure(self._received[:400].decode(errors="replace"))
                 return
             at = head.find(b"content-length:")
+            if at < 0 and b"chunked" in head:
+                if self._received.endswith(_LAST_CHUNK):
+                    self.on_answer(self._received)
+                return
             if at < 0:
                 self._on_failure("the answer has no Content-Length")
                 return
@@ -82,6 +86,8 @@ class HttpConnection(_Connected):
         if len(self._received) >= self._wanted:
             self.on_answer(self._received)
 
+
+_LAST_CHUNK: Final = b"\r\n0\r\n\r\n"  # of an answer of unstated length
 
 # Frames of HTTP/2 (RFC 9113).
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
