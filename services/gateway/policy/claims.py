@@ -8,7 +8,8 @@ prices, and the most output of every choice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from services.core.generation import GenerationSpec
 from services.core.limits import PRICED_TOKENS, Claim, Limit, LimitKind, Price, Scope, UsageLimits
@@ -27,13 +28,13 @@ class Payer:
     key: ApiKey
     user: str = ""
     budgets: Sequence[Budget] = ()
+    # Each scope with its name and its limits.
+    scopes: tuple[tuple[Scope, str, UsageLimits], ...] = field(init=False, compare=False)
 
-    def scopes(self) -> Iterator[tuple[Scope, str, UsageLimits]]:
-        """Yield each scope with its name and its limits."""
-        yield Scope.TENANT, "", self.tenant.limits
-        yield Scope.KEY, self.key.meta.name, self.key.limits
-        if self.user:
-            yield Scope.USER, self.user, self.tenant.user_limits
+    def __post_init__(self) -> None:
+        own = (Scope.TENANT, "", self.tenant.limits), (Scope.KEY, self.key.meta.name, self.key.limits)
+        users = ((Scope.USER, self.user, self.tenant.user_limits),) if self.user else ()
+        object.__setattr__(self, "scopes", own + users)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,16 @@ class RequestBounds:
     timeout_s: RequestBound = RequestBound()
 
 
+NO_BOUNDS: Final = RequestBounds()
+
+
 def bounds_of(payer: Payer) -> RequestBounds:
     """Return the bounds that a request is validated against."""
-    limits = [(scope, found) for scope, _, found in payer.scopes()]
+    limits = [(scope, found) for scope, _, found in payer.scopes]
+    if not any(
+        found.max_context_tokens or found.max_output_tokens or found.max_timeout_s for _, found in limits
+    ):
+        return NO_BOUNDS
     return RequestBounds(
         _lowest("max_context_tokens", ((scope, found.max_context_tokens) for scope, found in limits)),
         _lowest("max_output_tokens", ((scope, found.max_output_tokens) for scope, found in limits)),
@@ -73,7 +81,7 @@ def bounds_of(payer: Payer) -> RequestBounds:
 def admission_limits(payer: Payer, *, anew: bool) -> tuple[Limit, ...]:
     """Return the limits on requests and slots. ``anew``: it was not counted against the rates before."""
     found: list[Limit] = []
-    for scope, name, limits in payer.scopes():
+    for scope, name, limits in payer.scopes:
         if anew and limits.requests_per_minute:
             found.append(Limit(LimitKind.REQUESTS, limits.requests_per_minute, scope, name))
         if limits.max_concurrency:
@@ -95,7 +103,7 @@ def claims_of(
 ) -> tuple[Claim, ...]:
     """Return the claims of a request with so many input tokens, predicted and most output tokens."""
     found: list[Claim] = []
-    for scope, name, limits in payer.scopes():
+    for scope, name, limits in payer.scopes:
         for kind, rate, prompt, output in (
             (LimitKind.TOKENS, limits.tokens_per_minute, prompt_tokens, predicted),
             (LimitKind.INPUT_TOKENS, limits.input_tokens_per_minute, prompt_tokens, 0),

@@ -21,6 +21,7 @@ from services.core.limits import Claim, Price
 from services.core.records import Priority, Tenant
 from services.gateway.catalog import ModelCatalog
 from services.gateway.policy.claims import (
+    NO_BOUNDS,
     Payer,
     RequestBounds,
     admission_limits,
@@ -78,7 +79,7 @@ class RequestAdmission:
         telemetry.addressed(principal.tenant_id, route.model, checked.priority, route.version_digest)
         payer = self._quotas.payer(principal, generation.user)
         self._quotas.require_recorded(payer)
-        bounds = bounds_of(payer) if resume is None else RequestBounds()  # a resumed request keeps its terms
+        bounds = bounds_of(payer) if resume is None else NO_BOUNDS  # a resumed request keeps its terms
         check_timeout(seconds_of(generation.timeout), bounds.timeout_s)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
         # A resumed request was counted against the rates when it began.

@@ -19,7 +19,7 @@ from services.core.outputs.forms import OutputForm
 from services.core.records import Priority
 from services.core.rollouts.routes import SplitCaller
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
-from services.gateway.policy.claims import RequestBound, RequestBounds
+from services.gateway.policy.claims import NO_BOUNDS, RequestBound, RequestBounds
 from services.gateway.requests.conversation import conversation_of
 from services.gateway.requests.tool_use import (
     OutputForms,
@@ -43,7 +43,6 @@ _MAX_FANOUT_TOKENS: Final = 1_048_576
 # Longer conversations are not looked up before their request is admitted.
 _MAX_SHORT_MESSAGES: Final = 64
 _MAX_DECODED: Final = 1_048_576
-_UNBOUNDED: Final = RequestBounds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,7 @@ class Validator:
         generation: inference_pb2.Generation,
         request_id: str,
         checked: Checked,
-        request_bounds: RequestBounds = _UNBOUNDED,
+        request_bounds: RequestBounds = NO_BOUNDS,
         accepted: OutputForm | None = None,
     ) -> GenerationSpec:
         """Return the generation with its version pinned, prompt tokenised and every default applied.
