@@ -128,7 +128,7 @@ def modules_by_folder(files: Iterable[Path]) -> Counter[str]:
 def documents(root: Path = ROOT) -> dict[str, int]:
     """Return the words of the README and of each page under docs that is read.
 
-    The reference is left out: it is generated and looked up. What blanks separate counts, the bars of tables too.
+    The reference is left out: it is generated and looked up. A table's bar counts as a word.
     """
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     reference = root / "docs" / "reference"
