@@ -164,7 +164,7 @@ def http_page() -> str:
 The gateway serves this API at `FAIRWAY_HTTP_LISTEN`. The caller `tenant` sends a tenant's API key. Bodies are
 JSON of at most `FAIRWAY_MAX_BODY_BYTES`. Each answer has `x-request-id`. Served and
 rejected (429) answers have OpenAI's `x-ratelimit-*` for the rates that were checked; not those under an
-idempotency key and those decided on a [slice](../architecture/quotas.md#leased-rates). See also
+idempotency key and those decided on a [slice](../architecture/metering.md#leased-rates). See also
 [errors](errors.md).
 """
     parts = [_head("HTTP API", "services/gateway/faces", head)]

@@ -1,9 +1,25 @@
 """The largest allowed difference between two tenants, in granted and in served tokens.
 
-What the counters of ``fairness`` promise, for checks and reports: no decision uses it. The
-derivation is in docs/architecture/fairness.md.
+What the counters of ``fairness`` promise (docs/architecture/fairness.md), for checks and reports: no decision
+uses it. Pure.
 
-Pure: values only.
+    | W_a / w_a  -  W_b / w_b |   <=   2 * (D + (L + 3 * (E + U) + F) / w + F / w)   +   n * U / w
+
+``W`` is the weighted service of tenants ``a`` and ``b`` in the interval, ``w_a`` and ``w_b`` their weights,
+``w`` the smaller one. ``D`` is ``window_tokens``, ``L`` ``sequence_tokens``, ``F`` ``in_flight_tokens``,
+``E`` ``estimate_tokens``, ``U`` ``unreported_tokens``, ``n`` ``failovers``. Derivation, with ``V`` the
+counter and ``Y`` the counter with exact charges:
+
+1. Counters differ from the truth by unreported tokens and wrong advances: ``|V - Y| <= e = (E + U) / w``.
+2. A grant goes to a tenant near the minimum ``m(s)`` of the waiting counters: ``V_a(s) <= m(s) + D``. So
+   until its next grant ``Y_a <= m(s) + D + L / w + e``.
+3. No waiting tenant is far below: it had ``V >= m(s)`` at ``s``, or was lifted later at least to the floor,
+   which is at least ``m(s) - F / w``. So ``Y >= m(s) - F / w - e``.
+4. Therefore ``|Y_a - Y_b| <= D + (L + F) / w + 3 * e``; the third ``e`` covers lifted tenants. This is
+   ``granted_bound``, for ``E + U > 0``.
+5. Service equals ``Y`` less what sequences in flight still lack, 0 to ``F / w``. An interval has two ends:
+   twice the sum.
+6. A failover loses at most ``U / w``.
 """
 
 from __future__ import annotations

@@ -125,6 +125,30 @@ def test_relative_links_lead_somewhere(name: str) -> None:
     assert dead == []
 
 
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a page: its headings as GitHub names them, and the explicit ones."""
+    found = set(re.findall(r'<a id="([^"]+)"', text))
+    for heading in re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M):
+        found.add(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-"))
+    return found
+
+
+def test_links_lead_to_headings() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    dead = [
+        f"{page.relative_to(ROOT)}: {target}#{anchor}"
+        for page in pages
+        for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text())
+        if anchor not in anchors((page.parent / target if target else page).read_text())
+    ]
+    assert dead == []
+
+
+def test_anchors_are_those_of_headings() -> None:
+    text = "# One\n\n```\n# no heading\n```\n\n## `fairway up` fails, twice\n"
+    assert anchors(text) == {"one", "fairway-up-fails-twice"}
+
+
 @pytest.mark.parametrize("folder", ["docs/architecture", "docs/operations"])
 def test_an_index_names_every_page(folder: str) -> None:
     index = (ROOT / folder / "README.md").read_text()
