@@ -698,6 +698,8 @@ Global___AssistantAnswer: _TypeAlias = AssistantAnswer  # noqa: Y015
 
 @_typing.final
 class CompletedChoice(_message.Message):
+    """ids and logprobs begin with the prompt's where prompt_logprobs were asked for."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHOICE_FIELD_NUMBER: _builtins.int

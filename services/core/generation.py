@@ -248,7 +248,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
     top_tokens: tuple[str, ...]
     token: str
-    chars: int = 0  # of the text, that became final with the token
+    text: str = ""  # that became final with the token, of the output or of the prompt
     rank: int = 0  # of a prompt's token: its place by probability, from 1; 0: none
 
 

@@ -93,7 +93,8 @@ def launch_scores(
     width = max(chunk.wanted for chunk in scored.chunks)
     targets = scored.targets.to(hidden.device, non_blocking=True)
     slices = []
-    for states, tokens in zip(hidden.split(SLICE_ROWS), targets.split(SLICE_ROWS), strict=True):
+    for first in range(0, len(targets), SLICE_ROWS):
+        states, tokens = hidden[first : first + SLICE_ROWS], targets[first : first + SLICE_ROWS]
         logprobs = reductions.log_softmax(logits_of(states))
         own = logprobs.gather(1, tokens[:, None])
         ranks = (logprobs > own).sum(dim=-1) + 1

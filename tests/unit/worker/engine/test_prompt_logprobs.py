@@ -52,7 +52,9 @@ def expected() -> list[torch.Tensor]:
     """Return log-probabilities [prompt, vocabulary] of each prompt, of one pass over all of it."""
     import transformers
 
-    model = transformers.LlamaForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    torch.set_num_threads(1)
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    model.eval()
     with torch.inference_mode():
         return [model(torch.tensor([ids])).logits[0].log_softmax(dim=-1) for ids in PROMPTS]
 

@@ -14,7 +14,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.execute.executor import Batch, Executor, Inline, Runner, Samples, unknown_token
+from services.worker.engine.execute.executor import (
+    NOT_FINITE,
+    Batch,
+    Executor,
+    Inline,
+    Runner,
+    Samples,
+    unknown_token,
+)
 from services.worker.engine.execute.model import Hidden
 from services.worker.engine.execute.torch_executor import TorchExecutor
 from services.worker.engine.sample.sampler import NO_TOKEN
