@@ -341,9 +341,12 @@ class ChoiceRun:
             return
         output = ids
         if self._scored < self.spec.scored_tokens:
-            prompt = min(len(ids), self.spec.scored_tokens - self._scored)
-            self._scored += prompt
-            output = ids[prompt:]
+            end = min(self._scored + len(ids), self.spec.scored_tokens)
+            prompt, output = ids[: end - self._scored], ids[end - self._scored :]
+            if list(prompt) != list(self.spec.prompt.ids[self._scored : end]):
+                self._resolve(Lost("received other tokens than the prompt's: a worker of an earlier release"))
+                return
+            self._scored = end
         if output or text:
             now_s = self._clock.monotonic_s()
             if self.timer.current is not Stage.DECODE:

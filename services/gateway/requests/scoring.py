@@ -8,8 +8,8 @@ from fairway.v1 import inference_pb2
 from services.core.errors import InvalidInput
 
 # Log-probabilities of prompts in one answer: tokens, each with its alternatives, of all choices. As protobuf
-# these are about 4 MB, in a stream and in a whole answer, and a message of 16 MB holds the longest texts.
-MAX_PROMPT_SCORES: Final = 262_144
+# they are about 2 MB of a message's 16 MB, and the record of an idempotency key retains them.
+MAX_PROMPT_SCORES: Final = 131_072
 
 
 def check_scoring(generation: inference_pb2.Generation) -> None:

@@ -107,6 +107,18 @@ async def test_entries_that_were_skipped_are_a_loss() -> None:
     assert harness.sink.tokens[0] == [*PROMPT, 100]
 
 
+async def test_a_worker_that_scores_nothing_is_not_believed() -> None:
+    """Its output would be taken for the prompt's."""
+
+    def generates(spec: StartSpec, sink: SequenceSink) -> None:
+        sink.on_accepted()
+        sink.on_tokens(0, [100, 101], "t100t101", [ENTRY] * 2)
+
+    harness = harness_of(generates, scores(5, 1, ended(1)))
+    assert isinstance(await harness.run(), Finished)
+    assert harness.sink.tokens[0] == [*PROMPT, 100]
+
+
 @pytest.mark.parametrize("had", [(), (11, 12), (*PROMPT, 100)], ids=["nothing", "prompt", "output"])
 async def test_another_gateway_continues_from_the_record(had: tuple[int, ...]) -> None:
     harness = harness_of(scores(5, 2, ended(2)))
@@ -170,7 +182,7 @@ def test_no_output_needs_another_result() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "alternatives", "choices"), [(MAX_PROMPT_SCORES, 0, 1), (12_483, 20, 1), (4096, 3, 16)]
+    ("tokens", "alternatives", "choices"), [(MAX_PROMPT_SCORES, 0, 1), (6241, 20, 1), (4096, 3, 8)]
 )
 def test_a_prompt_with_too_many_is_refused_with_the_limit(
     tokens: int, alternatives: int, choices: int
