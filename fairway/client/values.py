@@ -268,7 +268,7 @@ class CompletedChoice:
     content: str = ""  # of a request with tools without reasoning and calls, otherwise the text
     reasoning: str = ""  # of a request with tools
     calls: tuple[ToolCall, ...] = ()
-    # Of each token of the prompt, if they were asked for; the first has 0 and no alternatives.
+    # Of each token of the prompt, if requested; the first has 0 and no alternatives.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 

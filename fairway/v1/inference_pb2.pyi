@@ -698,7 +698,7 @@ Global___AssistantAnswer: _TypeAlias = AssistantAnswer  # noqa: Y015
 
 @_typing.final
 class CompletedChoice(_message.Message):
-    """ids and logprobs begin with the prompt's where prompt_logprobs were asked for."""
+    """ids and logprobs begin with the prompt's where prompt_logprobs were requested."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -119,7 +119,7 @@ class Sampling:
 class OutputLimits:
     """Where an output may end: from ``min_tokens`` on, at a stop string or token, and at ``max_tokens``.
 
-    ``max_tokens`` is 0 where only the log-probabilities of the prompt are asked for.
+    ``max_tokens`` is 0 where only the log-probabilities of the prompt are requested.
     """
 
     max_tokens: int

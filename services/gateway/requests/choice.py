@@ -76,7 +76,7 @@ class ChoiceRun:
         self._pace = request.telemetry.pace()
         self._first_run = True  # the worker computes the prompt for the first time
         self._granted = bool(produced.ids)  # whether it ever had a placement
-        # The stream begins with the prompt where its log-probabilities are asked for.
+        # The stream begins with the prompt where its log-probabilities are requested.
         self._scored = min(len(produced.ids), self.spec.scored_tokens)
         self._produced = list(produced.ids[self._scored :])
         self._chars = produced.chars

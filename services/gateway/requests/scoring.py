@@ -13,7 +13,7 @@ MAX_PROMPT_SCORES: Final = 131_072
 
 
 def check_scoring(generation: inference_pb2.Generation) -> None:
-    """Raise InvalidInput for a generation that asks for no token and for nothing of its prompt."""
+    """Raise InvalidInput for a generation that requests no token and nothing of its prompt."""
     if generation.HasField("prompt_logprobs") or not generation.HasField("max_output_tokens"):
         return
     if not generation.max_output_tokens:

@@ -187,6 +187,7 @@ class Validator:
         limits: OutputLimits,
         model: TextModel,
     ) -> GenerationSpec:
+        check_scores(generation, len(prompt.ids))
         route = checked.route
         return GenerationSpec(
             request_id=request_id,
@@ -345,7 +346,6 @@ class Validator:
                 prompt_tokens=prompt_tokens,
                 max_context_tokens=context,
             )
-        check_scores(generation, prompt_tokens)
         if asked is not None and asked > room:
             raise PromptTooLong(
                 f"max_output_tokens {asked} and {prompt_tokens} prompt tokens exceed {what} of {context}: "

@@ -297,7 +297,7 @@ class ServiceLedger:
         advance = self._requests.get(request)
         mine = advance is not None and advance.worker_id == worker_id
         if last.ended and not last.output_tokens:
-            pass  # it ended with its prefill, as asked for: no output to predict others by
+            pass  # it ended with its prefill, as requested: no output to predict others by
         elif last.ended:
             predicted = advance.predicted_tokens if advance is not None and mine else None
             self.outputs.note(last.tenant, last.digest, last.output_tokens, predicted_tokens=predicted)

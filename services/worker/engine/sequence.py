@@ -113,7 +113,7 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
     prompt, sampling, limits = submit.prompt, submit.sampling, submit.limits
     stop_ids = frozenset(limits.stop_token_ids)
     names = prompt.prefix_hashes[: len(prompt.ids) // PREFIX_BLOCK_TOKENS]
-    # Cached KV has no logits: a prompt whose log-probabilities are asked for is computed whole.
+    # Cached KV has no logits: a prompt whose log-probabilities are requested is computed whole.
     cached = bool(prompt.prefix_root) and sampling.prompt_logprobs is None
     sequence = SequenceState(
         handle=submit.handle,

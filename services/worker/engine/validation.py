@@ -50,7 +50,7 @@ def size_refusal(submit: Submit, limits: ModelLimits) -> str | None:
 
 
 def is_complete(submit: Submit) -> bool:
-    """Whether an earlier run made all that is asked for."""
+    """Whether an earlier run made all that is requested."""
     scores = submit.sampling.prompt_logprobs is not None
     if scores and submit.scored_tokens < len(submit.prompt.ids):
         return False

@@ -26,7 +26,7 @@ class Chunk:
 
     @property
     def scored(self) -> range:
-        """Places of tokens of the prompt whose log-probabilities are asked for: the rows before them are
+        """Places of tokens of the prompt whose log-probabilities are requested: the rows before them are
         the chunk's. Not the prompt's first token, which no row predicts."""
         sequence = self.sequence
         if sequence.sampling.prompt_logprobs is None:
