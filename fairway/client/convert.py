@@ -96,6 +96,7 @@ def _generation(model: str, source: Input, options: Options, idempotency_key: st
     optional: dict[str, Any] = {
         "max_output_tokens": options.max_output_tokens,
         "logprobs": options.logprobs,
+        "prompt_logprobs": options.prompt_logprobs,
         "choices": options.choices if options.choices != 1 else None,
         "priority": PRIORITIES[options.priority] if options.priority is not None else None,
     }
@@ -202,23 +203,47 @@ def finished(message: pb.Finished) -> Finished:
 
 def completion(message: pb.CompleteResponse) -> Completion:
     end = finished(message.finished)
-    reasons = {one.choice: one.finish_reason for one in end.choices}
+    results = {one.choice: one for one in end.choices}
     return Completion(
         accepted(message.accepted),
         tuple(
-            CompletedChoice(
-                one.choice,
+            completed_choice(
                 one.text,
                 tuple(one.ids),
-                reasons.get(one.choice, FinishReason.OTHER),
                 _logprobs(one.logprobs),
-                one.answer.content if one.HasField("answer") else one.text,
-                one.answer.reasoning,
-                tuple(ToolCall(call.id, call.name, call.arguments) for call in one.answer.tool_calls),
+                results.get(one.choice) or ChoiceResult(one.choice, FinishReason.OTHER, "", len(one.ids)),
+                content=one.answer.content if one.HasField("answer") else one.text,
+                reasoning=one.answer.reasoning,
+                calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in one.answer.tool_calls),
             )
             for one in message.choices
         ),
         end,
+    )
+
+
+def completed_choice(
+    text: str,
+    ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprobs, ...],
+    result: ChoiceResult,
+    *,
+    content: str = "",
+    reasoning: str = "",
+    calls: tuple[ToolCall, ...] = (),
+) -> CompletedChoice:
+    """Return a whole choice. Ids beyond its output are those of the prompt, which precede it."""
+    prompt = len(ids) - result.output_tokens
+    return CompletedChoice(
+        result.choice,
+        text,
+        ids[prompt:],
+        result.finish_reason,
+        logprobs[prompt:],
+        content,
+        reasoning,
+        calls,
+        logprobs[:prompt],
     )
 
 

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Protocol, Self
 
+from fairway.client import convert
 from fairway.client.attempts import Attempts, Core
 from fairway.client.delivery import DeliveryPositions
 from fairway.client.endpoints import Endpoint
@@ -15,11 +16,9 @@ from fairway.client.errors import FairwayError
 from fairway.client.guard import Guard
 from fairway.client.values import (
     Accepted,
-    CompletedChoice,
     Completion,
     Event,
     Finished,
-    FinishReason,
     TokenLogprobs,
     Tokens,
     checked_timeout_s,
@@ -156,18 +155,13 @@ class GenerationStream:
         accepted, end = self.accepted, self._finished
         assert accepted is not None
         assert end is not None
-        reasons = {one.choice: one.finish_reason for one in end.choices}
         return Completion(
             accepted,
             tuple(
-                CompletedChoice(
-                    choice,
-                    "".join(texts[choice]),
-                    tuple(ids[choice]),
-                    reasons.get(choice, FinishReason.OTHER),
-                    tuple(logprobs[choice]),
+                convert.completed_choice(
+                    "".join(texts[one.choice]), tuple(ids[one.choice]), tuple(logprobs[one.choice]), one
                 )
-                for choice in sorted(reasons)
+                for one in sorted(end.choices, key=lambda one: one.choice)
             ),
             end,
         )

@@ -139,6 +139,8 @@ class Options:
     choices: int = 1
     # How many of the most likely tokens to report at each position.
     logprobs: int | None = None
+    # As ``logprobs``, of the prompt; ``max_output_tokens`` may then be 0.
+    prompt_logprobs: int | None = None
     priority: Priority | None = None  # None: the server's default class
     # Requests with one key stay on one side of a version split.
     session_key: str = ""
@@ -189,6 +191,7 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Output of one choice. ``offset`` is the output offset of ``ids[0]``; logprobs: none, or one per id.
+    With ``Options.prompt_logprobs`` the output begins with the prompt's ids, which have no text.
 
     ``text`` is the text that became final: characters may arrive later than their ids.
     """
@@ -265,6 +268,8 @@ class CompletedChoice:
     content: str = ""  # of a request with tools without reasoning and calls, otherwise the text
     reasoning: str = ""  # of a request with tools
     calls: tuple[ToolCall, ...] = ()
+    # Of each token of the prompt, if requested; the first has 0 and no alternatives.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,9 +269,17 @@ class TokenLogprobs(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     sampled: _builtins.float
     token: _builtins.str
     """Text of the sampled token, alone."""
+    text: _builtins.str
+    """Text that became final with the token, among those before it: empty for a special token, and for all but the
+    last of those that are one character. Of a prompt's token: of the prompt's text.
+    """
+    rank: _builtins.int
+    """Of a token of the prompt: its place among all by probability, from 1. 0: none."""
     @_builtins.property
     def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -288,10 +296,12 @@ class TokenLogprobs(_message.Message):
         top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         top_tokens: _abc.Iterable[_builtins.str] | None = ...,
         token: _builtins.str = ...,
+        text: _builtins.str = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sampled", b"sampled", "token", b"token", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "sampled", b"sampled", "text", b"text", "token", b"token", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

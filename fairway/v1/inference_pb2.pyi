@@ -276,10 +276,11 @@ class Generation(_message.Message):
     DEFAULT_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     prompt: _builtins.str
     max_output_tokens: _builtins.int
-    """Absent: what the context leaves."""
+    """Absent: what the context leaves. 0: only with prompt_logprobs."""
     min_output_tokens: _builtins.int
     """End-of-sequence and stop tokens are masked until then. At most max_output_tokens."""
     choices: _builtins.int
@@ -303,6 +304,10 @@ class Generation(_message.Message):
     """Without max_output_tokens: at most so many, fewer where the context or a limit allows fewer. Absent: what they allow."""
     parts: _builtins.bool
     """Return the output of a chat in parts too: content, reasoning and calls."""
+    prompt_logprobs: _builtins.int
+    """Absent: none. Else the ids of each choice begin with those of the prompt, with logprobs of so many alternatives
+    and without text; offsets count them. The first has no logprob: 0. Tokens times alternatives are limited.
+    """
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
@@ -348,10 +353,11 @@ class Generation(_message.Message):
         default_output_tokens: _builtins.int | None = ...,
         tool_choice: Global___ToolChoice | None = ...,
         parts: _builtins.bool = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_default_output_tokens", b"_default_output_tokens", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "chat", b"chat", "choices", b"choices", "default_output_tokens", b"default_output_tokens", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "sampling", b"sampling", "timeout", b"timeout", "token_ids", b"token_ids", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_default_output_tokens", b"_default_output_tokens", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "choices", b"choices", "default_output_tokens", b"default_output_tokens", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "timeout", b"timeout", "token_ids", b"token_ids", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_default_output_tokens", b"_default_output_tokens", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "cache", b"cache", "chat", b"chat", "choices", b"choices", "default_output_tokens", b"default_output_tokens", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "parts", b"parts", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "session_key", b"session_key", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout", b"timeout", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "user", b"user", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_default_output_tokens", b"_default_output_tokens", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "_prompt_logprobs", b"_prompt_logprobs", "cache", b"cache", "chat", b"chat", "choices", b"choices", "default_output_tokens", b"default_output_tokens", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "parts", b"parts", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_key", b"session_key", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout", b"timeout", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "user", b"user", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choices: _TypeAlias = _typing.Literal["choices"]  # noqa: Y015
     _WhichOneofArgType__choices: _TypeAlias = _typing.Literal["_choices", b"_choices"]  # noqa: Y015
@@ -361,6 +367,8 @@ class Generation(_message.Message):
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__max_output_tokens: _TypeAlias = _typing.Literal["max_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_output_tokens: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
@@ -371,6 +379,8 @@ class Generation(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_output_tokens) -> _WhichOneofReturnType__max_output_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
@@ -490,7 +500,7 @@ class TokenChunk(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     offset: _builtins.int
-    """Output offset of the first of ids."""
+    """Output offset of the first of ids. With prompt_logprobs it counts the prompt."""
     text: _builtins.str
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -688,6 +698,8 @@ Global___AssistantAnswer: _TypeAlias = AssistantAnswer  # noqa: Y015
 
 @_typing.final
 class CompletedChoice(_message.Message):
+    """ids and logprobs begin with the prompt's where prompt_logprobs were requested."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHOICE_FIELD_NUMBER: _builtins.int

@@ -204,6 +204,8 @@ class StartSequence(_message.Message):
     APART_TOKENS_FIELD_NUMBER: _builtins.int
     EMBED_FIELD_NUMBER: _builtins.int
     SPELLED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    SCORED_TOKENS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The gateway's number on this stream; not in use."""
     request_id: _builtins.str
@@ -212,6 +214,7 @@ class StartSequence(_message.Message):
     delivered_chars: _builtins.int
     """Characters of output text that the client already has; suppressed."""
     max_output_tokens: _builtins.int
+    """0: it ends with its prefill; only with prompt_logprobs."""
     min_output_tokens: _builtins.int
     logprobs: _builtins.int
     ignore_eos: _builtins.bool
@@ -226,6 +229,10 @@ class StartSequence(_message.Message):
     """Above 0: a suspect of a crash. Its next so many tokens come from engine steps of its own."""
     embed: _builtins.bool
     """It ends with its prefill: with the last token's hidden state, and without output."""
+    prompt_logprobs: _builtins.int
+    """The stream begins with the prompt's tokens and their logprobs, which offsets count."""
+    scored_tokens: _builtins.int
+    """Tokens of the prompt whose logprobs an earlier run sent; not sent again."""
     @_builtins.property
     def grant(self) -> _scheduler_pb2.Grant: ...
     @_builtins.property
@@ -285,17 +292,23 @@ class StartSequence(_message.Message):
         apart_tokens: _builtins.int = ...,
         embed: _builtins.bool = ...,
         spelled_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        scored_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "fallback", b"fallback", "grant", b"grant", "logprobs", b"logprobs", "sampling", b"sampling", "time_left", b"time_left"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "admission", b"admission", "fallback", b"fallback", "grant", b"grant", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "time_left", b"time_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "admission", b"admission", "apart_tokens", b"apart_tokens", "choice", b"choice", "delivered_chars", b"delivered_chars", "embed", b"embed", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "spelled_token_ids", b"spelled_token_ids", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "admission", b"admission", "apart_tokens", b"apart_tokens", "choice", b"choice", "delivered_chars", b"delivered_chars", "embed", b"embed", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "spelled_token_ids", b"spelled_token_ids", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType_admission: _TypeAlias = _typing.Literal["grant", "fallback"]  # noqa: Y015
     _WhichOneofArgType_admission: _TypeAlias = _typing.Literal["admission", b"admission"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_admission) -> _WhichOneofReturnType_admission | None: ...
 

@@ -111,11 +111,16 @@ class Sampling:
     logprobs: int | None = None
     # What the output must match; None: any text.
     constraint: Constraint | None = None
+    # As ``logprobs``, of the prompt's tokens.
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLimits:
-    """Where an output may end: from ``min_tokens`` on, at a stop string or token, and at ``max_tokens``."""
+    """Where an output may end: from ``min_tokens`` on, at a stop string or token, and at ``max_tokens``.
+
+    ``max_tokens`` is 0 where only the log-probabilities of the prompt are requested.
+    """
 
     max_tokens: int
     min_tokens: int = 0
@@ -143,6 +148,11 @@ class GenerationSpec:
     step: str = ""  # of the rollout that drew its version; empty: no draw
     form: OutputForm | None = None  # by which the gateway splits its outputs; None: it does not
     constrained_form: OutputForm | None = None  # of calls in outputs that are not split
+
+    @property
+    def scored_tokens(self) -> int:
+        """How many tokens of the prompt the stream of each choice begins with."""
+        return len(self.prompt.ids) if self.sampling.prompt_logprobs is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +231,7 @@ class StartSpec:
     traceparent: str = ""
     apart_tokens: int = 0  # of a suspect of a crash: its next tokens come from steps of its own
     embed: bool = False  # it ends with its prefill: with the last token's hidden state, without output
+    scored_tokens: int = 0  # of the prompt, whose log-probabilities an earlier run sent
 
     @property
     def prefill_tokens(self) -> int:
@@ -230,11 +241,15 @@ class StartSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
+    """Of one token: ``sampled`` is its own. The first of a prompt has none, ``sampled`` is 0."""
+
     sampled: float
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
     top_tokens: tuple[str, ...]
     token: str
+    text: str = ""  # that became final with the token, of the output or of the prompt
+    rank: int = 0  # of a prompt's token: its place by probability, from 1; 0: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,8 @@ class Submit(EngineMessage, frozen=True):
     apart_tokens: int = 0
     # It ends with its prefill, without a token: with the last one's hidden state after the final norm.
     embed: bool = False
+    # Tokens of the prompt whose log-probabilities an earlier run reported.
+    scored_tokens: int = 0
 
 
 class Credit(EngineMessage, frozen=True):
@@ -219,11 +221,14 @@ class LoadFailed(EngineMessage, frozen=True):
 
 
 class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one output position, after penalties and bias, before the filters."""
+    """Natural-log probabilities at one position: of an output after penalties and bias, before the filters;
+    of a prompt as the model gives them."""
 
     sampled: float
     top_ids: list[int]
     top_logprobs: list[float]
+    # Of a prompt's token: its place by probability, from 1. 0: none.
+    rank: int = 0
 
 
 class Stepped(EngineMessage, frozen=True):
@@ -249,6 +254,8 @@ class Stepped(EngineMessage, frozen=True):
     waiting: int  # sequences that wait for admission
     # One entry per token of the handle, in the same order.
     logprobs: dict[int, list[SampledLogprobs]] = {}
+    # By handle: of the next tokens of its prompt, in order. The first token of a prompt has an empty entry.
+    prompt_logprobs: dict[int, list[SampledLogprobs]] = {}
     # The messages of the handles that finished with "error", "not_finite" or "constraint".
     errors: dict[int, str] = {}
     # Preemptions of the process so far, returned to the agent or not.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, cast
 
-from services.worker.engine.execute.executor import Batch, Samples
+from services.worker.engine.execute.executor import Batch, Samples, blank_scores
 from services.worker.engine.sample.keyed_random import sequence_key
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine.validation import Intake, ModelLimits, size_refusal
@@ -53,7 +53,8 @@ class SimIntake(Intake):
     def sequence(self, command: Submit, *, arrival: int, eos_ids: frozenset[int]) -> SequenceState:
         prompt, sampling = command.prompt, command.sampling
         chained = prompt.prefix_root or prompt.prefix_hashes
-        names = [prompt.prefix_root, *prompt.prefix_hashes] if chained else []
+        cached = chained and sampling.prompt_logprobs is None
+        names = [prompt.prefix_root, *prompt.prefix_hashes] if cached else []
         key = sequence_key(sampling.seed, command.choice)
         tokens = SimTokens(prompt.ids, len(command.produced_ids), key, self._vocabulary, self._end(command))
         sequence = SequenceState(
@@ -67,6 +68,7 @@ class SimIntake(Intake):
             order=(command.priority, arrival),
             credit_limit=command.credit_limit,
             prefix_names=names,
+            scored=command.scored_tokens,
         )
         sequence.set_credit(command.credit_limit)
         sequence.set_apart(command.apart_tokens)
@@ -113,7 +115,8 @@ class SimExecutor:
         self.elapsed_s += self.slow_factor * self.cost.step_s(
             batch.prefill_tokens, len(batch.decodes), attended, prefill_attended
         )
-        return Samples([self._sample(sequence) for sequence in batch.sampled], errors=self._errors(batch))
+        tokens = [self._sample(sequence) for sequence in batch.sampled]
+        return Samples(tokens, errors=self._errors(batch), scores=blank_scores(batch))
 
     def _errors(self, batch: Batch) -> dict[int, str]:
         if not self._faults.failing_of:

@@ -220,8 +220,8 @@ async def test_a_sequence_hears_accepted_tokens_and_finished(rig: Rig) -> None:
     assert sink.heard == ["accepted", "tokens", "tokens", "finished"]
     assert (sink.ids, sink.text) == ([0x61, 0x62], "ab")
     assert sink.logprobs == [
-        TokenLogprobs(-0.5, (0x62,), (-0.25,), ("b",), "a"),
-        TokenLogprobs(-1.0, (), (), (), "b"),
+        TokenLogprobs(-0.5, (0x62,), (-0.25,), ("b",), "a", "a"),
+        TokenLogprobs(-1.0, (), (), (), "b", "b"),
     ]
     assert sink.finished.reason is FinishReason.LENGTH
     assert sink.finished.output_tokens == 2

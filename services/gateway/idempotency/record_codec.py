@@ -61,6 +61,8 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
     top_logprobs: tuple[float, ...]
     top_tokens: tuple[str, ...]
     token: str
+    text: str = ""
+    rank: int = 0
 
 
 class Output(msgspec.Struct, array_like=True, tag="t", frozen=True):
@@ -92,6 +94,7 @@ class RecordedFailure(msgspec.Struct, array_like=True, tag="e", frozen=True):
     metadata: dict[str, str]
 
 
+_LOGPROBS: Final = Logprobs.__struct_fields__
 _KINDS: Final = frozenset(kind.value for kind in DegradationKind)
 
 Entry = AcceptedTerms | Resumed | Output | End | RecordedFailure
@@ -114,17 +117,11 @@ def decode(chunk: bytes) -> tuple[Entry, ...]:
 
 
 def logprobs_in(values: Sequence[TokenLogprobs]) -> tuple[Logprobs, ...]:
-    return tuple(
-        Logprobs(value.sampled, value.top_ids, value.top_logprobs, value.top_tokens, value.token)
-        for value in values
-    )
+    return tuple(Logprobs(*(getattr(value, name) for name in _LOGPROBS)) for value in values)
 
 
 def logprobs_out(values: Sequence[Logprobs]) -> tuple[TokenLogprobs, ...]:
-    return tuple(
-        TokenLogprobs(value.sampled, value.top_ids, value.top_logprobs, value.top_tokens, value.token)
-        for value in values
-    )
+    return tuple(TokenLogprobs(*(getattr(value, name) for name in _LOGPROBS)) for value in values)
 
 
 def degraded_in(values: Sequence[Degradation]) -> tuple[Degraded, ...]:

@@ -76,11 +76,14 @@ class ChoiceRun:
         self._pace = request.telemetry.pace()
         self._first_run = True  # the worker computes the prompt for the first time
         self._granted = bool(produced.ids)  # whether it ever had a placement
-        self._produced = list(produced.ids)
+        # The stream begins with the prompt where its log-probabilities are requested.
+        self._scored = min(len(produced.ids), self.spec.scored_tokens)
+        self._produced = list(produced.ids[self._scored :])
         self._chars = produced.chars
         self._running: RunningSequence | None = None
         self._outcome: asyncio.Future[Outcome] | None = None
-        # Output offsets: what the transport took, what the client permits, and the limit sent to the worker.
+        # What the transport took of the stream. Output offsets: what the client permits, and the limit sent
+        # to the worker, which holds back nothing of the prompt.
         self._taken = len(produced.ids)
         self._window = request.limits.window_tokens
         self._allowed = request.terms.client_window
@@ -95,9 +98,14 @@ class ChoiceRun:
         return len(self._produced)
 
     @property
+    def begun(self) -> bool:
+        """Whether anything of its stream arrived, of any worker."""
+        return bool(self._scored or self._produced)
+
+    @property
     def buffered_tokens(self) -> int:
         """Tokens that arrived and that the transport has not taken."""
-        return len(self._produced) - self._taken
+        return self._scored + len(self._produced) - self._taken
 
     async def run(self) -> ChoiceResult:
         """Return once the choice ended successfully. Raises the error that ended it otherwise."""
@@ -123,7 +131,7 @@ class ChoiceRun:
         """The transport took ``tokens``: the worker earns as much credit, sent in quarters of the window."""
         self._taken += tokens
         window = self._window
-        if (self._taken + window - self._limit) * 4 >= window:
+        if (self._taken_output + window - self._limit) * 4 >= window:
             self._extend()
 
     def allow(self, tokens: int) -> None:
@@ -137,8 +145,12 @@ class ChoiceRun:
 
         Unread tokens of a wide client window are buffered here, so it never widens this process's own window.
         """
-        limit = self._taken + self._window
+        limit = self._taken_output + self._window
         return limit if self._allowed is None else min(limit, self._allowed)
+
+    @property
+    def _taken_output(self) -> int:
+        return max(0, self._taken - self.spec.scored_tokens)
 
     def _extend(self) -> None:
         limit = self._credit_limit()
@@ -147,7 +159,7 @@ class ChoiceRun:
             self._limit = limit
 
     async def _place(self, excluded: tuple[str, ...]) -> AnyGrant:
-        place = self._place_begun if self._produced else self._request.ports.placement.place
+        place = self._place_begun if self.begun else self._request.ports.placement.place
         self.timer.enter(Stage.QUEUE, self._clock.monotonic_s())
         try:
             return await placed(place, self._place_spec(), excluded)
@@ -209,7 +221,7 @@ class ChoiceRun:
     def _patience_s(self) -> float:
         """How long to queue. A stream that has begun waits until its deadline, to avoid a broken stream."""
         queue_ttl_s = self._request.queue_ttl_s
-        return max(queue_ttl_s, self._time_left_s()) if self._produced else queue_ttl_s
+        return max(queue_ttl_s, self._time_left_s()) if self.begun else queue_ttl_s
 
     def _time_left_s(self) -> float:
         """The time until the request's deadline; above zero."""
@@ -232,11 +244,12 @@ class ChoiceRun:
             time_left_s=self._time_left_s(),
             traceparent=self.timer.traceparent,
             apart_tokens=self._attempts.trial_tokens,
+            scored_tokens=self._scored,
         )
         if isinstance(grant, FallbackGrant):
             request.telemetry.placed_by_fallback()
         self._attempts.start()
-        self._first_run = not self._produced
+        self._first_run = not self.begun
         self._outcome = asyncio.get_running_loop().create_future()
         self._running = ports.workers.start(start, self)
         try:
@@ -322,16 +335,25 @@ class ChoiceRun:
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
-        now_s = self._clock.monotonic_s()
-        if self.timer.current is not Stage.DECODE:
-            self.timer.enter(Stage.DECODE, now_s)
-        if ids:
-            self._pace.tokens(len(ids), now_s)
         produced = self._produced
-        if offset != len(produced):
-            self._resolve(Lost(f"received token {offset}, expected token {len(produced)}"))
+        if offset != self._scored + len(produced):
+            self._resolve(Lost(f"received token {offset}, expected token {self._scored + len(produced)}"))
             return
-        produced.extend(ids)
+        output = ids
+        if self._scored < self.spec.scored_tokens:
+            end = min(self._scored + len(ids), self.spec.scored_tokens)
+            prompt, output = ids[: end - self._scored], ids[end - self._scored :]
+            if list(prompt) != list(self.spec.prompt.ids[self._scored : end]):
+                self._resolve(Lost("received other tokens than the prompt's: a worker of an earlier release"))
+                return
+            self._scored = end
+        if output or text:
+            now_s = self._clock.monotonic_s()
+            if self.timer.current is not Stage.DECODE:
+                self.timer.enter(Stage.DECODE, now_s)
+            if output:
+                self._pace.tokens(len(output), now_s)
+        produced.extend(output)
         self._chars += len(text)
         self._sink.on_tokens(self.choice, offset, ids, text, logprobs)
 

@@ -142,7 +142,7 @@ class Request:
         finally:
             usage = self.usage
             await self._settle(admitted, usage)
-        for result in results:
+        for result in results if admitted.spec.limits.max_tokens else ():
             self._ports.outputs.note(
                 admitted.payer.tenant.meta.name, admitted.spec.version_digest, result.output_tokens
             )
@@ -189,7 +189,7 @@ class Request:
             try:
                 return admitted, await self._all_choices()
             except StaleRoute:
-                begun = any(run.output_tokens for run in self._runs)
+                begun = any(run.begun for run in self._runs)
                 if admitted.reroute is None or begun or number == MAX_ROUTES:
                     raise
             log.info("request.rerouted", request_id=self.request_id, version_digest=spec.version_digest)

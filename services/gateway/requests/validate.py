@@ -21,6 +21,7 @@ from services.core.rollouts.routes import SplitCaller
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.policy.claims import NO_BOUNDS, RequestBound, RequestBounds
 from services.gateway.requests.conversation import conversation_of
+from services.gateway.requests.scoring import check_scores, check_scoring
 from services.gateway.requests.tool_use import (
     OutputForms,
     ResolvedForm,
@@ -104,6 +105,7 @@ class Validator:
         priority = self._priority(principal, generation.priority)
         _check_stop(generation.stop)
         _check_input(generation)
+        check_scoring(generation)
         check_tools(generation)
         return Checked(route, priority)
 
@@ -135,7 +137,8 @@ class Validator:
             generation, constraint, principal.tenant_id, route.deployment, model, ids, accepted
         )
         prompt = Prompt(ids)
-        if self._prefixes is not None:
+        # Cached KV has no logits: with log-probabilities of the prompt nothing of it is taken from a cache.
+        if self._prefixes is not None and not generation.HasField("prompt_logprobs"):
             prompt = await self._prefixes.prompt(ids, principal.tenant_id, route.version_digest)
         spec = self._spec(principal, generation, request_id, checked, prompt, limits, model)
         return _written(spec, written)
@@ -165,7 +168,7 @@ class Validator:
         _check_ids(generation, model.vocab_size)
         limits = self._limits(generation, len(ids), self._context(route, model), request_bounds)
         prompt = Prompt(ids)
-        if self._prefixes is not None:
+        if self._prefixes is not None and not generation.HasField("prompt_logprobs"):
             prompt = self._prefixes.short_prompt(ids, principal.tenant_id, route.version_digest)
         spec = self._spec(principal, generation, request_id, checked, prompt, limits, model)
         if not generation.parts:
@@ -183,6 +186,7 @@ class Validator:
         limits: OutputLimits,
         model: TextModel,
     ) -> GenerationSpec:
+        check_scores(generation, len(prompt.ids))
         route = checked.route
         return GenerationSpec(
             request_id=request_id,
@@ -333,14 +337,14 @@ class Validator:
         if request_bounds.context_tokens.exceeded(context):
             context, what = int(request_bounds.context_tokens.value), request_bounds.context_tokens.name
         room, choices = context - prompt_tokens, _choices(generation)
-        if room < 1:
+        asked = generation.max_output_tokens if generation.HasField("max_output_tokens") else None
+        if room < (asked != 0):
             raise PromptTooLong(
                 f"the prompt has {prompt_tokens} tokens; {what} of {context} leaves no room for output",
                 field=_input_field(generation),
                 prompt_tokens=prompt_tokens,
                 max_context_tokens=context,
             )
-        asked = generation.max_output_tokens if generation.HasField("max_output_tokens") else None
         if asked is not None and asked > room:
             raise PromptTooLong(
                 f"max_output_tokens {asked} and {prompt_tokens} prompt tokens exceed {what} of {context}: "
@@ -386,7 +390,7 @@ class Validator:
     def _sampling(self, generation: inference_pb2.Generation, defaults: SamplingDefaults) -> Sampling:
         asked = generation.sampling
         top_p = asked.top_p if asked.HasField("top_p") else defaults.top_p
-        repetition = asked.HasField("repetition_penalty")
+        repetition, scored = asked.HasField("repetition_penalty"), generation.HasField("prompt_logprobs")
         return Sampling(
             seed=asked.seed if asked.HasField("seed") else self._rng.getrandbits(63),
             temperature=asked.temperature if asked.HasField("temperature") else defaults.temperature,
@@ -397,7 +401,8 @@ class Validator:
             frequency_penalty=asked.frequency_penalty,
             repetition_penalty=asked.repetition_penalty if repetition else defaults.repetition_penalty,
             logit_bias=tuple(sorted(asked.logit_bias.items())),
-            logprobs=generation.logprobs if generation.HasField("logprobs") else None,
+            logprobs=generation.logprobs if generation.HasField("logprobs") or scored else None,
+            prompt_logprobs=generation.prompt_logprobs if scored else None,
         )
 
 

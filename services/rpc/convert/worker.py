@@ -113,6 +113,8 @@ def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
         apart_tokens=spec.apart_tokens,
         embed=spec.embed,
         spelled_token_ids=limits.spelled_ids,
+        prompt_logprobs=generation.sampling.prompt_logprobs,
+        scored_tokens=spec.scored_tokens,
     )
     if isinstance(grant, FallbackGrant):
         message.fallback.CopyFrom(_fallback_to_proto(grant))
@@ -133,7 +135,9 @@ def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec:
         route_revision=message.route_revision,
         prompt=Prompt(list(message.prompt_ids), tuple(message.prefix_hashes), message.prefix_root),
         sampling=sampling_from_proto(
-            message.sampling, message.logprobs if message.HasField("logprobs") else None
+            message.sampling,
+            message.logprobs if message.HasField("logprobs") else None,
+            message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         ),
         limits=OutputLimits(
             message.max_output_tokens,
@@ -154,6 +158,7 @@ def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec:
         produced_ids=tuple(message.produced_ids),
         delivered_chars=message.delivered_chars,
         embed=message.embed,
+        scored_tokens=message.scored_tokens,
         time_left_s=_seconds(message.time_left) if message.HasField("time_left") else None,
         traceparent=message.traceparent,
         apart_tokens=message.apart_tokens,
@@ -201,7 +206,9 @@ def sampling_to_proto(params: Sampling) -> common_pb2.Sampling:
     )
 
 
-def sampling_from_proto(message: common_pb2.Sampling, logprobs: int | None = None) -> Sampling:
+def sampling_from_proto(
+    message: common_pb2.Sampling, logprobs: int | None = None, prompt_logprobs: int | None = None
+) -> Sampling:
     """Every field that is absent has the default of ``Sampling``."""
     return Sampling(
         seed=message.seed,
@@ -215,6 +222,7 @@ def sampling_from_proto(message: common_pb2.Sampling, logprobs: int | None = Non
         logit_bias=tuple(sorted(message.logit_bias.items())),
         logprobs=logprobs,
         constraint=constraint_from_proto(message.constraint) if message.HasField("constraint") else None,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -296,7 +296,9 @@ class ServiceLedger:
         request = last.request_id, last.choice
         advance = self._requests.get(request)
         mine = advance is not None and advance.worker_id == worker_id
-        if last.ended:
+        if last.ended and not last.output_tokens:
+            pass  # it ended with its prefill, as requested: no output to predict others by
+        elif last.ended:
             predicted = advance.predicted_tokens if advance is not None and mine else None
             self.outputs.note(last.tenant, last.digest, last.output_tokens, predicted_tokens=predicted)
         elif last.output_tokens:
@@ -306,7 +308,7 @@ class ServiceLedger:
         if advance is not None and mine:
             earlier = max(0, advance.prompt_tokens - last.prompt_tokens)  # output of earlier runs
             output = max(0, last.output_tokens - earlier)
-            prefilled = advance.prompt_tokens if output else 0
+            prefilled = advance.prompt_tokens if output or last.ended else 0
             self._close(advance, used_tokens=self.cost(prefilled, output, last.cached_tokens))
 
     def _close(self, advance: Advance, *, used_tokens: float = 0.0) -> None:

@@ -21,7 +21,7 @@ from services.worker.engine.plan.pool_size import PoolSize
 from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.step_meter import NOBODY, StepMeter
-from services.worker.engine.validation import MAX_WAITING, Intake, ModelLimits
+from services.worker.engine.validation import MAX_WAITING, Intake, ModelLimits, is_complete
 from services.worker.engine_protocol import (
     Cancel,
     Command,
@@ -171,7 +171,7 @@ class Engine:
         reason = self._refusal(command)
         if reason is not None:
             self._live.end_at_once(command.handle, "error", reason)
-        elif len(command.produced_ids) >= command.limits.max_tokens:
+        elif is_complete(command):
             self._live.end_at_once(command.handle, "length")  # the earlier run had just made its last token
         else:
             self._arrivals += 1
@@ -311,6 +311,7 @@ class Engine:
             running=self._planner.running,
             waiting=self._planner.waiting,
             logprobs=outcome.logprobs,
+            prompt_logprobs=outcome.prompt_logprobs,
             errors=errors,
             preemptions=self._planner.preemptions,
             attended_tokens=work.attended_tokens,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
-from services.worker.engine.execute.executor import Batch, Samples, unknown_token
-from services.worker.engine.outcome import Outcome, Work, outcome_of
+from services.worker.engine.execute.executor import NOT_FINITE, Batch, Samples, unknown_token
+from services.worker.engine.outcome import Outcome, PromptLogprobs, Work, outcome_of
 from services.worker.engine.plan.planner import Planner
 from services.worker.engine.sequence import SequenceState, Status
 from services.worker.engine.step_meter import StepMembers
-from services.worker.engine_protocol import FinishReason
+from services.worker.engine_protocol import FinishReason, SampledLogprobs
 from services.worker.policy.speculation import Verified
+
+FIRST_OF_PROMPT: Final = SampledLogprobs(0.0, [], [])  # nothing precedes it
 
 
 @dataclass(slots=True)
@@ -114,6 +118,7 @@ class LiveSequences:
             return self._commit_foreseen(flight, samples)
         batch, sampled = flight.batch, flight.sampled
         self._planner.computed(batch.prefills)
+        scores = self._scored(batch, samples)
         accepted = accepted_proposals(batch, samples)
         rows = standing_rows(batch, accepted, len(sampled)) if accepted else range(len(sampled))
         kept: list[int] = []
@@ -133,7 +138,7 @@ class LiveSequences:
             self._planner.give_back(batch.decodes[index])
         if batch.prefills:
             self._planner.publish(batch.prefills)
-        outcome = outcome_of(sampled, samples, kept)
+        outcome = outcome_of(sampled, samples, kept, scores)
         outcome.verified += (
             Verified(batch.decodes[index].handle, len(batch.proposals[index]), count)
             for index, count in accepted.items()
@@ -159,6 +164,7 @@ class LiveSequences:
         A row of the batch that follows, whose sequence ends here, is computed for nothing.
         """
         kept: list[int] = []
+        scores = self._scored(flight.batch, samples)
         for row, sequence in enumerate(flight.sampled):
             if sequence.status is Status.FINISHED:
                 continue
@@ -170,7 +176,26 @@ class LiveSequences:
                 self._pause(sequence, token)
         if flight.batch.prefills:
             self._planner.publish(flight.batch.prefills)
-        return outcome_of(flight.sampled, samples, kept)
+        return outcome_of(flight.sampled, samples, kept, scores)
+
+    def _scored(self, batch: Batch, samples: Samples) -> PromptLogprobs:
+        """Return by handle what the chunks add to the log-probabilities of prompts; each is reported once,
+        however often its row is computed. A sequence without a number fails."""
+        found: PromptLogprobs = {}
+        for index, chunk in enumerate(batch.prefills):
+            sequence = chunk.sequence
+            if not sequence.is_unscored or sequence.status is Status.FINISHED:
+                continue
+            entries = samples.scores.get(index, [])
+            if any(math.isnan(entry.sampled) for entry in entries):
+                self._fail(sequence, NOT_FINITE, "not_finite")
+                continue
+            if not sequence.scored:
+                entries = [FIRST_OF_PROMPT, *entries]
+            sequence.scored += len(entries)
+            if entries:
+                found[sequence.handle] = entries
+        return found
 
     # --- ends ----------------------------------------------------------------------------------------
 
@@ -185,13 +210,15 @@ class LiveSequences:
             self._planner.stall(sequence)
 
     def _ended(self, sequence: SequenceState, samples: Samples, row: int) -> bool:
-        """End the sequence if its row has no token: it failed, or it embeds."""
+        """End the sequence if its row has no token: it failed, or ends with its prefill."""
         if samples.errors and row in samples.errors:
             self._fail(sequence, samples.errors[row], "not_finite")
         elif samples.unmasked and row in samples.unmasked:
             self._fail(sequence, samples.unmasked[row], "constraint")
         elif sequence.embeds:
             self._embeddings[sequence.handle] = samples.embeddings[row]
+            self._finish(sequence, "length")
+        elif not sequence.limits.max_tokens:
             self._finish(sequence, "length")
         else:
             return False

@@ -12,6 +12,7 @@ from services.worker.engine_protocol import SampledLogprobs
 from services.worker.policy.speculation import Verified
 
 _HANDLE: Final = attrgetter("handle")
+PromptLogprobs = dict[int, list[SampledLogprobs]]  # by handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,17 @@ class Outcome:
     tokens: list[int]
     logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     verified: list[Verified] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs = field(default_factory=dict)
 
 
-def outcome_of(sampled: list[SequenceState], samples: Samples, kept: list[int]) -> Outcome:
+def outcome_of(
+    sampled: list[SequenceState], samples: Samples, kept: list[int], prompt_logprobs: PromptLogprobs
+) -> Outcome:
     """Return the columns of the rows that were kept, of the sequences that were sampled."""
     tokens = samples.tokens
     if len(kept) < len(sampled):
         sampled, tokens = [sampled[row] for row in kept], [tokens[row] for row in kept]
-    outcome = Outcome(list(map(_HANDLE, sampled)), tokens)
+    outcome = Outcome(list(map(_HANDLE, sampled)), tokens, prompt_logprobs=prompt_logprobs)
     if samples.logprobs:
         for row, sequence in zip(kept, sampled, strict=True):
             if row in samples.logprobs:

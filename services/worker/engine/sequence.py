@@ -68,6 +68,8 @@ class SequenceState:
     apart_until: int = 0
     # It ends with its prefill.
     embeds: bool = False
+    # Tokens of the prompt whose log-probabilities were reported.
+    scored: int = 0
 
     @property
     def output_tokens(self) -> int:
@@ -77,6 +79,11 @@ class SequenceState:
     @property
     def has_credit(self) -> bool:
         return self.output_tokens < self.credit_limit
+
+    @property
+    def is_unscored(self) -> bool:
+        """Whether log-probabilities of its prompt are to be computed."""
+        return self.sampling.prompt_logprobs is not None and self.scored < self.prompt_tokens
 
     @property
     def is_apart(self) -> bool:
@@ -106,6 +113,8 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
     prompt, sampling, limits = submit.prompt, submit.sampling, submit.limits
     stop_ids = frozenset(limits.stop_token_ids)
     names = prompt.prefix_hashes[: len(prompt.ids) // PREFIX_BLOCK_TOKENS]
+    # Cached KV has no logits: a prompt whose log-probabilities are requested is computed whole.
+    cached = bool(prompt.prefix_root) and sampling.prompt_logprobs is None
     sequence = SequenceState(
         handle=submit.handle,
         tokens=[*prompt.ids, *submit.produced_ids],
@@ -116,11 +125,12 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
         key=sequence_key(sampling.seed, submit.choice),
         order=(submit.priority, arrival),
         credit_limit=submit.credit_limit,
-        prefix_names=[prompt.prefix_root, *names] if prompt.prefix_root else [],
+        prefix_names=[prompt.prefix_root, *names] if cached else [],
         sees_output=bool(sampling.presence_penalty or sampling.frequency_penalty)
         or sampling.repetition_penalty != 1.0
         or sampling.constraint is not None,
         embeds=submit.embed,
+        scored=submit.scored_tokens,
     )
     sequence.set_credit(submit.credit_limit)
     sequence.set_apart(submit.apart_tokens)

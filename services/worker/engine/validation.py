@@ -33,8 +33,13 @@ def size_refusal(submit: Submit, limits: ModelLimits) -> str | None:
     prompt, produced, most = len(submit.prompt.ids), len(submit.produced_ids), submit.limits.max_tokens
     if prompt == 0:
         return "the prompt is empty"
-    if most < 1:
+    scores = submit.sampling.prompt_logprobs is not None
+    if most < (0 if scores else 1):
         return f"max_tokens is {most}"
+    if not 0 <= submit.scored_tokens <= (prompt if scores else 0):
+        return f"{submit.scored_tokens} scored tokens of {prompt}"
+    if scores and produced and submit.scored_tokens < prompt:
+        return "it has output before its prompt was scored"
     if prompt + most > limits.max_model_len:
         return f"{prompt} prompt tokens and max_tokens {most} exceed {limits.max_model_len}"
     if submit.embed and (most != 1 or produced):
@@ -42,6 +47,14 @@ def size_refusal(submit: Submit, limits: ModelLimits) -> str | None:
     if produced > most:
         return f"{produced} produced tokens exceed max_tokens {most}"
     return None
+
+
+def is_complete(submit: Submit) -> bool:
+    """Whether an earlier run made all that is requested."""
+    scores = submit.sampling.prompt_logprobs is not None
+    if scores and submit.scored_tokens < len(submit.prompt.ids):
+        return False
+    return len(submit.produced_ids) >= submit.limits.max_tokens
 
 
 def _id_refusal(submit: Submit, limits: ModelLimits) -> str | None:
@@ -68,6 +81,7 @@ def _range_refusal(submit: Submit) -> str | None:
         ("frequency_penalty", abs(sampling.frequency_penalty) <= MAX_PENALTY),
         ("repetition_penalty", 0.0 < sampling.repetition_penalty <= MAX_PENALTY),
         ("logprobs", sampling.logprobs is None or 0 <= sampling.logprobs <= MAX_LOGPROBS),
+        ("prompt_logprobs", 0 <= (sampling.prompt_logprobs or 0) <= MAX_LOGPROBS),
         ("min_tokens", 0 <= limits.min_tokens <= limits.max_tokens),
         ("choice", submit.choice >= 0),
         ("logit_bias", all(abs(bias) <= MAX_BIAS for _, bias in sampling.logit_bias)),

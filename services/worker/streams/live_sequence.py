@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from services.core.generation import FallbackGrant, StartSpec, TokenLogprobs
+from services.worker.text.detokenizer import Detokenizer
 from services.worker.text.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class WorkerSequence:
     # The next token needs no stop strings, no log-probabilities and no pending bytes.
     fast: bool = False
     slot: SlotState = SlotState.RUNNING  # its group in ``SequenceSlots``
+    # tokens of the prompt that the output begins with: those that were added, or sent by an earlier run
+    scored: int = 0
+    prompt_text: Detokenizer | None = None  # of these
     # output that the writer has not taken yet
     queued: bool = False  # it is in the outbox's ``dirty``
     dropped: bool = False  # cancelled; nothing more is sent
@@ -75,6 +79,11 @@ class WorkerSequence:
     @property
     def output_tokens(self) -> int:
         return self.tokens - self.prompt_tokens
+
+    @property
+    def ends_with_prefill(self) -> bool:
+        """Whether it computes its prompt here and makes no token."""
+        return self.spec.embed or (not self.output_tokens and self.scored > self.spec.scored_tokens)
 
     @property
     def has_credit(self) -> bool:

@@ -13,6 +13,7 @@ from services.worker.streams.live_sequence import WorkerSequence
 MAX_FRAME_TOKENS = 8192  # per frame; the rest waits for the next
 MAX_FRAME_ROW_BYTES = 4 * 1024 * 1024  # of the outputs of all rows, unless a frame has only one
 LOGPROBS_WEIGHT = 32  # a token with log-probabilities counts as this many
+MAX_FRAME_LOGPROBS = MAX_FRAME_TOKENS // LOGPROBS_WEIGHT  # tokens of one sequence in a frame that have some
 
 
 class Outbox:
@@ -112,13 +113,20 @@ class Outbox:
     def _take_tokens(self, frame: StepFrame) -> None:
         dirty, self.dirty = self.dirty, []
         room = MAX_FRAME_TOKENS
+        longer: list[WorkerSequence] = []  # which wait behind the others for the next frame
         for index, sequence in enumerate(dirty):
             if room <= 0:
-                self.dirty = dirty[index:]
+                self.dirty = dirty[index:] + longer
                 return
-            sequence.queued = False
             if sequence.dropped:
+                sequence.queued = False
                 continue
+            if len(sequence.pending_logprobs) > MAX_FRAME_LOGPROBS:
+                _take_first(frame, sequence)
+                longer.append(sequence)
+                room -= MAX_FRAME_TOKENS
+                continue
+            sequence.queued = False
             pending = sequence.pending_ids
             count = len(pending)
             room -= count
@@ -127,9 +135,22 @@ class Outbox:
                 sequence.pending_logprobs = []
                 room -= count * LOGPROBS_WEIGHT
             frame.handles.append(sequence.handle)
-            frame.offsets.append(sequence.tokens - sequence.prompt_tokens - count)
+            frame.offsets.append(sequence.scored + sequence.tokens - sequence.prompt_tokens - count)
             frame.counts.append(count)
             frame.ids += pending
             frame.texts.append(sequence.pending_text)
             pending.clear()
             sequence.pending_text = ""
+        self.dirty = longer
+
+
+def _take_first(frame: StepFrame, sequence: WorkerSequence) -> None:
+    """Take what a frame holds of a long output with log-probabilities; its text comes with the last of it."""
+    pending, logprobs = sequence.pending_ids, sequence.pending_logprobs
+    frame.logprobs[len(frame.handles)] = logprobs[:MAX_FRAME_LOGPROBS]
+    frame.handles.append(sequence.handle)
+    frame.offsets.append(sequence.scored + sequence.tokens - sequence.prompt_tokens - len(pending))
+    frame.counts.append(MAX_FRAME_LOGPROBS)
+    frame.ids += pending[:MAX_FRAME_LOGPROBS]
+    frame.texts.append("")
+    del pending[:MAX_FRAME_LOGPROBS], logprobs[:MAX_FRAME_LOGPROBS]

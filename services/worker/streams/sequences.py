@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from services.core.generation import NOT_FINITE, FinishReason, StartSpec, TokenLogprobs
+from services.core.generation import NOT_FINITE, FinishReason, StartSpec
 from services.core.poison.suspicion import LossCause, StepRole
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
@@ -22,6 +22,7 @@ from services.worker.policy.engine_silence import StallDetector
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.ends import FLUSHED, end_of, engine_end, last_rows
 from services.worker.streams.live_sequence import SlotState, WorkerSequence
+from services.worker.streams.logprobs import add_scores, begin_scores, with_texts
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.prefills import Prefills
 from services.worker.streams.sequence_slots import SequenceSlots
@@ -203,6 +204,8 @@ class SequenceTable:
             self._note_cached(event)
         if event.prefill_tokens:
             self.prefills.note_step(event.prefill_tokens, began_s=self._clock.monotonic_s() - event.step_s)
+        if event.prompt_logprobs:
+            add_scores(event, live, self._vocabulary)
         for row, (number, token) in enumerate(zip(event.handles, event.tokens, strict=True)):
             sequence = live.get(number)
             if sequence is None:
@@ -332,6 +335,7 @@ class SequenceTable:
             prefill_left=spec.prefill_tokens,
             charged_output=len(spec.produced_ids),
         )
+        begin_scores(sequence, self._vocabulary)
         sequence.watch()
         return sequence
 
@@ -341,13 +345,18 @@ class SequenceTable:
         ``is_end``: it is the last of a finished sequence. Ends the sequence if it completed a stop string.
         """
         if sequence.first_token_s is None:
-            self._note_first_token(sequence, event)
-        if entries := event.logprobs.get(sequence.number):
-            sequence.pending_logprobs.append(self._logprobs(token, entries.pop(0)))
+            self._note_prefilled(sequence, event)
+            self.stats.decode_tokens -= 1  # a prefill produced it
         text = sequence.text
-        if is_end and event.finished[sequence.number] == "stop":
-            return  # an end-of-sequence or stop token is not part of the text
-        sequence.pending_text += text.feed(token)
+        # An end-of-sequence or stop token is not part of the text.
+        has_text = not (is_end and event.finished[sequence.number] == "stop")
+        if has_text:
+            sequence.pending_text += text.feed(token)
+        if entries := event.logprobs.get(sequence.number):
+            fed = text.fed if has_text else ""
+            sequence.pending_logprobs.append(with_texts(token, entries.pop(0), fed, self._vocabulary))
+        if not has_text:
+            return
         if text.stop:
             sequence.pending_ids.append(token)
             sequence.tokens += 1
@@ -360,21 +369,13 @@ class SequenceTable:
             plain = text.plain and sequence.spec.generation.sampling.logprobs is None and bool(self._texts)
             sequence.fast = plain and sequence.number not in event.finished
 
-    def _logprobs(self, token: int, entry: wire.SampledLogprobs) -> TokenLogprobs:
-        alone = self._vocabulary.alone
-        return TokenLogprobs(
-            sampled=entry.sampled,
-            top_ids=tuple(entry.top_ids),
-            top_logprobs=tuple(entry.top_logprobs),
-            top_tokens=tuple(alone(other) for other in entry.top_ids),
-            token=alone(token),
-        )
-
     def _finish(self, event: wire.Stepped) -> None:
         for number in event.finished:
             if (sequence := self._live.get(number)) is not None:
                 reason, error = engine_end(event, sequence)
                 self.had_non_finite |= error[0] == NOT_FINITE
+                if reason is FinishReason.LENGTH and sequence.ends_with_prefill:
+                    self._note_prefilled(sequence, event)
                 self._end(sequence, reason, error=error, embedding=event.embeddings.get(number, b""))
         self._room_changed()
 
@@ -451,7 +452,7 @@ class SequenceTable:
                     self._changed()
                 self.prefills.note_cached(sequence, tokens)
 
-    def _note_first_token(self, sequence: WorkerSequence, event: wire.Stepped) -> None:
+    def _note_prefilled(self, sequence: WorkerSequence, event: wire.Stepped) -> None:
         now_s = self._clock.monotonic_s()
         sequence.first_token_s = now_s
         if sequence.prefill_started_s is None:
@@ -459,7 +460,6 @@ class SequenceTable:
         if sequence.slot is SlotState.RUNNING:
             self.prefills.remove(sequence)
             self.kv.share_computed(sequence)
-        self.stats.decode_tokens -= 1  # a prefill produced it
         self.charges.add_prefill(sequence)
 
     # --- slots ----------------------------------------------------------------------------------

@@ -22,4 +22,5 @@ def submit_command(sequence: WorkerSequence) -> wire.Submit:
         request_id=generation.request_id,
         apart_tokens=spec.apart_tokens,
         embed=spec.embed,
+        scored_tokens=spec.scored_tokens,
     )

@@ -15,9 +15,20 @@ class TextStream:
 
     ``plain``: nothing is held back and no stop string is searched, so the next token's text is its entry in
     the vocabulary's table. ``stop`` is the stop string that was found; no token may be fed after it.
+    ``fed``: the text of the last token, before anything is held back.
     """
 
-    __slots__ = ("_detokenizer", "_fed", "_finder", "_min_tokens", "_skip_chars", "_spelled", "plain", "stop")
+    __slots__ = (
+        "_detokenizer",
+        "_fed",
+        "_finder",
+        "_min_tokens",
+        "_skip_chars",
+        "_spelled",
+        "fed",
+        "plain",
+        "stop",
+    )
 
     def __init__(
         self,
@@ -34,6 +45,7 @@ class TextStream:
         self._min_tokens = min_tokens
         self._fed = 0
         self._skip_chars = 0
+        self.fed = ""
         self.stop = ""
         self.plain = self._finder is None and not spelled and detokenizer.clean
 
@@ -54,6 +66,7 @@ class TextStream:
         text = self._detokenizer.feed(token)
         if self._spelled:
             text += self._spelled.get(token, "")
+        self.fed = text
         if self._finder is None:
             self.plain = self._detokenizer.clean and not self._skip_chars and not self._spelled
         elif self._fed >= self._min_tokens:  # below the minimum a stop string does not end the sequence

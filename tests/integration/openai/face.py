@@ -45,7 +45,7 @@ ADMIN_KEY, ADMIN_HASH = secrets.new_key("root", b"\x02" * 32)
 MAX_BODY = 20_000
 
 
-ENTRY = TokenLogprobs(-0.5, (1,), (-0.25,), ("a",), "b")
+ENTRY = TokenLogprobs(-0.5, (1,), (-0.25,), ("a",), "b", "b")
 
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

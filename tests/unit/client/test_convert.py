@@ -35,6 +35,7 @@ EVERY = Options(
     stop_token_ids=(3,),
     choices=2,
     logprobs=0,
+    prompt_logprobs=0,
     priority=Priority.BATCH,
     session_key="s",
     ignore_eos=True,
@@ -143,3 +144,14 @@ def test_a_completion_has_the_calls_of_its_answer() -> None:
     assert found[0].calls == (ToolCall("i", "f", ""),)
     assert found[0].finish_reason is FinishReason.TOOL_CALLS
     assert (found[1].content, found[1].calls) == ("x", ())
+
+
+def test_a_choice_has_the_entries_of_its_prompt_apart() -> None:
+    entries = [common.TokenLogprobs(sampled=-float(place), token=f"t{place}") for place in range(4)]
+    choice = pb.CompletedChoice(choice=0, text="x", ids=[7, 8, 9, 10], logprobs=entries)
+    result = pb.ChoiceResult(choice=0, finish_reason=common.FINISH_REASON_LENGTH, output_tokens=1)
+    message = pb.CompleteResponse(choices=[choice], finished=pb.Finished(choices=[result]))
+    (found,) = convert.completion(message).choices
+    assert found.ids == (10,)
+    assert [each.token for each in found.logprobs] == ["t3"]
+    assert [each.sampled for each in found.prompt_logprobs] == [0.0, -1.0, -2.0]

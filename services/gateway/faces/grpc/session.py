@@ -133,6 +133,11 @@ class MuxedSession:
         stream = SessionStream(self, start.stream_id, manual=manual, parts=parts)
         try:
             bounds.check(start, "start.")
+            if manual and start.generation.HasField("prompt_logprobs"):
+                raise InvalidInput(
+                    "a window of credit counts output: start without one where prompt_logprobs are wanted",
+                    field="start.generation.prompt_logprobs",
+                )
             if start.generation.choices > 1 << CHOICE_BITS:
                 raise InvalidInput(
                     f"a session's generation has at most {1 << CHOICE_BITS} choices",

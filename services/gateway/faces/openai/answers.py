@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +13,19 @@ from msgspec import UNSET, Struct, UnsetType, structs
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.core.outputs.tools import AssistantAnswer, CallDelta, ContentText, OutputPart, answer_of
 from services.gateway.events import Finished, Tokens
+from services.gateway.faces.openai.completions.logprobs import (
+    CompletionLogprobs,
+    PromptLogprobs,
+    PromptPart,
+    completion_logprobs,
+    finite,
+    prompt_logprobs,
+)
 from services.gateway.faces.openai.requests import ApiRequest, Dialect
 from services.gateway.policy.degrade import Degradation
 from services.gateway.requests.streaming import Completion
 from services.runtime.ids import ANSWER_PREFIXES
 
-_LOWEST_LOGPROB: Final = -9999.0
 _REASONS: Final = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -65,13 +71,6 @@ class TokenEntry(Struct, frozen=True):
 class ChatLogprobs(Struct, frozen=True):
     content: list[TokenEntry]
     refusal: None = None
-
-
-class CompletionLogprobs(Struct, frozen=True):
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
 
 
 class AnswerFunction(Struct, frozen=True):
@@ -135,6 +134,8 @@ class TextChoice(Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    # Only when the client named it.
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class DegradedBody(Struct, frozen=True):
@@ -174,6 +175,8 @@ class _Whole(Struct, frozen=True, kw_only=True):
 
 class ChatCompletion(_Whole, frozen=True, kw_only=True):
     choices: list[ChatChoice]
+    # Only when the client named it.
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class TextCompletion(_Whole, frozen=True, kw_only=True):
@@ -246,17 +249,13 @@ def whole_answer(
     text: list[TextChoice] = []
     for number, completion in enumerate(completions):
         reasons = finish_reasons(completion.finished)
-        for choice, content in enumerate(completion.texts):
+        for choice in range(len(completion.texts)):
             index = number * request.choices + choice
             reason = reasons.get(choice, "stop")
-            entries = completion.logprobs[choice] if request.logprobs else ()
             if request.dialect == "chat":
-                found = chat_logprobs(entries) if request.logprobs else None
-                answer_parts = completion.answers[choice] if completion.answers else AssistantAnswer(content)
-                chat.append(ChatChoice(index, answer_message(answer_parts), found, reason))
+                chat.append(_chat_choice(request, completion, choice, index, reason))
             else:
-                listed = completion_logprobs(entries, 0) if request.logprobs else None
-                text.append(TextChoice(index, content, listed, reason))
+                text.append(_text_choice(request, number, completion, choice, index, reason))
     common: dict[str, Any] = {
         **structs.asdict(head),
         "usage": usage_body([completion.finished.usage for completion in completions]),
@@ -264,8 +263,41 @@ def whole_answer(
         "degraded": _degraded([found for one in completions for found in one.accepted.degradations]),
     }
     if request.dialect == "chat":
-        return _encode(ChatCompletion(choices=chat, **common))
+        scores = _prompt_logprobs(request, completions[0], 0)
+        return _encode(ChatCompletion(choices=chat, prompt_logprobs=scores, **common))
     return _encode(TextCompletion(choices=text, **common))
+
+
+def _chat_choice(
+    request: ApiRequest, completion: Completion, choice: int, index: int, reason: str
+) -> ChatChoice:
+    entries = prompt_part(request, completion.accepted.prompt_tokens).shown(completion.logprobs[choice])
+    found = chat_logprobs(entries) if request.logprobs else None
+    parts = completion.answers[choice] if completion.answers else AssistantAnswer(completion.texts[choice])
+    return ChatChoice(index, answer_message(parts), found, reason)
+
+
+def _text_choice(
+    request: ApiRequest, number: int, completion: Completion, choice: int, index: int, reason: str
+) -> TextChoice:
+    prompt, entries = prompt_part(request, completion.accepted.prompt_tokens), completion.logprobs[choice]
+    before = prompt.text(entries) if prompt.tokens else request.echoed(number)
+    shown, begins = prompt.shown(entries), prompt.tokens > 0 and prompt.echoed
+    listed = completion_logprobs(shown, 0, begins=begins) if request.logprobs else None
+    scores = _prompt_logprobs(request, completion, choice)
+    return TextChoice(index, before + completion.texts[choice], listed, reason, scores)
+
+
+def prompt_part(request: ApiRequest, prompt_tokens: int) -> PromptPart:
+    """Return what the output of a generation has of its prompt."""
+    return PromptPart(prompt_tokens if request.scores_prompt else 0, request.echo)
+
+
+def _prompt_logprobs(request: ApiRequest, completion: Completion, choice: int) -> PromptLogprobs | UnsetType:
+    if not request.prompt_logprobs:
+        return UNSET
+    count = completion.accepted.prompt_tokens
+    return prompt_logprobs(completion.ids[choice][:count], completion.logprobs[choice][:count])
 
 
 def answer_message(answer: AssistantAnswer) -> AnswerMessage:
@@ -312,39 +344,11 @@ def chat_logprobs(entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
     content = []
     for entry in entries:
         tops = [
-            TopToken(token, _finite(value), list(token.encode()))
+            TopToken(token, finite(value), list(token.encode()))
             for token, value in zip(entry.top_tokens, entry.top_logprobs, strict=True)
         ]
-        content.append(TokenEntry(entry.token, _finite(entry.sampled), list(entry.token.encode()), tops))
+        content.append(TokenEntry(entry.token, finite(entry.sampled), list(entry.token.encode()), tops))
     return ChatLogprobs(content)
-
-
-def completion_logprobs(entries: Sequence[TokenLogprobs], offset_chars: int) -> CompletionLogprobs:
-    """``offset_chars`` is the start of the first token's text in the choice's output."""
-    offsets = []
-    for entry in entries:
-        offsets.append(offset_chars)
-        offset_chars += len(entry.token)
-    return CompletionLogprobs(
-        tokens=[entry.token for entry in entries],
-        token_logprobs=[_finite(entry.sampled) for entry in entries],
-        top_logprobs=[_tops(entry) for entry in entries],
-        text_offset=offsets,
-    )
-
-
-def _tops(entry: TokenLogprobs) -> dict[str, float]:
-    """By text, as in the dialect, with the sampled token. Of equal texts the likelier token stays."""
-    found: dict[str, float] = {}
-    for token, value in zip(entry.top_tokens, entry.top_logprobs, strict=True):
-        found.setdefault(token, _finite(value))
-    found.setdefault(entry.token, _finite(entry.sampled))
-    return found
-
-
-def _finite(logprob: float) -> float:
-    """JSON has no minus infinity."""
-    return max(logprob, _LOWEST_LOGPROB) if math.isfinite(logprob) else _LOWEST_LOGPROB
 
 
 _NO_DELTA: Final = _Delta()
@@ -364,6 +368,7 @@ class Frames:
         # Output tokens so far and prompt tokens, by choice; only for frames that state them.
         self._tokens: Counter[int] = Counter()
         self._prompt_tokens: dict[int, int] = {}
+        self._echoes: dict[int, str] = {}  # what is to precede the next text of a choice
 
     def start(
         self, index: int, prompt_tokens: int, *, split: bool, tokens: int = 0, token_chars: int = 0
@@ -374,7 +379,10 @@ class Frames:
         """
         if split:
             self._split.add(index)
-        self._offsets[index], self._tokens[index] = token_chars, tokens
+        prompt = prompt_part(self._request, prompt_tokens)
+        if not (tokens or prompt.tokens):
+            self._echoes[index] = self._request.echoed(index // self._request.choices)
+        self._offsets[index], self._tokens[index] = token_chars, max(0, tokens - prompt.tokens)
         self._prompt_tokens[index] = prompt_tokens
 
     def role(self, index: int) -> bytes:
@@ -385,7 +393,8 @@ class Frames:
     def tokens(self, index: int, event: Tokens) -> bytes:
         """The frame of new output; empty while text is held back and no log probabilities were requested."""
         wants = self._request.logprobs and bool(event.logprobs)
-        self._tokens[index] += len(event.ids)
+        prompt = prompt_part(self._request, self._prompt_tokens.get(index, 0))
+        self._tokens[index] += max(0, len(event.ids) - prompt.within(event.offset))
         if self._request.dialect == "chat":
             parts = event.parts if index in self._split else (ContentText(event.text),)
             delta = _delta(parts)
@@ -395,19 +404,21 @@ class Frames:
                 delta = _Delta(content="")
             found = chat_logprobs(event.logprobs) if wants else None
             return self._frame(_ChatChunkChoice(index, delta, found))
-        if not event.text and not wants:
+        text = self._echoes.pop(index, "") + prompt.text(event.logprobs, event.offset) + event.text
+        if not text and not wants:
             return b""
-        listed = completion_logprobs(event.logprobs, self._offsets.get(index, 0)) if wants else None
+        listed = None
         if wants:
-            length = sum(len(entry.token) for entry in event.logprobs)
-            self._offsets[index] = self._offsets.get(index, 0) + length
-        return self._frame(TextChoice(index, event.text, listed))
+            begins, offset = prompt.tokens > 0 and not event.offset, self._offsets.get(index, 0)
+            listed = completion_logprobs(event.logprobs, offset, begins=begins)
+            self._offsets[index] = offset + sum(len(entry.text) for entry in event.logprobs)
+        return self._frame(TextChoice(index, text, listed))
 
     def finish(self, index: int, reason: str, parts: Sequence[OutputPart] = ()) -> bytes:
         """The last frame of a choice, with the rest of its parts."""
         if self._request.dialect == "chat":
             return self._frame(_ChatChunkChoice(index, _delta(parts), finish_reason=reason))
-        return self._frame(TextChoice(index, "", finish_reason=reason))
+        return self._frame(TextChoice(index, self._echoes.pop(index, ""), finish_reason=reason))
 
     def usage(self, usages: Sequence[Usage]) -> bytes:
         """The frame of the whole answer's usage; empty unless requested."""

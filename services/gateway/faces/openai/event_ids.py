@@ -110,7 +110,7 @@ class AnswerPosition:
         choice = self._position.parts[number].choices[event.choice]
         found = DeliveredChoice(choice.tokens, choice.chars, choice.checksum).after(event.ids, event.text)
         choice.tokens, choice.chars, choice.checksum = found.tokens, found.chars, found.checksum
-        choice.token_chars += sum(len(entry.token) for entry in event.logprobs)
+        choice.token_chars += sum(len(entry.text) for entry in event.logprobs)
 
     def on_end(self, number: int) -> None:
         self._position.parts[number].ends += 1
@@ -129,4 +129,4 @@ def _context_of(request: ApiRequest, tenant_id: str) -> bytes:
     key = request.generations[0].idempotency_key if request.generations else ""
     usage = (request.include_usage, request.continuous_usage)
     form = (request.dialect, request.choices, len(request.generations), *usage)
-    return _encode((tenant_id, key, form, request.logprobs, request.stage_clock))
+    return _encode((tenant_id, key, form, request.logprobs, request.stage_clock, request.echo))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import msgspec
@@ -75,6 +75,16 @@ class ApiRequest:
     names: Mapping[str, str] = field(default_factory=dict)
     # Whether the answer includes the stage times.
     stage_clock: bool = False
+    # Whether the text of each choice begins with the prompt.
+    echo: bool = False
+    # Whether the answer includes vLLM's list of the prompt's log probabilities.
+    prompt_logprobs: bool = False
+    # Whether the output of each choice begins with the prompt's tokens and their log probabilities.
+    scores_prompt: bool = False
+
+    def echoed(self, number: int) -> str:
+        """Return the text that precedes the output of a generation whose prompt is not scored."""
+        return self.generations[number].prompt if self.echo else ""
 
 
 def chat_request(data: bytes) -> ApiRequest:
@@ -90,6 +100,7 @@ def chat_of(body: ChatBody) -> ApiRequest:
     set_chat(generation.chat, body.messages, _template_variables(body))
     generation.parts = True
     names = {"logprobs": "top_logprobs", **set_tools(generation, body)}
+    _set_prompt_logprobs(generation, body, body.prompt_logprobs)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidInput("top_logprobs needs logprobs to be true", field="top_logprobs")
     if body.logprobs:
@@ -107,8 +118,14 @@ def completion_request(data: bytes) -> ApiRequest:
         template.default_output_tokens = DEFAULT_COMPLETION_TOKENS
     if body.logprobs is not None:
         template.logprobs = body.logprobs
+    prompts, names = _prompts(body.prompt), {}
+    scores = body.prompt_logprobs
+    if scores is None and body.echo:
+        scores = _echoed_logprobs(body, by_ids=not isinstance(prompts[0], str))
+        names["prompt_logprobs"] = "echo" if body.logprobs is None else "logprobs"
+    _set_prompt_logprobs(template, body, scores)
     generations = []
-    for prompt in _prompts(body.prompt):
+    for prompt in prompts:
         generation = inference_pb2.Generation()
         generation.CopyFrom(template)
         if isinstance(prompt, str):
@@ -117,7 +134,27 @@ def completion_request(data: bytes) -> ApiRequest:
             generation.token_ids.ids.extend(prompt)
         generations.append(generation)
     logprobs = body.logprobs is not None
-    return _api_request(body, "completions", tuple(generations), logprobs=logprobs, names={})
+    request = _api_request(body, "completions", tuple(generations), logprobs=logprobs, names=names)
+    return replace(request, echo=bool(body.echo))
+
+
+def _echoed_logprobs(body: CompletionBody, *, by_ids: bool) -> int | None:
+    """Return how many log probabilities an echoed prompt needs beside its tokens' own; None: not even these.
+
+    The text of token ids comes with their own, and a request without output has nothing else.
+    """
+    return 0 if body.logprobs is None and (by_ids or body.max_tokens == 0) else body.logprobs
+
+
+def _set_prompt_logprobs(generation: inference_pb2.Generation, body: Options, scores: int | None) -> None:
+    """Raises UnsupportedFeature for vLLM's list in a stream."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise UnsupportedFeature(
+            "prompt_logprobs is not offered with stream; use echo with logprobs, or no stream",
+            field="prompt_logprobs",
+        )
+    if scores is not None:
+        generation.prompt_logprobs = scores
 
 
 def set_chat(chat: inference_pb2.Chat, turns: Sequence[ChatTurn], variables: Mapping[str, Any]) -> None:
@@ -184,6 +221,8 @@ def _api_request(
         continuous_usage=usage and options is not None and bool(options.continuous_usage_stats),
         service_tier=body.service_tier or "",
         names={**names, **_own_names(body)},
+        prompt_logprobs=body.prompt_logprobs is not None,
+        scores_prompt=generations[0].HasField("prompt_logprobs"),
     )
 
 

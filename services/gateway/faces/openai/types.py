@@ -188,6 +188,7 @@ class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     min_tokens: Annotated[UInt32 | None, About("No end before so many output tokens.")] = None
     stop_token_ids: list[UInt32] | None = None
+    prompt_logprobs: Annotated[UInt32 | None, About("vLLM's; not in a stream.")] = None
     ignore_eos: Annotated[bool | None, About("Go on past the end of sequence.")] = None
     cache: Annotated[bool | None, About("The answer of an equal earlier request serves too.")] = None
     priority: Annotated[
@@ -210,8 +211,6 @@ class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     guided_whitespace_pattern: Unserved = UNSET
     chat_template: Unserved = UNSET
     best_of: Unserved = UNSET
-    echo: Unserved = UNSET
-    prompt_logprobs: Unserved = UNSET
     use_beam_search: Unserved = UNSET
     length_penalty: Unserved = UNSET
     early_stopping: Unserved = UNSET
@@ -247,6 +246,7 @@ class ChatBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=True):
 
     functions: Unserved = UNSET
     function_call: Unserved = UNSET
+    echo: Unserved = UNSET
     audio: Unserved = UNSET
     modalities: Unserved = UNSET
     prediction: Unserved = UNSET
@@ -260,6 +260,7 @@ class ChatBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=True):
 class CompletionBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[UInt32]]
     logprobs: UInt32 | None = None
+    echo: Annotated[bool | None, About("Begin with the prompt.")] = None
 
     suffix: Unserved = UNSET
     chat_template_kwargs: Unserved = UNSET

@@ -111,6 +111,10 @@ class GraphedDecoder:
             return self._logits[:count]
         return self._logits.index_select(0, logit_rows.to(self._device, non_blocking=True))
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``Decoder.logits``."""
+        return self._decoder.logits(hidden)
+
     def _graph(self, shape: StepShape) -> Graph | None:
         if shape not in self._graphs:
             if len(self._graphs) >= MAX_GRAPHS:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from services.worker.engine.constrain.masks import StepMasks
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine_protocol import SampledLogprobs
+
+NOT_FINITE: Final = "the model's logits are not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,15 @@ class Chunk:
     @property
     def samples(self) -> bool:
         return self.end == len(self.sequence.tokens)
+
+    @property
+    def scored(self) -> range:
+        """Places of tokens of the prompt whose log-probabilities are requested: the rows before them are
+        the chunk's. Not the prompt's first token, which no row predicts."""
+        sequence = self.sequence
+        if sequence.sampling.prompt_logprobs is None:
+            return range(0)
+        return range(max(self.start + 1, sequence.scored), min(self.end + 1, sequence.prompt_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +97,8 @@ class Samples:
     # By row of a sequence that embeds: its hidden state after the final norm, as float32.
     embeddings: dict[int, bytes] = field(default_factory=dict)
     unmasked: dict[int, str] = field(default_factory=dict)
+    # By index in ``prefills``: an entry for each place in ``Chunk.scored``; NaN where there is no number.
+    scores: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -128,6 +141,12 @@ class Executor(Protocol):
 def unknown_token(row: int) -> int:
     """Return what stands for the token that the row samples, in the batch before the present one."""
     return -1 - row
+
+
+def blank_scores(batch: Batch) -> dict[int, list[SampledLogprobs]]:
+    """Return ``Samples.scores`` where there is no model: every token is certain."""
+    scored = ((index, chunk.scored) for index, chunk in enumerate(batch.prefills))
+    return {index: [SampledLogprobs(0.0, [], [], 1)] * len(places) for index, places in scored if places}
 
 
 class Inline:

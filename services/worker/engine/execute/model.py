@@ -47,9 +47,12 @@ class Weights:
 
 @dataclass(slots=True)
 class Hidden:
-    """Receives the hidden states of the logit rows, after the final norm: [logit rows, hidden size]."""
+    """Receives hidden states after the final norm: of the logit rows [logit rows, hidden size], and of
+    ``others``, int64 rows that need no logits now, [others, hidden size]."""
 
+    others: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    of_others: torch.Tensor | None = None
 
 
 class Decoder:
@@ -76,23 +79,32 @@ class Decoder:
         the attention's ``begin`` has been called. ``hidden`` receives what the logits are computed from.
         """
         device, norm = self._weights.embedding.device, self._operators.norm
+        rows, count = logit_rows, len(logit_rows)
+        if hidden is not None and hidden.others is not None:
+            rows = torch.cat((logit_rows, hidden.others))
         cos, sin = self._rope.cos_sin(positions, prompt_tokens)
         x = F.embedding(tokens.to(device, non_blocking=True), self._weights.embedding)
         last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
             attended = self._attend(index, layer, norm(x, layer.input_norm), cos, sin)
-            if index == last and len(logit_rows) < len(x):
-                # All KV is written: from here on only the rows that sample are of use.
-                if not len(logit_rows):
+            if index == last and (len(rows) < len(x) or rows is not logit_rows):
+                # All KV is written: from here on only these rows are of use.
+                if not len(rows):
                     return x.new_empty((0, self._config.vocab_size), dtype=torch.float32)
-                chosen = logit_rows.to(device, non_blocking=True)
+                chosen = rows.to(device, non_blocking=True)
                 x, attended = x.index_select(0, chosen), attended.index_select(0, chosen)
             x = layer.output.add_to(x, attended)
             x = layer.down.add_to(x, layer.gate_up(norm(x, layer.mlp_norm)))
         x = norm(x, self._weights.norm)
         if hidden is not None:
-            hidden.values = x
-        return self._weights.head(x).float()
+            hidden.values, hidden.of_others = x[:count], x[count:]
+        if not count:
+            return x.new_empty((0, self._config.vocab_size), dtype=torch.float32)
+        return self.logits(x[:count])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [rows, vocabulary] of hidden states after the final norm."""
+        return self._weights.head(hidden).float()
 
     def _attend(
         self, index: int, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from services.worker.engine.constrain.masks import Biases
-from services.worker.engine.execute.executor import Batch, Samples
+from services.worker.engine.execute.executor import Batch, Samples, blank_scores
 from services.worker.engine_protocol import SampledLogprobs
 
 STRIDE = 7919  # a prime, so that the tokens of a stream differ from one position to the next
@@ -56,7 +56,7 @@ class NullExecutor:
         if self._step_s > 0:
             self._pace()
         vectors = {row: bytes(4) for row in batch.embedded}  # of one dimension: there is no model
-        return Samples(tokens, logprobs, embeddings=vectors)
+        return Samples(tokens, logprobs, embeddings=vectors, scores=blank_scores(batch))
 
     def resize(self, blocks: int) -> None:
         """See ``Runner``: there is no memory behind its blocks."""

@@ -13,13 +13,14 @@ from services.worker.engine.execute.attention import Attention
 from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine.execute.kv_cache import KvPool
 from services.worker.engine.execute.model import Hidden
+from services.worker.engine.execute.prompt_scores import PromptScores, launch_scores, scored_rows
 from services.worker.engine.execute.step_rows import Seats, StepRows
 from services.worker.engine.sample.reductions import Reductions
 from services.worker.engine.sample.sampler import TORCH, Sampled, launch
 
 
 class Forward(Protocol):
-    """What ``Decoder.forward`` promises."""
+    """What ``Decoder`` promises."""
 
     def forward(
         self,
@@ -30,18 +31,22 @@ class Forward(Protocol):
         hidden: Hidden | None = None,
     ) -> torch.Tensor: ...
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A step that was not collected. ``hidden``: of the rows ``embedded``, float32 on the device."""
+    """A step that was not collected. ``sampled`` is None if no row is sampled. ``hidden``: of the rows
+    ``embedded``, float32 on the device."""
 
-    sampled: Sampled
+    sampled: Sampled | None
     embedded: list[int]
     hidden: torch.Tensor | None
+    scores: PromptScores | None
 
 
 def _rows_of(hidden: Hidden | None, rows: list[int]) -> torch.Tensor | None:
-    if hidden is None or hidden.values is None:
+    if not rows or hidden is None or hidden.values is None:
         return None
     return hidden.values.index_select(0, torch.tensor(rows, device=hidden.values.device)).float()
 
@@ -72,7 +77,7 @@ class TorchExecutor:
         self._cache = cache
         self._reductions = reductions
         self._seats = Seats(cache.block_size)
-        self._under_way: deque[_Running | None] = deque()  # None: nothing is sampled
+        self._under_way: deque[_Running] = deque()
         self._tokens = torch.empty(0, dtype=torch.int64)  # of the newest batch's rows, on the device
 
     def run(self, batch: Batch) -> Samples:
@@ -85,22 +90,26 @@ class TorchExecutor:
         rows = self._seats.rows(batch)
         with torch.inference_mode():
             self._cache.copy(batch.copies)
-            embedded = batch.embedded
-            hidden = Hidden() if embedded else None
+            embedded, scored = batch.embedded, scored_rows(batch, rows.spans)
+            hidden = Hidden(None if scored is None else scored.rows) if embedded or scored else None
             logits = self._logits(rows, hidden)
-            if not len(logits):
-                self._under_way.append(None)
-                return
-            sampled = launch(logits, rows.sampling, self._reductions, batch.masks)
-            self._tokens = sampled.tokens
-            self._under_way.append(_Running(sampled.to_host(), embedded, _rows_of(hidden, embedded)))
+            sampled = None
+            if len(logits):
+                sampled = launch(logits, rows.sampling, self._reductions, batch.masks)
+                self._tokens = sampled.tokens
+                sampled = sampled.to_host()
+            del logits  # of other rows as many are made next
+            scores = None
+            if scored is not None and hidden is not None and hidden.of_others is not None:
+                scores = launch_scores(self._decoder.logits, hidden.of_others, scored, self._reductions)
+            self._under_way.append(_Running(sampled, embedded, _rows_of(hidden, embedded), scores))
 
     def collect(self) -> Samples:
         """See ``Executor``."""
         running = self._under_way.popleft()
-        if running is None:
-            return Samples([])
-        samples = running.sampled.samples()
+        samples = running.sampled.samples() if running.sampled is not None else Samples([])
+        if running.scores is not None:
+            samples.scores.update(running.scores.entries())
         if running.hidden is not None:
             vectors = running.hidden.cpu().numpy()
             samples.embeddings.update(

@@ -93,6 +93,7 @@ def _costliest(vocab_size: int) -> Sampling:
         repetition_penalty=1.1,
         logit_bias=((0, 1.0),),
         logprobs=min(MAX_LOGPROBS, vocab_size),
+        prompt_logprobs=min(MAX_LOGPROBS, vocab_size),
     )
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.engine.constrain.masks import RuledRows, StepMasks
-from services.worker.engine.execute.executor import Samples
+from services.worker.engine.execute.executor import NOT_FINITE, Samples
 from services.worker.engine.sample.reductions import Reductions, TorchReductions
 from services.worker.engine.sample.sampling_rows import (
     BIASED,
@@ -42,7 +42,6 @@ from services.worker.engine_protocol import SampledLogprobs
 TILE: Final = 128  # tokens whose weights are summed at once
 CANDIDATES: Final = 128  # how many of the greatest logits top-p looks at first
 WIDER: Final = 16  # and how many times as many where these do not reach top_p
-NOT_FINITE: Final = "the model's logits are not finite"
 MOST_PLACES: Final = 1 << 16  # tokens of prompts and outputs whose penalties are computed at once
 NO_TOKEN: Final = -1  # in a column of tokens: the row's logits are no numbers
 TORCH: Final = TorchReductions()

@@ -164,7 +164,7 @@ def _shadow(sequence: SequenceState) -> SequenceState:
         handle=sequence.handle,
         tokens=list(sequence.tokens),
         prompt_tokens=sequence.prompt_tokens,
-        sampling=replace(sequence.sampling, logprobs=None, constraint=None),
+        sampling=replace(sequence.sampling, logprobs=None, constraint=None, prompt_logprobs=None),
         limits=sequence.limits,
         stop_ids=sequence.stop_ids,
         key=sequence.key,

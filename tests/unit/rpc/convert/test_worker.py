@@ -55,6 +55,7 @@ samplings = st.builds(
     repetition_penalty=float32,
     logit_bias=st.dictionaries(uint32, float32, max_size=3).map(lambda bias: tuple(sorted(bias.items()))),
     logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
     constraint=st.none()
     | st.builds(
         Constraint,
@@ -104,6 +105,7 @@ starts = st.builds(
     grant=grants,
     initial_credit_tokens=uint32,
     produced_ids=ids.map(tuple),
+    scored_tokens=uint32,
     delivered_chars=uint64,
     time_left_s=st.none() | st.integers(0, 86_400_000).map(lambda ms: ms / 1000),
     traceparent=short,
@@ -127,6 +129,8 @@ logprobs = st.builds(
     top_logprobs=st.lists(float32, max_size=3).map(tuple),
     top_tokens=st.lists(short, max_size=3).map(tuple),
     token=short,
+    text=short,
+    rank=uint32,
 )
 
 

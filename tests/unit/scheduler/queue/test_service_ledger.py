@@ -92,6 +92,15 @@ def test_a_sequence_is_charged_ahead_and_in_the_end_what_it_used() -> None:
     assert rig.ledger.open_advances == 0
 
 
+def test_a_sequence_without_output_is_charged_its_prefill_beside_another() -> None:
+    rig = Rig(min_samples=1)
+    rig.grant("req_a")
+    rig.grant("req_b")
+    rig.report(PROMPT, 0, left=usage("req_a", 0))
+    assert rig.value == PROMPT + EXPECTED
+    assert rig.ledger.outputs.predict("acme", DIGEST) > 1, "others are predicted by it"
+
+
 def test_what_came_from_the_cache_is_charged_less() -> None:
     rig = Rig()
     rig.report(PROMPT, 0, cached=60)

@@ -14,10 +14,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.execute.executor import Batch, Executor, Inline, Runner, Samples, unknown_token
+from services.worker.engine.execute.executor import (
+    NOT_FINITE,
+    Batch,
+    Executor,
+    Inline,
+    Runner,
+    Samples,
+    unknown_token,
+)
 from services.worker.engine.execute.model import Hidden
 from services.worker.engine.execute.torch_executor import TorchExecutor
-from services.worker.engine.sample.sampler import NO_TOKEN, NOT_FINITE
+from services.worker.engine.sample.sampler import NO_TOKEN
 from services.worker.engine.sequence import sequence_of
 from services.worker.engine_protocol import Cancel, Credit, Park, Submit
 from tests.support.engine_oracle import Arrival, Outcome, Run, Schedule, Shape, load_engine, save, schedules
@@ -251,6 +259,9 @@ class Recording:
         logits[0] = math.nan
         logits[1:, 7] = 1.0
         return logits
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("no prompt is scored")
 
 
 def test_the_device_puts_tokens_in_their_places_and_none_for_a_row_that_failed(

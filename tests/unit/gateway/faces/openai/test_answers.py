@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fairway.v1 import inference_pb2
 from services.core import errors
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens
@@ -15,14 +17,14 @@ from services.gateway.faces.openai.answers import (
     AnswerHead,
     Frames,
     chat_logprobs,
-    completion_logprobs,
     whole_answer,
 )
+from services.gateway.faces.openai.completions.logprobs import completion_logprobs
 from services.gateway.faces.openai.errors import HttpProblem, error_body, error_headers, status_of
 from services.gateway.faces.openai.requests import ApiRequest
 from services.gateway.requests.streaming import Completion
 
-ENTRY = TokenLogprobs(-0.5, (1, 2), (-0.25, -math.inf), ("a", "é"), "b")
+ENTRY = TokenLogprobs(-0.5, (1, 2), (-0.25, -math.inf), ("a", "é"), "b", "b")
 
 
 def wanted(dialect: Any = "chat", **changes: Any) -> ApiRequest:
@@ -102,7 +104,7 @@ def test_offsets_of_completion_logprobs_go_on_over_frames() -> None:
 
 def test_of_two_tokens_with_one_text_the_likelier_stays() -> None:
     twin = TokenLogprobs(-3.0, (1, 2), (-1.0, -2.0), ("\ufffd", "\ufffd"), "\ufffd")
-    assert completion_logprobs([twin], 0).top_logprobs == [{"\ufffd": -1.0}]
+    assert completion_logprobs([twin], 0, begins=False).top_logprobs == [{"\ufffd": -1.0}]
 
 
 def whole(texts: list[str], logprobs: list[list[TokenLogprobs]]) -> Completion:
@@ -211,3 +213,88 @@ def test_an_incident_is_named() -> None:
     body = error_body(errors.InternalError("secret path /etc", incident="inc_7"))
     assert b"inc_7" in body
     assert b"/etc" not in body
+
+
+# A character of three tokens, behind a special token: what the detokeniser makes of "<|b|>", "é" of 2, "x".
+PROMPT = (
+    TokenLogprobs(0.0, (), (), (), "<|b|>"),
+    TokenLogprobs(-1.0, (7,), (-0.5,), ("y",), "\ufffd", "", 4),
+    TokenLogprobs(-2.0, (3,), (-2.0,), ("\ufffd",), "\ufffd", "é", 1),
+    TokenLogprobs(-3.0, (9,), (-0.25,), ("z",), "x", "x", 12),
+)
+IDS = [0, 2, 3, 4]
+
+
+def scored(texts: list[str], outputs: int = 1) -> Completion:
+    found = whole(texts, [[*PROMPT, *[ENTRY] * outputs] for _ in texts])
+    accepted = Accepted("r", "m", IDENTITY.version_digest, 1, 1, len(PROMPT))
+    return replace(found, accepted=accepted, ids=[[*IDS, *[5] * outputs] for _ in texts])
+
+
+def test_an_echoed_prompt_precedes_text_and_logprobs_with_exact_offsets() -> None:
+    want = wanted("completions", logprobs=True, echo=True, scores_prompt=True)
+    for choice in json.loads(whole_answer(want, [scored(["b", "b"])], 7, "r"))["choices"]:
+        assert choice["text"] == "éxb"
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == ["<|b|>", "\ufffd", "\ufffd", "x", "b"]
+        assert logprobs["token_logprobs"] == [None, -1.0, -2.0, -3.0, -0.5]
+        assert logprobs["top_logprobs"][:3] == [None, {"y": -0.5, "\ufffd": -1.0}, {"\ufffd": -2.0}]
+        assert logprobs["text_offset"] == [0, 0, 0, 1, 2]
+        assert "prompt_logprobs" not in choice
+
+
+def test_a_streamed_prompt_is_the_same_put_together_and_usage_counts_output_alone() -> None:
+    want = wanted("completions", logprobs=True, echo=True, scores_prompt=True, continuous_usage=True)
+    frames = Frames(want, IDENTITY)
+    frames.start(0, len(PROMPT), split=False)
+    events = [
+        Tokens(0, 0, IDS[:2], "", PROMPT[:2]),
+        Tokens(0, 2, [*IDS[2:], 5], "b", (*PROMPT[2:], ENTRY)),
+    ]
+    found = [frame(frames.tokens(0, event)) for event in events]
+    assert [each["choices"][0]["text"] for each in found] == ["", "éxb"]
+    logprobs = [each["choices"][0]["logprobs"] for each in found]
+    assert [each["token_logprobs"] for each in logprobs] == [[None, -1.0], [-2.0, -3.0, -0.5]]
+    assert [each["text_offset"] for each in logprobs] == [[0, 0], [0, 1, 2]]
+    assert [each["usage"]["completion_tokens"] for each in found] == [0, 1]
+
+
+def test_a_prompt_without_logprobs_is_echoed_as_it_came_and_once() -> None:
+    want = wanted("completions", echo=True, generations=(inference_pb2.Generation(prompt="Hé "),))
+    answer = json.loads(whole_answer(want, [whole(["b"], [[]])], 7, "r"))
+    assert answer["choices"][0]["text"] == "Hé b"
+    frames = Frames(want, IDENTITY)
+    frames.start(0, 3, split=False)
+    texts = [
+        frame(frames.tokens(0, Tokens(0, place, [place], text)))["choices"][0]["text"]
+        for place, text in enumerate("bc")
+    ]
+    assert texts == ["Hé b", "c"]
+    assert frame(frames.finish(0, "stop"))["choices"][0]["text"] == ""
+    frames.start(0, 3, split=False, tokens=1)  # of a client that has the beginning
+    assert frame(frames.tokens(0, Tokens(0, 1, [1], "c")))["choices"][0]["text"] == "c"
+
+
+def test_prompt_logprobs_are_as_vllm_has_them() -> None:
+    expected = [
+        None,
+        {
+            "7": {"logprob": -0.5, "rank": 1, "decoded_token": "y"},
+            "2": {"logprob": -1.0, "rank": 4, "decoded_token": "\ufffd"},
+        },
+        {"3": {"logprob": -2.0, "rank": 1, "decoded_token": "\ufffd"}},
+        {
+            "9": {"logprob": -0.25, "rank": 1, "decoded_token": "z"},
+            "4": {"logprob": -3.0, "rank": 12, "decoded_token": "x"},
+        },
+    ]
+    for dialect, logprobs in (("chat", True), ("completions", False)):
+        want = wanted(dialect, logprobs=logprobs, prompt_logprobs=True, scores_prompt=True)
+        answer = json.loads(whole_answer(want, [scored(["b"])], 7, "r"))
+        choice = answer["choices"][0]
+        assert (answer if dialect == "chat" else choice)["prompt_logprobs"] == expected
+        if dialect == "chat":
+            assert [each["token"] for each in choice["logprobs"]["content"]] == ["b"]
+            assert choice["message"]["content"] == "b"
+        else:
+            assert (choice["text"], choice["logprobs"]) == ("b", None)

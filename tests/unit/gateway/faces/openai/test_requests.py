@@ -193,7 +193,6 @@ UNSUPPORTED = {
     "skip_special_tokens": False,
     "echo": True,
     "best_of": 2,
-    "prompt_logprobs": 0,
     "priority": 3,
     "cache_salt": "salt",
 }
@@ -206,13 +205,41 @@ def test_options_that_are_not_offered_are_named(name: str) -> None:
     assert caught.value.metadata["field"] == name
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("suffix", "x"), ("echo", True), ("best_of", 2), ("add_special_tokens", False)]
-)
+@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("best_of", 2), ("add_special_tokens", False)])
 def test_options_of_completions_that_are_not_offered(name: str, value: Any) -> None:
     with pytest.raises(UnsupportedFeature) as caught:
         completion(**{name: value})
     assert caught.value.metadata["field"] == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "scores"),
+    [
+        ({"prompt": "hi", "logprobs": 3}, 3),
+        ({"prompt": [5, 6], "logprobs": 1}, 1),
+        ({"prompt": "hi", "logprobs": 5, "prompt_logprobs": 2}, 2),  # as vLLM
+        ({"prompt": "hi"}, None),  # the client's own text
+        ({"prompt": [5, 6]}, 0),  # whose text comes with the log-probabilities
+        ({"prompt": "hi", "max_tokens": 0}, 0),
+    ],
+    ids=["text", "ids", "both", "plain text", "plain ids", "no output"],
+)
+def test_an_echo_asks_for_what_it_shows(fields: dict[str, Any], scores: int | None) -> None:
+    request = completion(echo=True, **fields)
+    (generation,) = request.generations
+    assert request.echo
+    assert request.scores_prompt == (scores is not None)
+    assert (generation.prompt_logprobs if generation.HasField("prompt_logprobs") else None) == scores
+    assert request.prompt_logprobs == ("prompt_logprobs" in fields)
+
+
+def test_prompt_logprobs_are_not_streamed() -> None:
+    assert chat(prompt_logprobs=4).generations[0].prompt_logprobs == 4
+    assert not chat(prompt_logprobs=4).generations[0].HasField("logprobs")
+    for request in (chat, completion):
+        with pytest.raises(UnsupportedFeature, match="not offered with stream") as caught:
+            request(prompt_logprobs=4, stream=True)
+        assert caught.value.metadata["field"] == "prompt_logprobs"
 
 
 def test_options_that_ask_for_nothing_pass() -> None:

@@ -1,0 +1,106 @@
+"""Log-probabilities in the dialect of completions, and those of a prompt as vLLM has them.
+
+Output in which a prompt is scored begins with the prompt's tokens: ``PromptPart`` is what an answer shows of
+these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec import Struct
+
+from services.core.generation import TokenLogprobs
+
+_LOWEST_LOGPROB: Final = -9999.0
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    """The first token of an echoed prompt has null, in both lists."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(Struct, frozen=True):
+    """A token at a place of a prompt."""
+
+    logprob: float
+    # Its place by probability, from 1.
+    rank: int
+    decoded_token: str
+
+
+# By token id, in decimal; null for the first token.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """The first ``tokens`` of a choice's output are the prompt's. ``echoed``: the answer shows them."""
+
+    tokens: int = 0
+    echoed: bool = False
+
+    def text(self, entries: Sequence[TokenLogprobs], first: int = 0) -> str:
+        """Return the text to show of the prompt, of entries from place ``first`` on."""
+        return "".join(entry.text for entry in entries[: self.within(first)]) if self.echoed else ""
+
+    def shown(self, entries: Sequence[TokenLogprobs], first: int = 0) -> Sequence[TokenLogprobs]:
+        """Return the entries to show beside the text, of those from place ``first`` on."""
+        return entries if self.echoed else entries[self.within(first) :]
+
+    def within(self, first: int) -> int:
+        """Return how many places from ``first`` on are the prompt's."""
+        return max(0, self.tokens - first)
+
+
+def completion_logprobs(
+    entries: Sequence[TokenLogprobs], offset_chars: int, *, begins: bool
+) -> CompletionLogprobs:
+    """``offset_chars``: where the first token's text begins in the choice's. ``begins``: that token begins a
+    prompt."""
+    offsets = []
+    for entry in entries:
+        offsets.append(offset_chars)
+        offset_chars += len(entry.text)
+    own: list[float | None] = [finite(entry.sampled) for entry in entries]
+    tops: list[dict[str, float] | None] = [_tops(entry) for entry in entries]
+    if begins and entries:
+        own[0] = tops[0] = None
+    return CompletionLogprobs([entry.token for entry in entries], own, tops, offsets)
+
+
+def prompt_logprobs(ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
+    """Return the log-probabilities of a prompt's tokens."""
+    found: PromptLogprobs = [_ranked(token, entry) for token, entry in zip(ids, entries, strict=True)]
+    return [None, *found[1:]]
+
+
+def _ranked(token: int, entry: TokenLogprobs) -> dict[str, PromptLogprob]:
+    columns = zip(entry.top_ids, entry.top_logprobs, entry.top_tokens, strict=True)
+    found = {
+        str(other): PromptLogprob(finite(value), place, text)
+        for place, (other, value, text) in enumerate(columns, 1)
+    }
+    found.setdefault(str(token), PromptLogprob(finite(entry.sampled), entry.rank, entry.token))
+    return found
+
+
+def _tops(entry: TokenLogprobs) -> dict[str, float]:
+    """By text, as in the dialect, with the token itself. Of equal texts the likelier token stays."""
+    found: dict[str, float] = {}
+    for token, value in zip(entry.top_tokens, entry.top_logprobs, strict=True):
+        found.setdefault(token, finite(value))
+    found.setdefault(entry.token, finite(entry.sampled))
+    return found
+
+
+def finite(logprob: float) -> float:
+    """JSON has no minus infinity."""
+    return max(logprob, _LOWEST_LOGPROB) if math.isfinite(logprob) else _LOWEST_LOGPROB
