@@ -26,6 +26,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 BODY_TIMEOUT_S: Final = 30.0
 WRITE_TIMEOUT_S: Final = 30.0
 STATUS_WAIT_S: Final = 45.0
+SOCKET_IDLE_S: Final = 300.0
 MAX_TIMEOUT_S: Final = 86_400.0
 _LENGTH: Final = re.compile(rb"\d{1,15}")
 _SECONDS: Final = re.compile(rb"\d{1,6}(\.\d{1,6})?")
@@ -71,6 +72,8 @@ class HttpLimits:
     write_timeout_s: float = WRITE_TIMEOUT_S
     # After it a stream begins without output; longer than a request waits in the queue.
     status_wait_s: float = STATUS_WAIT_S
+    # After it a WebSocket without a request is closed.
+    socket_idle_s: float = SOCKET_IDLE_S
 
 
 class Headers:

@@ -275,6 +275,7 @@ class HttpServer:
         self._max_body_bytes = max_body_bytes
         self._sockets: list[socket.socket] = []
         self._paced = PacedApp(app)
+        self._draining = False
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._paced,
@@ -317,10 +318,11 @@ class HttpServer:
         return _ConnectionGate(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
 
     def _socket(self, **kwargs: Any) -> SocketProtocol:
-        return SocketProtocol(self.table, self._paced.turn, **kwargs)
+        return SocketProtocol(self.table, self._paced.turn, draining=self._draining, **kwargs)
 
     def drain(self) -> None:
         """Let the WebSockets end once their requests have. Running requests and HTTP are unchanged."""
+        self._draining = True
         for connection in list(self._server.server_state.connections):
             if isinstance(connection, SocketProtocol):
                 connection.drain()

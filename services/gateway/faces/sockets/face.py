@@ -43,7 +43,6 @@ log = structlog.get_logger()
 
 PATH: Final = "/v1/stream"
 MAX_REQUESTS: Final = 64  # of one socket at once
-IDLE_S: Final = 300.0
 CLOSE_IDLE: Final = 1000
 CLOSE_BINARY: Final = 1003
 CLOSE_MALFORMED: Final = 1007
@@ -63,7 +62,6 @@ class SocketRules:
     request_id: Callable[[], str]
     origins: Sequence[str]
     limits: HttpLimits
-    idle_s: float = IDLE_S
 
 
 class SocketFace:
@@ -178,14 +176,14 @@ class _Socket:
             if self._connection.draining:
                 advice = f"shutting down: connect again after {_RETRY_S:g} s"
                 raise _Close(CLOSE_RESTART, advice) from None
-            raise _Close(CLOSE_IDLE, f"no request for {self._rules.idle_s:g} s") from None
+            raise _Close(CLOSE_IDLE, f"no request for {self._rules.limits.socket_idle_s:g} s") from None
         finally:
             self._limit = None
 
     def _set_limit(self) -> None:
         """Bound the wait for a message while no request runs."""
         if self._limit is not None and not self._limit.expired():
-            idle_s = 0.0 if self._connection.draining else self._rules.idle_s
+            idle_s = 0.0 if self._connection.draining else self._rules.limits.socket_idle_s
             now_s = asyncio.get_running_loop().time()
             self._limit.reschedule(None if self._running else now_s + idle_s)
 

@@ -14,6 +14,7 @@ import msgspec
 
 from services.core.errors import FairwayError, InvalidInput
 from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
+from services.gateway.faces.openai.types import check_json_cost
 
 MAX_HEADER_BYTES: Final = 32 * 1024
 _ID: Final = re.compile(r"[\x21-\x7e]{1,64}")
@@ -55,6 +56,7 @@ _decode: Final[Callable[[bytes], SocketRequest | SocketCancel]] = msgspec.json.D
 
 def socket_message(data: bytes) -> SocketRequest | SocketCancel:
     """Return a client's message. Raises InvalidInput."""
+    check_json_cost(data)
     try:
         message = _decode(data)
     except msgspec.ValidationError as error:

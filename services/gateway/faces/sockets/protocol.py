@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -20,6 +20,7 @@ from services.runtime.connections import ConnectionTable
 
 PING_S: Final = 20.0  # between pings, and until a connection without an answer is closed
 CLOSE_S: Final = 10.0  # until a client that does not close is cut
+_QUIET_S: Final = 0.5  # after the last bytes of a client that failed
 # Continuations and control frames since the last message or ping of the server.
 MAX_FRAMES: Final = 1024
 # Bytes that are parsed in one iteration of the event loop: at most some 1,400 frames.
@@ -63,7 +64,7 @@ EXTENSION: Final = "fairway.socket"
 class SocketProtocol(WebSocketsSansIOProtocol):
     """Offers ``SocketConnection``. Reads as much as the application takes, and at most a slice at a time."""
 
-    def __init__(self, table: ConnectionTable, turn: Turn, **kwargs: Any) -> None:
+    def __init__(self, table: ConnectionTable, turn: Turn, *, draining: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._table = table
         self._turn = turn
@@ -73,9 +74,10 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self._unread = bytearray()
         self._feeding = False  # a slice is scheduled
         self._known = False
+        self._failed = False  # for a fault of the client
         self._end: asyncio.TimerHandle | None = None
         self._on_drain: Callable[[], None] | None = None
-        self.draining = False
+        self.draining = draining
 
     # Offered to the application.
 
@@ -114,7 +116,10 @@ class SocketProtocol(WebSocketsSansIOProtocol):
             super().data_received(data)  # the head, as the HTTP protocol has read it
             if not self.handshake_initiated:
                 self.transport.write(b"".join(self.conn.data_to_send()) or _BAD_REQUEST)
-                self._close()
+                self.transport.close()
+                self._close_later()
+        elif self._failed:
+            self._close_when_quiet()
         elif not self.handshake_complete:
             self.transport.abort()  # a client waits for the answer to its handshake
         else:
@@ -129,6 +134,9 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self._on_drain = None
         self._table.remove(self.transport)
         super().connection_lost(exc)
+        # Both refer to themselves: without that a closed connection is freed without the cycle collector.
+        self.scope = cast(Any, None)
+        self.conn.parser.close()
 
     async def receive(self) -> Any:
         """Return the next message. The one before it has been handled."""
@@ -188,11 +196,20 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self._close_later()
 
     def handle_parser_exception(self) -> None:
-        if self.conn.close_sent is None:
+        """End after a fault of the client: what it still sends is read, or it would not receive the reason."""
+        sent = self.conn.close_sent
+        if sent is None:
             self.transport.abort()
             return
-        super().handle_parser_exception()
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": sent.code, "reason": sent.reason})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = self._failed = True
+        self._unread.clear()
+        self._hold(0)
+        self._close_when_quiet()
         self._close_later()
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -200,7 +217,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     def _read_on(self) -> None:
         """Read what is still there, unless a message waits for the application."""
-        if self.read_paused or self._feeding or self.transport.is_closing():
+        if self.read_paused or self._feeding or self._failed or self.transport.is_closing():
             return
         if self._unread:
             self._feeding = True
@@ -212,7 +229,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
     def _feed(self) -> None:
         """Parse a slice of what was read, unless a message waits for the application."""
         self._feeding = False
-        if self.transport.is_closing() or self.read_paused:
+        if self.transport.is_closing() or self.read_paused or self._failed:
             return
         part = bytes(self._unread[:_SLICE_BYTES])
         del self._unread[:_SLICE_BYTES]
@@ -236,14 +253,13 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         return True
 
     def _fail(self, code: int, reason: str) -> None:
-        if not self.close_sent:
-            self.conn.fail(code, reason)
-            super().handle_parser_exception()
-        self._close()
+        self.conn.fail(code, reason)
+        self.handle_parser_exception()
 
-    def _close(self) -> None:
-        self.transport.close()
-        self._close_later()
+    def _close_when_quiet(self) -> None:
+        if self.close_timer is not None:
+            self.close_timer.cancel()
+        self.close_timer = self.loop.call_later(_QUIET_S, self.transport.close)
 
     def _close_later(self) -> None:
         """Cut the connection unless it ends by itself: a close waits for the client to read."""
