@@ -34,7 +34,7 @@ async def received(socket: ClientConnection) -> Any:
 
 async def until_over(socket: ClientConnection, name: str) -> list[Any]:
     """Return the messages of a request up to its last, leaving out those of others."""
-    found = []
+    found: list[Any] = []
     while not found or found[-1]["type"] not in ("end", "answer"):
         message = await received(socket)
         if message["id"] == name:

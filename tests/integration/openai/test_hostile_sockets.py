@@ -213,10 +213,7 @@ async def test_large_messages_of_a_tenant_are_bounded_together() -> None:
         for _, writer in reading:
             writer.write(frame(TEXT, b" " * (size - 100))[:-1])
             await asyncio.sleep(0.3)
-        codes = [
-            asyncio.ensure_future(code_of(reader))
-            for reader, _ in reading
-        ]
+        codes = [asyncio.ensure_future(code_of(reader)) for reader, _ in reading]
         done, waiting = await asyncio.wait(codes, timeout=2)
         assert sorted(each.result() for each in done) == [1013, 1013]
         assert len(waiting) == 4

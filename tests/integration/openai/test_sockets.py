@@ -121,7 +121,7 @@ async def test_requests_run_at_once_and_a_cancelled_one_ends_alone(face: Face) -
         await face.service.until_running(1)
         for number in range(3):
             await socket.send(request(f"short{number}", STREAM))
-        ends = []
+        ends: list[str] = []
         while len(ends) < 3:
             message = await received(socket)
             ends += [message["id"]] if message["type"] == "end" else []
@@ -221,7 +221,7 @@ async def test_a_page_of_an_origin_in_the_setting_opens_one_with_its_key_as_a_su
             await socket.send(request("a", STREAM))
             assert (await until_over(socket, "a"))[-1]["complete"]
         with pytest.raises(InvalidStatus):
-            async with opened(url(face), subprotocols=offered, origin="https://other.example"):  # type: ignore[arg-type]
+            async with opened(url(face), subprotocols=offered, origin="https://other.example"):
                 pass
 
 

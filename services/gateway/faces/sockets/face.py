@@ -196,9 +196,7 @@ class _Socket:
             if route is None:
                 raise unknown_path(self._routes)
             if len(self._running) >= MAX_REQUESTS:
-                raise HttpProblem(
-                    429, f"{MAX_REQUESTS} requests run on this socket", retry_after_s=_RETRY_S
-                )
+                raise HttpProblem(429, f"{MAX_REQUESTS} requests run on this socket", retry_after_s=_RETRY_S)
             headers = request.pairs(ALLOWED_HEADERS)
         except FairwayError as error:
             body = error_body(error)
