@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 
+from services.gateway.faces.openai import server
 from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.sockets import protocol
 from tests.integration.openai.face import KEY, MAX_BODY, STREAM, Face, begun, serving, silent
@@ -235,7 +237,8 @@ async def test_a_flood_of_small_frames_stalls_nobody(face: Face) -> None:
     """A read of the event loop holds tens of thousands of them."""
     unknown = frame(TEXT, b'{"type":"cancel","id":"a"}')
     floods = [await raw(face) for _ in range(3)]
-    worst, last = 0.0, time.monotonic()
+    connections: Any = face.server._server.server_state.connections
+    worst, last, most = 0.0, time.monotonic(), 0
 
     async def send(writer: asyncio.StreamWriter) -> None:
         for _ in range(10):
@@ -243,11 +246,14 @@ async def test_a_flood_of_small_frames_stalls_nobody(face: Face) -> None:
             await writer.drain()
 
     sending = [asyncio.ensure_future(send(writer)) for _, writer in floods]
-    while not all(each.done() for each in sending):
+    ends_s = last + 1.0
+    while last < ends_s or not all(each.done() for each in sending):
         await asyncio.sleep(0)
         now = time.monotonic()
         worst, last = max(worst, now - last), now
+        most = max([most, *(each.queue.qsize() for each in connections)])
     assert worst < 0.5
+    assert most < 400  # what a slice holds; a read holds thousands
     assert all(each.exception() is None for each in sending)
 
 
@@ -281,7 +287,7 @@ async def test_a_closed_socket_is_gone_without_the_cycle_collector(face: Face) -
     try:
         sockets: list[Any] = []
         for number in range(4):
-            reader, writer = await raw(face)
+            _, writer = await raw(face)
             if number % 2:
                 writer.write(frame(TEXT, json.dumps({"type": "cancel", "id": "a"}).encode()))
         await asyncio.sleep(0.05)
@@ -295,6 +301,28 @@ async def test_a_closed_socket_is_gone_without_the_cycle_collector(face: Face) -
         assert [each() for each in sockets] == [None] * 4
     finally:
         gc.enable()
+
+
+async def test_the_times_of_http_do_not_end_a_socket(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("head_timeout_s", "body_timeout_s", "keep_alive_s"):
+        monkeypatch.setattr(server._Protocol, name, 0.2)
+    async with opened(url(face), KEY) as socket:
+        await asyncio.sleep(0.5)
+        await socket.send(request("a", STREAM))
+        assert (await until_over(socket, "a"))[-1]["complete"]
+
+
+async def test_an_idle_socket_makes_room_and_a_busy_one_does_not() -> None:
+    async with serving(max_connections=4) as face:  # of which one source has two
+        face.service.script = silent
+        async with opened(url(face), KEY) as busy, opened(url(face), KEY) as idle:
+            await busy.send(request("a", STREAM))
+            await face.service.until_running(1)
+            assert (await face.ask("GET", "/healthz")).status == 200
+            with pytest.raises(ConnectionClosed):
+                await asyncio.wait_for(idle.recv(), 5)
+            assert busy.close_code is None
+            assert face.service.running == 1
 
 
 async def test_no_other_path_is_a_socket(face: Face) -> None:

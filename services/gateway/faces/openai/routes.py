@@ -241,7 +241,7 @@ class OpenAiFace:
                 SOCKET_PATH,
                 Access.TENANT,
                 self.socket,
-                "the handshake of a WebSocket ([messages](../websocket.md)); without one 426",
+                "the handshake of a WebSocket ([messages](../streaming.md#websocket)); without one 426",
             ),
             Endpoint("GET", "/version", Access.TENANT, self.version, "no body; the version of the server"),
         )

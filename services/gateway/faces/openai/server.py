@@ -175,8 +175,6 @@ class _Protocol(HttpToolsProtocol):
             raise _Refused("an answer is not complete on this connection")
         if self.parser.get_method() != b"GET" or self.parser.get_http_version() != "1.1":
             raise _Refused("a WebSocket is opened by GET and HTTP/1.1")
-        if any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
-            raise _Refused("the opening of a WebSocket has no body")
 
     def _authenticated(self) -> None:
         """The request in progress has an authenticated caller."""

@@ -17,7 +17,7 @@ import structlog
 from fairway.task_group import TaskGroup
 from services.core.errors import Draining, FairwayError, InvalidInput
 from services.core.generation import Principal
-from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, error_headers, status_of
+from services.gateway.faces.openai.errors import HttpProblem, error_body, error_headers, status_of
 from services.gateway.faces.openai.exchange import (
     REQUEST_HEADERS,
     BodyReader,

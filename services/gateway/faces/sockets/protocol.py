@@ -1,4 +1,4 @@
-"""One WebSocket connection of the HTTP server: uvicorn's protocol over ``websockets``, with additional limits.
+"""One WebSocket of the HTTP server: uvicorn's protocol over ``websockets``, with additional limits.
 
 uvicorn starts to read only messages that are complete, counts neither the frames of a message nor control
 frames, handles a whole read of the event loop at once, and waits without limit for a client that it closes.
@@ -196,7 +196,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self._close_later()
 
     def handle_parser_exception(self) -> None:
-        """End after a fault of the client: what it still sends is read, or it would not receive the reason."""
+        """End after a fault of the client. What it still sends is read, or it would lose the reason."""
         sent = self.conn.close_sent
         if sent is None:
             self.transport.abort()

@@ -19,7 +19,9 @@ from services.gateway.faces.responses.routes import ResponseParts
 
 NOTHING = cast(Any, None)
 RESPONSES = ResponseParts(NOTHING, NOTHING, NOTHING, 0.0)
-ENDPOINTS = endpoints_of(NOTHING, NOTHING, NOTHING, NOTHING, HttpLimits(0), str, b"", RESPONSES, bodies=BodyReader(0))
+ENDPOINTS = endpoints_of(
+    NOTHING, NOTHING, NOTHING, NOTHING, HttpLimits(0), str, b"", RESPONSES, bodies=BodyReader(0)
+)
 DOCUMENT = document_of(ENDPOINTS, REQUEST_HEADERS, version="1")
 SCHEMAS = DOCUMENT["components"]["schemas"]
 BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
