@@ -171,7 +171,7 @@ idempotency key and those decided on a [slice](../architecture/quotas.md#leased-
     nothing = cast(Any, None)
     responses = ResponseParts(nothing, nothing, str, 0.0)
     # Only the table is read.
-    endpoints = endpoints_of(nothing, nothing, nothing, nothing, HttpLimits(0), str, b"", responses, bodies=BodyReader(0))
+    endpoints = endpoints_of(*(nothing,) * 4, HttpLimits(0), str, b"", responses, bodies=BodyReader(0))
     routes = [(f"`{each.method} {path_of(each)}`", str(each.access), each.accepts) for each in endpoints]
     parts.append(_section("Routes", ("route", "caller", "accepts"), routes))
     headers = [(f"`{name}`", text) for name, text in REQUEST_HEADERS.items()]

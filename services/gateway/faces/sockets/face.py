@@ -164,7 +164,6 @@ class _Socket:
             except InvalidInput as error:
                 await self._put(error_message(error))
                 raise _Close(CLOSE_MALFORMED, error.message) from None
-            await asyncio.sleep(0)  # for the other connections: many messages may have arrived at once
 
     async def _next(self) -> Mapping[str, Any]:
         """Return the client's next message. Raises _Close when no request runs and none comes."""
