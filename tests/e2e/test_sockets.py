@@ -35,12 +35,13 @@ def text_of(messages: list[Any]) -> str:
 async def test_a_stream_survives_its_gateway_and_a_stopping_one_sends_clients_away(tmp_path: Path) -> None:
     with Stack.started(tmp_path / "state", workers=1, replicas=1, gateways=2) as stack:
         (doomed, first), (stopping, second) = gateways_of(stack)
-        body = {"model": stack.model, "messages": [{"role": "user", "content": "Write a module."}]}
+        body: dict[str, Any] = {"model": stack.model, "messages": [{"role": "user", "content": "Write."}]}
         body |= {"stream": True, "max_tokens": 200, "temperature": 1, "seed": 3, "ignore_eos": True}
         async with opened(first, stack.api_key) as socket:
             await socket.send(request("a", body))
             whole = text_of(await until_over(socket, "a"))
-        key, had = uuid.uuid4().hex, []
+        key = uuid.uuid4().hex
+        had: list[Any] = []
         async with opened(first, stack.api_key) as socket:
             await socket.send(request("a", body, idempotency_key=key))
             try:
