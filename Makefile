@@ -64,7 +64,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-pythons engine-oracle triton-test minilm-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts drill-batch sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-pythons engine-oracle triton-test minilm-test typescript-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts drill-batch sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -135,6 +135,19 @@ minilm-env: setup-dev .venv-minilm/minilm-$(MINILM)
 	@where="import sysconfig; print(sysconfig.get_path('purelib'))"; \
 		$(BIN)/python -c "$$where" > "$$(.venv-minilm/bin/python -c "$$where")/beside.pth"
 	@touch $@
+
+# What is generated is written before each build; only the sources and the lock file are in the tree.
+.PHONY: typescript typescript-test
+typescript: setup-dev ## Generate and build the TypeScript client in clients/typescript; needs Node 20 or later
+	@node -e 'process.exit(Number(process.versions.node.split(".")[0]) < 20)' 2>/dev/null || { \
+		echo "error: no Node 20 or later is on the PATH" >&2; \
+		echo "next:  install one with npm, then run this again" >&2; exit 1; }
+	cd clients/typescript && npm ci --no-progress
+	PYTHONPATH=. $(BIN)/python scripts/gen_typescript.py
+	cd clients/typescript && rm -rf dist && npm run --silent build
+
+typescript-test: typescript ## Try the TypeScript client by Node against an installation; fails without Node
+	$(BIN)/python -m pytest tests/typescript -n 0 $(ARGS)
 
 e2e: setup-dev e2e-env ## Run the tests that use an installation as its users do
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
@@ -267,5 +280,5 @@ compose-test: setup-dev e2e-env ## Try the containers for real; fails, with outc
 
 clean: ## Stop the installation; remove .venv and caches (state under .fairway stays)
 	@if [ -x $(BIN)/fairway ]; then $(BIN)/fairway down || true; fi
-	rm -rf .venv .venv-openai .venv-s3 .venv-triton .venv-minilm .venv-py* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
+	rm -rf clients/typescript/node_modules clients/typescript/dist clients/typescript/src/gen .venv .venv-openai .venv-s3 .venv-triton .venv-minilm .venv-py* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

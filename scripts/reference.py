@@ -23,7 +23,7 @@ from services.core import errors
 from services.core.faults import ERRORS, FINISHED, Fault
 from services.gateway.faces.description.document import NOT_OFFERED, document_of, path_of
 from services.gateway.faces.openai.errors import HttpProblem
-from services.gateway.faces.openai.exchange import REQUEST_HEADERS, HttpLimits
+from services.gateway.faces.openai.exchange import REQUEST_HEADERS, BodyReader, HttpLimits
 from services.gateway.faces.openai.routes import endpoints_of
 from services.gateway.faces.responses.routes import ResponseParts
 from services.rpc.status import grpc_code, http_status
@@ -171,7 +171,7 @@ idempotency key and those decided on a [slice](../architecture/metering.md#lease
     nothing = cast(Any, None)
     responses = ResponseParts(nothing, nothing, str, 0.0)
     # Only the table is read.
-    endpoints = endpoints_of(nothing, nothing, nothing, nothing, HttpLimits(0), str, b"", responses)
+    endpoints = endpoints_of(*(nothing,) * 4, HttpLimits(0), str, b"", responses, bodies=BodyReader(0))
     routes = [(f"`{each.method} {path_of(each)}`", str(each.access), each.accepts) for each in endpoints]
     parts.append(_section("Routes", ("route", "caller", "accepts"), routes))
     headers = [(f"`{name}`", text) for name, text in REQUEST_HEADERS.items()]

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -16,7 +16,19 @@ from fairway.cli.calls import client_error
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import PriorityName, timeout_s
 from fairway.cli.terminal.output import err, out, plain
-from fairway.client import Accepted, Client, ClientOptions, FairwayError, Finished, Options, Priority, Tokens
+from fairway.client import (
+    Accepted,
+    Client,
+    ClientOptions,
+    FairwayError,
+    Finished,
+    Message,
+    Options,
+    Priority,
+    Tokens,
+    Tool,
+    ToolCall,
+)
 from fairway.client.values import Input, JsonSchema
 
 ANSWER_S: Final = 300.0
@@ -40,6 +52,14 @@ StopOption = Annotated[
 SchemaOption = Annotated[
     Path | None,
     typer.Option("--schema", help="Answer with JSON by the JSON schema in this file; -: any object."),
+]
+ToolsOption = Annotated[
+    Path | None,
+    typer.Option("--tools", help="Offer the functions in this file: a JSON list, as OpenAI's `tools`."),
+]
+ToolChoiceOption = Annotated[
+    str,
+    typer.Option("--tool-choice", metavar="CHOICE", help="auto, required, or the name of a tool to call."),
 ]
 PriorityOption = Annotated[PriorityName | None, typer.Option("--priority", help="Scheduling class.")]
 TimeoutOption = Annotated[
@@ -71,8 +91,10 @@ def options_of(
     stop: list[str] | None,
     priority: PriorityName | None,
     schema: Path | None = None,
+    tools: Path | None = None,
+    tool_choice: str = "auto",
 ) -> Options:
-    """Raises CliError for a file that is no JSON schema."""
+    """Raises CliError for a file that is no JSON schema, or no list of tools."""
     return Options(
         max_output_tokens=max_tokens,
         temperature=temperature,
@@ -82,6 +104,8 @@ def options_of(
         stop=tuple(stop or ()),
         priority=Priority(priority.value) if priority else None,
         constraint=None if schema is None else _schema(schema),
+        tools=() if tools is None else tools_of(tools),
+        tool_choice=tool_choice,
     )
 
 
@@ -116,6 +140,31 @@ def _schema(path: Path) -> JsonSchema:
     return JsonSchema(found)
 
 
+def tools_of(path: Path) -> tuple[Tool, ...]:
+    """Return the tools in a file. Raises CliError."""
+    try:
+        found = json.loads(read_file(path))
+        if not isinstance(found, list) or not found:
+            raise TypeError("no list")
+        return tuple(_tool(entry) for entry in found)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        raise CliError(
+            "NOT_TOOLS",
+            f"{path} has no list of tools",
+            exit_code=ExitCode.USAGE,
+            next_step='write [{"type": "function", "function": {"name": ..., "parameters": {...}}}] into it',
+        ) from None
+
+
+def _tool(entry: dict[str, Any]) -> Tool:
+    found = entry["function"]
+    parameters = found.get("parameters")
+    if not isinstance(found["name"], str) or not isinstance(parameters, dict | None):
+        raise TypeError("the name is a text, the parameters are an object")
+    description, strict = str(found.get("description") or ""), bool(found.get("strict"))
+    return Tool(found["name"], description, parameters, strict)
+
+
 @dataclass(slots=True)
 class Answer:
     """The received part of an answer. ``pieces`` is complete once ``finished`` is set."""
@@ -125,6 +174,7 @@ class Answer:
     accepted: Accepted | None = None
     finished: Finished | None = None
     first_token_s: float | None = None
+    calls: tuple[ToolCall, ...] = ()
 
     @property
     def text(self) -> str:
@@ -163,6 +213,30 @@ async def stream(
                 answer.finished = event
     except FairwayError as exc:
         raise client_error(exc, what="the generation failed") from exc
+
+
+async def answer_with_tools(
+    client: Client, model: str, messages: list[Message], options: Options, answer: Answer
+) -> None:
+    """Fill ``answer`` and print its text and its calls, each as a line. Raises CliError."""
+    try:
+        found = await client.chat(model, messages, options)
+    except FairwayError as exc:
+        raise client_error(exc, what="the generation failed") from exc
+    choice = found.choices[0]
+    answer.accepted, answer.finished, answer.calls = found.accepted, found.finished, choice.calls
+    if choice.content:
+        answer.pieces.append(choice.content)
+        show_text(choice.content + ("\n" if choice.calls else ""))
+    show_text("\n".join(f"{call.name}({_one_line(call.arguments)})" for call in choice.calls))
+
+
+def _one_line(arguments: str) -> str:
+    """Return a JSON object without line breaks, and an incomplete one as it is."""
+    try:
+        return json.dumps(json.loads(arguments), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return arguments
 
 
 async def _events(

@@ -52,6 +52,11 @@ class Delivered:
     choices: tuple[DeliveredChoice, ...]
 
 
+def never() -> bool:
+    """A reader that leaves its request to others."""
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Received:
     """The receipt of a request at its face."""

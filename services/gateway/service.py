@@ -16,7 +16,7 @@ from fairway.v1 import inference_pb2
 from services.core.errors import Draining, FairwayError, QueueFull, RequestRateExceeded, StoreUnavailable
 from services.core.generation import Principal, Usage
 from services.gateway.catalog import ModelCatalog, Route
-from services.gateway.events import BATCH_FACE, Delivered, Event, Handle, Received, RequestSink
+from services.gateway.events import BATCH_FACE, Delivered, Event, Handle, Received, RequestSink, never
 from services.gateway.requests.admission import RequestAdmission
 from services.gateway.requests.parts import in_parts
 from services.gateway.requests.request import Request
@@ -138,12 +138,12 @@ class GatewayService:
         *,
         received: Received,
         timeout_s: float | None = None,
-        withdraws: bool = False,
+        withdraws: Callable[[], bool] = never,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a request, ending with Finished; raise the error that ended it.
 
         Closing the generator cancels the request and frees all its resources. One with an idempotency key
-        runs on for a grace period, unless the caller ``withdraws`` it.
+        runs on for a grace period, unless the caller then ``withdraws`` it.
         """
         buffer = BufferedStream(self.limits.heartbeat_s, withdraws=withdraws)
         delivered = received.delivered

@@ -132,3 +132,20 @@ async def test_a_call_goes_on_when_its_worker_is_lost(tooled: Stack) -> None:
     assert found == expected
     assert len(ids) == 1
     assert len(json.loads(found)["steps"]) == 240
+
+
+def test_chat_prints_calls_and_takes_what_they_return(tooled: Stack, tmp_path: Path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text(
+        json.dumps([{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}])
+    )
+    options = ("--tools", str(tools), "--tool-choice", "required", "--seed", "7", "--max-tokens", "200")
+    with CommandLine(tooled.state).process("chat", *options) as process:
+        printed, said = process.communicate("Weather in Bern?\nsunny\n", timeout=120)
+    assert process.returncode == 0, said
+    assert "Enter what weather returns." in said
+    calls = [line for line in printed.splitlines() if line]
+    assert calls
+    for call in calls:
+        assert call.startswith("weather("), printed
+        jsonschema.validate(json.loads(call[len("weather(") : -1]), WEATHER)

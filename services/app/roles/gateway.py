@@ -153,6 +153,7 @@ def gateway(environment: Environment) -> Role:
 
     async def drain(timeout_s: float) -> None:
         await batches.close()
+        http.drain()
         await drain_service(service, clock, timeout_s)
         await http.stop(1.0)
 

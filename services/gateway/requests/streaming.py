@@ -23,8 +23,8 @@ class BufferedStream:
     Bounded by the request's credit windows: only tokens that the reader took earn credit.
     """
 
-    def __init__(self, heartbeat_s: float, *, withdraws: bool = False) -> None:
-        """``withdraws``: a reader that closes the generator wants the end of the request."""
+    def __init__(self, heartbeat_s: float, *, withdraws: Callable[[], bool]) -> None:
+        """``withdraws``: whether a reader that closes the generator wants the end of the request."""
         self._withdraws = withdraws
         self._heartbeat_s = heartbeat_s
         self._events: deque[Event] = deque()
@@ -58,7 +58,7 @@ class BufferedStream:
         finally:
             self._closed = True
             beat.cancel()
-            if self._withdraws:
+            if self._withdraws():
                 request.withdraw()
             else:
                 request.cancel()

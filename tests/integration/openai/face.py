@@ -16,7 +16,7 @@ from services.core.generation import FinishReason, Principal, StageClock, TokenL
 from services.core.limits import RateState
 from services.core.records import KEYS, TENANTS, ApiKey, Deployment, KeyRole, Meta, Tenant
 from services.gateway.catalog import Route
-from services.gateway.events import Accepted, ChoiceResult, Event, Finished, Received, Tokens
+from services.gateway.events import Accepted, ChoiceResult, Event, Finished, Received, Tokens, never
 from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import build_app
 from services.gateway.faces.openai.server import HttpServer
@@ -80,7 +80,7 @@ class ScriptedService:
         *,
         received: Received,
         timeout_s: Any = None,
-        withdraws: bool = False,
+        withdraws: Callable[[], bool] = never,
     ) -> AsyncGenerator[Event, None]:
         call = Call(principal, generation, received, timeout_s)
         self.calls.append(call)

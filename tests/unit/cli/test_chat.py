@@ -1,4 +1,4 @@
-"""`fairway chat` while it waits for a line."""
+"""`fairway chat`: waiting for a line, the turns of a conversation, files of tools."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from fairway.cli.commands.generation.chat import Conversation
+from fairway.cli.errors import CliError
+from fairway.cli.generation import tools_of
+from fairway.client import Message, ToolCall
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = ["-m", "fairway.cli.main", "chat", "--grpc", "127.0.0.1:9", "--api-key", "k", "--model", "m"]
@@ -32,3 +39,46 @@ def test_interrupt_at_the_prompt_ends_it_at_once() -> None:
             assert process.wait(timeout=1) == 130
         finally:
             process.kill()
+
+
+def test_lines_behind_calls_are_their_results() -> None:
+    chat = Conversation("m")
+    assert chat.add_input("Weather?")
+    calls = (ToolCall("a", "weather", "{}"), ToolCall("b", "time", "{}"))
+    chat.add_answer("", calls)
+    assert not chat.add_input("rain")
+    assert chat.add_input("noon")
+    chat.add_answer("Rain at noon.")
+    assert chat.turns == [
+        Message("user", "Weather?"),
+        Message("assistant", "", tool_calls=calls),
+        Message("tool", "rain", tool_call_id="a"),
+        Message("tool", "noon", tool_call_id="b"),
+        Message("assistant", "Rain at noon."),
+    ]
+    assert chat.drop_oldest() == 0
+    chat.add_input("And tomorrow?")
+    assert chat.drop_oldest() == 5
+    chat.add_answer("", calls)
+    chat.clear()
+    assert chat.add_input("Anew")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "1",
+        "[1]",
+        "[{}]",
+        '[{"function":{"name":1}}]',
+        '[{"function":{"name":"a","parameters":[]}}]',
+    ],
+)
+def test_a_file_without_tools_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tools.json"
+    path.write_text(text)
+    with pytest.raises(CliError, match="no list of tools"):
+        tools_of(path)

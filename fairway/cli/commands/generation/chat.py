@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
@@ -24,8 +25,11 @@ from fairway.cli.generation import (
     StopOption,
     TemperatureOption,
     TimeoutOption,
+    ToolChoiceOption,
+    ToolsOption,
     TopKOption,
     TopPOption,
+    answer_with_tools,
     open_client,
     options_of,
     show_end,
@@ -34,41 +38,56 @@ from fairway.cli.generation import (
 )
 from fairway.cli.targets import DEFAULT_STATE_DIR, ApiKeyOption, GrpcOption, StateDirOption
 from fairway.cli.terminal.output import err, out, plain, show_error
-from fairway.client import Client, FairwayError, Message, Options
+from fairway.client import Client, FairwayError, Message, Options, ToolCall
 
 
 @dataclass(slots=True)
 class Conversation:
-    """``turns`` alternate between the user and the model; the system message precedes them."""
+    """``turns`` alternate between the user and the model; the system message precedes them.
+
+    Results of tools follow the answer that called them; ``unanswered`` are the calls without one.
+    """
 
     model: str
     system: str = ""
     turns: list[Message] = field(default_factory=list)
+    unanswered: list[ToolCall] = field(default_factory=list)
 
     def messages(self) -> list[Message]:
         return [*([Message("system", self.system)] if self.system else []), *self.turns]
 
-    def add_question(self, text: str) -> None:
-        self.turns.append(Message("user", text))
+    def add_input(self, text: str) -> bool:
+        """Append a question, or the result of the first open call. Return whether the model is to answer."""
+        if not self.unanswered:
+            self.turns.append(Message("user", text))
+            return True
+        self.turns.append(Message("tool", text, tool_call_id=self.unanswered.pop(0).id))
+        return not self.unanswered
 
-    def add_answer(self, text: str) -> None:
+    def add_answer(self, text: str, calls: Sequence[ToolCall] = ()) -> None:
         """Append the model's answer, complete or not; without an answer remove the question."""
-        if text:
-            self.turns.append(Message("assistant", text))
+        if text or calls:
+            self.turns.append(Message("assistant", text, tool_calls=tuple(calls)))
+            self.unanswered = list(calls)
         else:
             self.remove_question()
+
+    def clear(self) -> None:
+        self.turns.clear()
+        self.unanswered.clear()
 
     def remove_question(self) -> None:
         """Remove the last question."""
         if self.turns and self.turns[-1].role == "user":
             self.turns.pop()
 
-    def drop_oldest(self) -> bool:
-        """Remove the first question and its answer. Return False when only the last question is left."""
-        if len(self.turns) < 3:
-            return False
-        del self.turns[:2]
-        return True
+    def drop_oldest(self) -> int:
+        """Remove the first question and what follows from it. Return how many messages; the last stays."""
+        questions = [number for number, turn in enumerate(self.turns) if turn.role == "user"]
+        if len(questions) < 2:
+            return 0
+        del self.turns[: questions[1]]
+        return questions[1]
 
 
 async def context_size(client: Client, model: str) -> int:
@@ -91,9 +110,9 @@ async def trim_to_context(
     try:
         while context:
             count = await client.count_tokens(conversation.model, conversation.messages())
-            if count.prompt_tokens + room_tokens <= context or not conversation.drop_oldest():
+            if count.prompt_tokens + room_tokens <= context or not (number := conversation.drop_oldest()):
                 break
-            dropped += 2
+            dropped += number
     except FairwayError as exc:
         raise client_error(exc, what="cannot count the tokens of the chat") from exc
     return dropped
@@ -121,6 +140,8 @@ def chat(
     seed: SeedOption = None,
     stop: StopOption = None,
     schema: SchemaOption = None,
+    tools: ToolsOption = None,
+    tool_choice: ToolChoiceOption = "auto",
     priority: PriorityOption = None,
     timeout: TimeoutOption = ANSWER_S,
     grpc_address: GrpcOption = "",
@@ -130,10 +151,12 @@ def chat(
     """Chat with a model. The oldest messages are left out when the context is full.
 
     /help lists the commands. Without a terminal each line of the standard input is a question, and the first
-    error ends the chat.
+    error ends the chat. With --tools an answer comes whole, with a line for each call; the next lines are
+    what the tools return.
     \b
     Examples:
       fairway chat
+      fairway chat --tools tools.json
       fairway chat --model my-model --system "Answer in one sentence."
       printf 'Write a loop.\\nNow in reverse.\\n' | fairway chat --seed 7
     """
@@ -147,6 +170,8 @@ def chat(
         stop=stop,
         priority=priority,
         schema=schema,
+        tools=tools,
+        tool_choice=tool_choice,
     )
     conversation = Conversation(targets.default_model(model, state_dir), system)
     # One event loop for all answers, and none while a line is read, so that Ctrl-C ends the reading at once.
@@ -214,7 +239,7 @@ class _Chat:
             case "/help" | "/?":
                 plain(err(), HELP)
             case "/reset":
-                self.conversation.turns.clear()
+                self.conversation.clear()
                 plain(err(), "The conversation is empty.")
             case "/model":
                 self._select_model(value)
@@ -242,7 +267,9 @@ class _Chat:
     def _send(self, text: str) -> None:
         """Send a message and print the answer. Ctrl-C stops it; the received part is retained."""
         answer = Answer()
-        self.conversation.add_question(text)
+        if not self.conversation.add_input(text):
+            self._ask_for_result()
+            return
         try:
             self.runner.run(self._answer(answer))
             plain(out())
@@ -255,7 +282,12 @@ class _Chat:
                 plain(out())
             raise
         finally:
-            self.conversation.add_answer(answer.text)
+            self.conversation.add_answer(answer.text, answer.calls)
+        self._ask_for_result()
+
+    def _ask_for_result(self) -> None:
+        if self.conversation.unanswered:
+            plain(err(), f"Enter what {self.conversation.unanswered[0].name} returns.")
 
     async def _answer(self, answer: Answer) -> None:
         if self.context is None:
@@ -268,7 +300,10 @@ class _Chat:
             plain(err(), f"(the context is full: the oldest {dropped} messages are left out)")
         answer.began_s = time.monotonic()
         messages = self.conversation.messages()
-        await stream(self.client, self.conversation.model, messages, self.options, answer, show_text)
+        if self.options.tools:
+            await answer_with_tools(self.client, self.conversation.model, messages, self.options, answer)
+        else:
+            await stream(self.client, self.conversation.model, messages, self.options, answer, show_text)
 
 
 async def _served(client: Client) -> list[str]:

@@ -84,7 +84,11 @@ class MessagesFace:
         if request.stream:
             exchange.headers.check_stream()
         source = self._service.stream(
-            exchange.caller, generation, received=exchange.received, timeout_s=timeout_s
+            exchange.caller,
+            generation,
+            received=exchange.received,
+            timeout_s=timeout_s,
+            withdraws=exchange.withdrawn,
         )
         if request.stream:
             due_s = exchange.received.monotonic_s + self._limits.status_wait_s

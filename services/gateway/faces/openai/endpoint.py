@@ -10,9 +10,9 @@ from msgspec import Struct
 
 from services.core.errors import FairwayError
 from services.core.generation import Principal
-from services.gateway.events import Received
+from services.gateway.events import Received, never
 from services.gateway.faces.openai.errors import ErrorBody, error_body
-from services.gateway.faces.openai.exchange import Headers, Receive, Reply, Scope
+from services.gateway.faces.openai.exchange import Headers, Receive, Reply, Scope, offered_by
 
 
 class Access(StrEnum):
@@ -35,6 +35,12 @@ class Exchange:
     def caller(self) -> Principal:
         assert self.principal is not None, "a public route has no caller"
         return self.principal
+
+    @property
+    def withdrawn(self) -> Callable[[], bool]:
+        """Whether a client that left ends its request, though others could take it up."""
+        found: Callable[[], bool] = offered_by(self.scope).get("withdrawn", never)
+        return found
 
 
 Handler = Callable[[Exchange], Awaitable[None]]

@@ -26,6 +26,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 BODY_TIMEOUT_S: Final = 30.0
 WRITE_TIMEOUT_S: Final = 30.0
 STATUS_WAIT_S: Final = 45.0
+SOCKET_IDLE_S: Final = 300.0
 MAX_TIMEOUT_S: Final = 86_400.0
 _LENGTH: Final = re.compile(rb"\d{1,15}")
 _SECONDS: Final = re.compile(rb"\d{1,6}(\.\d{1,6})?")
@@ -71,6 +72,8 @@ class HttpLimits:
     write_timeout_s: float = WRITE_TIMEOUT_S
     # After it a stream begins without output; longer than a request waits in the queue.
     status_wait_s: float = STATUS_WAIT_S
+    # After it a WebSocket without a request is closed.
+    socket_idle_s: float = SOCKET_IDLE_S
 
 
 class Headers:
@@ -203,8 +206,8 @@ class BodyReader:
 
     @contextmanager
     def account(self, tenant_id: str) -> Iterator[Callable[[int], None]]:
-        """Yield the function to call with the present size of a body; the reservation lasts until the block
-        ends.
+        """Yield the function to call with the present size of a body, which may shrink; the reservation lasts
+        until the block ends.
 
         The call raises HttpProblem when the bound is reached.
         """
@@ -212,9 +215,9 @@ class BodyReader:
 
         def hold(size: int) -> None:
             nonlocal held
-            if size <= FREE_BYTES:
+            more = (size if size > FREE_BYTES else 0) - held
+            if not more:
                 return
-            more = size - held
             tenant_bytes = self._held.get(tenant_id, 0) + more
             if tenant_bytes > self._max_tenant_bytes:
                 raise HttpProblem(
@@ -222,15 +225,15 @@ class BodyReader:
                 )
             if self.held_bytes + more > self._max_bytes:
                 raise HttpProblem(503, "too many large bodies at once", close=True, retry_after_s=_RETRY_S)
-            self._held[tenant_id], held = tenant_bytes, size
+            self._held[tenant_id], held = tenant_bytes, held + more
+            if not tenant_bytes:
+                del self._held[tenant_id]
 
         try:
             yield hold
         finally:
             if held:
-                self._held[tenant_id] -= held
-                if not self._held[tenant_id]:
-                    del self._held[tenant_id]
+                hold(0)
 
     async def parse(self, parse: Callable[[bytes], T], body: bytes) -> T:
         """Return the result of ``parse``, which runs in a thread unless the body is cheap.
@@ -298,19 +301,21 @@ def _too_large(limits: HttpLimits) -> HttpProblem:
     return HttpProblem(413, f"the body is larger than {limits.max_body_bytes} bytes", close=True)
 
 
+def offered_by(scope: Scope) -> Mapping[str, Any]:
+    """Return what the connection offers to an exchange: empty on another server than HttpServer."""
+    found: Mapping[str, Any] = scope.get("extensions", {}).get("fairway.connection", {})
+    return found
+
+
 def mark_authenticated(scope: Scope) -> None:
     """Protect the connection from eviction by other connections during this exchange. Needs HttpServer."""
-    offered: Mapping[str, Callable[[], None]] = scope.get("extensions", {}).get("fairway.connection", {})
-    if (mark := offered.get("authenticated")) is not None:
+    if (mark := offered_by(scope).get("authenticated")) is not None:
         mark()
 
 
 def expect_body(scope: Scope, body_bytes: int, timeout_s: float) -> None:
     """Take a larger body of this authenticated exchange, for a longer time. Needs HttpServer."""
-    offered: Mapping[str, Callable[[int, float], None]] = scope.get("extensions", {}).get(
-        "fairway.connection", {}
-    )
-    if (expect := offered.get("expect")) is not None:
+    if (expect := offered_by(scope).get("expect")) is not None:
         expect(body_bytes, timeout_s)
 
 
@@ -336,9 +341,8 @@ class Reply:
         self._send = send
         self._headers = headers
         self._write_timeout_s = write_timeout_s
-        # HttpServer offers this; other servers close the connection when the application ends.
-        offered: Mapping[str, Any] = scope.get("extensions", {}).get("fairway.connection", {})
-        self._abort: Callable[[], None] | None = offered.get("cut")
+        # Other servers close the connection when the application ends.
+        self._abort: Callable[[], None] | None = offered_by(scope).get("cut")
 
     def add_header(self, name: bytes, value: bytes) -> None:
         """Add a header to the answer, which has not begun."""

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from structlog.contextvars import bound_contextvars
 
 from services.core.errors import FairwayError, InternalError, InvalidInput, PermissionDenied
@@ -54,6 +54,7 @@ from services.gateway.faces.openai.exchange import (
     Scope,
     Send,
     mark_authenticated,
+    offered_by,
     read_body,
     unless_disconnected,
 )
@@ -64,6 +65,8 @@ from services.gateway.faces.openai.types import ChatBody, CompletionBody
 from services.gateway.faces.openai.whole import Completions, complete_all, numbered_parts, whole_body
 from services.gateway.faces.predict.routes import PredictFace
 from services.gateway.faces.responses.routes import ResponseParts, ResponsesCalls, ResponsesFace
+from services.gateway.faces.sockets.face import PATH as SOCKET_PATH
+from services.gateway.faces.sockets.face import SocketFace, SocketRules
 from services.gateway.faces.transport.middleware import WithoutTrailingSlash, cross_origin
 from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.rows.calls import RowsCalls
@@ -120,13 +123,24 @@ def build_app(
     should arrive now, or an empty text. ``observe`` is called for each exchange when it is over. Web pages
     of ``cors_origins`` may call the server. The endpoints with their rules are in ``app.state.endpoints``.
     """
-    endpoints = endpoints_of(service, rows, batches, clock, limits, not_ready, event_secret, responses)
+    bodies = BodyReader(limits.max_body_bytes)
+    endpoints = endpoints_of(
+        service, rows, batches, clock, limits, not_ready, event_secret, responses, bodies=bodies
+    )
     problems = _Problems(ids)
     guards = [_Guard(endpoint, identity, clock, ids, limits, observe) for endpoint in endpoints]
+    sockets = SocketFace(
+        {each.path: guard for each, guard in zip(endpoints, guards, strict=True) if each.streams},
+        SocketRules(lambda sent: tenant_caller(identity, sent), ids.request_id, cors_origins, limits),
+        bodies,
+    )
     app = Starlette(
         routes=[
-            Route(endpoint.path, guard, methods=[endpoint.method])
-            for endpoint, guard in zip(endpoints, guards, strict=True)
+            WebSocketRoute(SOCKET_PATH, sockets),
+            *(
+                Route(endpoint.path, guard, methods=[endpoint.method])
+                for endpoint, guard in zip(endpoints, guards, strict=True)
+            ),
         ],
         exception_handlers={HTTPException: problems.answer},
         middleware=[*cross_origin(cors_origins), Middleware(WithoutTrailingSlash)],
@@ -146,9 +160,10 @@ def endpoints_of(
     not_ready: Callable[[], str],
     event_secret: bytes,
     responses: ResponseParts,
+    *,
+    bodies: BodyReader,
 ) -> tuple[Endpoint, ...]:
     """Return every route of the server, of all its APIs. They share the bounds of bodies."""
-    bodies = BodyReader(limits.max_body_bytes)
     endpoints = (
         *OpenAiFace(service, clock, limits, bodies, not_ready, event_secret).endpoints(),
         *TokensFace(service, limits, bodies).endpoints(),
@@ -221,6 +236,13 @@ class OpenAiFace:
             Endpoint("GET", "/healthz", Access.PUBLIC, self.healthy, "no body; 200 while the process runs"),
             Endpoint("GET", "/readyz", Access.PUBLIC, self.ready, "no body; 200, or 503 with the reason"),
             Endpoint("GET", "/health", Access.PUBLIC, self.ready, "the same, where vLLM's clients look"),
+            Endpoint(
+                "GET",
+                SOCKET_PATH,
+                Access.TENANT,
+                self.socket,
+                "the handshake of a WebSocket ([messages](../streaming.md#websocket)); without one 426",
+            ),
             Endpoint("GET", "/version", Access.TENANT, self.version, "no body; the version of the server"),
         )
 
@@ -252,6 +274,11 @@ class OpenAiFace:
 
     async def version(self, exchange: Exchange) -> None:
         await exchange.reply.json(200, _encode({"version": product_version()}))
+
+    async def socket(self, exchange: Exchange) -> None:
+        """Answer what is no handshake: those do not arrive here."""
+        exchange.reply.add_header(b"upgrade", b"websocket")
+        raise HttpProblem(426, "open a WebSocket at this path", close=True)
 
     async def _generate(self, exchange: Exchange, parse: Callable[[bytes], ApiRequest]) -> None:
         timeout_s, key = exchange.headers.timeout_s(), exchange.headers.idempotency_key()
@@ -304,7 +331,13 @@ class OpenAiFace:
             status_due=lambda: self._clock.monotonic_s() >= due_s,
         )
         sources = [
-            self._service.stream(exchange.caller, generation, received=received, timeout_s=timeout_s)
+            self._service.stream(
+                exchange.caller,
+                generation,
+                received=received,
+                timeout_s=timeout_s,
+                withdraws=exchange.withdrawn,
+            )
             for generation, received in zip(request.generations, numbered, strict=True)
         ]
         await stream.run(sources)
@@ -349,7 +382,7 @@ class _Guard:
             self._clock.monotonic_s(),
             int(self._clock.unix_s() * 1e6),
             self._ids.request_id(),
-            face="http",
+            face=offered_by(scope).get("face", "http"),
             traceparent=headers.traceparent(),
             attempt=headers.attempt(),
         )
@@ -397,13 +430,19 @@ class _Guard:
     def _authorised(self, exchange: Exchange) -> Exchange:
         if self._endpoint.access is Access.PUBLIC:
             return exchange
-        principal = self._identity.authenticate(exchange.headers.credentials())
-        if principal.role is not KeyRole.TENANT:
-            raise PermissionDenied("this needs a tenant's API key", role=principal.role)
+        principal = tenant_caller(self._identity, exchange.headers.credentials())
         mark_authenticated(exchange.scope)
         return Exchange(
             exchange.scope, exchange.receive, exchange.reply, exchange.headers, exchange.received, principal
         )
+
+
+def tenant_caller(identity: Authenticator, credentials: str | None) -> Principal:
+    """Return the tenant's principal. Raises Unauthenticated, PermissionDenied."""
+    principal = identity.authenticate(credentials)
+    if principal.role is not KeyRole.TENANT:
+        raise PermissionDenied("this needs a tenant's API key", role=principal.role)
+    return principal
 
 
 class _Problems:

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from services.core.errors import FailedPrecondition
 from services.gateway.faces.openai.exchange import Receive, Scope, Send
+from services.gateway.faces.sockets.protocol import PING_S, SocketProtocol
 from services.runtime.connections import ConnectionTable, source_of
 
 MAX_HEAD_BYTES: Final = 32 * 1024
@@ -73,6 +74,7 @@ class _Protocol(HttpToolsProtocol):
         self._serving = False  # such a request has no complete answer yet
         self._refusal = _BAD_REQUEST
         self._refused = False
+        self._upgraded = False  # another protocol has the connection
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -92,6 +94,8 @@ class _Protocol(HttpToolsProtocol):
             return
         scope, in_head, in_body = self.scope, self._in_head, self._in_body
         super().data_received(data)
+        if self._upgraded:
+            return
         if self.scope is scope and self._in_head is in_head and self._in_body is in_body:
             self._read_bytes += len(data)
             if in_body and self._is_body_too_large():
@@ -132,6 +136,8 @@ class _Protocol(HttpToolsProtocol):
             raise _Refused("the head is too large")
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _Refused("too many requests wait for an answer on this connection")
+        if self.parser.should_upgrade() and self._should_upgrade():
+            self._check_upgrade()
         super().on_headers_complete()
         self._in_head, self._in_body = False, True
         self._read_bytes = self._body_bytes = 0
@@ -156,6 +162,19 @@ class _Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._refusal)
+
+    def handle_websocket_upgrade(self) -> None:
+        self._upgraded = True
+        self._stop_timer()
+        super().handle_websocket_upgrade()
+
+    def _check_upgrade(self) -> None:
+        """Raise _Refused unless the whole connection can become a WebSocket."""
+        cycle = cast(RequestResponseCycle | None, self.cycle)
+        if self.pipeline or (cycle is not None and not cycle.response_complete):
+            raise _Refused("an answer is not complete on this connection")
+        if self.parser.get_method() != b"GET" or self.parser.get_http_version() != "1.1":
+            raise _Refused("a WebSocket is opened by GET and HTTP/1.1")
 
     def _authenticated(self) -> None:
         """The request in progress has an authenticated caller."""
@@ -253,11 +272,18 @@ class HttpServer:
         )
         self._max_body_bytes = max_body_bytes
         self._sockets: list[socket.socket] = []
+        self._paced = PacedApp(app)
+        self._draining = False
         self._server = uvicorn.Server(
             uvicorn.Config(
-                PacedApp(app),
+                self._paced,
                 http=self._door,  # type: ignore[arg-type]
-                ws="none",
+                ws=self._socket,  # type: ignore[arg-type]
+                ws_max_size=max_body_bytes,
+                ws_ping_interval=PING_S,
+                ws_ping_timeout=PING_S,
+                # Tokens are small, and a compressed message may be a thousand times larger than it looks.
+                ws_per_message_deflate=False,
                 lifespan="off",
                 log_config=None,
                 # The application logs its requests; the rest is malformed bytes of unknown clients.
@@ -288,6 +314,16 @@ class HttpServer:
 
     def _door(self, **kwargs: Any) -> _ConnectionGate:
         return _ConnectionGate(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
+
+    def _socket(self, **kwargs: Any) -> SocketProtocol:
+        return SocketProtocol(self.table, self._paced.turn, draining=self._draining, **kwargs)
+
+    def drain(self) -> None:
+        """Let the WebSockets end once their requests have. Running requests and HTTP are unchanged."""
+        self._draining = True
+        for connection in list(self._server.server_state.connections):
+            if isinstance(connection, SocketProtocol):
+                connection.drain()
 
     async def stop(self, grace_s: float) -> None:
         """Reject new connections, give running answers ``grace_s``, then cut them."""
@@ -343,6 +379,11 @@ class PacedApp:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.turn(scope.get("client"))
+        await self._app(scope, receive, send)
+
+    async def turn(self, client: object) -> None:
+        """Return once a request of the client, an address and port, may start."""
         loop = asyncio.get_running_loop()
         if self._begun < BEGUN_PER_TURN:
             if not self._begun:
@@ -350,9 +391,8 @@ class PacedApp:
             self._begun += 1
         else:
             turn = loop.create_future()
-            self._waiting.setdefault(source_of(scope.get("client")), deque()).append(turn)
+            self._waiting.setdefault(source_of(client), deque()).append(turn)
             await turn
-        await self._app(scope, receive, send)
 
     def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
         self._begun = 0

@@ -213,7 +213,7 @@ class BackgroundResponses:
             face="http",
             internal=True,
         )
-        source = self._service.stream(principal, generation, received=received, withdraws=True)
+        source = self._service.stream(principal, generation, received=received, withdraws=lambda: True)
         try:
             async with TaskGroup() as group:
                 watcher = group.create_task(self._watch(run, tenant_id, response_id))

@@ -215,7 +215,7 @@ class Retrievals:
         received = replace(exchange.received, internal=True)
         # A client that leaves ends nothing: the run's driver follows it too.
         source = self._service.stream(
-            exchange.caller, generation, received=received, withdraws=run is not None
+            exchange.caller, generation, received=received, withdraws=lambda: run is not None
         )
         due_s = exchange.received.monotonic_s + self._limits.status_wait_s
         try:

@@ -154,7 +154,11 @@ class ResponsesFace:
             return
         frames = self._frames(exchange, request)
         source = self._service.stream(
-            exchange.caller, request.generation, received=exchange.received, timeout_s=timeout_s
+            exchange.caller,
+            request.generation,
+            received=exchange.received,
+            timeout_s=timeout_s,
+            withdraws=exchange.withdrawn,
         )
         if body.stream:
             due_s = exchange.received.monotonic_s + self._limits.status_wait_s

@@ -13,7 +13,7 @@ from typing import Protocol
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.generation import Principal
-from services.gateway.events import Accepted, Event, Finished, Received, Tokens
+from services.gateway.events import Accepted, Event, Finished, Received, Tokens, never
 from services.gateway.faces.openai.event_stream import CACHE_HIT, REPLAYED, degraded_header
 from services.gateway.faces.openai.exchange import Reply
 from services.gateway.faces.transport.rate_headers import rate_headers
@@ -29,12 +29,12 @@ class GenerationStreams(Protocol):
         *,
         received: Received,
         timeout_s: float | None = None,
-        withdraws: bool = False,
+        withdraws: Callable[[], bool] = never,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a request, ending with Finished; raise the error that ended it.
 
         Closing the generator cancels the request and frees all its resources. One with an idempotency key
-        runs on for a grace period, unless the caller ``withdraws`` it.
+        runs on for a grace period, unless the caller then ``withdraws`` it.
         """
 
 

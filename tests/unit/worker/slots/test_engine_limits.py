@@ -48,7 +48,9 @@ def test_a_version_has_settings_of_its_own() -> None:
     assert (found.speculation, found.prefix_cache) == ("prompt_lookup", True)
 
 
-@pytest.mark.parametrize("body", [b'{"speculation": "draft"}', b"{", b'{"max_sequences": -1}', b'{"unknown": 1}'])
+@pytest.mark.parametrize(
+    "body", [b'{"speculation": "draft"}', b"{", b'{"max_sequences": -1}', b'{"unknown": 1}']
+)
 def test_limits_that_cannot_be_read_stop_the_load(tmp_path: Path, body: bytes) -> None:
     (tmp_path / "engine_limits.json").write_bytes(body)
     with pytest.raises(FailedPrecondition, match=r"engine_limits\.json"):

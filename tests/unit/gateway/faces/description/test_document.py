@@ -11,7 +11,7 @@ import pytest
 from services.core.errors import UnsupportedFeature
 from services.gateway.faces.description.document import NOT_OFFERED, document_of, path_of
 from services.gateway.faces.openai.endpoint import Access
-from services.gateway.faces.openai.exchange import REQUEST_HEADERS, HttpLimits
+from services.gateway.faces.openai.exchange import REQUEST_HEADERS, BodyReader, HttpLimits
 from services.gateway.faces.openai.requests import chat_request, completion_request
 from services.gateway.faces.openai.routes import endpoints_of
 from services.gateway.faces.openai.types import HINTS
@@ -19,7 +19,9 @@ from services.gateway.faces.responses.routes import ResponseParts
 
 NOTHING = cast(Any, None)
 RESPONSES = ResponseParts(NOTHING, NOTHING, NOTHING, 0.0)
-ENDPOINTS = endpoints_of(NOTHING, NOTHING, NOTHING, NOTHING, HttpLimits(0), str, b"", RESPONSES)
+ENDPOINTS = endpoints_of(
+    NOTHING, NOTHING, NOTHING, NOTHING, HttpLimits(0), str, b"", RESPONSES, bodies=BodyReader(0)
+)
 DOCUMENT = document_of(ENDPOINTS, REQUEST_HEADERS, version="1")
 SCHEMAS = DOCUMENT["components"]["schemas"]
 BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
