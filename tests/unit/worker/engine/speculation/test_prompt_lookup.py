@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from services.worker.engine.sequence import SequenceState, sequence_of
 from services.worker.engine.speculation.prompt_lookup import (
     GRAM,
+    MAX_CANDIDATES,
     MAX_MATCH,
     WINDOW,
     PromptLookup,
@@ -21,11 +22,12 @@ from tests.support.submits import make_submit
 def found_by_search(tokens: list[int], most: int) -> list[int]:
     """What followed the longest, then latest, earlier run that the text ends with."""
     best, best_agreeing = 0, 0
-    for end in range(GRAM, len(tokens)):
+    candidates = [end for end in range(GRAM, len(tokens)) if tokens[end - GRAM : end] == tokens[-GRAM:]]
+    for end in candidates[-MAX_CANDIDATES:]:
         agreeing = 0
         while agreeing < min(end, MAX_MATCH) and tokens[end - 1 - agreeing] == tokens[-1 - agreeing]:
             agreeing += 1
-        if agreeing >= max(GRAM, best_agreeing):
+        if agreeing >= best_agreeing:
             best, best_agreeing = end, agreeing
     if not best_agreeing:
         return []
@@ -53,6 +55,12 @@ def test_it_proposes_what_a_search_finds(parts: list[list[int]], again: list[int
     index = SuffixIndex()
     for end in range(1, len(text) + 1):
         assert index.after(text[:end], most) == found_by_search(text[:end], most)
+
+
+def test_no_more_places_are_compared_than_a_look_may() -> None:
+    text = [1, 0, 0, 0, *([0] * 8), 1, 0, 0, 0]
+    assert SuffixIndex().after(text, 1) == [1]
+    assert SuffixIndex().after(text[:5] + text[-4:], 1) == [0]
 
 
 def test_asking_now_and_then_finds_what_asking_always_finds() -> None:
