@@ -169,7 +169,7 @@ def _outcome(function: Callable[[], Any], fields: tuple[str, ...]) -> tuple[str,
         if inspect.iscoroutine(found):
             asyncio.run(found)
     except Exception as error:
-        text = text_of(error)[:_EVIDENCE_CHARS]
+        text = text_of(error).replace(TARGET.key, "KEY")[:_EVIDENCE_CHARS]
         if not isinstance(error, Wrong) and status_of(error) in REFUSALS:
             if any(field in text_of(error) for field in fields):
                 return "refused_by_name", text

@@ -44,24 +44,19 @@ def model(kind: Any, key: str = TARGET.key, name: str = TARGET.agent) -> Any:
 
 
 def settings(**options: Any) -> ModelSettings:
-    return ModelSettings(temperature=0, max_tokens=160, **options)
-
-
-def writes(**options: Any) -> ModelSettings:
-    """Return settings for a text: a small model goes on writing, and the SDK takes complete responses only."""
-    return settings(extra_body={"stop": [":", ")", "."]}, **options)
+    # A small model goes on writing, and the SDK takes complete responses only. No call has these in it.
+    ends = {"stop": ["(", ")", ".", "="]}
+    return ModelSettings(temperature=0, max_tokens=160, extra_body=ends, **options)
 
 
 def caller(kind: Any, **options: Any) -> Any:
     # A small model that must call goes on calling.
     asked = settings(tool_choice="required", parallel_tool_calls=False)
-    agent: Any = Agent("caller", model=model(kind), model_settings=asked, tools=[get_weather], **options)
-    agent.output_type = Weather  # the answer ends
-    return agent
+    return Agent("caller", model=model(kind), model_settings=asked, tools=[get_weather], **options)
 
 
 async def brief(kind: Any) -> None:
-    agent: Any = Agent("brief", instructions="Be brief.", model=model(kind), model_settings=writes())
+    agent: Any = Agent("brief", instructions="Be brief.", model=model(kind), model_settings=settings())
     found = await Runner.run(agent, QUESTION)
     check(found.final_output, found)
     streamed = Runner.run_streamed(agent, QUESTION)
@@ -89,7 +84,7 @@ async def tools(kind: Any, *, stream: bool = False) -> None:
         output = streamed.final_output
     else:
         output = (await Runner.run(caller(kind), "Weather?", max_turns=4)).final_output
-    check(CALLED and isinstance(output, Weather), [CALLED, output])
+    check(CALLED and output is not None, [CALLED, output])
 
 
 @FEATURES.shows("responses_tools")
@@ -126,7 +121,7 @@ async def typed_output() -> None:
 
 @FEATURES.shows("responses_chain")
 async def responses_chain() -> None:
-    agent: Any = Agent("chain", model=model(OpenAIResponsesModel), model_settings=writes(store=True))
+    agent: Any = Agent("chain", model=model(OpenAIResponsesModel), model_settings=settings(store=True))
     first = await Runner.run(agent, QUESTION)
     second = await Runner.run(agent, "and", previous_response_id=first.last_response_id)
     check(second.final_output is not None, second)
