@@ -1,4 +1,4 @@
-"""The clients of the matrix, each at a pinned version in an environment of its own below ``.venv-clients``."""
+"""The clients of the matrix: each at a pinned version, in an environment of its own."""
 
 from __future__ import annotations
 

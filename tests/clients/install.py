@@ -48,7 +48,9 @@ def _install_python(python: str, client: Client) -> None:
 
 def _install_node(there: Path, client: Client) -> None:
     found = shutil.which("node")
-    version = subprocess.run([found or "node", "--version"], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run(
+        [found or "node", "--version"], capture_output=True, text=True, check=True
+    ).stdout
     if int(version.lstrip("v").partition(".")[0]) < OLDEST_NODE:
         raise ValueError(f"Node {version.strip()} is older than {OLDEST_NODE}")
     shutil.rmtree(there, ignore_errors=True)

@@ -17,9 +17,9 @@ _HEAD: Final = """\
 
 <!-- Written by `make clients`. Do not edit. -->
 
-Public clients at a pinned version, each in an environment of its own, against one installation of the bundled model.
-*serves*: the client receives what it expects, checked by `tests/clients/scripts`. *refuses*: a status of 400 to 499
-whose message names the field. Empty: the client lacks the feature, or it is not tried.
+Public clients at a pinned version, each in an environment of its own, against one installation of the bundled
+model. *serves*: the client receives what it expects, checked by `tests/clients/scripts`. *refuses*: a status
+of 400 to 499 whose message names the field. Empty: the client lacks the feature, or it is not tried.
 """
 
 

@@ -16,14 +16,17 @@ TEMPLATE: Final = """\
 {%- if tools %}
     {{- '<|system|># Tools\\n<tools>' }}
     {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
-    {{- '\\n</tools>\\nA call is <tool_call>\\n{"name": "NAME", "arguments": {}}\\n</tool_call>' + eos_token }}
+    {{- '\\n</tools>\\nA call is <tool_call>\\n{"name": "NAME", "arguments": {}}\\n</tool_call>' }}
+    {{- eos_token }}
 {%- endif %}
 {%- for message in messages %}
     {%- if message.role == 'tool' %}
         {{- '<|user|><tool_response>\\n' + message.content + '\\n</tool_response>' + eos_token }}
     {%- else %}
         {{- '<|' + message.role + '|>' }}
-        {%- if message.reasoning_content %}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n' }}{%- endif %}
+        {%- if message.reasoning_content %}
+            {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n' }}
+        {%- endif %}
         {%- if message.content %}{{- message.content | trim }}{%- endif %}
         {%- for call in message.tool_calls or [] %}
             {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}

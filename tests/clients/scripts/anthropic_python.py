@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import anthropic
@@ -165,8 +166,8 @@ def error_404() -> None:
 @FEATURES.shows("error_400")
 def error_400() -> None:
     for field, value in (("temperature", 9), ("max_tokenz", 1)):
-        asked = {**ASKED, "extra_body": {field: value}}
-        error = raised(anthropic.BadRequestError, lambda asked=asked: CLIENT.messages.create(**asked))
+        call = partial(CLIENT.messages.create, **{**ASKED, "extra_body": {field: value}})
+        error = raised(anthropic.BadRequestError, call)
         check(field in str(error), str(error))
 
 
@@ -199,7 +200,11 @@ def cancel() -> None:
 
 @FEATURES.shows("idempotency")
 def idempotency() -> None:
-    asked = {**ASKED, "extra_body": {"temperature": 1}, "extra_headers": {"idempotency-key": str(time.time_ns())}}
+    asked = {
+        **ASKED,
+        "extra_body": {"temperature": 1},
+        "extra_headers": {"idempotency-key": str(time.time_ns())},
+    }
     first, again = (CLIENT.messages.create(**asked) for _ in range(2))
     same([again.id, again.content[0].text], [first.id, first.content[0].text])
 

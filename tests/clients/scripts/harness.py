@@ -1,8 +1,8 @@
 """What the clients' scripts share. Runs in a client's environment: standard library only.
 
-A script registers one function per feature and calls ``Features.run``, which prints a JSON line of their names,
-then one line per feature: what came of it, and why. A function returns where the feature is served, and
-raises where it is not.
+A script registers one function per feature and calls ``Features.run``, which prints a JSON line of their
+names, then one line per feature: what came of it, and why. A function returns where the feature is served,
+and raises where it is not.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def same(found: object, expected: object) -> None:
 
 def is_weather(arguments: object) -> None:
     """Return if these are arguments of the tool, as text or as an object."""
-    found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    found: Any = json.loads(arguments) if isinstance(arguments, str) else arguments
     check(isinstance(found, dict) and set(found) == {"city", "days"}, found)
     check(found["city"] in CITIES and 1 <= found["days"] <= 7, found)
 
@@ -170,9 +170,9 @@ def _outcome(function: Callable[[], Any], fields: tuple[str, ...]) -> tuple[str,
             asyncio.run(found)
     except Exception as error:
         text = text_of(error).replace(TARGET.key, "KEY")[:_EVIDENCE_CHARS]
-        if not isinstance(error, Wrong) and status_of(error) in REFUSALS:
-            if any(field in text_of(error) for field in fields):
-                return "refused_by_name", text
+        is_refusal = not isinstance(error, Wrong) and status_of(error) in REFUSALS
+        if is_refusal and any(field in text_of(error) for field in fields):
+            return "refused_by_name", text
         traceback.print_exc()
         return "wrong", text
     return "served", ""

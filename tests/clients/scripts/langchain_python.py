@@ -23,7 +23,7 @@ class Weather(BaseModel):
     days: int = Field(ge=1, le=7)
 
 
-@tool(args_schema=Weather)
+@tool(args_schema=Weather)  # type: ignore[untyped-decorator]
 def get_weather(city: str, days: int) -> str:
     """The weather of a city."""
     return f"{city}: {days} degrees"
@@ -42,7 +42,9 @@ def calling() -> Any:
 
 @FEATURES.shows("completion")
 def completion() -> None:
-    model: Any = OpenAI(model=TARGET.model, base_url=TARGET.v1, api_key=TARGET.key, max_tokens=16, max_retries=0)
+    model: Any = OpenAI(
+        model=TARGET.model, base_url=TARGET.v1, api_key=TARGET.key, max_tokens=16, max_retries=0
+    )
     check(model.invoke(PROMPT), "no text")
     check("".join(model.stream(PROMPT)), "no stream")
 
@@ -180,7 +182,7 @@ def embeddings() -> None:
     plain = OpenAIEmbeddings(
         model=TARGET.embedder,
         base_url=TARGET.v1,
-        api_key=TARGET.key,  # type: ignore[arg-type]
+        api_key=TARGET.key,
         check_embedding_ctx_length=False,  # else it sends ids of OpenAI's own tokenizer
     )
     same([len(vector) for vector in plain.embed_documents(["the fox", "a dog"])], [24, 24])

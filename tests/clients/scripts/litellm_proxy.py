@@ -109,9 +109,7 @@ def chat_stream() -> None:
 
 @FEATURES.shows("stream_usage")
 def stream_usage() -> None:
-    chunks = list(
-        CLIENT.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
-    )
+    chunks = list(CLIENT.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True}))
     check(chunks[-1].usage.completion_tokens > 0, chunks[-1])
 
 

@@ -1,4 +1,4 @@
-"""The features of LiteLLM's SDK, by its providers openai, text-completion-openai, anthropic and hosted_vllm."""
+"""The features of LiteLLM's SDK, by its providers for OpenAI, Anthropic and vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import litellm
-from harness import PROMPT, QUESTION, TARGET, TOOL, WEATHER, Features, check, is_weather, limited, raised, same
+from harness import (
+    PROMPT,
+    QUESTION,
+    TARGET,
+    TOOL,
+    WEATHER,
+    Features,
+    check,
+    is_weather,
+    limited,
+    raised,
+    same,
+)
 
 FEATURES = Features()
 ASKED: list[Any] = [{"role": "user", "content": QUESTION}]

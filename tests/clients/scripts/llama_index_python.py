@@ -161,7 +161,10 @@ def error_404() -> None:
 
 @FEATURES.shows("error_400")
 def error_400() -> None:
-    same(raised(openai.BadRequestError, lambda: llm(temperature=1.9, top_p=2).chat(ASKED, top_p=2)).param, "top_p")
+    same(
+        raised(openai.BadRequestError, lambda: llm(temperature=1.9, top_p=2).chat(ASKED, top_p=2)).param,
+        "top_p",
+    )
 
 
 @FEATURES.shows("error_429")

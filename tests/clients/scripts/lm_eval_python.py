@@ -1,4 +1,4 @@
-"""The features of lm-eval: its local models over completions and chat, on tasks of a few lines of their own."""
+"""The features of lm-eval: its local models over completions and chat, on tasks of a few lines."""
 
 from __future__ import annotations
 
@@ -43,12 +43,18 @@ doc_to_target: 0
 metric_list: [{{metric: acc}}]
 """
 AT: Final = {"model": TARGET.model, "num_concurrent": 2, "max_retries": 1, "max_length": 1024}
-LOCAL: Final = {"tokenizer_backend": "huggingface", "tokenizer": TARGET.checkpoint, "tokenized_requests": False}
+LOCAL: Final = {
+    "tokenizer_backend": "huggingface",
+    "tokenizer": TARGET.checkpoint,
+    "tokenized_requests": False,
+}
 
 
 def write_tasks() -> None:
     folder = Path(TARGET.scratch)
-    lines = [{"question": text, "answer": "self"} for text in ("def __init__(", "    return ", "class A(", "if ")]
+    lines = [
+        {"question": text, "answer": "self"} for text in ("def __init__(", "    return ", "class A(", "if ")
+    ]
     (folder / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name, text in (("generate", GENERATE), ("choose", CHOOSE)):
         (folder / f"own_{name}.yaml").write_text(text.format(folder=folder))
@@ -56,7 +62,9 @@ def write_tasks() -> None:
 
 def evaluated(model: Any, task: str, **options: Any) -> Any:
     manager = TaskManager(include_path=TARGET.scratch, include_defaults=False)
-    found = lm_eval.simple_evaluate(model=model, tasks=[task], task_manager=manager, bootstrap_iters=0, **options)
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=[task], task_manager=manager, bootstrap_iters=0, **options
+    )
     if found is None or task not in found["results"]:
         raise Wrong(repr(found))
     check(len(found["samples"][task]) == 4, found["results"])

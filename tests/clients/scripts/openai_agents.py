@@ -31,7 +31,7 @@ class Weather(BaseModel):
     days: Literal[1, 2, 3]
 
 
-@function_tool
+@function_tool  # type: ignore[untyped-decorator]
 def get_weather(city: Literal["Bern", "Oslo", "Rome"]) -> str:
     """The weather of a city."""
     CALLED.append(city)
@@ -75,11 +75,13 @@ async def chat_stream() -> None:
 
 
 async def tools(kind: Any, *, stream: bool = False) -> None:
-    """Call the tool once, send its result, and return the model's answer: the SDK resets the choice itself."""
+    """Call the tool once, send its result, and return the answer: the SDK resets the choice itself."""
     CALLED.clear()
     if stream:
         streamed = Runner.run_streamed(caller(kind), "Weather?", max_turns=4)
-        names = [event.name async for event in streamed.stream_events() if event.type == "run_item_stream_event"]
+        names = [
+            event.name async for event in streamed.stream_events() if event.type == "run_item_stream_event"
+        ]
         check({"tool_called", "tool_output"} <= set(names), names)
         output = streamed.final_output
     else:

@@ -9,7 +9,19 @@ import time
 from typing import Any
 
 import openai
-from harness import PROMPT, QUESTION, TARGET, TOOL, WEATHER, Features, check, is_weather, limited, raised, same
+from harness import (
+    PROMPT,
+    QUESTION,
+    TARGET,
+    TOOL,
+    WEATHER,
+    Features,
+    check,
+    is_weather,
+    limited,
+    raised,
+    same,
+)
 
 FEATURES = Features()
 CLIENT = openai.OpenAI(base_url=TARGET.v1, api_key=TARGET.key, max_retries=0, timeout=60)
@@ -97,9 +109,7 @@ def chat_stream() -> None:
 @FEATURES.shows("stream_usage")
 def stream_usage() -> None:
     usage = CLIENT.chat.completions.create(**CHAT).usage
-    chunks = list(
-        CLIENT.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
-    )
+    chunks = list(CLIENT.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True}))
     same(chunks[-1].choices, [])
     same(chunks[-1].usage.completion_tokens, usage.completion_tokens)
     same(chunks[-1].usage.prompt_tokens, usage.prompt_tokens)
@@ -216,7 +226,9 @@ def tool_call() -> None:
 @FEATURES.shows("tool_auto")
 def tool_auto() -> None:
     for mode in ("auto", "none"):
-        choice = CLIENT.chat.completions.create(**{**CALLING, "tool_choice": mode, "max_tokens": 24}).choices[0]
+        choice = CLIENT.chat.completions.create(**{**CALLING, "tool_choice": mode, "max_tokens": 24}).choices[
+            0
+        ]
         check(choice.message.content or choice.message.tool_calls, choice)
 
 
@@ -309,7 +321,7 @@ def responses_chain() -> None:
 
 @FEATURES.shows("responses_background")
 def responses_background() -> None:
-    made = CLIENT.responses.create(**RESPONSE, background=True)
+    found = made = CLIENT.responses.create(**RESPONSE, background=True)
     for _ in range(200):
         found = CLIENT.responses.retrieve(made.id)
         if found.status not in ("queued", "in_progress"):
@@ -350,7 +362,9 @@ def responses_tools() -> None:
         **{**asked, "max_output_tokens": 16}, input=[result], previous_response_id=made.id
     )
     check(after.output_text, after)
-    types = [e.type for e in CLIENT.responses.create(**asked, input="W?", tool_choice="required", stream=True)]
+    types = [
+        e.type for e in CLIENT.responses.create(**asked, input="W?", tool_choice="required", stream=True)
+    ]
     check("response.function_call_arguments.done" in types, types)
 
 
@@ -428,12 +442,19 @@ def error_404() -> None:
 
 @FEATURES.shows("error_400")
 def error_400() -> None:
-    error = raised(openai.BadRequestError, lambda: CLIENT.chat.completions.create(**{**CHAT, "temperature": 9}))
+    error = raised(
+        openai.BadRequestError, lambda: CLIENT.chat.completions.create(**{**CHAT, "temperature": 9})
+    )
     same(error.param, "temperature")
-    typo = raised(openai.BadRequestError, lambda: CLIENT.chat.completions.create(**CHAT, extra_body={"tolls": 1}))
+    typo = raised(
+        openai.BadRequestError, lambda: CLIENT.chat.completions.create(**CHAT, extra_body={"tolls": 1})
+    )
     check("tolls" in typo.message, typo.message)
     long = {**TEXT, "prompt": "word " * 5000}
-    same(raised(openai.BadRequestError, lambda: CLIENT.completions.create(**long)).code, "context_length_exceeded")
+    same(
+        raised(openai.BadRequestError, lambda: CLIENT.completions.create(**long)).code,
+        "context_length_exceeded",
+    )
 
 
 @FEATURES.shows("error_429")

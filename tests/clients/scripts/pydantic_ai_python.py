@@ -119,12 +119,14 @@ async def typed_stream() -> None:
 
 
 def loop(kind: Kind) -> None:
-    """Call a tool, and answer by the output tool: the model must call, and its call of the tool is replayed."""
+    """Call a tool, and answer by the output tool: the model must call, and its call is replayed."""
     runner = agent(kind, output_type=ToolOutput(Weather), retries=3)
     first = runner.run_sync("Weather?")
     second = runner.run_sync("And?", message_history=first.all_messages())
     check(isinstance(second.output, Weather), second.output)
-    returned = [part for turn in second.all_messages() for part in turn.parts if isinstance(part, ToolReturnPart)]
+    returned = [
+        part for turn in second.all_messages() for part in turn.parts if isinstance(part, ToolReturnPart)
+    ]
     check(len(returned) == 2, returned)
 
 
@@ -147,7 +149,9 @@ def images() -> None:
 def embeddings() -> None:
     openai = AsyncOpenAI(base_url=TARGET.v1, api_key=TARGET.key, max_retries=0)
     provider = OpenAIProvider(openai_client=openai)
-    found = Embedder(OpenAIEmbeddingModel(TARGET.embedder, provider=provider)).embed_documents_sync(["the fox"])
+    found = Embedder(OpenAIEmbeddingModel(TARGET.embedder, provider=provider)).embed_documents_sync(
+        ["the fox"]
+    )
     same(len(found.embeddings[0]), 24)
 
 
