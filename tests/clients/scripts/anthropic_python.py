@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 from harness import QUESTION, TARGET, WEATHER, Features, check, is_weather, limited, raised, same
+from pydantic import BaseModel, ConfigDict, Field
 
 FEATURES = Features()
 CLIENT = anthropic.Anthropic(base_url=TARGET.url, api_key=TARGET.key, max_retries=0, timeout=60)
@@ -27,6 +28,13 @@ CALLING: dict[str, Any] = {
     # A small model that must call goes on calling.
     "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
 }
+
+
+class Weather(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    city: Literal["Bern", "Oslo", "Rome"]
+    days: int = Field(ge=1, le=7)
 
 
 @FEATURES.shows("models")
@@ -92,6 +100,13 @@ def messages_thinking() -> None:
         final = stream.get_final_message()
     same([final.content[0].type, final.content[0].thinking], ["thinking", "".join(deltas)])
     check(deltas, final)
+    turns = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": [*final.content, {"type": "text", "text": "c"}]},
+    ]
+    turns += ASKED["messages"]
+    adaptive = {**asked, "messages": turns, "thinking": {"type": "adaptive"}}
+    check(CLIENT.messages.create(**adaptive).content, adaptive)
 
 
 @FEATURES.shows("messages_schema")
@@ -99,6 +114,33 @@ def messages_schema() -> None:
     form = {"format": {"type": "json_schema", "schema": WEATHER}}
     answer = CLIENT.messages.create(**{**ASKED, "max_tokens": 64}, output_config=form)
     is_weather(answer.content[0].text)
+
+
+@FEATURES.shows("typed_output")
+def typed_output() -> None:
+    found = CLIENT.messages.parse(**{**ASKED, "max_tokens": 64}, output_format=Weather)
+    check(isinstance(found.parsed_output, Weather), found)
+
+
+@FEATURES.shows("agent_loop")
+def agent_loop() -> None:
+    called: list[str] = []
+
+    @anthropic.beta_tool
+    def get_weather(city: Literal["Bern", "Oslo", "Rome"]) -> str:
+        """The weather of a city."""
+        called.append(city)
+        return "7 degrees"
+
+    asked = {**CALLING, "tools": [get_weather]}
+    runner = CLIENT.beta.messages.tool_runner(**asked, max_iterations=2)
+    turns = list(runner)
+    check(called and len(turns) == 2, [called, turns])
+
+
+@FEATURES.shows("other_apis", "/v1/messages/batches")
+def other_apis() -> None:
+    CLIENT.messages.batches.list()
 
 
 @FEATURES.shows("count_tokens")
@@ -117,7 +159,7 @@ def stop() -> None:
 
 @FEATURES.shows("hints")
 def hints() -> None:
-    cached: Any = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}
+    cached: Any = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     turns: list[Any] = [{"role": "user", "content": [cached]}]
     hinted = CLIENT.messages.create(
         **{**ASKED, "messages": turns}, metadata={"user_id": "someone"}, service_tier="auto"

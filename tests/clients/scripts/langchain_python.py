@@ -171,6 +171,15 @@ def reasoning() -> None:
     check(answer.usage_metadata["output_tokens"] > 0, answer)
 
 
+@FEATURES.shows("responses_hints")
+def responses_hints() -> None:
+    hints = {"reasoning": {"effort": "low", "summary": "auto"}, "verbosity": "low", "store": False}
+    further = {"include": ["reasoning.encrypted_content"], "output_version": "responses/v1"}
+    model = chat_model(use_responses_api=True, **hints, **further)
+    first = model.invoke(QUESTION)
+    check(first.text and model.invoke([HumanMessage(QUESTION), first, HumanMessage("and")]).text, first)
+
+
 @FEATURES.shows("images", "content[1].type")
 def images() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}

@@ -108,7 +108,8 @@ def logprobs() -> None:
 def hints() -> None:
     plain = litellm.completion(**CHAT).choices[0].message.content
     cached = {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}
-    for asked in (CHAT, VLLM):
+    efforts = {"reasoning_effort": "low", "allowed_openai_params": ["reasoning_effort"]}
+    for asked in (CHAT, VLLM, CHAT | efforts, VLLM | efforts):
         turns = [{"role": "user", "content": [cached]}]
         hinted = litellm.completion(**{**asked, "messages": turns}, user="someone", metadata={"trace": "1"})
         same(hinted.choices[0].message.content, plain)
@@ -191,6 +192,38 @@ def responses_chain() -> None:
     first = litellm.responses(**RESPONSE)
     second = litellm.responses(**{**RESPONSE, "input": "and"}, previous_response_id=first.id)
     check(second.usage.input_tokens > first.usage.input_tokens, second.usage)
+
+
+@FEATURES.shows("responses_tools")
+def responses_tools() -> None:
+    tool = {"type": "function", "strict": True, **TOOL["function"]}
+    asked = {**RESPONSE, "model": f"openai/{TARGET.agent}", "max_output_tokens": 160}
+    made = litellm.responses(**asked, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    (call,) = [item for item in made.output if item.type == "function_call"]
+    is_weather(call.arguments)
+
+
+@FEATURES.shows("messages_thinking")
+def messages_thinking() -> None:
+    answer = litellm.completion(
+        model=f"anthropic/{TARGET.agent}",
+        messages=ASKED,
+        max_tokens=32,
+        api_base=TARGET.url,
+        api_key=TARGET.key,
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    )
+    check(answer.choices[0].message.reasoning_content, answer)
+
+
+@FEATURES.shows("messages_tools")
+def messages_tools() -> None:
+    asked = {**CALLING, "model": f"anthropic/{TARGET.agent}", "api_base": TARGET.url}
+    message = litellm.completion(**asked).choices[0].message
+    is_weather(message.tool_calls[0].function.arguments)
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7 degrees"}
+    turns = [*ASKED, message, result]
+    check(litellm.completion(**{**asked, "messages": turns, "tool_choice": "auto"}).choices, turns)
 
 
 @FEATURES.shows("messages")

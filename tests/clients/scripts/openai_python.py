@@ -374,6 +374,49 @@ def responses_schema() -> None:
     is_weather(CLIENT.responses.create(**{**RESPONSE, "max_output_tokens": 64}, text=form).output_text)
 
 
+@FEATURES.shows("responses_hints")
+def responses_hints() -> None:
+    plain = CLIENT.responses.create(**RESPONSE).output_text
+    hinted = CLIENT.responses.create(
+        **RESPONSE,
+        include=["reasoning.encrypted_content"],
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"verbosity": "low"},
+        service_tier="auto",
+        prompt_cache_key="key",
+        safety_identifier="someone",
+        metadata={"trace": "1"},
+        truncation="disabled",
+        store=False,
+    )
+    same(hinted.output_text, plain)
+
+
+@FEATURES.shows("responses_replay")
+def responses_replay() -> None:
+    asked: dict[str, Any] = {
+        "model": TARGET.agent,
+        "tools": [RESPONSE_TOOL],
+        "parallel_tool_calls": False,
+        "store": False,
+        "temperature": 0,
+    }
+    turns: list[Any] = [{"role": "user", "content": "Weather?"}]
+    made = CLIENT.responses.create(**asked, input=turns, tool_choice="required", max_output_tokens=160)
+    (call,) = [item for item in made.output if item.type == "function_call"]
+    turns += made.output
+    turns.append({"type": "function_call_output", "call_id": call.call_id, "output": "7 degrees"})
+    after = CLIENT.responses.create(**asked, input=turns, max_output_tokens=16)
+    turns += after.output
+    turns.append({"role": "user", "content": "and"})
+    check(CLIENT.responses.create(**asked, input=turns, max_output_tokens=16).output, turns)
+
+
+@FEATURES.shows("other_apis", "/v1/moderations")
+def other_apis() -> None:
+    CLIENT.moderations.create(input="x")
+
+
 @FEATURES.shows("server_tools", "tools[0].type", "web_search")
 def server_tools() -> None:
     CLIENT.responses.create(**RESPONSE, tools=[{"type": "web_search"}])
