@@ -197,7 +197,7 @@ def responses_chain() -> None:
 @FEATURES.shows("responses_tools")
 def responses_tools() -> None:
     tool = {"type": "function", "strict": True, **TOOL["function"]}
-    asked = {**RESPONSE, "model": f"openai/{TARGET.agent}", "max_output_tokens": 160}
+    asked = {**RESPONSE, "temperature": 0, "model": f"openai/{TARGET.agent}", "max_output_tokens": 160}
     made = litellm.responses(**asked, tools=[tool], tool_choice="required", parallel_tool_calls=False)
     (call,) = [item for item in made.output if item.type == "function_call"]
     is_weather(call.arguments)
@@ -212,6 +212,7 @@ def messages_thinking() -> None:
         api_base=TARGET.url,
         api_key=TARGET.key,
         thinking={"type": "enabled", "budget_tokens": 1024},
+        allowed_openai_params=["thinking"],
     )
     check(answer.choices[0].message.reasoning_content, answer)
 
