@@ -78,7 +78,7 @@ class Thinking(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class MessagesThread(Struct, forbid_unknown_fields=True, frozen=True):
-    """A conversation that the server is to hold. None is held: ``continue`` finds none, and clients send all."""
+    """A conversation that the server is to hold: ``continue`` finds none, and clients send all messages."""
 
     type: Literal["create", "continue"]
     previous_message_id: Short | None = None
