@@ -126,7 +126,7 @@ def typed_output() -> None:
 def agent_loop() -> None:
     called: list[str] = []
 
-    @anthropic.beta_tool
+    @anthropic.beta_tool  # type: ignore[untyped-decorator]
     def get_weather(city: Literal["Bern", "Oslo", "Rome"]) -> str:
         """The weather of a city."""
         called.append(city)

@@ -16,7 +16,7 @@ import openai
 from harness import PROMPT, QUESTION, TARGET, TOOL, WEATHER, Features, check, is_weather, raised, same
 
 FEATURES = Features()
-READY_S = 100.0
+READY_S = 240.0
 KEY = "sk-proxy-0123456789"
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -73,7 +73,7 @@ def start() -> subprocess.Popen[bytes]:
     deadline_s = time.monotonic() + READY_S
     while time.monotonic() < deadline_s and process.poll() is None:
         try:
-            if HTTP.get("/health/liveliness").status_code == 200:
+            if HTTP.get("/health/liveliness", timeout=5).status_code == 200:
                 return process
         except httpx.HTTPError:
             pass
