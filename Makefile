@@ -18,7 +18,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-escrow sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-escrow sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -152,6 +152,9 @@ typescript-test: typescript ## Try the TypeScript client by Node against an inst
 e2e: setup-dev e2e-env ## Run the tests that use an installation as its users do
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
+clients: setup-dev ## Try public clients, each in an environment of its own, and write their matrix (about 15 minutes, 5 GB)
+	$(BIN)/python -m tests.clients $(ARGS)
+
 engine-oracle: setup-dev ## Compare the engine with transformers over drawn shapes and schedules (minutes)
 	$(BIN)/python -m pytest -n 2 tests/oracle $(ARGS)
 
@@ -280,5 +283,5 @@ compose-test: setup-dev e2e-env ## Try the containers for real; fails, with outc
 
 clean: ## Stop the installation; remove .venv and caches (state under .fairway stays)
 	@if [ -x $(BIN)/fairway ]; then $(BIN)/fairway down || true; fi
-	rm -rf clients/typescript/node_modules clients/typescript/dist clients/typescript/src/gen .venv .venv-openai .venv-s3 .venv-triton .venv-minilm .venv-py* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
+	rm -rf clients/typescript/node_modules clients/typescript/dist clients/typescript/src/gen .venv .venv-openai .venv-s3 .venv-triton .venv-minilm .venv-clients .venv-py* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

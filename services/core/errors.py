@@ -4,7 +4,7 @@
     ├── InvalidInput            PromptTooLong, UnsupportedFeature, ConstraintRefused
     ├── Unauthenticated
     ├── PermissionDenied
-    ├── NotFound                ModelNotFound
+    ├── NotFound                ModelNotFound, ThreadNotFound
     ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
     ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone,
     │                           PoisonedInput
@@ -83,6 +83,12 @@ class NotFound(FairwayError):
 
 class ModelNotFound(NotFound):
     reason = "MODEL_NOT_FOUND"
+
+
+class ThreadNotFound(NotFound):
+    """A conversation that the server would hold: none is held, and the client sends all of its turns."""
+
+    reason = "THREAD_NOT_FOUND"
 
 
 class Conflict(FairwayError):

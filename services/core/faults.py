@@ -34,6 +34,7 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "PERMISSION_DENIED": (Fault.CLIENT, "Use a key with the right to do this"),
     "NOT_FOUND": (Fault.CLIENT, "Correct the name"),
     "MODEL_NOT_FOUND": (Fault.CLIENT, "Use a model that ListModels returns for this key"),
+    "THREAD_NOT_FOUND": (Fault.CLIENT, "Send all messages of the conversation, without the thread"),
     "CONFLICT": (Fault.CLIENT, "Read the present state and decide again"),
     "ALREADY_EXISTS": (Fault.CLIENT, "Use another name"),
     "ETAG_MISMATCH": (Fault.CLIENT, "Read the resource again and repeat the change"),

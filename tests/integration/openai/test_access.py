@@ -128,7 +128,10 @@ async def test_the_wrong_method_or_path_has_the_error_shape(face: Face) -> None:
     answer = await face.ask("GET", "/v1/chat/completions")
     assert (answer.status, answer.error["code"]) == (405, None)
     assert answer.headers["x-request-id"].startswith("req_")
-    assert (await face.ask("GET", "/v3")).status == 404
+    assert "GET" in answer.error["message"]
+    missing = await face.ask("POST", "/v1/audio/%E2%80%A8speech?x=1")
+    assert missing.status == 404
+    assert missing.error["message"] == "there is nothing at the path /v1/audio/?speech"
 
 
 async def test_an_unauthenticated_body_is_not_read(face: Face) -> None:

@@ -18,7 +18,7 @@ from services.gateway.faces.openai.types import HINTS, neutral_values
 
 OPENAPI: Final = "3.1.0"
 NOT_OFFERED: Final = "Not offered: accepted at these values only."
-NO_EFFECT: Final = "A hint without an effect."
+NO_EFFECT: Final = "A hint, no effect."
 _REFERENCE: Final = "#/components/schemas/{name}"
 _PARAMETER: Final = re.compile(r"\{([a-z_]+)(?::path)?\}")
 # Headers that OpenAPI describes otherwise, or that every HTTP client sets itself.

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from fairway.v1 import inference_pb2
-from services.core.errors import InvalidInput, UnsupportedFeature
+from services.core.errors import InvalidInput, ThreadNotFound, UnsupportedFeature
 from services.gateway.faces.messages.types import (
     CountBody,
     MessagesBody,
@@ -40,8 +40,12 @@ _EFFORTS: Final = {"max": "xhigh"}
 
 
 def messages_request(data: bytes) -> ApiRequest:
-    """Return the request of a /v1/messages body. Raises InvalidInput, UnsupportedFeature."""
+    """Return the request of a /v1/messages body. Raises InvalidInput, ThreadNotFound, UnsupportedFeature."""
     body = parse_body(data, MessagesBody)
+    if body.thread is not None and body.thread.type == "continue":
+        raise ThreadNotFound(
+            "thread: no thread is held by this server: send all messages", field="thread.previous_message_id"
+        )
     user = body.metadata.user_id if body.metadata is not None else None
     return chat_of(
         msgspec.structs.replace(

@@ -77,6 +77,13 @@ class Thinking(Struct, forbid_unknown_fields=True, frozen=True):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class MessagesThread(Struct, forbid_unknown_fields=True, frozen=True):
+    """A conversation that the server is to hold: ``continue`` finds none, and clients send all messages."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: Short | None = None
+
+
 class MessagesFormat(Struct, forbid_unknown_fields=True, frozen=True):
     type: Literal["json_schema"]
     schema: Schema
@@ -112,6 +119,7 @@ class MessagesBody(CountBody, forbid_unknown_fields=True, frozen=True, kw_only=T
     top_k: UInt32 | None = None
     metadata: MessagesMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    thread: MessagesThread | None = None
     container: Unserved = UNSET
     inference_geo: Unserved = UNSET
     speed: Unserved = UNSET

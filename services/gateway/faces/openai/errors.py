@@ -88,7 +88,9 @@ PARAMS: Final = (
     ("sampling.", ""),
     ("choices", "n"),
 )
-_SAFE_PARAM: Final = re.compile(r"[^\x20-\x7e]")
+# LangChain and LiteLLM recognise a prompt to shorten by these words, not by the code.
+_TOO_LONG: Final = "prompt is too long: {}; this exceeds the maximum number of tokens allowed"
+NOT_PRINTABLE: Final = re.compile(r"[^\x20-\x7e]")
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -141,7 +143,7 @@ def field_and_message(error: FairwayError, names: Names = PARAMS) -> tuple[str |
     message = public_message(error)
     if field and param and param != field:
         message = message.replace(field, param)
-    return param, message
+    return param, _TOO_LONG.format(message) if isinstance(error, PromptTooLong) else message
 
 
 async def named(names: Names, work: Awaitable[T]) -> T:
@@ -170,7 +172,7 @@ def _code(error: FairwayError, status: int) -> str | None:
 
 def _param(field: str, names: Names) -> str:
     found = _by_prefix(field, names)
-    return _SAFE_PARAM.sub("?", field) if found is None else found
+    return NOT_PRINTABLE.sub("?", field) if found is None else found
 
 
 def _by_prefix(field: str, names: Names) -> str | None:

@@ -35,7 +35,7 @@ from services.gateway.faces.openai.answers import (
     TextCompletion,
 )
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
-from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, named
+from services.gateway.faces.openai.errors import NOT_PRINTABLE, Header, HttpProblem, error_body, named
 from services.gateway.faces.openai.event_ids import HEADER, AnswerPosition
 from services.gateway.faces.openai.event_stream import (
     CACHE_HIT,
@@ -77,6 +77,7 @@ from services.runtime.process.product import product_version
 
 log = structlog.get_logger()
 _encode: Final = msgspec.json.Encoder().encode
+_MAX_NAMED_PATH: Final = 128
 T = TypeVar("T")
 
 
@@ -453,7 +454,11 @@ class _Problems:
 
     async def answer(self, request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)
-        texts = {404: "there is nothing at this path", 405: "this path does not take this method"}
+        path = NOT_PRINTABLE.sub("?", request.scope["path"][:_MAX_NAMED_PATH])
+        texts = {
+            404: f"there is nothing at the path {path}",
+            405: f"the path {path} does not take the method {request.method}",
+        }
         text = texts.get(exc.status_code, "the request cannot be answered")
         headers: dict[str, Any] = dict(exc.headers or {})
         headers["x-request-id"] = self._ids.request_id()

@@ -74,6 +74,7 @@ class MadeCall(Struct, forbid_unknown_fields=True, frozen=True):
     id: str = ""
     type: Literal["function"] = "function"
     index: UInt32 | None = None
+    provider_specific_fields: dict[str, Any] | None = None
 
 
 class OfferedFunction(Struct, forbid_unknown_fields=True, frozen=True):
@@ -122,6 +123,7 @@ class ChatTurn(Struct, forbid_unknown_fields=True, frozen=True):
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name of reasoning_content
     cache_control: CacheControl | None = None
+    provider_specific_fields: dict[str, Any] | None = None  # LiteLLM's note of what another server added
     refusal: Unserved = UNSET
     annotations: Unserved = UNSET
     audio: Unserved = UNSET
@@ -272,6 +274,7 @@ HINTS: Final = (
     "metadata",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "provider_specific_fields",
     "verbosity",
 )
 # The neutral values, besides absence and null. Of a field whose meaning differs, by its class.

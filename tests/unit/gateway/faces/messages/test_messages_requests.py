@@ -14,6 +14,7 @@ from services.core.errors import (
     InternalError,
     InvalidInput,
     OverQuota,
+    ThreadNotFound,
     Unavailable,
 )
 from services.gateway.faces.messages.errors import messages_error
@@ -42,6 +43,14 @@ def test_the_model_receives_that_a_tool_failed(fields: dict[str, Any], text: str
     messages = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     turns = generation(messages=[{"role": "user", "content": "hi"}, *messages], tools=[TOOL]).chat.messages
     assert (turns[-1].role, turns[-1].content) == ("tool", text)
+
+
+def test_no_thread_is_held_so_that_clients_send_all_messages() -> None:
+    assert generation(thread={"type": "create"}) == generation()
+    with pytest.raises(ThreadNotFound) as caught:
+        generation(thread={"type": "continue", "previous_message_id": "msg_1"}, messages=[])
+    details = json.loads(messages_error(caught.value))["error"]["details"]
+    assert details == {"error_code": "thread_not_found", "param": "thread.previous_message_id"}
 
 
 def test_a_conversation_with_tools_and_thinking() -> None:

@@ -13,6 +13,7 @@ from fairway.v1 import inference_pb2
 from services.core import errors
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens
+from services.gateway.faces.messages.errors import messages_error
 from services.gateway.faces.openai.answers import (
     AnswerHead,
     Frames,
@@ -180,6 +181,14 @@ def test_every_error_has_a_shape(kind: type[errors.FairwayError]) -> None:
 def test_what_clients_switch_on(error: errors.FairwayError, status: int, kind: str, code: str | None) -> None:
     detail = json.loads(error_body(error))["error"]
     assert (status_of(error), detail["type"], detail["code"]) == (status, kind, code)
+
+
+def test_a_prompt_that_is_too_long_has_the_words_by_which_clients_shorten_it() -> None:
+    error = errors.PromptTooLong("the prompt has 9 tokens, the context 8", field="prompt")
+    message = json.loads(error_body(error))["error"]["message"]
+    assert "prompt is too long: the prompt has 9 tokens, the context 8" in message  # LangChain's
+    assert "exceeds the maximum number of tokens allowed" in message  # LiteLLM's
+    assert message in messages_error(error).decode()
 
 
 @pytest.mark.parametrize(

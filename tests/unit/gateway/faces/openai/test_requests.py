@@ -370,6 +370,8 @@ def test_a_conversation_with_tools_is_replayed() -> None:
     assert calls == [("c1", "find", '{"q": "x"}'), ("c2", "now", "")]
     assert (made.content, made.reasoning_content) == ("", "look it up")
     assert (answer.role, answer.tool_call_id, answer.content) == ("tool", "c1", "found")
+    noted = {**CALLS[1], "provider_specific_fields": {"refusal": None}}  # as LiteLLM replays it
+    assert chat(messages=[CALLS[0], noted, CALLS[2]]).generations == chat(messages=CALLS).generations
     again = [CALLS[0], {k.removesuffix("_content"): v for k, v in CALLS[1].items()} | {"content": "x"}]
     assert chat(messages=again).generations[0].chat.messages[1].reasoning_content == "look it up"
 

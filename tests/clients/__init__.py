@@ -1,0 +1,1 @@
+"""A matrix of public clients against an installation: ``make clients``."""
