@@ -338,10 +338,10 @@ class HttpServer:
             server.close()
         # uvicorn would close WebSockets at once, before their last events.
         self.drain()
-        if closing := [asyncio.create_task(each.closed.wait()) for each in self._open_sockets()]:
-            _, late = await asyncio.wait(closing, timeout=grace_s)
-            for task in late:
-                task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                for connection in self._open_sockets():
+                    await connection.closed.wait()
         left_s = grace_s - (asyncio.get_running_loop().time() - began_s)
         self._server.config.timeout_graceful_shutdown = max(1, round(left_s))
         await self._server.shutdown(sockets=self._sockets)
