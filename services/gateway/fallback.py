@@ -110,10 +110,10 @@ class GatewayFallback:
         if self.wait_s(now_s) > 0:
             return None
         digest = spec.version_digest
-        predicted = max(1, min(spec.max_output_tokens, self._settings.predicted_output_tokens))
+        predicted = min(spec.max_output_tokens, max(1, self._settings.predicted_output_tokens))
         need = Need(
             reserved_tokens=spec.prompt_tokens + predicted,
-            worst_case_tokens=spec.prompt_tokens + max(1, spec.max_output_tokens),
+            worst_case_tokens=spec.prompt_tokens + spec.max_output_tokens,
             excluded_workers=spec.excluded_workers,
         )
         if digest not in self._members:

@@ -162,9 +162,12 @@ class GatewayService:
         *,
         received: Received,
         timeout_s: float | None = None,
+        withdraws: Callable[[], bool] = never,
     ) -> Completion:
-        """Return the whole answer. Cancelling the call cancels the request."""
-        events = self.stream(principal, generation, received=received, timeout_s=timeout_s)
+        """Return the whole answer. Cancelling the call cancels the request. ``withdraws``: see ``stream``."""
+        events = self.stream(
+            principal, generation, received=received, timeout_s=timeout_s, withdraws=withdraws
+        )
         return await complete(events, parts=generation.parts)
 
     async def count_tokens(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -189,9 +188,7 @@ def test_a_target_survives_its_way_to_an_attacker() -> None:
     assert parse_target(json.dumps(asdict(target), default=str)) == target
 
 
-def test_every_attack_has_a_name_of_its_own_a_bound_and_a_row_in_the_docs() -> None:
+def test_every_attack_has_a_name_of_its_own_and_a_bound() -> None:
     names = [attack.name for attack in ATTACKS]
-    page = (ROOT / "docs" / "architecture" / "security.md").read_text()
-    assert re.findall(r"^\| `([a-z-]+)` \|", page, re.MULTILINE) == names
     assert len(set(names)) == len(names)
     assert all(attack.what and attack.holds and attack.limit_s <= 300 for attack in ATTACKS)

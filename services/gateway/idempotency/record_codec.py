@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from services.core.errors import FairwayError, IntegrityError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
@@ -61,7 +62,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
     top_logprobs: tuple[float, ...]
     top_tokens: tuple[str, ...]
     token: str
-    text: str = ""
+    text: str | None = None  # None: of the release before, whose texts are the tokens'
     rank: int = 0
 
 
@@ -121,7 +122,8 @@ def logprobs_in(values: Sequence[TokenLogprobs]) -> tuple[Logprobs, ...]:
 
 
 def logprobs_out(values: Sequence[Logprobs]) -> tuple[TokenLogprobs, ...]:
-    return tuple(TokenLogprobs(*(getattr(value, name) for name in _LOGPROBS)) for value in values)
+    written = (value if value.text is not None else replace(value, text=value.token) for value in values)
+    return tuple(TokenLogprobs(*(getattr(value, name) for name in _LOGPROBS)) for value in written)
 
 
 def degraded_in(values: Sequence[Degradation]) -> tuple[Degraded, ...]:

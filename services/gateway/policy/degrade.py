@@ -50,7 +50,9 @@ def smaller_model(
     """
     if pressure_ratio < levels.smaller_from_ratio:
         return None
-    if by_ids or spec.limits.stop_token_ids or spec.sampling.logit_bias:  # they name tokens of one vocabulary
+    sampling = spec.sampling
+    # They name tokens of one vocabulary.
+    if by_ids or spec.limits.stop_token_ids or sampling.logit_bias or sampling.prompt_logprobs is not None:
         return None
     found = policy.smaller_models.get(spec.model)
     return found if found != spec.model else None

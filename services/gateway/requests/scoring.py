@@ -8,8 +8,8 @@ from fairway.v1 import inference_pb2
 from services.core.errors import InvalidInput
 
 # Log-probabilities of prompts in one answer: tokens, each with its alternatives, of all choices. As protobuf
-# they are about 2 MB of a message's 16 MB, and the record of an idempotency key retains them.
-MAX_PROMPT_SCORES: Final = 131_072
+# they are about 1 MB of a message's 16 MB, and half of what the record of an idempotency key retains.
+MAX_PROMPT_SCORES: Final = 65_536
 
 
 def check_scoring(generation: inference_pb2.Generation) -> None:

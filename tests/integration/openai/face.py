@@ -105,6 +105,7 @@ class ScriptedService:
         *,
         received: Received,
         timeout_s: Any = None,
+        withdraws: Callable[[], bool] = never,
     ) -> Completion:
         choices = max(1, generation.choices)
         texts, logprobs = [""] * choices, [[] for _ in range(choices)]  # type: ignore[var-annotated]

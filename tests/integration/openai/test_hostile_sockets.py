@@ -17,10 +17,14 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+from services.core.errors import Unauthenticated
+from services.core.generation import Principal
 from services.gateway.faces.openai import server
 from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.sockets import protocol
-from tests.integration.openai.face import KEY, MAX_BODY, STREAM, Face, begun, serving, silent
+from services.gateway.faces.sockets.exchange import SocketExchange
+from services.runtime.identity import KeyDirectory
+from tests.integration.openai.face import CHAT, KEY, MAX_BODY, STREAM, Face, begun, serving, silent
 from tests.support.socket_client import closed, opened, received, request, until_over
 
 TEXT, BINARY, PING, CONTINUED = 0x1, 0x2, 0x9, 0x0
@@ -218,11 +222,70 @@ async def test_an_id_that_is_in_use_and_headers_that_are_not_offered(face: Face)
         assert answer["status"] == 404
         assert "/v1/chat/completions" in answer["data"]["error"]["message"]
         await socket.send(request("a", STREAM))
+        await face.service.until_running(1)
         await socket.send(request("a", STREAM))
-        assert (await received(socket))["error"]["param"] == "id"
-        assert (await closed(socket))[0] == 1007
+        (answer,) = await until_over(socket, "a")
+        assert answer["status"] == 409
+        assert face.service.running == 1
     async with asyncio.timeout(5):
         await face.service.closed.wait()
+
+
+async def test_an_id_is_free_with_the_last_message_of_its_request(face: Face) -> None:
+    """The next request of the same id arrives before the task of the one before it has ended."""
+    async with opened(url(face), KEY) as socket:
+        for body in (STREAM, CHAT) * 20:
+            await socket.send(request("a", body))
+            last = (await until_over(socket, "a"))[-1]
+            assert last["type"] == "end" or last["status"] == 200, last
+
+
+async def test_a_close_behind_a_cancel_leaves_the_request_withdrawn() -> None:
+    async def put(message: bytes) -> None:
+        pass
+
+    exchange = SocketExchange("a", b"{}", put, over=lambda: None, cut=lambda: None)
+    exchange.leave(withdraw=True)
+    exchange.leave(withdraw=False)
+    withdrawn = []
+
+    async def route(scope: Any, receive: Any, send: Any) -> None:
+        withdrawn.append(scope["extensions"]["fairway.connection"]["withdrawn"]())
+
+    await exchange.run(route, {}, "/", [])
+    assert withdrawn == [True]
+
+
+async def test_what_a_client_sends_after_a_close_is_not_accounted() -> None:
+    size = 2**20
+    async with serving(HttpLimits(size), max_body_bytes=size) as face:
+        for _ in range(8):
+            _, writer = await raw(face)
+            writer.write(frame(BINARY, b"x"))  # which ends the socket
+            await asyncio.sleep(0.1)
+            writer.write(frame(TEXT, b" " * (size - 100))[:-1])
+            await asyncio.sleep(0.3)
+            writer.close()
+        async with asyncio.timeout(20):
+            while face.server.connections:
+                await asyncio.sleep(0.01)
+        answer = await face.ask("POST", "/v1/chat/completions", {**CHAT, "user": "x" * (size // 2)})
+        assert answer.status != 429, answer.body
+
+
+async def test_a_key_that_is_revoked_ends_its_sockets_at_the_next_message(
+    face: Face, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(url(face), KEY) as socket:
+        await socket.send(request("a", CHAT))
+        assert (await until_over(socket, "a"))[-1]["status"] == 200
+
+        def revoked(directory: KeyDirectory, credentials: str | None) -> Principal:
+            raise Unauthenticated("the key was revoked")
+
+        monkeypatch.setattr(KeyDirectory, "authenticate", revoked)
+        await socket.send(json.dumps({"type": "cancel", "id": "none"}))
+        assert (await closed(socket))[0] == 1008
 
 
 async def test_large_messages_of_a_tenant_are_bounded_together() -> None:

@@ -24,6 +24,7 @@ from services.gateway.faces.openai.types import (
     parse_body,
     require_neutral,
 )
+from services.gateway.requests.scoring import MAX_PROMPT_SCORES
 
 Dialect = Literal["chat", "completions"]
 
@@ -123,6 +124,8 @@ def completion_request(data: bytes) -> ApiRequest:
     if scores is None and body.echo:
         scores = _echoed_logprobs(body, by_ids=not isinstance(prompts[0], str))
         names["prompt_logprobs"] = "echo" if body.logprobs is None else "logprobs"
+    if scores is not None and len(prompts) > 1:
+        _check_scored_prompts(prompts, (1 + scores) * (body.n or 1))
     _set_prompt_logprobs(template, body, scores)
     generations = []
     for prompt in prompts:
@@ -136,6 +139,21 @@ def completion_request(data: bytes) -> ApiRequest:
     logprobs = body.logprobs is not None
     request = _api_request(body, "completions", tuple(generations), logprobs=logprobs, names=names)
     return replace(request, echo=bool(body.echo))
+
+
+def _check_scored_prompts(prompts: Sequence[str | list[int]], of_a_token: int) -> None:
+    """Raise InvalidInput for prompts with more log-probabilities than an answer may have.
+
+    A text counts its bytes: it has no more tokens.
+    """
+    sizes = [len(prompt.encode()) if isinstance(prompt, str) else len(prompt) for prompt in prompts]
+    if sum(sizes) * of_a_token > MAX_PROMPT_SCORES:
+        raise InvalidInput(
+            f"the prompts of one request may have {MAX_PROMPT_SCORES} log-probabilities together, a text as "
+            "many as it has bytes: send fewer prompts in one request",
+            field="prompt",
+            limit=MAX_PROMPT_SCORES,
+        )
 
 
 def _echoed_logprobs(body: CompletionBody, *, by_ids: bool) -> int | None:

@@ -131,7 +131,11 @@ def build_app(
     problems = _Problems(ids)
     guards = [_Guard(endpoint, identity, clock, ids, limits, observe) for endpoint in endpoints]
     sockets = SocketFace(
-        {each.path: guard for each, guard in zip(endpoints, guards, strict=True) if each.streams},
+        {
+            each.path: guard
+            for each, guard in zip(endpoints, guards, strict=True)
+            if each.streams and each.method == "POST"
+        },
         SocketRules(lambda sent: tenant_caller(identity, sent), ids.request_id, cors_origins, limits),
         bodies,
     )
@@ -301,7 +305,14 @@ class OpenAiFace:
             work = self._stream(exchange, request, timeout_s)
             await named(names, unless_disconnected(exchange.receive, exchange.reply, work))
             return
-        whole = complete_all(self._service, exchange.caller, request, exchange.received, timeout_s)
+        whole = complete_all(
+            self._service,
+            exchange.caller,
+            request,
+            exchange.received,
+            timeout_s,
+            withdraws=exchange.withdrawn,
+        )
         completions = await named(names, unless_disconnected(exchange.receive, exchange.reply, whole))
         if completions[0].accepted.replayed:
             exchange.reply.add_header(*REPLAYED)

@@ -12,7 +12,7 @@ import contextlib
 import errno
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, cast
 
@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from services.core.errors import FailedPrecondition
 from services.gateway.faces.openai.exchange import Receive, Scope, Send
-from services.gateway.faces.sockets.protocol import PING_S, SocketProtocol
+from services.gateway.faces.sockets.protocol import PING_S, SliceTurns, SocketProtocol
 from services.runtime.connections import ConnectionTable, source_of
 
 MAX_HEAD_BYTES: Final = 32 * 1024
@@ -273,6 +273,7 @@ class HttpServer:
         self._max_body_bytes = max_body_bytes
         self._sockets: list[socket.socket] = []
         self._paced = PacedApp(app)
+        self._slices = SliceTurns()
         self._draining = False
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -316,20 +317,33 @@ class HttpServer:
         return _ConnectionGate(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
 
     def _socket(self, **kwargs: Any) -> SocketProtocol:
-        return SocketProtocol(self.table, self._paced.turn, draining=self._draining, **kwargs)
+        return SocketProtocol(self.table, self._paced.turn, self._slices, draining=self._draining, **kwargs)
 
     def drain(self) -> None:
         """Let the WebSockets end once their requests have. Running requests and HTTP are unchanged."""
         self._draining = True
-        for connection in list(self._server.server_state.connections):
-            if isinstance(connection, SocketProtocol):
-                connection.drain()
+        for connection in self._open_sockets():
+            connection.drain()
+
+    def _open_sockets(self) -> list[SocketProtocol]:
+        connections: Iterable[object] = list(self._server.server_state.connections)
+        return [connection for connection in connections if isinstance(connection, SocketProtocol)]
 
     async def stop(self, grace_s: float) -> None:
         """Reject new connections, give running answers ``grace_s``, then cut them."""
         if not self._sockets:
             return
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        began_s = asyncio.get_running_loop().time()
+        for server in self._server.servers:
+            server.close()
+        # uvicorn would close WebSockets at once, before their last events.
+        self.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                for connection in self._open_sockets():
+                    await connection.closed.wait()
+        left_s = grace_s - (asyncio.get_running_loop().time() - began_s)
+        self._server.config.timeout_graceful_shutdown = max(1, round(left_s))
         await self._server.shutdown(sockets=self._sockets)
         state = self._server.server_state
         if state.tasks:

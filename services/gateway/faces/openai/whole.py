@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2
 from services.core.generation import Principal
-from services.gateway.events import Received
+from services.gateway.events import Received, never
 from services.gateway.faces.openai.answers import whole_answer
 from services.gateway.faces.openai.event_stream import original
 from services.gateway.faces.openai.exchange import primary_failure
@@ -28,8 +28,12 @@ class Completions(Protocol):
         *,
         received: Received,
         timeout_s: float | None = None,
+        withdraws: Callable[[], bool] = never,
     ) -> Completion:
-        """Return the whole answer. Cancelling the call cancels the request."""
+        """Return the whole answer. Cancelling the call cancels the request.
+
+        One with an idempotency key runs on for a grace period, unless the caller then ``withdraws`` it.
+        """
 
 
 async def complete_all(
@@ -38,12 +42,18 @@ async def complete_all(
     request: ApiRequest,
     received: Received,
     timeout_s: float | None = None,
+    *,
+    withdraws: Callable[[], bool] = never,
 ) -> list[Completion]:
     """Return one answer per generation; the first failure ends the others."""
     try:
         async with TaskGroup() as group:
             tasks = [
-                group.create_task(service.complete(caller, generation, received=part, timeout_s=timeout_s))
+                group.create_task(
+                    service.complete(
+                        caller, generation, received=part, timeout_s=timeout_s, withdraws=withdraws
+                    )
+                )
                 for generation, part in zip(
                     request.generations, numbered_parts(received, request), strict=True
                 )

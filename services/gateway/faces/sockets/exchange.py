@@ -23,10 +23,20 @@ class SocketExchange:
     """Runs once. ``put`` sends a message and returns when the connection accepts more."""
 
     def __init__(
-        self, name: str, body: bytes, put: Callable[[bytes], Awaitable[None]], cut: Callable[[], None]
+        self,
+        name: str,
+        body: bytes,
+        put: Callable[[bytes], Awaitable[None]],
+        *,
+        over: Callable[[], None],
+        cut: Callable[[], None],
     ) -> None:
-        """``cut`` aborts the connection: the client does not read."""
+        """``over`` is called before the last message: the client may use its id again when it has that.
+
+        ``cut`` aborts the connection: the client does not read.
+        """
         self._name = name
+        self._over = over
         self._body: bytes | None = body
         self._put = put
         self._cut = cut
@@ -60,6 +70,7 @@ class SocketExchange:
         }
         await route(scope, self._receive, self._send)
         if not self._ended:
+            self._over()
             await self._put(end_message(self._name, complete=False))
 
     def leave(self, *, withdraw: bool) -> None:
@@ -67,7 +78,7 @@ class SocketExchange:
 
         ``withdraw``: one with an idempotency key ends too, unless others follow it.
         """
-        self._withdrawn = withdraw
+        self._withdrawn = self._withdrawn or withdraw
         self._left.set()
 
     async def _receive(self) -> Mapping[str, Any]:
@@ -87,6 +98,8 @@ class SocketExchange:
         body: bytes = message["body"]
         last = not message["more_body"]
         self._ended = last
+        if last:
+            self._over()
         if self._is_stream:
             for event in event_messages(self._name, body):
                 await self._put(event)

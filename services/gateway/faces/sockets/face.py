@@ -46,7 +46,7 @@ MAX_REQUESTS: Final = 64  # of one socket at once
 CLOSE_IDLE: Final = 1000
 CLOSE_BINARY: Final = 1003
 CLOSE_MALFORMED: Final = 1007
-CLOSE_CRASHED: Final = 1011
+CLOSE_UNAUTHORISED: Final = 1008
 CLOSE_RESTART: Final = 1012
 _RETRY_S: Final = 1.0
 # The socket decides these for all its requests.
@@ -88,7 +88,10 @@ class SocketFace:
         connection.authenticated()
         with self._bodies.account(caller.tenant_id) as hold:
             connection.account(hold)
-            await _Socket(self._routes, self._rules, self._bodies, scope, opening, receive, send).run()
+            try:
+                await _Socket(self._routes, self._rules, self._bodies, scope, opening, receive, send).run()
+            finally:
+                connection.account(lambda _size: None)  # it reads on until the client has the close
 
     async def _refuse(self, scope: Scope, send: Send, error: FairwayError) -> None:
         """Answer the handshake as HTTP."""
@@ -123,13 +126,14 @@ class _Socket:
         self._rules = rules
         self._bodies = bodies
         self._scope = scope
-        self._credentials = opening.header
+        self._opening = opening
         self._receive = receive
         self._send = send
         self._connection: SocketConnection = scope["extensions"][EXTENSION]
         self._running: dict[str, SocketExchange] = {}
         self._limit: asyncio.Timeout | None = None  # of the wait for a message
         self._open = True
+        self._idle_from_s = asyncio.get_running_loop().time()
 
     async def run(self) -> None:
         """Return once the socket is closed and its requests have ended."""
@@ -153,6 +157,10 @@ class _Socket:
             text = event.get("text")
             if text is None:
                 raise _Close(CLOSE_BINARY, "messages are texts")
+            try:
+                self._rules.authorise(self._opening.credentials)
+            except FairwayError as error:
+                raise _Close(CLOSE_UNAUTHORISED, error.message) from None
             try:
                 message = await self._bodies.parse(socket_message, text.encode())
                 del event, text
@@ -183,14 +191,13 @@ class _Socket:
         """Bound the wait for a message while no request runs."""
         if self._limit is not None and not self._limit.expired():
             idle_s = 0.0 if self._connection.draining else self._rules.limits.socket_idle_s
-            now_s = asyncio.get_running_loop().time()
-            self._limit.reschedule(None if self._running else now_s + idle_s)
+            self._limit.reschedule(None if self._running else self._idle_from_s + idle_s)
 
     async def _begin(self, group: TaskGroup, request: SocketRequest) -> None:
-        """Start a request, or answer that it may not start. Raises InvalidInput if its id is in use."""
-        if request.id in self._running:
-            raise InvalidInput("id is that of a request that runs; take another", field="id")
+        """Start a request, or answer that it may not start."""
         try:
+            if request.id in self._running:
+                raise HttpProblem(409, "id is that of a request that runs; take another")
             route = self._routes.get(request.path)
             if route is None:
                 raise unknown_path(self._routes)
@@ -202,20 +209,33 @@ class _Socket:
             await self._put(answer_message(request.id, status_of(error), error_headers(error), body))
             return
         await self._connection.turn()
-        exchange = SocketExchange(request.id, bytes(request.body), self._put, self._connection.cut)
+        exchange = SocketExchange(
+            request.id,
+            bytes(request.body),
+            self._put,
+            over=lambda: self._over(request.id, exchange),
+            cut=self._connection.cut,
+        )
         self._running[request.id] = exchange
         self._connection.set_busy(True)
-        work = exchange.run(route, self._scope, request.path, [*self._credentials, *headers])
-        group.create_task(self._until_over(request.id, work))
+        work = exchange.run(route, self._scope, request.path, [*self._opening.header, *headers])
+        group.create_task(self._until_over(request.id, exchange, work))
 
-    async def _until_over(self, name: str, work: Awaitable[None]) -> None:
+    async def _until_over(self, name: str, exchange: SocketExchange, work: Awaitable[None]) -> None:
         try:
             await work
         finally:
-            del self._running[name]
-            if not self._running:
-                self._connection.set_busy(False)
-                self._set_limit()
+            self._over(name, exchange)
+
+    def _over(self, name: str, exchange: SocketExchange) -> None:
+        """Free the id of a request. Idempotent: another may have it already."""
+        if self._running.get(name) is not exchange:
+            return
+        del self._running[name]
+        if not self._running:
+            self._idle_from_s = asyncio.get_running_loop().time()
+            self._connection.set_busy(False)
+            self._set_limit()
 
     async def _put(self, message: bytes) -> None:
         """Send a message; returns when the connection accepts more."""
@@ -224,7 +244,7 @@ class _Socket:
 
     async def _close(self, end: _Close) -> None:
         self._open = False
-        log.info("socket.closed", code=end.code, reason=end.reason)
+        log.info("socket.closed", code=end.code)  # the reason may have text of the client
         reason = end.reason.encode()[:120].decode("utf-8", "ignore")
         await self._write({"type": "websocket.close", "code": end.code, "reason": reason})
 

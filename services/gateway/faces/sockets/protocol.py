@@ -7,6 +7,7 @@ frames, handles a whole read of the event loop at once, and waits without limit 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol, cast
 
@@ -16,7 +17,7 @@ from websockets.frames import Frame
 from websockets.http11 import Request
 
 from services.core.errors import FairwayError
-from services.runtime.connections import ConnectionTable
+from services.runtime.connections import ConnectionTable, source_of
 
 PING_S: Final = 20.0  # between pings, and until a connection without an answer is closed
 CLOSE_S: Final = 10.0  # until a client that does not close is cut
@@ -25,6 +26,7 @@ _QUIET_S: Final = 0.5  # after the last bytes of a client that failed
 MAX_FRAMES: Final = 1024
 # Bytes that are parsed in one iteration of the event loop: at most some 1,400 frames.
 _SLICE_BYTES: Final = 8 * 1024
+SLICES_PER_TURN: Final = 4
 _TOO_MUCH: Final = 1008
 _TRY_AGAIN: Final = 1013
 _BAD_REQUEST: Final = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -61,13 +63,43 @@ class SocketConnection(Protocol):
 EXTENSION: Final = "fairway.socket"
 
 
+class SliceTurns:
+    """Parses slices of all sockets: a few in an iteration of the event loop, a source after the other.
+
+    A socket has at most one waiting slice, so the number of connections bounds them.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}
+
+    def add(self, source: str, feed: Callable[[], None]) -> None:
+        """Call ``feed`` in a turn of the source."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+        self._waiting.setdefault(source, deque()).append(feed)
+
+    def _run(self) -> None:
+        for _ in range(min(SLICES_PER_TURN, sum(map(len, self._waiting.values())))):
+            source = next(iter(self._waiting))
+            feeds = self._waiting.pop(source)
+            feed = feeds.popleft()
+            if feeds:
+                self._waiting[source] = feeds  # behind the other sources
+            feed()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+
+
 class SocketProtocol(WebSocketsSansIOProtocol):
     """Offers ``SocketConnection``. Reads as much as the application takes, and at most a slice at a time."""
 
-    def __init__(self, table: ConnectionTable, turn: Turn, *, draining: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, table: ConnectionTable, turn: Turn, slices: SliceTurns, *, draining: bool, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self._table = table
         self._turn = turn
+        self._slices = slices
         self._hold: Callable[[int], None] = lambda _size: None
         self._message_bytes = 0  # of the message that is being received or handled
         self._frames = 0
@@ -78,6 +110,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self._end: asyncio.TimerHandle | None = None
         self._on_drain: Callable[[], None] | None = None
         self.draining = draining
+        self.closed = asyncio.Event()
 
     # Offered to the application.
 
@@ -124,8 +157,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
             self.transport.abort()  # a client waits for the answer to its handshake
         else:
             self._unread += data
-            if not self._feeding:
-                self._feed()
+            self._read_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._end is not None:
@@ -133,6 +165,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self._unread.clear()
         self._on_drain = None
         self._table.remove(self.transport)
+        self.closed.set()
         super().connection_lost(exc)
         # Both refer to themselves: without that a closed connection is freed without the cycle collector.
         self.scope = cast(Any, None)
@@ -150,7 +183,8 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     async def send(self, message: Any) -> None:
         """Send an event once the connection accepts more. Raises OSError when it is closed."""
-        await self.writable.wait()
+        while not self.writable.is_set():  # of several that wait, one may fill it again
+            await self.writable.wait()
         if self.close_sent:
             raise ClientDisconnected
         await super().send(message)
@@ -222,7 +256,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         if self._unread:
             self._feeding = True
             self.transport.pause_reading()
-            self.loop.call_soon(self._feed)
+            self._slices.add(source_of(self.client), self._feed)
         else:
             self.transport.resume_reading()
 

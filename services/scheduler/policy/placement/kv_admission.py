@@ -26,8 +26,8 @@ class Demand(Struct, frozen=True, gc=False):
 
 def demand_of(prompt_tokens: int, max_output_tokens: int, predicted_output_tokens: int) -> Demand:
     """Return the demand; the reservation is at most the request's own worst case."""
-    predicted = max(1, min(max_output_tokens, predicted_output_tokens))
-    return Demand(prompt_tokens, prompt_tokens + predicted, prompt_tokens + max(1, max_output_tokens))
+    predicted = min(max_output_tokens, max(1, predicted_output_tokens))
+    return Demand(prompt_tokens, prompt_tokens + predicted, prompt_tokens + max_output_tokens)
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

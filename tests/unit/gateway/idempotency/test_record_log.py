@@ -27,6 +27,7 @@ from services.gateway.idempotency.record_codec import (
     AcceptedTerms,
     Degraded,
     End,
+    Logprobs,
     Output,
     RecordedFailure,
     Resumed,
@@ -391,3 +392,8 @@ def test_a_follower_stays_within_its_windows_and_hears_all(
     assert (sink.ids, sink.text) == (list(whole.ids), whole.text)
     assert sink.heard == ["accepted", "finished"]
     assert left == [follower]
+
+
+def test_log_probabilities_of_the_release_before_have_the_texts_of_their_tokens() -> None:
+    before = msgspec.convert([-1.0, [5], [-1.0], ["a"], "a"], Logprobs)
+    assert [found.text for found in logprobs_out([before])] == ["a"]

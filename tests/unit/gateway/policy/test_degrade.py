@@ -88,6 +88,8 @@ def test_what_names_tokens_keeps_its_model() -> None:
     assert smaller_model(stops, ALLOWED, 1.0, LEVELS, by_ids=False) is None
     biased = replace(SPEC, sampling=Sampling(1, logit_bias=((5, 1.0),)))
     assert smaller_model(biased, ALLOWED, 1.0, LEVELS, by_ids=False) is None
+    scored = replace(SPEC, sampling=Sampling(1, prompt_logprobs=0))
+    assert smaller_model(scored, ALLOWED, 1.0, LEVELS, by_ids=False) is None
 
 
 def test_the_header_says_what_was_done() -> None:

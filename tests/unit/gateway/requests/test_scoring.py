@@ -182,7 +182,7 @@ def test_no_output_needs_another_result() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "alternatives", "choices"), [(MAX_PROMPT_SCORES, 0, 1), (6241, 20, 1), (4096, 3, 8)]
+    ("tokens", "alternatives", "choices"), [(MAX_PROMPT_SCORES, 0, 1), (3120, 20, 1), (2048, 3, 8)]
 )
 def test_a_prompt_with_too_many_is_refused_with_the_limit(
     tokens: int, alternatives: int, choices: int

@@ -20,12 +20,18 @@ WORKER = Candidate("w1", 1024, 1024, block_size=16, slots=8, max_model_len=1024)
 QUERY = PlaceQuery(demand_of(100, 50, 256))
 
 
-@given(prompt=st.integers(0, 5000), output=st.integers(1, 5000), predicted=st.integers(1, 5000))
+def test_a_prompt_without_output_may_fill_the_context() -> None:
+    demand = demand_of(1024, 0, 256)
+    assert (demand.reserved_tokens, demand.worst_case_tokens) == (1024, 1024)
+    assert can_ever_fit(demand, kv_tokens_total=2048, max_model_len=1024)
+
+
+@given(prompt=st.integers(0, 5000), output=st.integers(0, 5000), predicted=st.integers(1, 5000))
 def test_a_reservation_holds_the_prompt_and_never_exceeds_the_worst_case(
     prompt: int, output: int, predicted: int
 ) -> None:
     demand = demand_of(prompt, output, predicted)
-    assert prompt < demand.reserved_tokens <= demand.worst_case_tokens == prompt + output
+    assert prompt <= demand.reserved_tokens <= demand.worst_case_tokens == prompt + output
     assert demand.reserved_tokens == prompt + min(output, predicted)
     assert blocks_for(demand.reserved_tokens, 16) * 16 - demand.reserved_tokens in range(16)
 

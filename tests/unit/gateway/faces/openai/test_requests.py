@@ -233,6 +233,17 @@ def test_an_echo_asks_for_what_it_shows(fields: dict[str, Any], scores: int | No
     assert request.prompt_logprobs == ("prompt_logprobs" in fields)
 
 
+def test_prompts_of_one_request_share_the_bound_of_log_probabilities() -> None:
+    completion(prompt=["x" * 1000] * 32, echo=True, logprobs=1)
+    completion(prompt=["x" * 40_000] * 2)
+    for fields in ({"logprobs": 2}, {"logprobs": 1, "n": 2}):
+        with pytest.raises(InvalidInput, match="together") as caught:
+            completion(prompt=["x" * 1000] * 32, echo=True, **fields)
+        assert caught.value.metadata["field"] == "prompt"
+    with pytest.raises(InvalidInput, match="together"):
+        completion(prompt=[[1] * 33_000] * 2, echo=True)
+
+
 def test_prompt_logprobs_are_not_streamed() -> None:
     assert chat(prompt_logprobs=4).generations[0].prompt_logprobs == 4
     assert not chat(prompt_logprobs=4).generations[0].HasField("logprobs")
