@@ -340,8 +340,8 @@ class HttpServer:
         self.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                for connection in self._open_sockets():
-                    await connection.closed.wait()
+                for each in self._open_sockets():
+                    await each.closed.wait()
         left_s = grace_s - (asyncio.get_running_loop().time() - began_s)
         self._server.config.timeout_graceful_shutdown = max(1, round(left_s))
         await self._server.shutdown(sockets=self._sockets)
