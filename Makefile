@@ -17,7 +17,7 @@ TRITON := 3.6.0
 MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help up down status setup setup-dev test floor test-pythons verify checks verify-full fix fix-format fix-lint \
+.PHONY: help up down status setup setup-dev test test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
 	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-escrow sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
@@ -47,9 +47,15 @@ setup-dev:
 	@$(PYTHON) scripts/setup_env.py --dev
 
 # Hundreds of processes import the tree: it is compiled once, also where the environment says not to store that.
-test floor test-pythons e2e: export PYTHONDONTWRITEBYTECODE =
+test test-long test-all floor test-pythons e2e: export PYTHONDONTWRITEBYTECODE =
 
-test: setup-dev e2e-env s3-env ## Run all tests but the drills, the containers and the long sweeps of the simulator
+test: setup-dev e2e-env s3-env ## Run the tests but for the long ones, about 6 minutes on two cores
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not sweep and not long" $(ARGS)
+
+test-long: setup-dev e2e-env s3-env ## Run the tests in tests/long_tests.txt (about 15 minutes)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "long and not sweep" $(ARGS)
+
+test-all: setup-dev e2e-env s3-env ## Run both together
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
 
 floor: e2e-env s3-env ## Run what depends on the interpreter on the oldest and the newest Python that are here
@@ -64,7 +70,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-pythons engine-oracle triton-test minilm-test typescript-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts drill-batch sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test typescript-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts drill-batch sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .

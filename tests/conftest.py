@@ -31,6 +31,7 @@ from tests.support.object_store import ObjectStore
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
 REDIS_IMAGE = "redis:7-alpine"
 ROOT = Path(__file__).parents[1]
+LONG_TESTS = frozenset((ROOT / "tests" / "long_tests.txt").read_text().split())
 DAILY_EXAMPLES = 50  # of a property that names no number; make test-pythons draws 100
 STARTS = 3  # a port that was free may be taken by the time that the server binds it
 
@@ -270,6 +271,11 @@ def _docker_accepts() -> bool:
         except OSError:
             return False
     return True
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if "::".join(item.nodeid.partition("[")[0].split("::")[:2]) in LONG_TESTS:
+        item.add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(trylast=True)
