@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -43,13 +43,13 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 1:
         print(__doc__, file=sys.stderr)
         return 2
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for case in ElementTree.parse(argv[0]).iter("testcase"):
         seconds[name_of(case.get("classname", ""), case.get("name", ""))] += float(case.get("time", "0"))
     found = sorted(name for name, took_s in seconds.items() if took_s > LONG_S and not name.startswith(KEPT))
     LIST.write_text("\n".join(found) + "\n")
     kept_s = sum(took_s for name, took_s in seconds.items() if name not in found)
-    all_s = seconds.total()
+    all_s = sum(seconds.values())
     print(f"{len(found)} of {len(seconds)} tests are long; the others took {kept_s:.0f} of {all_s:.0f} s")
     return 0
 

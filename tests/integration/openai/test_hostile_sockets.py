@@ -273,6 +273,21 @@ async def test_what_a_client_sends_after_a_close_is_not_accounted() -> None:
         assert answer.status != 429, answer.body
 
 
+async def test_a_message_has_a_time_and_pings_are_no_part_of_it(
+    face: Face, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "MESSAGE_S", 1.0)
+    reader, writer = await raw(face)
+    for _ in range(15):
+        writer.write(frame(PING, b"x"))
+        await asyncio.sleep(0.1)
+    writer.write(frame(TEXT, b'{"type":"cancel","id":"a"}'))
+    await asyncio.sleep(1.2)
+    assert face.server.connections == 1
+    writer.write(frame(TEXT, b" " * 1000)[:-1])
+    assert await code_of(reader) == 1008
+
+
 async def test_a_key_that_is_revoked_ends_its_sockets_at_the_next_message(
     face: Face, monkeypatch: pytest.MonkeyPatch
 ) -> None:

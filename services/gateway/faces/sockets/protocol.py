@@ -20,6 +20,7 @@ from services.core.errors import FairwayError
 from services.runtime.connections import ConnectionTable, source_of
 
 PING_S: Final = 20.0  # between pings, and until a connection without an answer is closed
+MESSAGE_S: Final = 60.0  # from the first byte of a message to its last
 CLOSE_S: Final = 10.0  # until a client that does not close is cut
 _QUIET_S: Final = 0.5  # after the last bytes of a client that failed
 # Continuations and control frames since the last message or ping of the server.
@@ -107,6 +108,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self._feeding = False  # a slice is scheduled
         self._known = False
         self._failed = False  # for a fault of the client
+        self._late: asyncio.TimerHandle | None = None  # of the message that is being received
         self._end: asyncio.TimerHandle | None = None
         self._on_drain: Callable[[], None] | None = None
         self.draining = draining
@@ -162,6 +164,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._end is not None:
             self._end.cancel()
+        self._message_over()
         self._unread.clear()
         self._on_drain = None
         self._table.remove(self.transport)
@@ -173,7 +176,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     async def receive(self) -> Any:
         """Return the next message. The one before it has been handled."""
-        self._message_bytes = 0
+        self._message_over()
         self._hold(0)
         message = await self.queue.get()
         if self.read_paused and self.queue.empty():
@@ -207,14 +210,17 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     def handle_ping(self) -> None:
         if self._counted():
+            self._between_messages()
             super().handle_ping()
 
     def handle_pong(self, event: Frame) -> None:
         if self._counted():
+            self._between_messages()
             super().handle_pong(event)
 
     def send_receive_event_to_app(self) -> None:
         self._frames = 0
+        self._stop_late()
         super().send_receive_event_to_app()
 
     def send_keepalive_ping(self) -> None:
@@ -238,6 +244,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self.queue.put_nowait({"type": "websocket.disconnect", "code": sent.code, "reason": sent.reason})
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.close_sent = self._failed = True
+        self._message_over()
         self._unread.clear()
         self._hold(0)
         self._close_when_quiet()
@@ -268,6 +275,8 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         part = bytes(self._unread[:_SLICE_BYTES])
         del self._unread[:_SLICE_BYTES]
         self._message_bytes += len(part)
+        if self._late is None:
+            self._late = self.loop.call_later(MESSAGE_S, self._fail, _TOO_MUCH, "a message took too long")
         try:
             self._hold(self._message_bytes)
         except FairwayError as error:
@@ -275,6 +284,20 @@ class SocketProtocol(WebSocketsSansIOProtocol):
             return
         super().data_received(part)
         self._read_on()
+
+    def _between_messages(self) -> None:
+        """A control frame was read: it is no part of a message, unless fragments of one are there."""
+        if not self.frames:
+            self._message_over()
+
+    def _message_over(self) -> None:
+        self._message_bytes = 0
+        self._stop_late()
+
+    def _stop_late(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
     def _counted(self) -> bool:
         """Count a frame that completes no message. Return whether it may be handled."""
