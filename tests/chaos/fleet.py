@@ -253,7 +253,10 @@ class Fleet:
         """Return the process id of a name, of ``ROLE:leader``, or of ``engine:WORKER``."""
         kind, _, which = target.partition(":")
         if kind == "engine":
-            return (await self.worker(which)).versions[0].engine_pid
+            pid = (await self.worker(which)).versions[0].engine_pid
+            if not pid:  # a signal to 0 is for the processes of this drill
+                raise LookupError(f"no engine runs on {which}")
+            return pid
         return self.pids()[await self.name_of(target)]
 
     async def name_of(self, target: str) -> str:
