@@ -116,7 +116,7 @@ async def test_a_damaged_file_is_replaced_and_the_other_version_s_is_not_written
 
 async def test_a_download_that_links_files_is_not_dropped_as_idle(tmp_path: Path) -> None:
     source = Source()
-    shared = {f"f{number:03d}_json": f"{number}".encode() for number in range(200)}
+    shared = {f"f{number:03d}_json": f"{number}".encode() for number in range(800)}
     first, second = (source.add(**shared, config_json=text) for text in (b"{}", b"[]"))
     files = cache(source, tmp_path)
     await files.fetch("m", first)
