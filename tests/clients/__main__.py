@@ -56,7 +56,7 @@ class Served:
     keys: dict[str, str]
 
     def target(self, scratch: Path) -> dict[str, str]:
-        """Return what a script is told of the installation."""
+        """Return what a script receives about the installation."""
         return {
             "url": self.stack.http.rstrip("/"),
             "key": self.stack.api_key,

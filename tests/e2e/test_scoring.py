@@ -58,7 +58,7 @@ def asked(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def heard(openai_python: str, stack: Stack, asked: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def answers(openai_python: str, stack: Stack, asked: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the client script received."""
     file = tmp_path_factory.mktemp("scores") / "asked.json"
     file.write_text(json.dumps(asked))
@@ -85,12 +85,12 @@ def check(logprobs: Any, ids: Sequence[int], model: Any, tokenizer: Tokenizer, *
 
 
 def test_an_echo_with_logprobs_is_the_whole_text_with_exact_offsets(
-    heard: Any, asked: Any, model: Any, tokenizer: Tokenizer
+    answers: Any, asked: Any, model: Any, tokenizer: Tokenizer
 ) -> None:
-    (choice,) = heard["whole"]["choices"]
-    silent = heard["silent"]["choices"][0]["text"]
+    (choice,) = answers["whole"]["choices"]
+    silent = answers["silent"]["choices"][0]["text"]
     assert choice["text"].startswith(TEXT + silent), "the echo changed the completion"
-    usage = heard["whole"]["usage"]
+    usage = answers["whole"]["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"] > 0) == (len(asked["ids"]), True)
     check(choice["logprobs"], asked["ids"], model, tokenizer, outputs=usage["completion_tokens"])
     offsets = choice["logprobs"]["text_offset"]
@@ -102,74 +102,74 @@ def test_an_echo_with_logprobs_is_the_whole_text_with_exact_offsets(
     assert any("\ufffd" in token for token in choice["logprobs"]["tokens"]), "no character has two tokens"
 
 
-def test_a_stream_is_the_same(heard: Any, asked: Any) -> None:
+def test_a_stream_is_the_same(answers: Any, asked: Any) -> None:
     for whole, parts in (("whole", "streamed"), ("zero", "zero_streamed")):
-        (choice,), streamed = heard[whole]["choices"], heard[parts]["choices"]["0"]
+        (choice,), streamed = answers[whole]["choices"], answers[parts]["choices"]["0"]
         assert streamed["text"] == choice["text"]
         assert streamed["finish_reason"] == choice["finish_reason"]
         assert {name: streamed[name] for name in choice["logprobs"]} == choice["logprobs"]
-        assert heard[parts]["usage"]["total_tokens"] == heard[whole]["usage"]["total_tokens"]
+        assert answers[parts]["usage"]["total_tokens"] == answers[whole]["usage"]["total_tokens"]
         assert TEXT.startswith(streamed["first"]) or streamed["first"].startswith(TEXT)
 
 
-def test_no_output_is_a_result(heard: Any, asked: Any, model: Any, tokenizer: Tokenizer) -> None:
-    for answer in (heard["zero"], heard["zero_plain"], *heard["keyed"]):
+def test_no_output_is_a_result(answers: Any, asked: Any, model: Any, tokenizer: Tokenizer) -> None:
+    for answer in (answers["zero"], answers["zero_plain"], *answers["keyed"]):
         (choice,) = answer["choices"]
         assert (choice["text"], choice["finish_reason"]) == (TEXT, "length")
         usage = answer["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(asked["ids"]), 0)
-    check(heard["zero"]["choices"][0]["logprobs"], asked["ids"], model, tokenizer, outputs=0)
-    assert heard["zero_plain"]["choices"][0]["logprobs"] is None
-    first, again = heard["keyed"]
+    check(answers["zero"]["choices"][0]["logprobs"], asked["ids"], model, tokenizer, outputs=0)
+    assert answers["zero_plain"]["choices"][0]["logprobs"] is None
+    first, again = answers["keyed"]
     assert first == again, "a repeated key has another answer"
-    assert first["choices"][0]["logprobs"] == heard["zero"]["choices"][0]["logprobs"]
+    assert first["choices"][0]["logprobs"] == answers["zero"]["choices"][0]["logprobs"]
 
 
-def test_batches_and_choices(heard: Any, asked: Any, model: Any, tokenizer: Tokenizer) -> None:
-    for index, choice in enumerate(heard["texts"]["choices"]):
+def test_batches_and_choices(answers: Any, asked: Any, model: Any, tokenizer: Tokenizer) -> None:
+    for index, choice in enumerate(answers["texts"]["choices"]):
         text = (TEXT, "def ", "x = 1")[index // 2]
         assert choice["index"] == index
         assert choice["text"].startswith(text)
         ids = tokenizer.encode(text).ids
         outputs = len(choice["logprobs"]["tokens"]) - len(ids)
         check(choice["logprobs"], ids, model, tokenizer, outputs=outputs)
-    for choice, ids in zip(heard["lists"]["choices"], (asked["ids"], asked["ids"][:5]), strict=True):
+    for choice, ids in zip(answers["lists"]["choices"], (asked["ids"], asked["ids"][:5]), strict=True):
         check(choice["logprobs"], ids, model, tokenizer, outputs=2)
-    for answer in (heard["plain"], heard["plain_ids"]):
+    for answer in (answers["plain"], answers["plain_ids"]):
         (choice,) = answer["choices"]
-        assert choice["text"] == TEXT + heard["silent"]["choices"][0]["text"]
+        assert choice["text"] == TEXT + answers["silent"]["choices"][0]["text"]
         assert choice["logprobs"] is None
 
 
-def test_vllms_list(heard: Any, asked: Any, model: Any) -> None:
+def test_vllms_list(answers: Any, asked: Any, model: Any) -> None:
     ids = asked["ids"]
     for answer, scores in (
-        (heard["vllm"], heard["vllm"]["choices"][0]["prompt_logprobs"]),
-        (heard["chat"], heard["chat"]["prompt_logprobs"]),
+        (answers["vllm"], answers["vllm"]["choices"][0]["prompt_logprobs"]),
+        (answers["chat"], answers["chat"]["prompt_logprobs"]),
     ):
         assert len(scores) == answer["usage"]["prompt_tokens"]
         assert scores[0] is None
         assert all(min(found["rank"] for found in place.values()) >= 1 for place in scores[1:])
     expected = logprobs_of(model, ids)
-    for place, found in enumerate(heard["vllm"]["choices"][0]["prompt_logprobs"][1:], 1):
+    for place, found in enumerate(answers["vllm"]["choices"][0]["prompt_logprobs"][1:], 1):
         row, own = expected[place - 1], found[str(ids[place])]
         assert abs(own["logprob"] - float(row[ids[place]])) < 1e-4
         assert abs(own["rank"] - 1 - int((row > row[ids[place]]).sum())) <= 1
         assert 3 <= len(found) <= 4
-    assert not TEXT.startswith(heard["vllm"]["choices"][0]["text"])
+    assert not TEXT.startswith(answers["vllm"]["choices"][0]["text"])
 
 
-def test_what_cannot_be_served_is_named(heard: Any) -> None:
-    refused = heard["refused"]
+def test_what_cannot_be_served_is_named(answers: Any) -> None:
+    refused = answers["refused"]
     assert refused["nothing"][:2] == [400, "max_tokens"]
     assert refused["many"][:2] == [400, "logprobs"]
     assert refused["stream"][:2] == [400, "prompt_logprobs"]
 
 
-def test_loglikelihoods_of_lm_eval_are_those_of_the_model(heard: Any, asked: Any, model: Any) -> None:
-    assert len(heard["loglikelihoods"]) == len(asked["pairs"]) == 25
+def test_loglikelihoods_of_lm_eval_are_those_of_the_model(answers: Any, asked: Any, model: Any) -> None:
+    assert len(answers["loglikelihoods"]) == len(asked["pairs"]) == 25
     greedy = 0
-    for (total, is_greedy), (context, ending) in zip(heard["loglikelihoods"], asked["pairs"], strict=True):
+    for (total, is_greedy), (context, ending) in zip(answers["loglikelihoods"], asked["pairs"], strict=True):
         rows = logprobs_of(model, [*context, *ending])[len(context) - 1 :]
         own = rows.gather(1, torch.tensor(ending)[:, None])[:, 0]
         assert abs(total - float(own.sum())) < 1e-4 * len(ending)

@@ -1,6 +1,6 @@
 """Who may open a WebSocket: a caller with a key, and of web pages those of the origins in the setting.
 
-Browsers set no headers here, so a page offers its key as a subprotocol beside the one that is spoken.
+Browsers set no headers here, so a page offers its key as a subprotocol beside the protocol's own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def opening_of(scope: Scope, origins: Sequence[str]) -> Opening:
         raise PermissionDenied("web pages of this origin may not connect; the operator permits origins")
     offered: Sequence[str] = scope["subprotocols"]
     if offered and SUBPROTOCOL not in offered:
-        raise HttpProblem(400, f"of the subprotocols, {SUBPROTOCOL} is spoken here; offer it too")
+        raise HttpProblem(400, f"of the subprotocols, {SUBPROTOCOL} is the protocol's; offer it too")
     keys = [each.removeprefix(KEY_PREFIX) for each in offered if each.startswith(KEY_PREFIX)]
     credentials = headers.credentials()
     if len(keys) + (credentials is not None) > 1:

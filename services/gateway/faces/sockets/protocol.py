@@ -7,7 +7,6 @@ frames, handles a whole read of the event loop at once, and waits without limit 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol, cast
 
@@ -17,6 +16,7 @@ from websockets.frames import Frame
 from websockets.http11 import Request
 
 from services.core.errors import FairwayError
+from services.gateway.policy.text_turns import TenantRoundRobin
 from services.runtime.connections import ConnectionTable, source_of
 
 PING_S: Final = 20.0  # between pings, and until a connection without an answer is closed
@@ -71,22 +71,18 @@ class SliceTurns:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[Callable[[], None]]] = {}
+        self._waiting: TenantRoundRobin[Callable[[], None]] = TenantRoundRobin()  # by source
 
     def add(self, source: str, feed: Callable[[], None]) -> None:
         """Call ``feed`` in a turn of the source."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._run)
-        self._waiting.setdefault(source, deque()).append(feed)
+        self._waiting.add(source, feed)
 
     def _run(self) -> None:
-        for _ in range(min(SLICES_PER_TURN, sum(map(len, self._waiting.values())))):
-            source = next(iter(self._waiting))
-            feeds = self._waiting.pop(source)
-            feed = feeds.popleft()
-            if feeds:
-                self._waiting[source] = feeds  # behind the other sources
-            feed()
+        for _ in range(min(SLICES_PER_TURN, len(self._waiting))):
+            if (feed := self._waiting.take(())) is not None:
+                feed()
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._run)
 
