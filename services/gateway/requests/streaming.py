@@ -64,7 +64,10 @@ class BufferedStream:
                 request.cancel()
 
     def on_accepted(self, accepted: Accepted) -> None:
-        self._push(accepted)
+        """Wake the reader one turn of the loop later: the placement is sent before the client's headers."""
+        self._silent = False
+        self._events.append(accepted)
+        asyncio.get_running_loop().call_soon(self._wake)
 
     def on_tokens(
         self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]

@@ -28,6 +28,7 @@ _MIN_EVENT_CLUSTERS: Final = 4  # an error ratio fails only if sessions of as ma
 _QUANTILE_EFFECT: Final = 0.05  # further share of values above the threshold that a gate is tuned for
 _MIN_CLASS: Final = 200  # values of the baseline that have a 95th percentile of their own
 _TUNED_Z: Final = 5.0  # standard errors of the effect at which the bound is tightest
+_LARGE: Final = 8.0  # by the effect: the larger one that the bound is tuned for too
 _NEVER: Final = -math.inf
 
 Pair = tuple[float, float]
@@ -50,13 +51,13 @@ class Comparison:
     sides: int = 1
 
     def bound(self, error_ratio: float) -> float:
-        """Return the bound that the statistic crosses with ``error_ratio`` at most, over all looks."""
-        share = error_ratio / self.sides
-        tuned = 2 * math.log(1 / share)
-        scale = (tuned + math.log(1 + tuned)) * self.information  # V / rho
-        if scale <= 0:
-            return math.inf
-        return math.sqrt(2 * (1 + 1 / scale) * math.log(1 + math.sqrt(1 + scale) / (2 * share)))
+        """Return the bound that the statistic crosses with ``error_ratio`` at most, over all looks.
+
+        The lower of two boundaries that share it: one is tightest where the effect stands out, the other where
+        a much larger one does. By the first alone, half of all requests could fail for minutes.
+        """
+        share = error_ratio / (2 * self.sides)
+        return min(_boundary(share, self.information), _boundary(share, _LARGE**2 * self.information))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,15 @@ def of_means(
         _information(variance, math.log(limit / margin)),
         sides=2 if two_sided else 1,
     )
+
+
+def _boundary(share: float, information: float) -> float:
+    """Return the boundary of the normal mixture that is tightest at ``information`` 1."""
+    tuned = 2 * math.log(1 / share)
+    scale = (tuned + math.log(1 + tuned)) * information  # V / rho
+    if scale <= 0:
+        return math.inf
+    return math.sqrt(2 * (1 + 1 / scale) * math.log(1 + math.sqrt(1 + scale) / (2 * share)))
 
 
 def _pooled(base: _Ratio, other: _Ratio, margin: float) -> float:

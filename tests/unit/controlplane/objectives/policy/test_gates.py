@@ -119,6 +119,16 @@ def test_a_candidate_that_fails_many_requests_fails_the_gate(failing_of: float) 
     assert judge(GatePlan(gates=2), base, other).failed == (GateMetric.ERROR_RATIO,)
 
 
+def test_fifty_requests_prove_a_candidate_that_fails_half_of_them() -> None:
+    """Found by a simulated rollout: a bound tuned for an effect of one percent alone took hundreds."""
+    base, other, rng = window(requests=7), window(clusters=24, requests=2), np.random.default_rng(7)
+    for sums in other.clusters.values():
+        sums.errors = int(rng.binomial(2, 0.5))
+        sums.started = sums.finished = 2 - sums.errors
+    plan = GatePlan(gates=3, min_requests=20, min_sessions=15)
+    assert judge(plan, base, other).failed == (GateMetric.ERROR_RATIO,)
+
+
 def test_a_candidate_that_fails_everything_fails_the_gate() -> None:
     other = window(errors=25, started=0, finished=0)
     for sums in other.clusters.values():
