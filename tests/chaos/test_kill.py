@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,7 @@ async def stream(
     return outcome
 
 
-async def run_streams(stack: Stack, disturb: Callable[[], None] | None) -> list[Outcome]:
+async def run_streams(stack: Stack, disturb: Callable[[], Awaitable[None]] | None) -> list[Outcome]:
     """Run all streams; disturb once every one of them has tokens and none is near its end."""
     started: set[int] = set()
     async with stack.inference() as stub:
@@ -84,8 +84,17 @@ async def run_streams(stack: Stack, disturb: Callable[[], None] | None) -> list[
             async with asyncio.timeout(60):
                 while len(started) < STREAMS:
                     await asyncio.sleep(0.01)
-            disturb()
+            await disturb()
         return list(await asyncio.gather(*tasks))
+
+
+async def kill_busiest(stack: Stack, victim: str, struck: list[tuple[str, int]]) -> None:
+    """Kill the busiest worker or its engine; append the worker, and the process id of its engine."""
+    state = await stack.workers()
+    busiest = max(state, key=lambda name: state[name].versions[0].running)
+    engine_pid = state[busiest].versions[0].engine_pid
+    kill(engine_pid if victim == "engine" else stack.worker_pid(busiest))
+    struck.append((busiest, engine_pid))
 
 
 async def margin_where_they_part(stack: Stack, number: int, left: list[int], right: list[int]) -> float:
@@ -120,11 +129,9 @@ async def test_a_kill_under_32_streams(stack: Stack, victim: str) -> None:
     assert all(outcome.finished and len(outcome.ids) == TOKENS for outcome in undisturbed)
     await stack.wait_workers(at_rest, 10)
 
-    before = await stack.workers()
-    busiest = "worker-0"
-    engine_pid = before[busiest].versions[0].engine_pid
-    victim_pid = engine_pid if victim == "engine" else stack.worker_pid(busiest)
-    outcomes = await run_streams(stack, lambda: kill(victim_pid))
+    struck: list[tuple[str, int]] = []
+    outcomes = await run_streams(stack, partial(kill_busiest, stack, victim, struck))
+    ((busiest, engine_pid),) = struck
 
     for outcome in outcomes:
         assert (outcome.finished is None) != (outcome.error is None), "not exactly one terminal event"
@@ -156,10 +163,7 @@ async def test_the_only_replica_comes_back_and_goes_on(tmp_path: Path) -> None:
     with Stack.started(tmp_path / "state", workers=1, replicas=1) as lone:
         await lone.wait_workers(lambda state: at_rest(state, 1), 60)
         for victim in ("engine", "worker"):
-            state = await lone.workers()
-            engine_pid = state["worker-0"].versions[0].engine_pid
-            pid = engine_pid if victim == "engine" else lone.worker_pid("worker-0")
-            outcomes = await run_streams(lone, partial(kill, pid))
+            outcomes = await run_streams(lone, partial(kill_busiest, lone, victim, []))
             assert [outcome.error for outcome in outcomes if outcome.error] == []
             assert all(len(outcome.ids) == TOKENS for outcome in outcomes)
             await lone.wait_workers(lambda state: at_rest(state, 1), 60)
