@@ -116,6 +116,27 @@ async def test_a_cancellation_between_two_commits_is_kept(kit: BatchKit) -> None
         await kit.store.cancel(kit.tenant, kit.batch.batch_id, 9.0)
 
 
+@pytest.mark.parametrize(
+    ("end", "shown"),
+    [("completed", "completed"), ("cancelled", "cancelled"), ("failed", "cancelled"), ("expired", "cancelled")],
+)
+async def test_a_cancellation_that_meets_the_end_is_kept(kit: BatchKit, end: str, shown: str) -> None:
+    held = await kit.claimed()
+    await kit.store.cancel(kit.tenant, kit.batch.batch_id, 7.0)
+    ended = await kit.store.advance(held, replace(held.record, status=BatchStatus(end), end_unix_s=8.0))
+    assert (ended.record.status, ended.record.cancel_unix_s) == (BatchStatus(shown), 7.0)
+    assert ended.record.end_unix_s == 8.0
+    assert (await kit.store.batch(kit.tenant, kit.batch.batch_id)).record == ended.record
+
+
+async def test_a_repeat_finds_the_write_that_a_cancellation_was_added_to(kit: BatchKit) -> None:
+    held = await kit.claimed()
+    await kit.store.cancel(kit.tenant, kit.batch.batch_id, 7.0)
+    record = replace(held.record, next_line=3)
+    moved = await kit.store.advance(held, record)
+    assert await kit.store.advance(held, record) == moved
+
+
 async def test_the_end_and_its_files_are_one_commit_and_a_repeat_changes_nothing(kit: BatchKit) -> None:
     held = await kit.claimed()
     record = replace(held.record, status=BatchStatus.COMPLETED, output=(PART,))

@@ -7,7 +7,7 @@ whole lines of its input: what comes before ``next_line`` is in the output or in
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -119,6 +119,14 @@ class BatchRecord:
     run_unix_s: float = 0.0
     cancel_unix_s: float = 0.0
     end_unix_s: float = 0.0
+
+    def cancelled(self, unix_s: float) -> BatchRecord:
+        """Return the batch with a cancellation. One whose every line was done stays completed."""
+        if self.status is BatchStatus.COMPLETED:
+            status = self.status
+        else:
+            status = BatchStatus.CANCELLED if self.status.is_over else BatchStatus.CANCELLING
+        return replace(self, status=status, cancel_unix_s=unix_s)
 
 
 def size_of(parts: tuple[FilePart, ...]) -> int:

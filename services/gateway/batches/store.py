@@ -7,7 +7,7 @@ that key is the one that it created, so a gateway that was frozen or cut off wri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from services.core.errors import Conflict, NotFound, StoreUnavailable
@@ -113,7 +113,7 @@ class BatchStore:
                 raise Conflict(f"the batch is {batch.status} and cannot be cancelled", status=batch.status)
             if batch.status is BatchStatus.CANCELLING:
                 return batch
-            batch = replace(batch, status=BatchStatus.CANCELLING, cancel_unix_s=now_unix_s)
+            batch = batch.cancelled(now_unix_s)
             key = batch_key(tenant, batch_id)
             outcome = await self._store.commit(
                 [Put(key, dump(batch))], [ModRevisionIs(key, found.mod_revision)]
@@ -168,16 +168,14 @@ class BatchStore:
             owner = await self._store.get(owner_key(record.tenant, record.batch_id))
             if found is None or owner is None or owner.create_revision != held.epoch:
                 raise OwnershipLost
+            cancel_unix_s = found.record.cancel_unix_s
+            if cancel_unix_s:
+                record = record.cancelled(cancel_unix_s)
             if found.record == record:  # an earlier attempt, whose outcome was not received
                 return OwnedBatch(record, found.mod_revision, held.epoch)
-            cancelled = replace(
-                held.record, status=found.record.status, cancel_unix_s=found.record.cancel_unix_s
-            )
-            if found.record != cancelled:
+            if found.record != held.record.cancelled(cancel_unix_s):
                 raise OwnershipLost
             held = OwnedBatch(found.record, found.mod_revision, held.epoch)
-            if not record.status.is_over:
-                record = replace(record, status=found.record.status, cancel_unix_s=found.record.cancel_unix_s)
         raise OwnershipLost
 
     async def named_parts(self) -> set[str]:
