@@ -24,7 +24,7 @@ from services.core.errors import (
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.batches.files import FileLimits, shown_name
-from services.gateway.batches.records import BATCH_ID, BATCHES, FILES, StoredFile
+from services.gateway.batches.records import BATCH_ID, BATCHES, FILES, BatchStatus, StoredFile
 from services.ports.store import Committed, Condition, ConditionFailed, Operation
 from tests.support.clocks import QuickClock
 from tests.support.memory_batches import BatchStack, running_stack
@@ -227,6 +227,44 @@ async def test_unfinished_batches_are_bounded(stack: BatchStack) -> None:
         await stack.seen()
     with pytest.raises(OverQuota):
         await stack.service.create(CALLER, file.file_id, "/v1/embeddings", "24h", {})
+
+
+async def test_a_new_batch_evicts_the_one_that_ended_first_and_none_that_runs(
+    stack: BatchStack, clock: QuickClock
+) -> None:
+    file = await stored(stack, b"x")
+
+    async def create(principal: Principal = CALLER, file_id: str = file.file_id) -> str:
+        clock.now_s += 1.0
+        made = await stack.service.create(principal, file_id, "/v1/embeddings", "24h", {})
+        await stack.seen()
+        return made.batch_id
+
+    async def end(batch_id: str) -> None:
+        clock.now_s += 1.0
+        held = await stack.store.claim("acme", batch_id, "g", await stack.etcd.grant_lease(60))
+        assert held is not None
+        over = replace(held.record, status=BatchStatus.CANCELLED, end_unix_s=clock.now_s)
+        await stack.store.advance(held, over)
+        await stack.seen()
+
+    theirs = await stored(stack, b"x", tenant="other")
+    other = await create(replace(CALLER, tenant_id="other"), theirs.file_id)
+    runs, *rest = [await create() for _ in range(3)]
+    for batch_id in reversed(rest):
+        await end(batch_id)
+    rest += [await create(), await create()]
+    for batch_id in rest[2:]:
+        await end(batch_id)
+    newest = await create()
+    assert [batch.batch_id for batch in stack.service.batches("acme")] == [
+        newest,
+        rest[3],
+        rest[2],
+        rest[0],
+        runs,
+    ]
+    assert [batch.batch_id for batch in stack.service.batches("other")] == [other]
 
 
 async def test_a_tenant_without_room_for_results_creates_no_batch(stack: BatchStack) -> None:
