@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Final
 from services.core.errors import IdempotencyConflict, InvalidInput, NotFound, OverQuota
 from services.core.generation import Principal
 from services.gateway.batches.files import FileService
-from services.gateway.batches.records import BATCHES, BatchRecord, FilePurpose
+from services.gateway.batches.records import BATCHES, BatchRecord, FilePurpose, id_of_key
 from services.gateway.batches.store import BatchStore
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import RecordView, Versioned
@@ -74,7 +73,7 @@ class BatchService:
         window_s = window_seconds(window)
         now_s = self._clock.unix_s()
         batch = BatchRecord(
-            _id_of_key(principal.tenant_id, key) if key else f"batch_{self._new_id()}",
+            f"batch_{id_of_key('batch', principal.tenant_id, key) if key else self._new_id()}",
             principal.tenant_id,
             principal.key_id,
             endpoint,
@@ -133,12 +132,6 @@ class BatchService:
     async def cancel(self, principal: Principal, batch_id: str) -> BatchRecord:
         """Return the batch, which ends soon. Raises NotFound, or Conflict if it has ended."""
         return await self._store.cancel(principal.tenant_id, batch_id, self._clock.unix_s())
-
-
-def _id_of_key(tenant: str, key: str) -> str:
-    """Return the id of the batch that has a client's idempotency key."""
-    text = f"fairway batch key v1\0{tenant}\0{key}".encode()
-    return f"batch_{hashlib.blake2b(text, digest_size=12).hexdigest()}"
 
 
 def _same(wanted: BatchRecord, found: BatchRecord) -> BatchRecord:

@@ -76,9 +76,18 @@ class BatchStore:
             raise NotFound("there is no such batch", field="batch_id")
         return found
 
-    async def add_file(self, file: StoredFile) -> None:
-        key = file_key(file.tenant, file.file_id)
-        await self._store.commit([Put(key, dump(file))], [ModRevisionIs(key, 0)])
+    async def add_file(self, file: StoredFile) -> StoredFile:
+        """Store a file and return it, or the one that has its id and did not expire. Raises Conflict."""
+        key, mod_revision = file_key(file.tenant, file.file_id), 0
+        for _ in range(_TRIES):
+            outcome = await self._store.commit([Put(key, dump(file))], [ModRevisionIs(key, mod_revision)])
+            if isinstance(outcome, Committed):
+                return file
+            found = await self._get(key, StoredFile)
+            if found is not None and found.record.expire_unix_s > self._clock.unix_s():
+                return found.record
+            mod_revision = 0 if found is None else found.mod_revision
+        raise _changed_meanwhile()
 
     async def delete_file(self, file: Versioned[StoredFile]) -> None:
         """Return once the file is not found. Raises Conflict if it changed meanwhile."""
