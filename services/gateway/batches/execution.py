@@ -53,7 +53,7 @@ from services.gateway.batches.records import (
 )
 from services.gateway.batches.results import LineResult, OpenFile, ResultWindow, advanced
 from services.gateway.batches.store import BatchStore, OwnedBatch
-from services.gateway.policy.batch_turns import BatchPace, is_temporary
+from services.gateway.policy.batch_turns import BatchPace, BatchProgress, is_temporary
 from services.ports.blob_store import PartStore
 from services.ports.clock import Clock
 
@@ -127,6 +127,7 @@ class BatchExecution:
         self._share = share
         self._principal = Principal(record.key_id, KeyRole.TENANT, record.tenant)
         self._pace = BatchPace()
+        self._progress = BatchProgress()
         self._window = ResultWindow(record.next_line)
         self._files = {
             failed: OpenFile(parts, part_bytes=ports.part_bytes)
@@ -137,6 +138,11 @@ class BatchExecution:
         self._waiting = self._running = self._held_bytes = 0
         self._scopes: dict[int, asyncio.Timeout] = {}
         self._moved = asyncio.Event()
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether its lines are only refused."""
+        return self._progress.is_stalled(self._ports.clock.monotonic_s())
 
     async def run(self) -> BatchRecord:
         """Return the batch at its end. Raises OwnershipLost."""
@@ -241,6 +247,7 @@ class BatchExecution:
         failed = isinstance(outcome, EarlyEnd) or outcome.failed
         self._held_bytes += len(data) - len(line.data)
         self._window.add(index, LineResult(line.end, data, failed))
+        self._progress.result()
         self._notify()
 
     async def _outcome(self, index: int, body: bytes) -> LineAnswer | EarlyEnd:
@@ -262,7 +269,9 @@ class BatchExecution:
                     crashes += isinstance(error, InternalError)
                     failures += 1
                     self._ports.count("retried")
-                    self._pace.refused(self._ports.clock.monotonic_s())
+                    now_s = self._ports.clock.monotonic_s()
+                    self._pace.refused(now_s)
+                    self._progress.refused(now_s)
                     await self._pause(
                         max(error.retry_after_s or 0.0, _RETRY.wait_s(failures, self._ports.rng))
                     )

@@ -7,6 +7,7 @@ that key is the one that it created, so a gateway that was frozen or cut off wri
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -152,6 +153,15 @@ class BatchStore:
             await self.release(tenant, batch_id, outcome.revision)
             return None
         return OwnedBatch(found.record, found.mod_revision, outcome.revision)
+
+    async def mark(
+        self, tenant: str, batch_id: str, owner: str, lease_id: int, epoch: int, *, stalled: bool
+    ) -> None:
+        """State in the owner's key whether the batch is stalled."""
+        key = owner_key(tenant, batch_id)
+        value = dump({"gateway": owner, "stalled": stalled})
+        with suppress(LeaseLost):
+            await self._store.commit([Put(key, value, lease_id)], [CreateRevisionIs(key, epoch)])
 
     async def release(self, tenant: str, batch_id: str, epoch: int) -> None:
         """Let another gateway run the batch."""
