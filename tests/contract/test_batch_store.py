@@ -118,7 +118,12 @@ async def test_a_cancellation_between_two_commits_is_kept(kit: BatchKit) -> None
 
 @pytest.mark.parametrize(
     ("end", "shown"),
-    [("completed", "completed"), ("cancelled", "cancelled"), ("failed", "cancelled"), ("expired", "cancelled")],
+    [
+        ("completed", "completed"),
+        ("cancelled", "cancelled"),
+        ("failed", "cancelled"),
+        ("expired", "cancelled"),
+    ],
 )
 async def test_a_cancellation_that_meets_the_end_is_kept(kit: BatchKit, end: str, shown: str) -> None:
     held = await kit.claimed()

@@ -227,7 +227,8 @@ class BatchOwner:
         task.add_done_callback(lambda _: self._turns.pop(name))
 
     def _end_turns(self) -> None:
-        """End turns here: one if tenants wait that no gateway has a place for, and those beside older ones."""
+        """End turns here: one if tenants wait and no gateway has a place for them, and those beside older
+        ones."""
         if not self._turns:
             return
         running = self._running()
@@ -238,11 +239,11 @@ class BatchOwner:
         waiting = len({batch.tenant for batch in self._waiting()} - tenants)
         free = max(0, self._gateways() * self._limits.max_batches - len(self._owners.view))
         now_s = self._clock.monotonic_s()
-        turn = yielding_turn(self._turns.values(), now_s, waiting, free)
-        if turn is not None:
-            if turn.stalled:
-                self._left_stalled_s[turn.name] = now_s
-            turn.leave()
+        yielding = yielding_turn(self._turns.values(), now_s, waiting, free)
+        if yielding is not None:
+            if yielding.stalled:
+                self._left_stalled_s[yielding.name] = now_s
+            yielding.leave()
 
     async def _run(self, name: tuple[str, str], held: OwnedBatch, execution: BatchExecution) -> None:
         try:

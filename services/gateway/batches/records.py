@@ -125,10 +125,9 @@ class BatchRecord:
 
     def cancelled(self, unix_s: float) -> BatchRecord:
         """Return the batch with a cancellation. One whose every line was done stays completed."""
+        status = BatchStatus.CANCELLED if self.status.is_over else BatchStatus.CANCELLING
         if self.status is BatchStatus.COMPLETED:
-            status = self.status
-        else:
-            status = BatchStatus.CANCELLED if self.status.is_over else BatchStatus.CANCELLING
+            status = BatchStatus.COMPLETED
         return replace(self, status=status, cancel_unix_s=unix_s)
 
 

@@ -193,7 +193,8 @@ async def test_stalled_batches_leave_their_places_to_other_tenants_and_to_each_o
 async def test_a_stalled_batch_goes_on_in_its_place_and_the_newer_one_yields() -> None:
     """On two gateways with one place each."""
     clock, calls = FastClock(), TenantCalls()
-    etcd, two = MemoryStore(clock), {"gateways": lambda: 2}
+    etcd = MemoryStore(clock)
+    two: dict[str, Any] = {"gateways": lambda: 2}
     shared: dict[str, Any] = {"etcd": etcd, "blobs": MemoryBlobs(unix_s=clock.unix_s)}
     async with running_stack(clock, **shared) as stack, running_stack(clock, **shared) as other:
         stalled = await created(stack, "a", 100, AWAY)
