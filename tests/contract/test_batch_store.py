@@ -156,6 +156,15 @@ async def test_the_end_and_its_files_are_one_commit_and_a_repeat_changes_nothing
     assert PART.digest in await kit.store.named_parts()
 
 
+async def test_the_input_is_kept_as_long_as_its_batch_may_run(kit: BatchKit) -> None:
+    found = await kit.store.file(kit.tenant, kit.file.file_id)
+    assert found.record == kit.file, "a batch that ends with its file changes nothing"
+    later = replace(kit.batch, batch_id=f"batch_{1:024x}", expire_unix_s=kit.batch.expire_unix_s + 9.0)
+    await kit.store.add_batch(later, found)
+    kept = (await kit.store.file(kit.tenant, kit.file.file_id)).record
+    assert kept == replace(kit.file, expire_unix_s=later.expire_unix_s)
+
+
 async def test_a_batch_needs_its_input(kit: BatchKit) -> None:
     found = await kit.store.file(kit.tenant, kit.file.file_id)
     await kit.store.delete_file(found)

@@ -19,7 +19,13 @@ import structlog
 
 from services.core.errors import StoreUnavailable
 from services.gateway.batches.execution import BatchExecution, BatchPorts
-from services.gateway.batches.records import BATCH_OWNERS, BatchRecord, batch_key, owner_key
+from services.gateway.batches.records import (
+    BATCH_OWNERS,
+    BatchRecord,
+    BatchStatus,
+    batch_key,
+    owner_key,
+)
 from services.gateway.batches.store import OwnedBatch, OwnershipLost
 from services.gateway.policy.batch_turns import UnfinishedBatch, beside_older, next_batches, yielding_turn
 from services.ports.clock import Clock
@@ -195,21 +201,25 @@ class BatchOwner:
             if batch.status.is_over or owner_key(*name) in self._owners.view:
                 continue
             if name not in self._turns and name not in self._not_before_s:
-                found.append(UnfinishedBatch(batch.tenant, batch.batch_id, batch.create_unix_s))
+                found.append(UnfinishedBatch(*name, batch.create_unix_s, self._ends(batch)))
         return found
 
     def _running(self) -> list[UnfinishedBatch]:
-        """Return the batches that some gateway runs and that are not stalled."""
+        """Return the batches that some gateway runs and that neither are stalled nor end."""
         stalled = {name: turn.stalled for name, turn in self._turns.items()}
         for key, held in self._owners.view.items():
             tenant, batch_id = key.removeprefix(BATCH_OWNERS).split("/", 1)
             stalled.setdefault((tenant, batch_id), held.record.stalled)
         found = []
         for name, is_stalled in stalled.items():
-            if not is_stalled:
-                batch = self._batches.view.get(batch_key(*name))
-                found.append(UnfinishedBatch(*name, batch.record.create_unix_s if batch else math.inf))
+            batch = self._batches.view.get(batch_key(*name))
+            if batch is not None and not is_stalled and not self._ends(batch.record):
+                found.append(UnfinishedBatch(*name, batch.record.create_unix_s))
         return found
+
+    def _ends(self, batch: BatchRecord) -> bool:
+        cancelled = batch.status is BatchStatus.CANCELLING
+        return cancelled or self._clock.unix_s() >= batch.expire_unix_s
 
     async def _begin(self, batch: UnfinishedBatch) -> None:
         lease_id = self._lease.lease_id
@@ -220,7 +230,8 @@ class BatchOwner:
             return
         log.info("batch.claimed", batch_id=batch.batch_id, tenant=batch.tenant, line=held.record.next_line)
         now_s, name = self._clock.monotonic_s(), (batch.tenant, batch.batch_id)
-        self._last_turn_s[batch.tenant] = now_s
+        if not batch.ends:
+            self._last_turn_s[batch.tenant] = now_s
         execution = BatchExecution(held, self._ports, self._share)
         task = self._supervisor.spawn(f"batch {batch.batch_id}", self._run(name, held, execution))
         self._turns[name] = _Turn(name, held, execution, now_s, task)
@@ -236,7 +247,9 @@ class BatchOwner:
         for turn in self._turns.values():
             if turn.name[1] in beside and not turn.stalled:
                 turn.leave()
-        waiting = len({batch.tenant for batch in self._waiting()} - tenants)
+        waiting = len(
+            {batch.tenant for batch in self._waiting() if batch.ends or batch.tenant not in tenants}
+        )
         free = max(0, self._gateways() * self._limits.max_batches - len(self._owners.view))
         now_s = self._clock.monotonic_s()
         yielding = yielding_turn(self._turns.values(), now_s, waiting, free)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from services.core.errors import Conflict, NotFound, StoreUnavailable
@@ -98,15 +98,18 @@ class BatchStore:
     async def add_batch(self, batch: BatchRecord, file: Versioned[StoredFile]) -> BatchRecord:
         """Store a new batch while its input exists, and return it, or the one that has its id.
 
-        Raises Conflict if the input changed.
+        The input is kept as long as the batch may run. Raises Conflict if the input changed.
         """
         key = batch_key(batch.tenant, batch.batch_id)
         input_key = file_key(batch.tenant, batch.input_file_id)
         conditions = [ModRevisionIs(key, 0), ModRevisionIs(input_key, file.mod_revision)]
+        puts = [Put(key, dump(batch))]
+        if file.record.expire_unix_s < batch.expire_unix_s:
+            puts.append(Put(input_key, dump(replace(file.record, expire_unix_s=batch.expire_unix_s))))
         try:
-            outcome = await self._store.commit([Put(key, dump(batch))], conditions)
+            outcome = await self._store.commit(puts, conditions)
         except StoreUnavailable:  # it may be stored
-            outcome = await self._store.commit([Put(key, dump(batch))], conditions)
+            outcome = await self._store.commit(puts, conditions)
         if isinstance(outcome, Committed):
             return batch
         found = await self._get(key, BatchRecord)

@@ -40,11 +40,12 @@ MAX_WAIT_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedBatch:
-    """A batch, as turns see it."""
+    """A batch, as turns see it. ``ends``: it was cancelled, or its time is over."""
 
     tenant: str
     batch_id: str
     create_unix_s: float
+    ends: bool = False
 
 
 def next_batches(
@@ -58,8 +59,10 @@ def next_batches(
 
     ``running``: batches of each tenant that run anywhere; ``last_turn_s``: when a tenant's last turn began
     here; ``left_stalled_s``: when a batch, by tenant and id, left its place here because it was stalled. Of
-    each tenant the oldest batch is chosen, of those that left the first one after all others.
+    each tenant the oldest batch is chosen, of those that left the first one after all others. Batches that
+    end wait for no turn: their lines do not run.
     """
+    ending = [batch for batch in waiting if batch.ends]
     oldest: dict[str, UnfinishedBatch] = {}
 
     def order(batch: UnfinishedBatch) -> tuple[float, float, str]:
@@ -70,13 +73,13 @@ def next_batches(
         )
 
     for batch in sorted(waiting, key=order):
-        if not running.get(batch.tenant):
+        if not batch.ends and not running.get(batch.tenant):
             oldest.setdefault(batch.tenant, batch)
     turns = sorted(
         oldest.values(),
         key=lambda one: (last_turn_s.get(one.tenant, -math.inf), one.create_unix_s, one.batch_id),
     )
-    return tuple(turns[: max(0, room)])
+    return tuple((ending + turns)[: max(0, room)])
 
 
 def beside_older(running: Iterable[UnfinishedBatch]) -> frozenset[str]:

@@ -15,12 +15,12 @@ import pytest
 from services.adapters.memory.store import MemoryStore
 from services.core.errors import NoWorkerAvailable, StoreUnavailable
 from services.core.generation import Principal
-from services.core.records import KeyRole, Meta, Tenant
+from services.core.records import KeyRole, Meta, Tenant, dump
 from services.gateway.batches.execution import BatchPorts, BatchTimes
 from services.gateway.batches.output_lines import LineAnswer
 from services.gateway.batches.owner import BatchOwner, OwnerLimits
-from services.gateway.batches.records import BATCH_OWNERS, BatchRecord, BatchStatus
-from services.ports.store import Committed, Condition, ConditionFailed, Delete, Entry, Operation
+from services.gateway.batches.records import BATCH_OWNERS, BatchRecord, BatchStatus, batch_key
+from services.ports.store import Committed, Condition, ConditionFailed, Delete, Entry, Operation, Put
 from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.supervisor import Supervisor
 from tests.support.memory_batches import BatchStack, running_stack
@@ -210,6 +210,27 @@ async def test_a_stalled_batch_goes_on_in_its_place_and_the_newer_one_yields() -
                 assert not (await status(stack, long)).is_over
                 await ended(stack, long)
     assert calls.most <= 2 * LIMITS.max_lines
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("how", ["cancelled", "expired"])
+async def test_a_batch_that_waits_for_its_turn_ends_without_one(places: int, how: str) -> None:
+    clock, calls = FastClock(), TenantCalls()
+    async with running_stack(clock) as stack:
+        long = await created(stack, "a", 2000)
+        async with owning(stack, clock, calls, replace(LIMITS, max_batches=places)):
+            await until(lambda: calls.runs["a"] > 5)
+            waits = await created(stack, "a", 5)
+            if how == "cancelled":
+                await stack.service.cancel(Principal("k", KeyRole.TENANT, "a"), waits.batch_id)
+            else:
+                short = replace(waits, expire_unix_s=clock.unix_s() + 5.0)
+                await stack.etcd.commit([Put(batch_key("a", waits.batch_id), dump(short))])
+            await ended(stack, waits)
+            assert await status(stack, waits) == how
+            assert not (await status(stack, long)).is_over
+            await ended(stack, long)
+    assert calls.runs["a"] == 2000
 
 
 class LosingOwners:

@@ -56,6 +56,12 @@ def test_a_batch_that_left_stalled_comes_after_the_others_of_its_tenant_alone() 
     assert names(next_batches(waiting("a1", "a2"), {}, {}, 10, left)) == ["a2"]
 
 
+def test_a_batch_that_ends_waits_for_no_turn() -> None:
+    ends = UnfinishedBatch("a", "a2", 9.0, ends=True)
+    assert names(next_batches([*waiting("a1", "b1"), ends], {"a": 1}, {}, 10)) == ["a2", "b1"]
+    assert names(next_batches([*waiting("b1"), ends], {}, {}, 1)) == ["a2"]
+
+
 def test_of_two_that_run_the_newer_one_yields() -> None:
     assert beside_older(waiting("a1", "b1", "a2", "a3")) == {"a2", "a3"}
     assert beside_older(waiting("a1", "b1")) == frozenset()
