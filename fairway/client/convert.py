@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from google.protobuf.duration_pb2 import Duration
 
 from fairway.client.values import (
     Accepted,
+    CallDelta,
     ChoiceResult,
     CompletedChoice,
     Completion,
     Constraint,
+    ContentText,
     Degradation,
     Finished,
     FinishReason,
@@ -23,7 +26,9 @@ from fairway.client.values import (
     Message,
     OneOf,
     Options,
+    OutputPart,
     Priority,
+    ReasoningText,
     Regex,
     ServedModel,
     StageClock,
@@ -68,9 +73,12 @@ _SAMPLING: Final = (
 
 
 def generation(model: str, source: Input, options: Options, idempotency_key: str) -> pb.Generation:
-    """Return the request. Raises ValueError for an empty list and for tools without a chat, and TypeError for
-    a list of mixed items."""
+    """Return the request. Raises ValueError for an empty list and for tools or parts without a chat, and
+    TypeError for a list of mixed items."""
     found = _generation(model, source, options, idempotency_key)
+    if options.parts and not found.HasField("chat"):
+        raise ValueError("only a chat has an output in parts: pass messages")
+    found.parts = options.parts
     if options.tools:
         _set_tools(found, options)
     return found
@@ -151,19 +159,32 @@ def _degradation(message: pb.Degradation) -> Degradation:
 
 def tokens(message: pb.TokenChunk) -> Tokens:
     return Tokens(
-        message.choice, message.offset, tuple(message.ids), message.text, _logprobs(message.logprobs)
+        message.choice,
+        message.offset,
+        tuple(message.ids),
+        message.text,
+        _logprobs(message.logprobs),
+        _parts(message.parts),
     )
 
 
 def frame(message: common.TokenFrame, choice_bits: int) -> list[tuple[int, Tokens]]:
     """Return (stream id, tokens) of each entry of a frame."""
     logprobs = {entry.entry: _logprobs(entry.tokens) for entry in message.logprobs}
+    parts = {entry.entry: _parts(entry.parts) for entry in message.parts}
     ids, start = tuple(message.ids), 0
     mask = (1 << choice_bits) - 1
     found = []
     columns = zip(message.handles, message.offsets, message.counts, message.texts, strict=True)
     for entry, (handle, offset, count, text) in enumerate(columns):
-        piece = Tokens(handle & mask, offset, ids[start : start + count], text, logprobs.get(entry, ()))
+        piece = Tokens(
+            handle & mask,
+            offset,
+            ids[start : start + count],
+            text,
+            logprobs.get(entry, ()),
+            parts.get(entry, ()),
+        )
         found.append((handle >> choice_bits, piece))
         start += count
     return found
@@ -182,6 +203,7 @@ def finished(message: pb.Finished) -> Finished:
                 finish_reason=_FINISH_REASONS.get(one.finish_reason, FinishReason.OTHER),
                 stop=one.stop,
                 output_tokens=one.output_tokens,
+                parts=_parts(one.parts),
             )
             for one in message.choices
         ),
@@ -264,6 +286,36 @@ def _logprobs(messages: Sequence[common.TokenLogprobs]) -> tuple[TokenLogprobs, 
         )
         for one in messages
     )
+
+
+def _parts(messages: Sequence[common.OutputPart]) -> tuple[OutputPart, ...]:
+    """Return the parts; a kind of a newer server is left out."""
+    found: list[OutputPart] = []
+    for one in messages:
+        match one.WhichOneof("kind"):
+            case "content":
+                found.append(ContentText(one.content))
+            case "reasoning":
+                found.append(ReasoningText(one.reasoning))
+            case "call":
+                found.append(CallDelta(one.call.index, one.call.id, one.call.name, one.call.arguments))
+    return tuple(found)
+
+
+def answer_of(parts: Iterable[OutputPart]) -> tuple[str, str, tuple[ToolCall, ...]]:
+    """Return the content, the reasoning and the calls that the parts of a choice make up."""
+    content, reasoning = [], []
+    calls: dict[int, ToolCall] = {}
+    for part in parts:
+        match part:
+            case ContentText(text):
+                content.append(text)
+            case ReasoningText(text):
+                reasoning.append(text)
+            case CallDelta(index=index):
+                call = calls.setdefault(index, ToolCall(part.id, part.name, ""))
+                calls[index] = replace(call, arguments=call.arguments + part.arguments)
+    return "".join(content), "".join(reasoning), tuple(calls.values())
 
 
 def _sampling(options: Options) -> common.Sampling:

@@ -8,28 +8,32 @@ from typing import Final
 from zlib import crc32
 
 from fairway.client.errors import StreamDiverged
-from fairway.client.values import Accepted, Tokens
+from fairway.client.values import Accepted, CallDelta, Finished, OutputPart, Tokens
 
 _IDS: Final = "L" if array("I").itemsize < 4 else "I"
 
 
 @dataclass(slots=True)
 class _Choice:
-    """Delivered tokens, characters and checksum of ids; ``seen_``: the same for the current attempt."""
+    """Delivered tokens, characters, checksum of ids and size of parts; ``seen_``: the same for the current
+    attempt."""
 
     tokens: int = 0
     chars: int = 0
     check: int = 0
+    parts: int = 0
     seen_tokens: int = 0
     seen_chars: int = 0
     seen_check: int = 0
+    seen_parts: int = 0
 
 
 @dataclass(slots=True)
 class DeliveryPositions:
     """Positions and a checksum per choice, but no tokens: its size does not grow with the output.
 
-    Text is skipped by characters, not by chunks: a repeated text may be split differently.
+    Text is skipped by characters, not by chunks: a repeated text may be split differently. So are parts, of
+    which the head of a call counts one more.
     """
 
     accepted: Accepted | None = None
@@ -55,7 +59,7 @@ class DeliveryPositions:
 
     def attempt_began(self) -> None:
         for choice in self._choices.values():
-            choice.seen_tokens = choice.seen_chars = choice.seen_check = 0
+            choice.seen_tokens = choice.seen_chars = choice.seen_check = choice.seen_parts = 0
 
     def accept(self, accepted: Accepted) -> bool:
         """Return whether to deliver it. Raises StreamDiverged when output of another run was delivered."""
@@ -90,6 +94,14 @@ class DeliveryPositions:
         at.seen_chars += len(event.text)
         return self._deliver(at, event, old, old_chars)
 
+    def last(self, event: Finished) -> Finished:
+        """Return the end without parts that were delivered."""
+        choices = []
+        for result in event.choices:
+            at = self._choices.setdefault(result.choice, _Choice())
+            choices.append(replace(result, parts=_new_parts(at, result.parts)))
+        return replace(event, choices=tuple(choices))
+
     @property
     def _request_id(self) -> str:
         return self.accepted.request_id if self.accepted is not None else ""
@@ -99,12 +111,40 @@ class DeliveryPositions:
         if at.seen_tokens >= at.tokens:
             at.tokens, at.check = at.seen_tokens, at.seen_check
         at.chars = max(at.chars, at.seen_chars)
-        if not old and not old_chars:
+        parts = _new_parts(at, event.parts)
+        if not old and not old_chars and parts is event.parts:
             return event
         ids, text = event.ids[old:], event.text[old_chars:]
-        if not ids and not text:
+        if not ids and not text and not parts:
             return None
-        return Tokens(event.choice, before, ids, text, event.logprobs[old:])
+        return Tokens(event.choice, before, ids, text, event.logprobs[old:], parts)
+
+
+def _new_parts(at: _Choice, parts: tuple[OutputPart, ...]) -> tuple[OutputPart, ...]:
+    """Return the undelivered ones, and count all of them as seen."""
+    old = at.parts - at.seen_parts
+    at.seen_parts += sum(map(_size, parts))
+    at.parts = max(at.parts, at.seen_parts)
+    if old <= 0:
+        return parts
+    found = []
+    for part in parts:
+        size = _size(part)
+        if size > old:
+            found.append(_rest(part, old))
+        old = max(0, old - size)
+    return tuple(found)
+
+
+def _size(part: OutputPart) -> int:
+    return bool(part.name) + len(part.arguments) if isinstance(part, CallDelta) else len(part.text)
+
+
+def _rest(part: OutputPart, old: int) -> OutputPart:
+    """Return a part without its first ``old``, less than its size."""
+    if isinstance(part, CallDelta):
+        return CallDelta(part.index, arguments=part.arguments[old - bool(part.name) :]) if old else part
+    return replace(part, text=part.text[old:])
 
 
 def _run(accepted: Accepted) -> tuple[str, int]:

@@ -19,6 +19,7 @@ from fairway.client.values import (
     Completion,
     Event,
     Finished,
+    OutputPart,
     TokenLogprobs,
     Tokens,
     checked_timeout_s,
@@ -142,29 +143,37 @@ class GenerationStream:
                     yield event.text
 
     async def collect(self) -> Completion:
-        """Read to the end and return the complete answer."""
+        """Read to the end and return the complete answer, as ``Client.complete`` does."""
         texts: defaultdict[int, list[str]] = defaultdict(list)
         ids: defaultdict[int, list[int]] = defaultdict(list)
         logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
+        parts: defaultdict[int, list[OutputPart]] = defaultdict(list)
         async with aclosing(self):
             async for event in self:
                 if isinstance(event, Tokens):
                     texts[event.choice].append(event.text)
                     ids[event.choice].extend(event.ids)
                     logprobs[event.choice].extend(event.logprobs)
+                    parts[event.choice].extend(event.parts)
         accepted, end = self.accepted, self._finished
         assert accepted is not None
         assert end is not None
-        return Completion(
-            accepted,
-            tuple(
+        choices = []
+        for one in sorted(end.choices, key=lambda one: one.choice):
+            text = "".join(texts[one.choice])
+            content, reasoning, calls = convert.answer_of((*parts[one.choice], *one.parts))
+            choices.append(
                 convert.completed_choice(
-                    "".join(texts[one.choice]), tuple(ids[one.choice]), tuple(logprobs[one.choice]), one
+                    text,
+                    tuple(ids[one.choice]),
+                    tuple(logprobs[one.choice]),
+                    one,
+                    content=content if self._generation.parts else text,
+                    reasoning=reasoning,
+                    calls=calls,
                 )
-                for one in sorted(end.choices, key=lambda one: one.choice)
-            ),
-            end,
-        )
+            )
+        return Completion(accepted, tuple(choices), end)
 
     async def _run(self) -> AsyncGenerator[Event, None]:
         attempts = Attempts(self._core, self._timeout_s)
@@ -198,8 +207,8 @@ class GenerationStream:
             return self._positions.undelivered(event)
         if isinstance(event, Accepted):
             return event if self._positions.accept(event) else None
-        self._finished = event
-        return event
+        self._finished = self._positions.last(event)
+        return self._finished
 
     async def _retry(self, error: FairwayError, attempts: Attempts, endpoint: Endpoint) -> None:
         may_drop = self._own_key and self._positions.accepted is None

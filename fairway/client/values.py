@@ -133,6 +133,7 @@ class Options:
     # auto: the model decides; required: at least one call. Otherwise the name of the tool to call.
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True  # False: at most one call
+    parts: bool = False  # of a chat: content, reasoning and calls apart, as always with tools
     stop: Sequence[str] = ()  # strings that end a choice; not part of its text
     stop_token_ids: Sequence[int] = ()  # tokens that end a choice
     # Number of answers.
@@ -189,11 +190,39 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class ContentText:
+    """The next piece of an output that is neither reasoning nor a call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningText:
+    """The next piece of what the model thought before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """The next piece of call ``index`` of a choice. Only the first piece of a call has its id and name."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+OutputPart = ContentText | ReasoningText | CallDelta
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """Output of one choice. ``offset`` is the output offset of ``ids[0]``; logprobs: none, or one per id.
     With ``Options.prompt_logprobs`` the output begins with the prompt's ids, which have no text.
 
-    ``text`` is the text that became final: characters may arrive later than their ids.
+    ``text`` is the text that became final: characters may arrive later than their ids. ``parts``: the output
+    by its meaning, with ``Options.tools`` or ``Options.parts``; it may lag behind the text.
     """
 
     choice: int
@@ -201,14 +230,18 @@ class Tokens:
     ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+    parts: tuple[OutputPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceResult:
+    """The end of a choice. ``parts``: the last of its output, which follow those of its ``Tokens``."""
+
     choice: int
     finish_reason: FinishReason
     stop: str
     output_tokens: int
+    parts: tuple[OutputPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +298,8 @@ class CompletedChoice:
     ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] = ()
-    content: str = ""  # of a request with tools without reasoning and calls, otherwise the text
-    reasoning: str = ""  # of a request with tools
+    content: str = ""  # with tools or parts without reasoning and calls, otherwise the text
+    reasoning: str = ""  # with tools or parts
     calls: tuple[ToolCall, ...] = ()
     # Of each token of the prompt, if requested; the first has 0 and no alternatives.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

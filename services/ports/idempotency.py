@@ -39,6 +39,10 @@ class RecordLimits:
     max_record_bytes: int = 4 * 1024**2
     max_tenant_bytes: int = 256 * 1024**2
     max_tenant_keys: int = 1_000_000
+    # For so long after its last chunk a record without an end keeps its log: it makes no room for others, a
+    # chunk without room is refused alone, and its end is bounded by max_record_bytes alone. 0: it may lose
+    # its log at once, as one that has ended.
+    open_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -132,7 +136,8 @@ class IdempotencyStore(Protocol):
     async def append(self, additions: Sequence[Addition]) -> tuple[Written, ...]:
         """Add chunks and renew the leases of many records; return one result for each, in order.
 
-        A record that exceeds its own or its tenant's limit loses its log and returns TOO_LARGE from then on.
+        A record that exceeds its own or its tenant's limit loses its log and returns TOO_LARGE from then on,
+        unless the limits have ``open_s``.
         The same holds for a record that lost a part of its log while it had an owner: an incomplete log is
         never replayed.
         """
@@ -142,7 +147,8 @@ class IdempotencyStore(Protocol):
     ) -> Written:
         """Finish the record with a last chunk, release the slot and charge the usage: all or nothing.
 
-        Usage that an earlier release charged is not charged again.
+        Usage that an earlier release charged is not charged again. With ``open_s`` in the limits a record
+        whose last chunk is TOO_LARGE is released instead.
         """
 
     async def release(

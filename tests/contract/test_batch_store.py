@@ -116,6 +116,32 @@ async def test_a_cancellation_between_two_commits_is_kept(kit: BatchKit) -> None
         await kit.store.cancel(kit.tenant, kit.batch.batch_id, 9.0)
 
 
+@pytest.mark.parametrize(
+    ("end", "shown"),
+    [
+        ("completed", "completed"),
+        ("cancelled", "cancelled"),
+        ("failed", "cancelled"),
+        ("expired", "cancelled"),
+    ],
+)
+async def test_a_cancellation_that_meets_the_end_is_kept(kit: BatchKit, end: str, shown: str) -> None:
+    held = await kit.claimed()
+    await kit.store.cancel(kit.tenant, kit.batch.batch_id, 7.0)
+    ended = await kit.store.advance(held, replace(held.record, status=BatchStatus(end), end_unix_s=8.0))
+    assert (ended.record.status, ended.record.cancel_unix_s) == (BatchStatus(shown), 7.0)
+    assert ended.record.end_unix_s == 8.0
+    assert (await kit.store.batch(kit.tenant, kit.batch.batch_id)).record == ended.record
+
+
+async def test_a_repeat_finds_the_write_that_a_cancellation_was_added_to(kit: BatchKit) -> None:
+    held = await kit.claimed()
+    await kit.store.cancel(kit.tenant, kit.batch.batch_id, 7.0)
+    record = replace(held.record, next_line=3)
+    moved = await kit.store.advance(held, record)
+    assert await kit.store.advance(held, record) == moved
+
+
 async def test_the_end_and_its_files_are_one_commit_and_a_repeat_changes_nothing(kit: BatchKit) -> None:
     held = await kit.claimed()
     record = replace(held.record, status=BatchStatus.COMPLETED, output=(PART,))
@@ -128,6 +154,15 @@ async def test_the_end_and_its_files_are_one_commit_and_a_repeat_changes_nothing
     lease = await kit.etcd.grant_lease(60)
     assert await kit.store.claim(kit.tenant, kit.batch.batch_id, "g", lease) is None, "it has ended"
     assert PART.digest in await kit.store.named_parts()
+
+
+async def test_the_input_is_kept_as_long_as_its_batch_may_run(kit: BatchKit) -> None:
+    found = await kit.store.file(kit.tenant, kit.file.file_id)
+    assert found.record == kit.file, "a batch that ends with its file changes nothing"
+    later = replace(kit.batch, batch_id=f"batch_{1:024x}", expire_unix_s=kit.batch.expire_unix_s + 9.0)
+    await kit.store.add_batch(later, found)
+    kept = (await kit.store.file(kit.tenant, kit.file.file_id)).record
+    assert kept == replace(kit.file, expire_unix_s=later.expire_unix_s)
 
 
 async def test_a_batch_needs_its_input(kit: BatchKit) -> None:

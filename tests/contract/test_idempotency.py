@@ -311,6 +311,46 @@ async def test_a_tenants_bodies_make_room_oldest_first_but_not_running_ones(make
     assert await add(bench, third, b"t" * size) == [Written.KEPT]
 
 
+async def test_where_open_records_are_kept_only_ended_ones_make_room(make: Make) -> None:
+    bench = await make(RecordLimits(lease_s=60, max_tenant_bytes=300, max_record_bytes=300, open_s=60))
+    size = 100 - bench.overhead
+    ended, opened, other = [await owned(bench, name=name) for name in ("ended", "opened", "other")]
+    await bench.store.release(opened, b"o" * size, None, NONE)
+    await bench.store.finish(ended, b"e" * size, None, NONE)
+    await bench.store.release(other, b"p" * size, None, NONE)
+    new = await owned(bench, name="new")
+    assert await bench.store.release(new, b"n" * size, None, NONE) is Written.KEPT
+    assert await bench.store.claim(bench.key("ended"), "f", "b") == Expired()
+    for _ in range(2):  # the refused one is new again
+        more = await owned(bench, name="more")
+        assert await bench.store.release(more, b"m" * size, None, NONE) is Written.TOO_LARGE
+        assert (await bench.store.read(more.key, 0, watch=False)).state is RecordState.GONE
+    again = await owned(bench, name="opened")
+    assert await add(bench, again, b"x") == [Written.TOO_LARGE]
+    assert await bench.store.finish(again, b"x" * 250, None, NONE) is Written.TOO_LARGE, "of a record"
+    tail = await bench.store.read(again.key, 0, watch=False)
+    assert (tail.state, tail.chunks) == (RecordState.FREE, (b"o" * size,))
+    again = await owned(bench, name="opened")
+    assert await bench.store.finish(again, b"x" * size, None, NONE) is Written.KEPT, "of the tenant"
+    tail = await bench.store.read(again.key, 0, watch=False)
+    assert (tail.state, tail.chunks) == (RecordState.ENDED, (b"o" * size, b"x" * size))
+
+
+async def test_an_open_record_is_kept_for_its_time(make: Make) -> None:
+    bench = await make(RecordLimits(lease_s=60, max_tenant_bytes=200, open_s=0.2))
+    size = 100 - bench.overhead
+    for name in ("first", "second"):
+        await bench.store.release(await owned(bench, name=name), b"o" * size, None, NONE)
+    async with asyncio.timeout(10):
+        while True:
+            third = await owned(bench, name="third")
+            if await bench.store.release(third, b"t" * size, None, NONE) is Written.KEPT:
+                break
+            await bench.lapse_leases()
+            await asyncio.sleep(0.05)
+    assert (await bench.store.read(bench.key("first"), 0, watch=False)).chunks == ()
+
+
 async def test_a_large_record_takes_the_room_of_many_small_ones(make: Make) -> None:
     """Of more than one look at the oldest in the script, and past as many that run."""
     bench = await make(RecordLimits(lease_s=60, max_tenant_bytes=40_000))

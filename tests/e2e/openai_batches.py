@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import sys
@@ -27,7 +28,13 @@ def ended(client: openai.OpenAI, batch_id: str) -> Any:
 
 def created(client: openai.OpenAI, lines: list[Any], url: str) -> Any:
     data = b"".join(json.dumps(each).encode() + b"\n" for each in lines)
-    file = client.files.create(file=("requests.jsonl", io.BytesIO(data)), purpose="batch")
+    key = {"Idempotency-Key": f"file-{hashlib.sha256(data).hexdigest()}"}
+    file, again = [
+        client.files.create(file=("requests.jsonl", io.BytesIO(data)), purpose="batch", extra_headers=key)
+        for _ in range(2)
+    ]
+    if file.id != again.id:
+        raise SystemExit("an upload with the same idempotency key created a second file")
     batches = [
         client.batches.create(
             input_file_id=file.id,

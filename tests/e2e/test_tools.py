@@ -13,6 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from fairway.client import Client, FinishReason, Message, Options, Tool
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
 from tests.support.command_line import CommandLine
@@ -88,6 +89,35 @@ def test_what_cannot_be_served_is_named(answers: Any) -> None:
         "tools[0].function.parameters",
         "tools[0].function.parameters",
     ]
+
+
+async def test_streams_of_the_python_client_have_what_its_whole_answers_have(tooled: Stack) -> None:
+    chat = [Message("user", "How is the weather?")]
+    options = Options(
+        max_output_tokens=600,
+        seed=3,
+        logprobs=2,
+        tools=[Tool("weather", "", WEATHER)],
+        tool_choice="weather",
+        parallel_tool_calls=False,
+    )
+    async with (
+        Client(tooled.endpoints["gateways"], api_key=tooled.api_key) as client,
+        client.session() as session,
+        asyncio.timeout(120),
+    ):
+        whole = await client.complete(tooled.model, chat, options, idempotency_key="weather")
+        for sender in (client, session):
+            stream = sender.generate(tooled.model, chat, options, idempotency_key="weather")
+            assert (await stream.collect()).choices == whole.choices
+        free = await client.complete(
+            tooled.model, chat, Options(max_output_tokens=8, seed=3, parts=True), idempotency_key="free"
+        )
+    (choice,) = whole.choices
+    assert choice.finish_reason is FinishReason.TOOL_CALLS
+    jsonschema.validate(json.loads(choice.calls[0].arguments), WEATHER)
+    assert len(choice.logprobs) == len(choice.ids)
+    assert free.choices[0].content == free.text
 
 
 async def called(stack: Stack, *, lose_worker: bool) -> tuple[str, list[str], int]:

@@ -76,7 +76,9 @@ def batch_stack(
         return f"{next(numbers):024x}"
 
     files = FileService(store, parts, stored, batches, clock, limits or FileLimits(), new_id=new_id)
-    service = BatchService(files, store, batches, clock, TenantBatchLimits(max_unfinished=3), new_id=new_id)
+    service = BatchService(
+        files, store, batches, clock, TenantBatchLimits(max_unfinished=3, max_batches=5), new_id=new_id
+    )
     return BatchStack(etcd, blobs, parts, store, batches, owners, stored, files, service)
 
 

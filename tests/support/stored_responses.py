@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from services.adapters.memory.idempotency import MemoryIdempotency
 from services.adapters.memory.limiter import MemoryLimiter
@@ -18,6 +19,7 @@ from services.runtime.supervisor import Supervisor
 async def memory_responses(clock: Clock, limits: RecordLimits | None = None) -> AsyncIterator[ResponseParts]:
     """Yield a store in this process; its tasks end with the block."""
     supervisor = Supervisor(clock)
+    limits = replace(limits or RecordLimits(), open_s=86_400.0)
     store = ResponseStore(MemoryIdempotency(clock, MemoryLimiter(clock), limits), b"n" * 32, "g", clock)
     try:
         yield ResponseParts(store, supervisor, lambda: "inc_1", remembered_s=86_400.0)

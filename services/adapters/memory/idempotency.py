@@ -143,13 +143,12 @@ class MemoryIdempotency:
         refused = _refused(record, hold)
         if refused is not None or record is None:
             return refused or Written.GONE
-        fits = self._put(records, record, chunk, now_s)
+        fits = self._put(records, record, chunk, now_s, ends=state is RecordState.ENDED)
         record.expire_s = now_s + self._limits.tombstone_s
-        dropped = state is RecordState.FREE and fits and not record.chunks
-        if dropped:
+        if record.state is not RecordState.EXPIRED:
+            record.state = state if fits else RecordState.FREE
+        if record.state is RecordState.FREE and not record.chunks:
             del records[hold.key.digest]
-        elif fits:
-            record.state = state
         # Marked before the limiter is called: no other task runs between the record's end and its charge.
         record.owner = ""
         if reservation is not None:
@@ -157,8 +156,10 @@ class MemoryIdempotency:
             self._limiter.settle_for(self._limits.tombstone_s, reservation, usage)
         return Written.KEPT if fits else Written.TOO_LARGE
 
-    def _put(self, records: dict[str, _Record], record: _Record, chunk: bytes, now_s: float) -> bool:
-        """Append the chunk; return whether the record still has its log. Drops older bodies to make room."""
+    def _put(
+        self, records: dict[str, _Record], record: _Record, chunk: bytes, now_s: float, *, ends: bool = False
+    ) -> bool:
+        """Append the chunk; return whether the record has it. Drops older bodies to make room."""
         if record.state is RecordState.EXPIRED:
             return False
         if not chunk:
@@ -171,11 +172,15 @@ class MemoryIdempotency:
         for held in oldest[:EXAMINED]:
             if total + size <= limits.max_tenant_bytes:
                 break
-            if held is not record and self._state(held, now_s) is not RecordState.RUNNING:
+            if held is not record and not self._keeps(held, now_s):
                 total -= held.size
                 _drop(held)
         has_hole = len(record.chunks) != record.expected
-        too_large = record.size + size > limits.max_record_bytes or total + size > limits.max_tenant_bytes
+        too_large = record.size + size > limits.max_record_bytes
+        if not (ends and limits.open_s):
+            too_large = too_large or total + size > limits.max_tenant_bytes
+        if too_large and not has_hole and limits.open_s:
+            return False
         if has_hole or too_large:
             _drop(record)
             record.state = RecordState.EXPIRED
@@ -184,6 +189,12 @@ class MemoryIdempotency:
         record.expected += 1
         record.body_expire_s = now_s + limits.body_s
         return True
+
+    def _keeps(self, record: _Record, now_s: float) -> bool:
+        """Whether the record makes no room for others."""
+        state, written_s = self._state(record, now_s), record.body_expire_s - self._limits.body_s
+        is_open = state is RecordState.FREE and written_s > now_s - self._limits.open_s
+        return state is RecordState.RUNNING or is_open
 
     def _state(self, record: _Record, now_s: float) -> RecordState:
         if record.state is RecordState.RUNNING and record.lease_s <= now_s:

@@ -137,6 +137,7 @@ class RedisIdempotency:
             limits.max_record_bytes,
             limits.max_tenant_bytes,
             _us(limits.tombstone_s),
+            _us(limits.open_s),
         ]
         for addition in additions:
             hold = addition.hold
@@ -161,6 +162,7 @@ class RedisIdempotency:
                 limits.max_record_bytes,
                 limits.max_tenant_bytes,
                 _us(limits.tombstone_s),
+                _us(limits.open_s),
             ]
             if reservation is not None:
                 keys += [slots_key(tenant_id), *keys_of(reservation, reservation.claims)]

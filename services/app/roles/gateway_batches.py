@@ -40,7 +40,7 @@ from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.identity import KeyDirectory
 
 _DAY_S: Final = 86_400.0
-_MAX_BATCHES: Final = 8  # at once, of as many tenants
+_MAX_BATCHES: Final = 8  # at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,8 @@ def _stored_limits(settings: Settings) -> RecordLimits:
         tombstone_s=settings.responses_retention_s,
         max_tenant_bytes=settings.responses_tenant_bytes,
         max_tenant_keys=_STORED_RESPONSES,
+        # An open one is a response in the background: it can go on as long as its key is remembered.
+        open_s=settings.idempotency_tombstone_s,
     )
 
 

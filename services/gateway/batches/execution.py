@@ -53,7 +53,7 @@ from services.gateway.batches.records import (
 )
 from services.gateway.batches.results import LineResult, OpenFile, ResultWindow, advanced
 from services.gateway.batches.store import BatchStore, OwnedBatch
-from services.gateway.policy.batch_turns import BatchPace, is_temporary
+from services.gateway.policy.batch_turns import BatchPace, BatchProgress, is_temporary
 from services.ports.blob_store import PartStore
 from services.ports.clock import Clock
 
@@ -127,6 +127,7 @@ class BatchExecution:
         self._share = share
         self._principal = Principal(record.key_id, KeyRole.TENANT, record.tenant)
         self._pace = BatchPace()
+        self._progress = BatchProgress()
         self._window = ResultWindow(record.next_line)
         self._files = {
             failed: OpenFile(parts, part_bytes=ports.part_bytes)
@@ -138,6 +139,11 @@ class BatchExecution:
         self._scopes: dict[int, asyncio.Timeout] = {}
         self._moved = asyncio.Event()
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether its lines are only refused."""
+        return self._progress.is_stalled(self._ports.clock.monotonic_s())
+
     async def run(self) -> BatchRecord:
         """Return the batch at its end. Raises OwnershipLost."""
         if self._held.record.status is BatchStatus.VALIDATING:
@@ -146,7 +152,8 @@ class BatchExecution:
         if not record.status.is_over:
             if record.run_unix_s and await self._open_files():
                 await self._execute()
-            await self._finish()
+            if not self._held.record.status.is_over:
+                await self._finish(self._held.record)
         return self._held.record
 
     async def _validate(self) -> None:
@@ -240,6 +247,7 @@ class BatchExecution:
         failed = isinstance(outcome, EarlyEnd) or outcome.failed
         self._held_bytes += len(data) - len(line.data)
         self._window.add(index, LineResult(line.end, data, failed))
+        self._progress.result()
         self._notify()
 
     async def _outcome(self, index: int, body: bytes) -> LineAnswer | EarlyEnd:
@@ -261,7 +269,9 @@ class BatchExecution:
                     crashes += isinstance(error, InternalError)
                     failures += 1
                     self._ports.count("retried")
-                    self._pace.refused(self._ports.clock.monotonic_s())
+                    now_s = self._ports.clock.monotonic_s()
+                    self._pace.refused(now_s)
+                    self._progress.refused(now_s)
                     await self._pause(
                         max(error.retry_after_s or 0.0, _RETRY.wait_s(failures, self._ports.rng))
                     )
@@ -323,6 +333,8 @@ class BatchExecution:
 
     def _early_end(self) -> EarlyEnd | None:
         record, now_s = self._held.record, self._ports.clock.unix_s()
+        if record.status.is_over:
+            return None
         if self._ports.status_of(record) is BatchStatus.CANCELLING:
             return EarlyEnd(BatchStatus.CANCELLED, "batch_cancelled", "the batch was cancelled")
         if now_s >= record.expire_unix_s:
@@ -367,7 +379,9 @@ class BatchExecution:
                 files[failed] = await self._appended(failed, file, data)
                 if file.tail_part is not None:
                     replaced.append(file.tail_part.digest)
-        await self._advance(advanced(self._held.record, taken, files[False].parts, files[True].parts))
+        record = advanced(self._held.record, taken, files[False].parts, files[True].parts)
+        # The last results and the end are one write: another owner could not find out why lines ended early.
+        await (self._finish(record) if record.next_line >= self._last else self._advance(record))
         self._files = files
         self._held_bytes -= sum(len(result.data) for result in taken)
         for result in taken:
@@ -390,17 +404,14 @@ class BatchExecution:
         put = self._ports.parts.put
         return await self._retried(lambda: put(self._tenant, self._file_id(failed), index, content))
 
-    async def _finish(self) -> None:
+    async def _finish(self, record: BatchRecord) -> None:
         """Write the end of the batch and its files together."""
-        record, now_s = self._held.record, self._ports.clock.unix_s()
-        stop, problems = self._stop, record.problems
-        if stop is None and record.status is BatchStatus.CANCELLING:
-            status = BatchStatus.CANCELLED
-        else:
-            status = BatchStatus.COMPLETED if stop is None else stop.status
-        if status is BatchStatus.FAILED and stop is not None:
+        now_s, stop, problems = self._ports.clock.unix_s(), self._stop, record.problems
+        status = BatchStatus.COMPLETED if stop is None else stop.status
+        if stop is not None and stop.status is BatchStatus.FAILED:
             problems = (BatchProblem(stop.code, stop.message),)
-        expire_s = now_s + self._ports.times.retention_s
+        if record.status is BatchStatus.CANCELLING:
+            status = BatchStatus.CANCELLED
         files = [
             StoredFile(
                 self._file_id(failed),
@@ -408,11 +419,11 @@ class BatchExecution:
                 f"{record.batch_id}_{'error' if failed else 'output'}.jsonl",
                 FilePurpose.BATCH_OUTPUT,
                 now_s,
-                expire_s,
-                file.parts,
+                now_s + self._ports.times.retention_s,
+                parts,
             )
-            for failed, file in self._files.items()
-            if file.parts
+            for failed, parts in ((False, record.output), (True, record.errors))
+            if parts
         ]
         await self._advance(replace(record, status=status, problems=problems, end_unix_s=now_s), files)
         log.info("batch.ended", batch_id=record.batch_id, status=status, failed=record.failed)

@@ -7,6 +7,7 @@ sweep deletes them, and files whose time is over.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
@@ -16,7 +17,15 @@ from typing import Final
 
 import structlog
 
-from services.core.errors import Conflict, FairwayError, InvalidInput, OverQuota, ShareExceeded
+from services.core.errors import (
+    Conflict,
+    FairwayError,
+    IdempotencyConflict,
+    InvalidInput,
+    NotFound,
+    OverQuota,
+    ShareExceeded,
+)
 from services.gateway.batches.records import (
     BATCHES,
     FILES,
@@ -25,6 +34,8 @@ from services.gateway.batches.records import (
     FilePart,
     FilePurpose,
     StoredFile,
+    file_key,
+    id_of_key,
 )
 from services.gateway.batches.store import BatchStore
 from services.gateway.service_types import subtract
@@ -82,23 +93,33 @@ class FileService:
         self._uploads: Counter[str] = Counter()
         self._downloads: Counter[str] = Counter()
 
-    def upload(self, tenant: str) -> Upload:
-        """Return a new upload, which the caller closes. Raises ShareExceeded, OverQuota."""
+    def upload(self, tenant: str, key: str = "") -> Upload:
+        """Return a new upload, which the caller closes. ``key``: an idempotency key, which has one file.
+
+        Raises ShareExceeded, OverQuota.
+        """
         limits, mine = self.limits, self._uploads[tenant]
         if mine >= limits.max_tenant_uploads or self._uploads.total() >= limits.max_uploads:
             raise ShareExceeded(
                 "too many uploads at once; send the file later", retry_after_s=1.0, uploads=mine
             )
+        file_id = f"file-{id_of_key('file', tenant, key) if key else self._new_id()}"
+        held = self._files.view.get(file_key(tenant, file_id))
+        is_repeat = held is not None and held.record.expire_unix_s > self._clock.unix_s()
         stored = self._stored(tenant)
-        if len(stored) >= limits.max_tenant_files:
+        if len(stored) >= limits.max_tenant_files and not is_repeat:
             raise OverQuota(
                 f"the tenant has {len(stored)} files, the maximum; delete some", files=len(stored)
             )
         self._uploads[tenant] += 1
-        file_id = f"file-{self._new_id()}"
-        room = min(limits.max_bytes, self.room_bytes(tenant))
+        room = limits.max_bytes if is_repeat else min(limits.max_bytes, self.room_bytes(tenant))
         return Upload(
-            tenant, file_id, self._parts, (room, limits.part_bytes), lambda: subtract(self._uploads, tenant)
+            tenant,
+            file_id,
+            None if is_repeat else self._parts,
+            (room, limits.part_bytes),
+            lambda: subtract(self._uploads, tenant),
+            hashes=bool(key),
         )
 
     def room_bytes(self, tenant: str) -> int:
@@ -109,7 +130,10 @@ class FileService:
         return [file.record for file in self._files.view.values() if file.record.tenant == tenant]
 
     async def add(self, upload: Upload, filename: str) -> StoredFile:
-        """Return the file of a complete upload, which exists from now on."""
+        """Return the file of a complete upload, which exists from now on, or that of its idempotency key.
+
+        Raises IdempotencyConflict if the key has another file, and Conflict if that was deleted meanwhile.
+        """
         now_s = self._clock.unix_s()
         file = StoredFile(
             upload.file_id,
@@ -119,10 +143,19 @@ class FileService:
             now_s,
             now_s + self.limits.retention_s,
             await upload.finish(),
+            upload.content_hash,
         )
+        if upload.is_repeat:
+            try:
+                return _same(file, await self.file(file.tenant, file.file_id))
+            except NotFound:
+                raise Conflict(
+                    "the file of this key was deleted meanwhile; send it again", retry_after_s=1.0
+                ) from None
         upload.kept = True  # whatever the store answers: the sweep deletes parts that no record names
-        await self._store.add_file(file)
-        return file
+        found = await self._store.add_file(file)
+        upload.kept = found is file
+        return _same(file, found)
 
     async def file(self, tenant: str, file_id: str) -> StoredFile:
         """Return a file. Raises NotFound."""
@@ -195,9 +228,17 @@ class Upload:
     """A file that is being received. Holds one part in memory; ``close`` discards what no record names."""
 
     def __init__(
-        self, tenant: str, file_id: str, parts: PartStore, sizes: tuple[int, int], leave: Callable[[], None]
+        self,
+        tenant: str,
+        file_id: str,
+        parts: PartStore | None,
+        sizes: tuple[int, int],
+        leave: Callable[[], None],
+        *,
+        hashes: bool,
     ) -> None:
-        """``sizes``: the most bytes of the file and those of a part. ``leave`` ends its count."""
+        """``parts``: None for a repeat, of which nothing is stored. ``sizes``: the most bytes of the file and
+        those of a part. ``leave`` ends its count. ``hashes``: whether it has a ``content_hash``."""
         self.tenant = tenant
         self.file_id = file_id
         self.kept = False
@@ -207,6 +248,16 @@ class Upload:
         self._parts: list[FilePart] = []
         self._buffer = bytearray()
         self._size_bytes = 0
+        self._hash = hashlib.blake2b(digest_size=32) if hashes else None
+
+    @property
+    def is_repeat(self) -> bool:
+        return self._store is None
+
+    @property
+    def content_hash(self) -> str:
+        """A hash of the bytes so far."""
+        return self._hash.hexdigest() if self._hash is not None else ""
 
     async def write(self, data: bytes) -> None:
         """Add bytes. Raises InvalidInput above the bounds, before they are held."""
@@ -215,30 +266,44 @@ class Upload:
             raise InvalidInput(
                 f"the file has more than the {max(0, self._room)} bytes that are left for it", field="file"
             )
+        if self._hash is not None:
+            self._hash.update(data)
+        if self._store is None:
+            return
         self._buffer += data
         while len(self._buffer) >= self._part_bytes:
-            await self._put(bytes(self._buffer[: self._part_bytes]))
+            await self._put(self._store, bytes(self._buffer[: self._part_bytes]))
             del self._buffer[: self._part_bytes]
 
     async def finish(self) -> tuple[FilePart, ...]:
         """Return the parts of the whole file. Raises InvalidInput for an empty one."""
-        if self._buffer:
-            await self._put(bytes(self._buffer))
-            self._buffer.clear()
-        if not self._parts:
+        if not self._size_bytes:
             raise InvalidInput("the file is empty", field="file")
+        if self._buffer and self._store is not None:
+            await self._put(self._store, bytes(self._buffer))
+            self._buffer.clear()
         return tuple(self._parts)
 
-    async def _put(self, data: bytes) -> None:
-        digest = await self._store.put(self.tenant, self.file_id, len(self._parts), data)
+    async def _put(self, store: PartStore, data: bytes) -> None:
+        digest = await store.put(self.tenant, self.file_id, len(self._parts), data)
         self._parts.append(FilePart(digest, len(data)))
 
     async def close(self) -> None:
         """End the upload; the parts stay only if they are of a file."""
         self._leave()
-        if not self.kept and self._parts:
+        if self._store is not None and self._parts and not self.kept:
             with suppress(FairwayError, asyncio.TimeoutError):
                 await self._store.discard([part.digest for part in self._parts])
+
+
+def _same(uploaded: StoredFile, found: StoredFile) -> StoredFile:
+    """Return the file that was found. Raises IdempotencyConflict if it is another one."""
+    if (uploaded.filename, uploaded.content_hash) != (found.filename, found.content_hash):
+        raise IdempotencyConflict(
+            "this idempotency key was used for another file; take a new key for a new file",
+            field="idempotency_key",
+        )
+    return found
 
 
 def shown_name(filename: str) -> str:

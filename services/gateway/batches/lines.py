@@ -7,6 +7,7 @@ line's ``body`` contains is checked when it runs, as any request's is.
 from __future__ import annotations
 
 import hashlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Final
@@ -89,6 +90,8 @@ class LineSplitter:
         if self.number > self.max_lines:
             raise TooManyLines(self.number)
         self.offset += len(whole)
+        if self.offset == len(whole):  # the first line of the file
+            whole = whole.removeprefix(BOM_UTF8)
         if stripped := whole.strip(_BLANK):
             yield InputLine(self.number, self.offset, stripped)
 

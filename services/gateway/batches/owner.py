@@ -1,7 +1,8 @@
 """The batches that this gateway runs: claimed under its lease, released before the lease can lapse.
 
 A batch whose owner died is free when the owner's lease lapses, and another gateway claims it. Which batch is
-next is decided by ``policy/batch_turns.py``.
+next, and which one yields, is decided by ``policy/batch_turns.py``. That a batch is stalled is stated in its
+owner's key, for all gateways.
 """
 
 from __future__ import annotations
@@ -18,9 +19,15 @@ import structlog
 
 from services.core.errors import StoreUnavailable
 from services.gateway.batches.execution import BatchExecution, BatchPorts
-from services.gateway.batches.records import BATCH_OWNERS, BatchRecord
+from services.gateway.batches.records import (
+    BATCH_OWNERS,
+    BatchRecord,
+    BatchStatus,
+    batch_key,
+    owner_key,
+)
 from services.gateway.batches.store import OwnedBatch, OwnershipLost
-from services.gateway.policy.batch_turns import WaitingBatch, next_batches, yields_turn
+from services.gateway.policy.batch_turns import UnfinishedBatch, beside_older, next_batches, yielding_turn
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import RecordView
 from services.runtime.fleet_state.lease import LeaseHolder
@@ -37,9 +44,10 @@ _CRASH_PAUSE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class OwnerRecord:
-    """Names the gateway that runs a batch."""
+    """Names the gateway that runs a batch. ``stalled``: its lines are only refused."""
 
     gateway: str
+    stalled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +63,14 @@ class OwnerLimits:
 class _Turn:
     """A batch that runs here."""
 
+    # Tenant and batch id.
+    name: tuple[str, str]
     held: OwnedBatch
+    execution: BatchExecution
     began_s: float
     task: asyncio.Task[None]
+    # As its owner's key states it.
+    stalled: bool = False
     # Its task was cancelled: a second time would interrupt the release of the batch.
     leaving: bool = False
 
@@ -98,6 +111,7 @@ class BatchOwner:
         self._turns: dict[tuple[str, str], _Turn] = {}
         self._last_turn_s: dict[str, float] = {}
         self._not_before_s: dict[tuple[str, str], float] = {}
+        self._left_stalled_s: dict[tuple[str, str], float] = {}
         self._closed = False
 
     @property
@@ -142,12 +156,28 @@ class BatchOwner:
 
     async def _claim(self) -> None:
         await self._release_left()
-        waiting, running = self._waiting(), self._running_by_tenant()
+        await self._mark()
+        waiting, running = self._waiting(), self._running()
+        self._left_stalled_s = {
+            name: at_s for name, at_s in self._left_stalled_s.items() if self._is_unfinished(name)
+        }
         room = self._limits.max_batches - len(self._turns)
-        for batch in next_batches(waiting, running, self._last_turn_s, room):
+        counts = Counter(batch.tenant for batch in running)
+        for batch in next_batches(waiting, counts, self._last_turn_s, room, self._left_stalled_s):
             await self._begin(batch)
-        left = {batch.tenant for batch in self._waiting() if not running[batch.tenant]}
-        self._end_turns(len(left))
+        self._end_turns()
+
+    async def _mark(self) -> None:
+        """State which batches are stalled here."""
+        for (tenant, batch_id), turn in list(self._turns.items()):
+            lease_id, stalled = self._lease.lease_id, turn.execution.is_stalled
+            if turn.stalled is stalled or turn.leaving or lease_id is None:
+                continue
+            await self._ports.store.mark(
+                tenant, batch_id, self._gateway_id, lease_id, turn.held.epoch, stalled=stalled
+            )
+            turn.stalled = stalled
+            log.info("batch.stalled" if stalled else "batch.resumed", batch_id=batch_id, tenant=tenant)
 
     async def _release_left(self) -> None:
         """Release what is owned in this gateway's name and does not run: an answer of the store was lost."""
@@ -156,24 +186,42 @@ class BatchOwner:
             if held.record.gateway == self._gateway_id and (tenant, batch_id) not in self._turns:
                 await self._ports.store.release(tenant, batch_id, held.create_revision)
 
-    def _waiting(self) -> list[WaitingBatch]:
+    def _is_unfinished(self, name: tuple[str, str]) -> bool:
+        held = self._batches.view.get(batch_key(*name))
+        return held is not None and not held.record.status.is_over
+
+    def _waiting(self) -> list[UnfinishedBatch]:
+        """Return the batches that no gateway owns."""
         now_s = self._clock.monotonic_s()
         self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}
         found = []
         for held in self._batches.view.values():
             batch = held.record
             name = (batch.tenant, batch.batch_id)
-            if batch.status.is_over or f"{BATCH_OWNERS}{batch.tenant}/{batch.batch_id}" in self._owners.view:
+            if batch.status.is_over or owner_key(*name) in self._owners.view:
                 continue
             if name not in self._turns and name not in self._not_before_s:
-                found.append(WaitingBatch(batch.tenant, batch.batch_id, batch.create_unix_s))
+                found.append(UnfinishedBatch(*name, batch.create_unix_s, self._ends(batch)))
         return found
 
-    def _running_by_tenant(self) -> Counter[str]:
-        owned = {tuple(key.removeprefix(BATCH_OWNERS).split("/", 1)) for key in self._owners.view}
-        return Counter(tenant for tenant, _ in owned | self._turns.keys())
+    def _running(self) -> list[UnfinishedBatch]:
+        """Return the batches that some gateway runs and that neither are stalled nor end."""
+        stalled = {name: turn.stalled for name, turn in self._turns.items()}
+        for key, held in self._owners.view.items():
+            tenant, batch_id = key.removeprefix(BATCH_OWNERS).split("/", 1)
+            stalled.setdefault((tenant, batch_id), held.record.stalled)
+        found = []
+        for name, is_stalled in stalled.items():
+            batch = self._batches.view.get(batch_key(*name))
+            if batch is not None and not is_stalled and not self._ends(batch.record):
+                found.append(UnfinishedBatch(*name, batch.record.create_unix_s))
+        return found
 
-    async def _begin(self, batch: WaitingBatch) -> None:
+    def _ends(self, batch: BatchRecord) -> bool:
+        cancelled = batch.status is BatchStatus.CANCELLING
+        return cancelled or self._clock.unix_s() >= batch.expire_unix_s
+
+    async def _begin(self, batch: UnfinishedBatch) -> None:
         lease_id = self._lease.lease_id
         if lease_id is None:
             return
@@ -182,23 +230,37 @@ class BatchOwner:
             return
         log.info("batch.claimed", batch_id=batch.batch_id, tenant=batch.tenant, line=held.record.next_line)
         now_s, name = self._clock.monotonic_s(), (batch.tenant, batch.batch_id)
-        self._last_turn_s[batch.tenant] = now_s
-        task = self._supervisor.spawn(f"batch {batch.batch_id}", self._run(name, held))
-        self._turns[name] = _Turn(held, now_s, task)
+        if not batch.ends:
+            self._last_turn_s[batch.tenant] = now_s
+        execution = BatchExecution(held, self._ports, self._share)
+        task = self._supervisor.spawn(f"batch {batch.batch_id}", self._run(name, held, execution))
+        self._turns[name] = _Turn(name, held, execution, now_s, task)
         task.add_done_callback(lambda _: self._turns.pop(name))
 
-    def _end_turns(self, waiting_tenants: int) -> None:
-        """End the longest turn here if tenants wait and no gateway has a place for them."""
-        free = max(0, self._gateways() * self._limits.max_batches - len(self._owners.view))
+    def _end_turns(self) -> None:
+        """End turns here: one if tenants wait and no gateway has a place for them, and those beside older
+        ones."""
         if not self._turns:
             return
-        oldest = min(self._turns.values(), key=lambda turn: turn.began_s)
-        if yields_turn(oldest.began_s, self._clock.monotonic_s(), waiting_tenants, free):
-            oldest.leave()
+        running = self._running()
+        beside, tenants = beside_older(running), {batch.tenant for batch in running}
+        for turn in self._turns.values():
+            if turn.name[1] in beside and not turn.stalled:
+                turn.leave()
+        waiting = len(
+            {batch.tenant for batch in self._waiting() if batch.ends or batch.tenant not in tenants}
+        )
+        free = max(0, self._gateways() * self._limits.max_batches - len(self._owners.view))
+        now_s = self._clock.monotonic_s()
+        yielding = yielding_turn(self._turns.values(), now_s, waiting, free)
+        if yielding is not None:
+            if yielding.stalled:
+                self._left_stalled_s[yielding.name] = now_s
+            yielding.leave()
 
-    async def _run(self, name: tuple[str, str], held: OwnedBatch) -> None:
+    async def _run(self, name: tuple[str, str], held: OwnedBatch, execution: BatchExecution) -> None:
         try:
-            await BatchExecution(held, self._ports, self._share).run()
+            await execution.run()
         except OwnershipLost:
             log.warning("batch.ownership_lost", batch_id=name[1])
         except Exception:
@@ -214,4 +276,4 @@ class BatchOwner:
         if self._serves_others():
             self._busy_until_s = now_s + _BUSY_S
         most = self._limits.busy_lines if now_s < self._busy_until_s else self._limits.max_lines
-        return max(1, most // max(1, len(self._turns)))
+        return max(1, most // max(1, sum(not turn.stalled for turn in self._turns.values())))

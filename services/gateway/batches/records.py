@@ -6,8 +6,9 @@ whole lines of its input: what comes before ``next_line`` is in the output or in
 
 from __future__ import annotations
 
+import hashlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -72,6 +73,8 @@ class StoredFile:
     # From then on it is not found, and its parts are deleted.
     expire_unix_s: float
     parts: tuple[FilePart, ...] = ()
+    # A hash of the bytes of a file with a client's idempotency key.
+    content_hash: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -120,9 +123,22 @@ class BatchRecord:
     cancel_unix_s: float = 0.0
     end_unix_s: float = 0.0
 
+    def cancelled(self, unix_s: float) -> BatchRecord:
+        """Return the batch with a cancellation. One whose every line was done stays completed."""
+        status = BatchStatus.CANCELLED if self.status.is_over else BatchStatus.CANCELLING
+        if self.status is BatchStatus.COMPLETED:
+            status = BatchStatus.COMPLETED
+        return replace(self, status=status, cancel_unix_s=unix_s)
+
 
 def size_of(parts: tuple[FilePart, ...]) -> int:
     return sum(part.size_bytes for part in parts)
+
+
+def id_of_key(kind: str, tenant: str, key: str) -> str:
+    """Return the 24 hex digits of the ``batch`` or ``file`` that has a client's idempotency key."""
+    text = f"fairway {kind} key v1\0{tenant}\0{key}".encode()
+    return hashlib.blake2b(text, digest_size=12).hexdigest()
 
 
 def file_key(tenant: str, file_id: str) -> str:

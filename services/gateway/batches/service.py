@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,20 +11,22 @@ from typing import Final
 from services.core.errors import IdempotencyConflict, InvalidInput, NotFound, OverQuota
 from services.core.generation import Principal
 from services.gateway.batches.files import FileService
-from services.gateway.batches.records import BATCHES, BatchRecord, FilePurpose
+from services.gateway.batches.records import BATCHES, BatchRecord, FilePurpose, id_of_key
 from services.gateway.batches.store import BatchStore
 from services.ports.clock import Clock
-from services.runtime.fleet_state.informer import RecordView
+from services.runtime.fleet_state.informer import RecordView, Versioned
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 MAX_WINDOW_H: Final = 168
 _WINDOW: Final = re.compile(r"([1-9][0-9]{0,2})h")
 _HOUR_S: Final = 3600.0
+# More than one where gateways created batches at once, beyond what each observed.
+_EVICTED_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TenantBatchLimits:
-    """Bounds of a tenant's batches."""
+    """Bounds of a tenant's batches. At ``max_batches`` a new one evicts those that ended first."""
 
     max_unfinished: int = 100
     max_batches: int = 5000
@@ -72,7 +73,7 @@ class BatchService:
         window_s = window_seconds(window)
         now_s = self._clock.unix_s()
         batch = BatchRecord(
-            _id_of_key(principal.tenant_id, key) if key else f"batch_{self._new_id()}",
+            f"batch_{id_of_key('batch', principal.tenant_id, key) if key else self._new_id()}",
             principal.tenant_id,
             principal.key_id,
             endpoint,
@@ -90,22 +91,30 @@ class BatchService:
         file = await self._store.file(principal.tenant_id, file_id)
         if file.record.purpose is not FilePurpose.BATCH:
             raise InvalidInput("the file's purpose is not batch", field="input_file_id")
-        self._check_bounds(principal.tenant_id)
+        mine = self._held(principal.tenant_id)
+        self._check_bounds(principal.tenant_id, mine)
+        await self._evict(mine)
         return _same(batch, await self._store.add_batch(batch, file))
 
-    def _check_bounds(self, tenant: str) -> None:
+    def _check_bounds(self, tenant: str, mine: list[Versioned[BatchRecord]]) -> None:
         """Raise OverQuota for a tenant at a bound."""
         if self.files.room_bytes(tenant) <= 0:
             raise OverQuota("the tenant's files have no room for results; delete some")
-        mine = self.batches(tenant)
-        unfinished = sum(not batch.status.is_over for batch in mine)
-        if unfinished >= self._limits.max_unfinished or len(mine) >= self._limits.max_batches:
+        unfinished = sum(not held.record.status.is_over for held in mine)
+        if unfinished >= self._limits.max_unfinished:
             raise OverQuota(
-                f"the tenant has {unfinished} unfinished batches and {len(mine)} in all; at most "
-                f"{self._limits.max_unfinished} and {self._limits.max_batches} are kept",
+                f"the tenant has {unfinished} unfinished batches, the maximum; cancel some, or wait for one",
                 unfinished=unfinished,
-                batches=len(mine),
             )
+
+    async def _evict(self, mine: list[Versioned[BatchRecord]]) -> None:
+        """Make room for one more batch of a tenant. The files of evicted ones stay."""
+        ended = sorted(
+            (held for held in mine if held.record.status.is_over),
+            key=lambda held: (held.record.end_unix_s, held.record.batch_id),
+        )
+        for held in ended[: min(_EVICTED_AT_ONCE, max(0, len(mine) - self._limits.max_batches + 1))]:
+            await self._store.delete_batch(held)
 
     async def batch(self, principal: Principal, batch_id: str) -> BatchRecord:
         """Return a batch. Raises NotFound."""
@@ -113,20 +122,16 @@ class BatchService:
 
     def batches(self, tenant: str) -> list[BatchRecord]:
         """Return the tenant's batches, the newest first."""
-        found = [
-            held.record for key, held in self._batches.view.items() if key.startswith(f"{BATCHES}{tenant}/")
-        ]
+        found = [held.record for held in self._held(tenant)]
         return sorted(found, key=lambda batch: (-batch.create_unix_s, batch.batch_id))
+
+    def _held(self, tenant: str) -> list[Versioned[BatchRecord]]:
+        prefix = f"{BATCHES}{tenant}/"
+        return [held for key, held in self._batches.view.items() if key.startswith(prefix)]
 
     async def cancel(self, principal: Principal, batch_id: str) -> BatchRecord:
         """Return the batch, which ends soon. Raises NotFound, or Conflict if it has ended."""
         return await self._store.cancel(principal.tenant_id, batch_id, self._clock.unix_s())
-
-
-def _id_of_key(tenant: str, key: str) -> str:
-    """Return the id of the batch that has a client's idempotency key."""
-    text = f"fairway batch key v1\0{tenant}\0{key}".encode()
-    return f"batch_{hashlib.blake2b(text, digest_size=12).hexdigest()}"
 
 
 def _same(wanted: BatchRecord, found: BatchRecord) -> BatchRecord:

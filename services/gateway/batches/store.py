@@ -7,6 +7,7 @@ that key is the one that it created, so a gateway that was frozen or cut off wri
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -76,9 +77,18 @@ class BatchStore:
             raise NotFound("there is no such batch", field="batch_id")
         return found
 
-    async def add_file(self, file: StoredFile) -> None:
-        key = file_key(file.tenant, file.file_id)
-        await self._store.commit([Put(key, dump(file))], [ModRevisionIs(key, 0)])
+    async def add_file(self, file: StoredFile) -> StoredFile:
+        """Store a file and return it, or the one that has its id and did not expire. Raises Conflict."""
+        key, mod_revision = file_key(file.tenant, file.file_id), 0
+        for _ in range(_TRIES):
+            outcome = await self._store.commit([Put(key, dump(file))], [ModRevisionIs(key, mod_revision)])
+            if isinstance(outcome, Committed):
+                return file
+            found = await self._get(key, StoredFile)
+            if found is not None and found.record.expire_unix_s > self._clock.unix_s():
+                return found.record
+            mod_revision = 0 if found is None else found.mod_revision
+        raise _changed_meanwhile()
 
     async def delete_file(self, file: Versioned[StoredFile]) -> None:
         """Return once the file is not found. Raises Conflict if it changed meanwhile."""
@@ -88,15 +98,18 @@ class BatchStore:
     async def add_batch(self, batch: BatchRecord, file: Versioned[StoredFile]) -> BatchRecord:
         """Store a new batch while its input exists, and return it, or the one that has its id.
 
-        Raises Conflict if the input changed.
+        The input is kept as long as the batch may run. Raises Conflict if the input changed.
         """
         key = batch_key(batch.tenant, batch.batch_id)
         input_key = file_key(batch.tenant, batch.input_file_id)
         conditions = [ModRevisionIs(key, 0), ModRevisionIs(input_key, file.mod_revision)]
+        puts = [Put(key, dump(batch))]
+        if file.record.expire_unix_s < batch.expire_unix_s:
+            puts.append(Put(input_key, dump(replace(file.record, expire_unix_s=batch.expire_unix_s))))
         try:
-            outcome = await self._store.commit([Put(key, dump(batch))], conditions)
+            outcome = await self._store.commit(puts, conditions)
         except StoreUnavailable:  # it may be stored
-            outcome = await self._store.commit([Put(key, dump(batch))], conditions)
+            outcome = await self._store.commit(puts, conditions)
         if isinstance(outcome, Committed):
             return batch
         found = await self._get(key, BatchRecord)
@@ -113,7 +126,7 @@ class BatchStore:
                 raise Conflict(f"the batch is {batch.status} and cannot be cancelled", status=batch.status)
             if batch.status is BatchStatus.CANCELLING:
                 return batch
-            batch = replace(batch, status=BatchStatus.CANCELLING, cancel_unix_s=now_unix_s)
+            batch = batch.cancelled(now_unix_s)
             key = batch_key(tenant, batch_id)
             outcome = await self._store.commit(
                 [Put(key, dump(batch))], [ModRevisionIs(key, found.mod_revision)]
@@ -144,6 +157,15 @@ class BatchStore:
             return None
         return OwnedBatch(found.record, found.mod_revision, outcome.revision)
 
+    async def mark(
+        self, tenant: str, batch_id: str, owner: str, lease_id: int, epoch: int, *, stalled: bool
+    ) -> None:
+        """State in the owner's key whether the batch is stalled."""
+        key = owner_key(tenant, batch_id)
+        value = dump({"gateway": owner, "stalled": stalled})
+        with suppress(LeaseLost):
+            await self._store.commit([Put(key, value, lease_id)], [CreateRevisionIs(key, epoch)])
+
     async def release(self, tenant: str, batch_id: str, epoch: int) -> None:
         """Let another gateway run the batch."""
         key = owner_key(tenant, batch_id)
@@ -168,16 +190,14 @@ class BatchStore:
             owner = await self._store.get(owner_key(record.tenant, record.batch_id))
             if found is None or owner is None or owner.create_revision != held.epoch:
                 raise OwnershipLost
+            cancel_unix_s = found.record.cancel_unix_s
+            if cancel_unix_s:
+                record = record.cancelled(cancel_unix_s)
             if found.record == record:  # an earlier attempt, whose outcome was not received
                 return OwnedBatch(record, found.mod_revision, held.epoch)
-            cancelled = replace(
-                held.record, status=found.record.status, cancel_unix_s=found.record.cancel_unix_s
-            )
-            if found.record != cancelled:
+            if found.record != held.record.cancelled(cancel_unix_s):
                 raise OwnershipLost
             held = OwnedBatch(found.record, found.mod_revision, held.epoch)
-            if not record.status.is_over:
-                record = replace(record, status=found.record.status, cancel_unix_s=found.record.cancel_unix_s)
         raise OwnershipLost
 
     async def named_parts(self) -> set[str]:

@@ -1,16 +1,19 @@
 """Which batch a gateway runs next, and how many of its lines at once. Pure.
 
 Tenants take turns: of each at most one batch runs in the fleet, and the tenant whose turn is longest ago
-comes first. A batch that had its turn yields to a waiting tenant when no gateway has room for it. What the
-lines then receive of the workers is decided by the scheduler, as for all requests of the lowest class.
+comes first. A batch that had its turn yields to a waiting tenant when no gateway has room for it. A batch
+whose lines are only refused is stalled: it does not count as running, keeps a place that nobody needs, and is
+the first to yield one. What the lines then receive of the workers is decided by the scheduler, as for all
+requests of the lowest class.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from types import MappingProxyType
+from typing import Final, Protocol, TypeVar
 
 from services.core.errors import (
     DeadlineExceeded,
@@ -24,6 +27,8 @@ from services.core.records import Tenant
 
 # A turn while other tenants wait.
 TURN_S: Final = 60.0
+# From a refusal on without any result. At least a turn: a stalled batch may yield at once.
+STALL_S: Final = 60.0
 # Attempts of a line that end with an internal error.
 MAX_CRASHES: Final = 3
 _FIRST_LINES: Final = 2.0
@@ -34,36 +39,92 @@ MAX_WAIT_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingBatch:
-    """A batch that no gateway runs."""
+class UnfinishedBatch:
+    """A batch, as turns see it. ``ends``: it was cancelled, or its time is over."""
 
     tenant: str
     batch_id: str
     create_unix_s: float
+    ends: bool = False
 
 
 def next_batches(
-    waiting: Sequence[WaitingBatch], running: Mapping[str, int], last_turn_s: Mapping[str, float], room: int
-) -> tuple[WaitingBatch, ...]:
+    waiting: Sequence[UnfinishedBatch],
+    running: Mapping[str, int],
+    last_turn_s: Mapping[str, float],
+    room: int,
+    left_stalled_s: Mapping[tuple[str, str], float] = MappingProxyType({}),
+) -> tuple[UnfinishedBatch, ...]:
     """Return what a gateway with room for so many batches claims, in order.
 
     ``running``: batches of each tenant that run anywhere; ``last_turn_s``: when a tenant's last turn began
-    here. Of each tenant the oldest batch is chosen.
+    here; ``left_stalled_s``: when a batch, by tenant and id, left its place here because it was stalled. Of
+    each tenant the oldest batch is chosen, of those that left the first one after all others. Batches that
+    end wait for no turn: their lines do not run.
     """
-    oldest: dict[str, WaitingBatch] = {}
-    for batch in sorted(waiting, key=lambda one: (one.create_unix_s, one.batch_id)):
-        if not running.get(batch.tenant):
+    ending = [batch for batch in waiting if batch.ends]
+    oldest: dict[str, UnfinishedBatch] = {}
+
+    def order(batch: UnfinishedBatch) -> tuple[float, float, str]:
+        return (
+            left_stalled_s.get((batch.tenant, batch.batch_id), -math.inf),
+            batch.create_unix_s,
+            batch.batch_id,
+        )
+
+    for batch in sorted(waiting, key=order):
+        if not batch.ends and not running.get(batch.tenant):
             oldest.setdefault(batch.tenant, batch)
     turns = sorted(
         oldest.values(),
         key=lambda one: (last_turn_s.get(one.tenant, -math.inf), one.create_unix_s, one.batch_id),
     )
-    return tuple(turns[: max(0, room)])
+    return tuple((ending + turns)[: max(0, room)])
 
 
-def yields_turn(began_s: float, now_s: float, waiting_tenants: int, free_places: int) -> bool:
-    """Return whether a running batch ends its turn, for tenants that no place is free for."""
-    return waiting_tenants > free_places and now_s - began_s >= TURN_S
+def beside_older(running: Iterable[UnfinishedBatch]) -> frozenset[str]:
+    """Return the batches beside which an older one of their tenant runs: it was stalled, and they yield."""
+    oldest: dict[str, UnfinishedBatch] = {}
+    found: set[str] = set()
+    for batch in sorted(running, key=lambda one: (one.create_unix_s, one.batch_id)):
+        if oldest.setdefault(batch.tenant, batch) is not batch:
+            found.add(batch.batch_id)
+    return frozenset(found)
+
+
+@dataclass(slots=True)
+class BatchProgress:
+    """Whether lines of a batch get results, or only refusals."""
+
+    # When the first refusal after the last result came.
+    _refused_s: float = math.inf
+
+    def result(self) -> None:
+        self._refused_s = math.inf
+
+    def refused(self, now_s: float) -> None:
+        self._refused_s = min(self._refused_s, now_s)
+
+    def is_stalled(self, now_s: float) -> bool:
+        return now_s - self._refused_s >= STALL_S
+
+
+class Turn(Protocol):
+    """A batch that a gateway runs."""
+
+    began_s: float
+    stalled: bool
+
+
+T = TypeVar("T", bound=Turn)
+
+
+def yielding_turn(turns: Iterable[T], now_s: float, waiting_tenants: int, free_places: int) -> T | None:
+    """Return the turn that ends for tenants that no place is free for: a stalled one, or the longest."""
+    if waiting_tenants <= free_places:
+        return None
+    over = (turn for turn in turns if now_s - turn.began_s >= TURN_S)
+    return min(over, key=lambda turn: (not turn.stalled, turn.began_s), default=None)
 
 
 def is_temporary(error: FairwayError, crashes: int) -> bool:

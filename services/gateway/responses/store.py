@@ -93,7 +93,8 @@ class ResponseStore:
     """
 
     def __init__(self, store: IdempotencyStore, names_secret: bytes, owner: str, clock: Clock) -> None:
-        """``store`` deletes a record when the retention time is over. ``owner``: this gateway's id."""
+        """``store`` deletes a record when the retention time is over, and keeps open ones where others make
+        room. ``owner``: this gateway's id."""
         self._store = store
         self._secret = names_secret
         self._owner = owner
@@ -102,8 +103,8 @@ class ResponseStore:
     async def begin(self, tenant_id: str, response_id: str, begun: BegunResponse) -> StoredResponse | None:
         """Store what begins a response. Return the response that has this id already, None if it is new.
 
-        Raises InvalidInput when it is too large, OverQuota when the tenant has as many as may be or there is
-        no room for it, ResultExpired when the response of this id made room for others.
+        Raises InvalidInput when it is too large, OverQuota when the tenant has as many as may be or open ones
+        leave no room for it, ResultExpired when the response of this id made room for others.
         """
         chunk = begin_chunk(begun)
         key = self._key(tenant_id, response_id)
@@ -114,8 +115,7 @@ class ResponseStore:
                 found = claim.chunks > 0
                 written = await self._store.release(claim.hold, b"" if found else chunk, None, _NONE)
                 if written is Written.TOO_LARGE:
-                    await self._store.delete(key)
-                    raise _no_room(len(chunk))
+                    raise _full(len(chunk))
                 if not found and written in _STORED:
                     return None
             stored = await self.find(tenant_id, response_id)
@@ -128,13 +128,11 @@ class ResponseStore:
             await self._clock.sleep(_PAUSE_S)
         raise _busy()
 
-    async def end(
-        self, tenant_id: str, response_id: str, begun: BegunResponse, answer: ResponseAnswer
-    ) -> bool:
+    async def end(self, tenant_id: str, response_id: str, answer: ResponseAnswer) -> bool:
         """Store the answer of a response. Return whether this call did: False if it has one, or is gone.
 
-        Raises OverQuota when there is no room for it: the response has no answer then, and a smaller one may
-        be stored.
+        Raises OverQuota when it is too large: the response has no answer then, and a smaller one may be
+        stored.
         """
         key, chunk = self._key(tenant_id, response_id), _encode((answer,))
         until_s = self._clock.monotonic_s() + _PATIENCE_S
@@ -145,10 +143,8 @@ class ResponseStore:
                     await self._store.release(claim.hold, b"", None, _NONE)
                     return False
                 written = await self._store.finish(claim.hold, chunk, None, _NONE)
-                if written is Written.TOO_LARGE:  # what began it is dropped as well
-                    await self._store.delete(key)
-                    await self.begin(tenant_id, response_id, begun)
-                    raise _no_room(len(chunk))
+                if written is Written.TOO_LARGE:
+                    raise _too_large(len(chunk))
                 return written in _STORED
             if not isinstance(claim, Running):
                 return False
@@ -230,10 +226,17 @@ def _stored(chunks: Iterable[bytes]) -> StoredResponse | None:
     return StoredResponse(begun, answer) if begun is not None else None
 
 
-def _no_room(size_bytes: int) -> OverQuota:
+def _too_large(size_bytes: int) -> OverQuota:
     return OverQuota(
-        f"there is no room to store {size_bytes} bytes of this response; delete stored responses, or send a "
-        "smaller one"
+        f"the answer has {size_bytes} bytes, more than a response may store; limit it, or send store: false"
+    )
+
+
+def _full(size_bytes: int) -> OverQuota:
+    return OverQuota(
+        f"there is no room to store {size_bytes} bytes of this response beside the tenant's others that run "
+        "in the background; wait until one ends, cancel or delete one, or send a smaller one",
+        retry_after_s=5.0,
     )
 
 

@@ -143,11 +143,12 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServiceServicer):
         await self._meet(context)
         accepted, count = self.fleet.accept(request.generation.idempotency_key), _count(request.generation)
         ids = [token(accepted.seed, position) for position in range(count)]
-        return pb.CompleteResponse(
-            accepted=accepted,
-            choices=[pb.CompletedChoice(choice=0, ids=ids, text="".join(map(_text, ids)))],
-            finished=_finished(count),
-        )
+        choice = pb.CompletedChoice(choice=0, ids=ids, text="".join(map(_text, ids)))
+        if request.generation.parts:
+            texts = list(map(_text, ids))
+            choice.answer.reasoning, choice.answer.content = texts[0], texts[1]
+            choice.answer.tool_calls.add(id="c0", name="f", arguments="".join((*texts[2:], "end")))
+        return pb.CompleteResponse(accepted=accepted, choices=[choice], finished=_ended(request.generation))
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         raise NotImplementedError
@@ -191,9 +192,11 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServiceServicer):
                 await self._break(fault, position, context)
                 chunk = pb.TokenChunk(offset=position, ids=[token(accepted.seed, position) + shift])
                 chunk.text = _text(chunk.ids[0])
+                if request.generation.parts:
+                    chunk.parts.append(_part(position, chunk.text))
                 await context.write(pb.GenerateResponse(chunk=chunk))
                 await asyncio.sleep(0)
-            await context.write(pb.GenerateResponse(finished=_finished(_count(request.generation))))
+            await context.write(pb.GenerateResponse(finished=_ended(request.generation)))
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -281,9 +284,11 @@ class _ScriptedSession:
                 handles=[stream_id * 16], offsets=[position], counts=[1], ids=[token(accepted.seed, position)]
             )
             frame.texts.append(_text(frame.ids[0]))
+            if generation.parts:
+                frame.parts.add(entry=0, parts=[_part(position, frame.texts[0])])
             self._gateway.unread[stream_id] = position + 1
             await self._send(pb.SessionResponse(tokens=frame))
-        await self._end(stream_id, finished=_finished(_count(generation)))
+        await self._end(stream_id, finished=_ended(generation))
 
     async def _end(self, stream_id: int, **outcome: Any) -> None:
         await self._send(pb.SessionResponse(finished=[pb.SessionFinished(stream_id=stream_id, **outcome)]))
@@ -301,8 +306,21 @@ def _text(token_id: int) -> str:
     return f"{token_id} "
 
 
-def _finished(count: int) -> pb.Finished:
+def _part(position: int, text: str) -> common.OutputPart:
+    """An output in parts: one token of reasoning, one of content, and a call of the others."""
+    if position < 2:
+        return common.OutputPart(content=text) if position else common.OutputPart(reasoning=text)
+    call = common.ToolCallDelta(arguments=text)
+    if position == 2:
+        call.id, call.name = "c0", "f"
+    return common.OutputPart(call=call)
+
+
+def _ended(generation: pb.Generation) -> pb.Finished:
+    count = _count(generation)
     result = pb.ChoiceResult(choice=0, finish_reason=common.FINISH_REASON_LENGTH, output_tokens=count)
+    if generation.parts:
+        result.parts.add(call=common.ToolCallDelta(arguments="end"))
     return pb.Finished(choices=[result], usage=common.Usage(prompt_tokens=1, output_tokens=count))
 
 

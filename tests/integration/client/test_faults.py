@@ -20,6 +20,7 @@ from fairway.client import (
     Finished,
     InvalidRequest,
     KeysUnsupported,
+    Message,
     NoGateway,
     Options,
     OverQuota,
@@ -27,6 +28,8 @@ from fairway.client import (
     RetryPolicy,
     StreamDiverged,
     Tokens,
+    Tool,
+    ToolCall,
     Unavailable,
 )
 from tests.integration.client.scripted import Hang, Other, Refuse, ScriptedGateway, token
@@ -111,6 +114,23 @@ async def test_the_answer_to_an_earlier_request_says_so(gateways: Pair, carrier:
         first, again = await ask(), await ask()
     assert (first.accepted.replayed, again.accepted.replayed) == (False, True)
     assert first.text == again.text
+
+
+@pytest.mark.parametrize("carrier", ["stream", "session"])
+async def test_the_parts_of_a_broken_stream_are_those_of_a_whole_answer(gateways: Pair, carrier: str) -> None:
+    options, chat = Options(max_output_tokens=9, tools=[Tool("f")]), [Message("user", "hi")]
+    async with client(*gateways) as opened, opened.session() as session:
+        whole = await opened.complete("tiny", chat, options, idempotency_key="k")
+        for gateway in gateways:
+            gateway.faults.append(Refuse(grpc.StatusCode.UNAVAILABLE, after_tokens=4))
+        sender = opened if carrier == "stream" else session
+        stream = sender.generate("tiny", chat, options, idempotency_key="k")
+        streamed = await stream.collect()
+    assert stream.attempts == 3
+    assert streamed.choices == whole.choices
+    choice = whole.choices[0]
+    assert choice.calls == (ToolCall("c0", "f", choice.text.split(" ", 2)[2] + "end"),)
+    assert (choice.reasoning, choice.content) == tuple(f"{one} " for one in choice.ids[:2])
 
 
 async def test_without_a_key_what_was_delivered_is_not_asked_for_again(gateways: Pair) -> None:

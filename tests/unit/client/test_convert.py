@@ -46,7 +46,7 @@ EVERY = Options(
 def test_every_option_reaches_the_message_and_zeros_are_set() -> None:
     found = convert.generation("tiny", "hi", EVERY, "key")
     for option in fields(Options):
-        if option.name in ("tools", "tool_choice", "parallel_tool_calls"):  # of a chat: see below
+        if option.name in ("tools", "tool_choice", "parallel_tool_calls", "parts"):  # of a chat: see below
             continue
         holder = found if option.name in found.DESCRIPTOR.fields_by_name else found.sampling
         value, wanted = getattr(holder, option.name), getattr(EVERY, option.name)

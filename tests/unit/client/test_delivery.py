@@ -4,12 +4,26 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fairway.client.convert import answer_of
 from fairway.client.delivery import DeliveryPositions
 from fairway.client.errors import StreamDiverged
-from fairway.client.values import Accepted, TokenLogprobs, Tokens
+from fairway.client.values import (
+    Accepted,
+    CallDelta,
+    ChoiceResult,
+    ContentText,
+    Finished,
+    FinishReason,
+    OutputPart,
+    ReasoningText,
+    StageClock,
+    TokenLogprobs,
+    Tokens,
+    Usage,
+)
 
 IDS = tuple(range(100, 160))
 TEXTS = tuple(f"<{one}>" if one % 3 else "" for one in IDS)  # some tokens' text comes with a later one
@@ -55,6 +69,58 @@ def test_each_token_and_character_comes_once_however_often_it_breaks(
     assert "".join(piece.text for piece in found) == "".join(TEXTS)
     assert tuple(one.token for piece in found for one in piece.logprobs) == tuple(map(str, IDS))
     assert positions.delivered_tokens == positions.max_delivered == len(IDS)
+
+
+# By its meaning: reasoning, content, two calls, the second of them without arguments, and content again.
+WHOLE = (
+    ReasoningText("why"),
+    ContentText("so"),
+    CallDelta(0, "c0", "f", '{"a": 1}'),
+    CallDelta(1, "c1", "g"),
+    ContentText("then"),
+)
+
+
+def in_pieces(points: set[int]) -> list[tuple[OutputPart, ...]]:
+    """The parts of an output in several events, cut anywhere."""
+    found: list[tuple[OutputPart, ...]] = []
+    event: list[OutputPart] = []
+    at = 0
+    for part in WHOLE:
+        text = part.arguments if isinstance(part, CallDelta) else part.text
+        for number in range(max(1, len(text))):
+            if isinstance(part, CallDelta):
+                head = part if not number else CallDelta(part.index)
+                event.append(replace(head, arguments=text[number : number + 1]))
+            else:
+                event.append(replace(part, text=text[number : number + 1]))
+            at += 1
+            if at in points:
+                found.append(tuple(event))
+                event = []
+    return [*found, tuple(event)]
+
+
+CUTS = st.sets(st.integers(1, 18))
+
+
+@given(st.lists(st.tuples(CUTS, st.integers(0, 18)), max_size=5), CUTS)
+@example([({13}, 1)], set())
+def test_parts_come_once_however_they_are_cut(broken: list[tuple[set[int], int]], last: set[int]) -> None:
+    positions = DeliveryPositions()
+    found: list[OutputPart] = []
+    *pieces, rest = in_pieces(last)
+    for attempt in [*(in_pieces(points)[:upto] for points, upto in broken), pieces]:
+        positions.attempt_began()
+        for offset, parts in enumerate(attempt):
+            news = positions.undelivered(Tokens(0, offset, (offset,), "", (), parts))
+            found += news.parts if news is not None else ()
+    result = ChoiceResult(0, FinishReason.STOP, "", 9, rest)
+    end = Finished((result,), Usage(1, 1, 0), StageClock(0, *[0.0] * 8), 0)
+    found += positions.last(end).choices[0].parts
+    assert answer_of(found) == answer_of(WHOLE)
+    assert all(part.name or part.arguments if isinstance(part, CallDelta) else part.text for part in found)
+    assert [part.name for part in found if isinstance(part, CallDelta) and part.name] == ["f", "g"]
 
 
 @given(st.integers(1, len(IDS) - 1), POINTS, POINTS, st.data())

@@ -29,19 +29,22 @@ local function forget_lapsed(bodies, sizes, now)
   end
 end
 
--- Drop the logs of records that no gateway runs, the oldest first, until there is room. Of EXAMINED records in
+-- Drop the logs of records that no gateway runs, the oldest first, until there is room; not of open ones that
+-- were written after kept_us. Of EXAMINED records in
 -- idempotency_rules.py at most: a script blocks its node. Their heads share the tenant's hash tag, so they are on
 -- the node where this script runs.
-local function make_room(prefix, bodies, sizes, wanted, most, now)
+local function make_room(prefix, bodies, sizes, wanted, limits, now)
+  local most, kept_us = limits.tenant_bytes, now - limits.open_us
   if tonumber(redis.call('HGET', sizes, '') or '0') + wanted <= most then return end
-  local running = 0
+  local kept = 0
   for _ = 1, 64 do
-    local found = redis.call('ZRANGE', bodies, running, running + 63)
+    local found = redis.call('ZRANGE', bodies, kept, kept + 63, 'WITHSCORES')
     if #found == 0 then return end
-    for _, digest in ipairs(found) do
-      local head = prefix .. digest
-      if state_of(head, head .. ':log', now) == 'running' then
-        running = running + 1
+    for at = 1, #found, 2 do
+      local digest, head = found[at], prefix .. found[at]
+      local state = state_of(head, head .. ':log', now)
+      if state == 'running' or (state == 'free' and found[at + 1] - limits.body_us > kept_us) then
+        kept = kept + 1
       else
         redis.call('DEL', head .. ':log')
         forget_size(bodies, sizes, digest)
@@ -52,18 +55,22 @@ local function make_room(prefix, bodies, sizes, wanted, most, now)
 end
 
 -- Append a chunk to a log. Returns whether the record still has its log. The log is dropped when there is no
--- room, or when chunks of it lapsed meanwhile: a log with a hole is not replayed.
--- limits: body us, most bytes of a record, most bytes of a tenant, tombstone us
-local function put(prefix, digest, bodies, sizes, chunk, limits, now)
+-- room, or when chunks of it lapsed meanwhile: a log with a hole is not replayed. Where open records are kept,
+-- a chunk without room leaves the log as it is, and one that ends the record has room.
+-- limits: body us, most bytes of a record, most bytes of a tenant, tombstone us, open us
+local function put(prefix, digest, bodies, sizes, chunk, limits, now, ends)
   local head, log = prefix .. digest, prefix .. digest .. ':log'
   if redis.call('HGET', head, 's') == 'x' then return false end
   if #chunk == 0 then return true end
   forget_lapsed(bodies, sizes, now)
-  make_room(prefix, bodies, sizes, #chunk, limits.tenant_bytes, now)
+  make_room(prefix, bodies, sizes, #chunk, limits, now)
   local own = tonumber(redis.call('HGET', sizes, digest) or '0')
   local all = tonumber(redis.call('HGET', sizes, '') or '0')
   local lost = redis.call('LLEN', log) ~= tonumber(redis.call('HGET', head, 'n') or '0')
-  if lost or own + #chunk > limits.record_bytes or all + #chunk > limits.tenant_bytes then
+  local full = own + #chunk > limits.record_bytes
+  if not (ends and limits.open_us > 0) then full = full or all + #chunk > limits.tenant_bytes end
+  if full and not lost and limits.open_us > 0 then return false end
+  if lost or full then
     redis.call('DEL', log)
     forget_size(bodies, sizes, digest)
     redis.call('HSET', head, 's', 'x')

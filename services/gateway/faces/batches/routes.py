@@ -83,7 +83,7 @@ class BatchesFace:
     async def _uploaded(self, exchange: Exchange) -> StoredFile:
         files = self._service.files
         most = files.limits.max_bytes
-        upload = files.upload(exchange.caller.tenant_id)
+        upload = files.upload(exchange.caller.tenant_id, exchange.headers.idempotency_key())
         try:
             expect_body(exchange.scope, most + FORM_BYTES, UPLOAD_TIMEOUT_S)
             form = await read_form(exchange.headers, exchange.receive, upload.write, most)

@@ -196,7 +196,7 @@ class BackgroundResponses:
         tenant_id, generation = principal.tenant_id, generation_of(response_id, begun)
 
         async def keep(response: ModelResponse) -> bool:
-            await self._store.end(tenant_id, response_id, begun, answer_of(response))
+            await self._store.end(tenant_id, response_id, answer_of(response))
             return True
 
         frames = ResponseFrames(
@@ -247,7 +247,7 @@ class BackgroundResponses:
         """End a response with an error. Return whether its end is stored, by this call or another."""
         try:
             failed = failed_response(response_of(begun.response), failure)
-            await self._store.end(tenant_id, response_id, begun, answer_of(failed))
+            await self._store.end(tenant_id, response_id, answer_of(failed))
         except FairwayError:
             return False
         except Exception as error:  # the task may not fail; the next retrieval tries again

@@ -168,7 +168,7 @@ class Retrievals:
             raise InvalidInput("only a response in the background can be cancelled", field="response_id")
         if stored.answer is None:
             cancelled = structs.replace(current(stored), status="cancelled")
-            if await self._store.end(tenant_id, response_id, stored.begun, answer_of(cancelled)):
+            if await self._store.end(tenant_id, response_id, answer_of(cancelled)):
                 self._background.stop(tenant_id, response_id)
             stored = await self._conversations.find(exchange.caller, response_id)
         await exchange.reply.json(200, _encode(current(stored)))

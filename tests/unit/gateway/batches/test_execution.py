@@ -17,7 +17,7 @@ from services.core.generation import Principal
 from services.core.records import KeyRole, Meta, Tenant
 from services.gateway.batches.execution import BatchExecution, BatchPorts, BatchTimes
 from services.gateway.batches.output_lines import LineAnswer
-from services.gateway.batches.records import BatchRecord, BatchStatus, batch_key, owner_key
+from services.gateway.batches.records import BatchRecord, BatchStatus, StoredFile, batch_key, owner_key
 from services.gateway.batches.store import BatchStore, OwnedBatch, OwnershipLost
 from services.ports.store import Committed, Condition, ConditionFailed, Operation
 from tests.support.memory_batches import BatchStack, batch_stack
@@ -299,6 +299,34 @@ async def test_a_key_that_is_deleted_ends_the_batch() -> None:
     assert [problem.code for problem in ended.problems] == ["invalid_api_key"]
     assert [line["error"]["code"] for line in failed] == ["invalid_api_key"] * 6
     assert not rig.calls.runs
+
+
+class Noting(BatchStore):
+    """Keeps what owners wrote."""
+
+    def __init__(self, stack: BatchStack) -> None:
+        super().__init__(stack.etcd, stack.batches._clock)
+        self.written: list[BatchRecord] = []
+
+    async def advance(
+        self, held: OwnedBatch, record: BatchRecord, files: Sequence[StoredFile] = ()
+    ) -> OwnedBatch:
+        self.written.append(record)
+        return await super().advance(held, record, files)
+
+
+async def test_no_owner_can_die_between_the_last_results_and_the_end() -> None:
+    rig = await rig_of(lines_of([{} for _ in range(6)]), Noting)
+
+    def gone(_: Principal) -> Tenant:
+        raise errors.Unauthenticated("the API key is not valid any more")
+
+    rig.ports = replace(rig.ports, tenant_of=gone, part_bytes=200)
+    await rig.run()
+    assert isinstance(rig.ports.store, Noting)
+    states = [(record.next_line == 6, record.status.is_over) for record in rig.ports.store.written]
+    assert len(states) > 2
+    assert [done for done, _ in states] == [over for _, over in states]
 
 
 async def test_lines_at_once_are_bounded() -> None:

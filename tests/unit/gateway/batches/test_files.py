@@ -24,7 +24,7 @@ from services.core.errors import (
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.batches.files import FileLimits, shown_name
-from services.gateway.batches.records import BATCH_ID, BATCHES, FILES, StoredFile
+from services.gateway.batches.records import BATCH_ID, BATCHES, FILES, BatchStatus, StoredFile
 from services.ports.store import Committed, Condition, ConditionFailed, Operation
 from tests.support.clocks import QuickClock
 from tests.support.memory_batches import BatchStack, running_stack
@@ -54,7 +54,7 @@ async def stack(clock: QuickClock) -> AsyncIterator[BatchStack]:
 
 
 async def stored(stack: BatchStack, data: bytes, tenant: str = "acme", **more: Any) -> StoredFile:
-    upload = stack.files.upload(tenant)
+    upload = stack.files.upload(tenant, more.get("key", ""))
     try:
         await upload.write(data)
         file = await stack.files.add(upload, more.get("name", "in.jsonl"))
@@ -188,6 +188,60 @@ async def test_a_deleted_file_is_gone_with_its_bytes_but_not_while_a_batch_reads
         await stack.files.file("acme", file.file_id)
 
 
+async def test_an_upload_under_a_key_is_one_file(stack: BatchStack, clock: QuickClock) -> None:
+    first = await stored(stack, b"x" * 250, key="k")
+    at_once = stack.files.upload("acme", "lag")
+    lagging = await stored(stack, b"y" * 250, key="lag")
+    await at_once.write(b"y" * 250)  # it began before the other was observed
+    assert await stack.files.add(at_once, "in.jsonl") == lagging
+    await at_once.close()
+    await stored(stack, b"x" * 5000)
+    await stored(stack, b"x")
+    clock.now_s += 1.0
+    assert await stored(stack, b"x" * 250, key="k") == first, "at the bounds of its tenant, too"
+    for changed in ({"data": b"x" * 251}, {"data": b"z" * 250}, {"data": b"x" * 250, "name": "other"}):
+        with pytest.raises(IdempotencyConflict):
+            await stored(stack, key="k", **changed)
+    with pytest.raises(InvalidInput, match="5000 bytes"):
+        await stored(stack, b"x" * 5001, key="k")
+    assert len(stack.files.files("acme")) == 4
+    assert await blobs(stack) == 3 + 3 + 50 + 1
+    assert await content(stack, first) == b"x" * 250
+    assert (await stored(stack, b"x" * 250, tenant="other", key="k")).file_id != first.file_id
+
+
+@pytest.mark.parametrize("how", ["expired", "deleted"])
+async def test_a_key_whose_file_is_gone_has_the_next_one(
+    stack: BatchStack, clock: QuickClock, how: str
+) -> None:
+    file = await stored(stack, b"old", key="k")
+    repeat = stack.files.upload("acme", "k")
+    if how == "expired":
+        clock.now_s += 1000.0
+    else:
+        await stack.files.delete("acme", file.file_id)
+        await stack.seen()
+    await repeat.write(b"old")
+    with pytest.raises(Conflict, match="send it again"):
+        await stack.files.add(repeat, "in.jsonl")
+    await repeat.close()
+    again = await stored(stack, b"new", key="k")
+    assert await content(stack, await stack.files.file("acme", file.file_id)) == b"new"
+    assert again.create_unix_s == clock.now_s
+
+
+async def test_an_upload_whose_answer_was_lost_is_repeated(clock: QuickClock) -> None:
+    store = LosesAnswers(MemoryStore(clock))
+    async with running_stack(clock, limits=LIMITS, etcd=store) as stack:
+        store.losing = FILES
+        with pytest.raises(StoreUnavailable):
+            await stored(stack, b"x" * 250, key="k")
+        await stack.seen()
+        (file,) = stack.files.files("acme")
+        assert await stored(stack, b"x" * 250, key="k") == file
+        assert await blobs(stack) == 3
+
+
 async def test_the_sweep_deletes_what_is_over_and_what_nothing_names(clock: QuickClock) -> None:
     async with running_stack(clock, limits=replace(LIMITS, retention_s=100_000.0)) as stack:
         old = await stored(stack, b"old")
@@ -227,6 +281,44 @@ async def test_unfinished_batches_are_bounded(stack: BatchStack) -> None:
         await stack.seen()
     with pytest.raises(OverQuota):
         await stack.service.create(CALLER, file.file_id, "/v1/embeddings", "24h", {})
+
+
+async def test_a_new_batch_evicts_the_one_that_ended_first_and_none_that_runs(
+    stack: BatchStack, clock: QuickClock
+) -> None:
+    file = await stored(stack, b"x")
+
+    async def create(principal: Principal = CALLER, file_id: str = file.file_id) -> str:
+        clock.now_s += 1.0
+        made = await stack.service.create(principal, file_id, "/v1/embeddings", "24h", {})
+        await stack.seen()
+        return made.batch_id
+
+    async def end(batch_id: str) -> None:
+        clock.now_s += 1.0
+        held = await stack.store.claim("acme", batch_id, "g", await stack.etcd.grant_lease(60))
+        assert held is not None
+        over = replace(held.record, status=BatchStatus.CANCELLED, end_unix_s=clock.now_s)
+        await stack.store.advance(held, over)
+        await stack.seen()
+
+    theirs = await stored(stack, b"x", tenant="other")
+    other = await create(replace(CALLER, tenant_id="other"), theirs.file_id)
+    runs, *rest = [await create() for _ in range(3)]
+    for batch_id in reversed(rest):
+        await end(batch_id)
+    rest += [await create(), await create()]
+    for batch_id in rest[2:]:
+        await end(batch_id)
+    newest = await create()
+    assert [batch.batch_id for batch in stack.service.batches("acme")] == [
+        newest,
+        rest[3],
+        rest[2],
+        rest[0],
+        runs,
+    ]
+    assert [batch.batch_id for batch in stack.service.batches("other")] == [other]
 
 
 async def test_a_tenant_without_room_for_results_creates_no_batch(stack: BatchStack) -> None:

@@ -55,6 +55,14 @@ def test_lines_do_not_depend_on_the_pieces(parts: list[bytes], cuts: list[int], 
         ]
 
 
+def test_a_byte_order_mark_is_left_out_at_the_start_alone() -> None:
+    bom = b"\xef\xbb\xbf"
+    found = split(bom + b"{}\r\n" + bom + b"{}\r\n", [1, 4])
+    assert [(line.data, line.end) for line in found] == [(b"{}", 7), (bom + b"{}", 14)]
+    assert split(bom, []) == []
+    assert split(bom + b"{}", [], offset=7) == [InputLine(1, 12, bom + b"{}")]
+
+
 @pytest.mark.parametrize("size", [9, 10, 11])
 def test_a_line_has_a_bound(size: int) -> None:
     data = b"x\n" + b"a" * (size - 1) + b"\n"

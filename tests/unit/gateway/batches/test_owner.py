@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,17 +13,18 @@ from typing import Any
 import pytest
 
 from services.adapters.memory.store import MemoryStore
-from services.core.errors import StoreUnavailable
+from services.core.errors import NoWorkerAvailable, StoreUnavailable
 from services.core.generation import Principal
-from services.core.records import KeyRole, Meta, Tenant
+from services.core.records import KeyRole, Meta, Tenant, dump
 from services.gateway.batches.execution import BatchPorts, BatchTimes
 from services.gateway.batches.output_lines import LineAnswer
 from services.gateway.batches.owner import BatchOwner, OwnerLimits
-from services.gateway.batches.records import BATCH_OWNERS, BatchRecord, BatchStatus
-from services.ports.store import Committed, Condition, ConditionFailed, Delete, Entry, Operation
+from services.gateway.batches.records import BATCH_OWNERS, BatchRecord, BatchStatus, batch_key
+from services.ports.store import Committed, Condition, ConditionFailed, Delete, Entry, Operation, Put
 from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.supervisor import Supervisor
 from tests.support.memory_batches import BatchStack, running_stack
+from tests.support.memory_blobs import MemoryBlobs
 from tests.support.waiting import until
 from tests.unit.gateway.batches.test_execution import URL, FastClock, OnceCalls, lines_of
 
@@ -30,9 +32,11 @@ LIMITS = OwnerLimits(max_batches=1, max_lines=8, busy_lines=1)
 
 
 class TenantCalls(OnceCalls):
-    """Lines of any tenant, which take a moment."""
+    """Lines of any tenant, which take a moment. Those of the model ``away`` find no worker."""
 
     async def run(self, principal: Principal, endpoint: str, body: bytes, key: str) -> LineAnswer:
+        if self.unavailable in json.loads(body):
+            raise NoWorkerAvailable("no worker", retry_after_s=0.1)
         self.active += 1
         self.most = max(self.most, self.active)
         try:
@@ -43,9 +47,11 @@ class TenantCalls(OnceCalls):
         return LineAnswer(200, body, "req_1")
 
 
-async def created(stack: BatchStack, tenant: str, lines: int) -> BatchRecord:
+async def created(
+    stack: BatchStack, tenant: str, lines: int, body: dict[str, Any] | None = None
+) -> BatchRecord:
     upload = stack.files.upload(tenant)
-    await upload.write(lines_of([{} for _ in range(lines)]))
+    await upload.write(lines_of([body or {} for _ in range(lines)]))
     file = await stack.files.add(upload, "in.jsonl")
     await upload.close()
     return await stack.service.create(Principal("k", KeyRole.TENANT, tenant), file.file_id, URL, "24h", {})
@@ -53,7 +59,12 @@ async def created(stack: BatchStack, tenant: str, lines: int) -> BatchRecord:
 
 @asynccontextmanager
 async def owning(
-    stack: BatchStack, clock: FastClock, calls: TenantCalls, limits: OwnerLimits = LIMITS, **more: Any
+    stack: BatchStack,
+    clock: FastClock,
+    calls: TenantCalls,
+    limits: OwnerLimits = LIMITS,
+    name: str = "g",
+    **more: Any,
 ) -> AsyncIterator[BatchOwner]:
     supervisor = Supervisor(clock)
     ports = BatchPorts(
@@ -76,10 +87,9 @@ async def owning(
         stack.owners,
         lease,
         supervisor,
-        gateway_id="g",
+        gateway_id=name,
         limits=limits,
-        gateways=lambda: 1,
-        **more,
+        **{"gateways": lambda: 1} | more,
     )
     supervisor.spawn("batches", owner.run())
     try:
@@ -147,6 +157,80 @@ async def test_a_gateway_that_closes_leaves_its_batch_to_the_next_at_once() -> N
         assert not (await status(stack, batch)).is_over
         async with owning(stack, clock, calls):
             await ended(stack, batch)
+
+
+AWAY = {"away": 1}
+
+
+@pytest.mark.parametrize("places", [1, 2])
+async def test_a_batch_without_progress_holds_up_no_other_of_its_tenant(places: int) -> None:
+    clock, calls = FastClock(), TenantCalls()
+    async with running_stack(clock) as stack:
+        stalled, runs = await created(stack, "a", 5, AWAY), await created(stack, "a", 5)
+        async with owning(stack, clock, calls, replace(LIMITS, max_batches=places)):
+            await ended(stack, runs)
+            assert not (await status(stack, stalled)).is_over
+            calls.unavailable = "none"
+            await ended(stack, stalled)
+    assert calls.runs["a"] == 10
+
+
+async def test_stalled_batches_leave_their_places_to_other_tenants_and_to_each_other() -> None:
+    clock, calls = FastClock(), TenantCalls()
+    async with running_stack(clock) as stack:
+        stalled = [await created(stack, "a", 5, AWAY) for _ in range(2)]
+        runs = await created(stack, "a", 5)
+        async with owning(stack, clock, calls) as owner:  # one place
+            await ended(stack, runs)
+            long = await created(stack, "b", 1000)
+            async with asyncio.timeout(20):
+                while (await stack.store.batch("b", long.batch_id)).record.completed < 1000:
+                    assert owner.running <= 1
+                    await asyncio.sleep(0.01)
+            assert not any([(await status(stack, batch)).is_over for batch in stalled])
+
+
+async def test_a_stalled_batch_goes_on_in_its_place_and_the_newer_one_yields() -> None:
+    """On two gateways with one place each."""
+    clock, calls = FastClock(), TenantCalls()
+    etcd = MemoryStore(clock)
+    two: dict[str, Any] = {"gateways": lambda: 2}
+    shared: dict[str, Any] = {"etcd": etcd, "blobs": MemoryBlobs(unix_s=clock.unix_s)}
+    async with running_stack(clock, **shared) as stack, running_stack(clock, **shared) as other:
+        stalled = await created(stack, "a", 100, AWAY)
+        async with owning(stack, clock, calls, name="g1", **two) as first:
+            await until(lambda: first.running == 1)
+            long = await created(stack, "a", 1000)
+            async with owning(other, clock, calls, name="g2", **two) as second:
+                await until(lambda: calls.runs["a"] > 5)
+                assert (first.running, second.running) == (1, 1)
+                calls.unavailable = "none"
+                await until(lambda: second.running == 0)
+                await ended(stack, stalled)
+                assert not (await status(stack, long)).is_over
+                await ended(stack, long)
+    assert calls.most <= 2 * LIMITS.max_lines
+
+
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("how", ["cancelled", "expired"])
+async def test_a_batch_that_waits_for_its_turn_ends_without_one(places: int, how: str) -> None:
+    clock, calls = FastClock(), TenantCalls()
+    async with running_stack(clock) as stack:
+        long = await created(stack, "a", 2000)
+        async with owning(stack, clock, calls, replace(LIMITS, max_batches=places)):
+            await until(lambda: calls.runs["a"] > 5)
+            waits = await created(stack, "a", 5)
+            if how == "cancelled":
+                await stack.service.cancel(Principal("k", KeyRole.TENANT, "a"), waits.batch_id)
+            else:
+                short = replace(waits, expire_unix_s=clock.unix_s() + 5.0)
+                await stack.etcd.commit([Put(batch_key("a", waits.batch_id), dump(short))])
+            await ended(stack, waits)
+            assert await status(stack, waits) == how
+            assert not (await status(stack, long)).is_over
+            await ended(stack, long)
+    assert calls.runs["a"] == 2000
 
 
 class LosingOwners:

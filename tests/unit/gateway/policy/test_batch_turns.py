@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from services.core import errors
@@ -9,22 +11,25 @@ from services.core.records import Meta, Tenant
 from services.gateway.policy.batch_turns import (
     MAX_CRASHES,
     MAX_WAIT_S,
+    STALL_S,
     TURN_S,
     BatchPace,
-    WaitingBatch,
+    BatchProgress,
+    UnfinishedBatch,
+    beside_older,
     is_temporary,
     next_batches,
-    yields_turn,
+    yielding_turn,
 )
 
 FREE = Tenant(Meta("acme"))
 
 
-def waiting(*names: str) -> list[WaitingBatch]:
-    return [WaitingBatch(name[0], name, float(position)) for position, name in enumerate(names)]
+def waiting(*names: str) -> list[UnfinishedBatch]:
+    return [UnfinishedBatch(name[0], name, float(position)) for position, name in enumerate(names)]
 
 
-def names(found: tuple[WaitingBatch, ...]) -> list[str]:
+def names(found: tuple[UnfinishedBatch, ...]) -> list[str]:
     return [batch.batch_id for batch in found]
 
 
@@ -45,12 +50,56 @@ def test_nothing_is_claimed_without_room() -> None:
     assert next_batches(waiting("a1"), {}, {}, 0) == ()
 
 
+def test_a_batch_that_left_stalled_comes_after_the_others_of_its_tenant_alone() -> None:
+    left = {("a", "a1"): 10.0, ("a", "a2"): 5.0}
+    assert names(next_batches(waiting("a1", "a2", "b1", "a3"), {}, {}, 10, left)) == ["b1", "a3"]
+    assert names(next_batches(waiting("a1", "a2"), {}, {}, 10, left)) == ["a2"]
+
+
+def test_a_batch_that_ends_waits_for_no_turn() -> None:
+    ends = UnfinishedBatch("a", "a2", 9.0, ends=True)
+    assert names(next_batches([*waiting("a1", "b1"), ends], {"a": 1}, {}, 10)) == ["a2", "b1"]
+    assert names(next_batches([*waiting("b1"), ends], {}, {}, 1)) == ["a2"]
+
+
+def test_of_two_that_run_the_newer_one_yields() -> None:
+    assert beside_older(waiting("a1", "b1", "a2", "a3")) == {"a2", "a3"}
+    assert beside_older(waiting("a1", "b1")) == frozenset()
+
+
+def test_a_batch_is_stalled_by_refusals_without_a_result() -> None:
+    progress = BatchProgress()
+    assert not progress.is_stalled(1e9), "a long answer is no stall"
+    for now_s in (10.0, 40.0, 70.0):
+        progress.refused(now_s)
+    assert [progress.is_stalled(now_s) for now_s in (10.0 + STALL_S - 1, 10.0 + STALL_S)] == [False, True]
+    progress.result()
+    assert not progress.is_stalled(1e9)
+    assert STALL_S >= TURN_S
+
+
+@dataclass
+class OneTurn:
+    began_s: float
+    stalled: bool = False
+
+
 @pytest.mark.parametrize(
     ("age_s", "tenants", "free", "ends"),
     [(TURN_S, 1, 0, True), (TURN_S - 1, 1, 0, False), (TURN_S, 0, 0, False), (TURN_S, 2, 2, False)],
 )
 def test_a_turn_ends_for_a_tenant_without_a_place(age_s: float, tenants: int, free: int, ends: bool) -> None:
-    assert yields_turn(100.0, 100.0 + age_s, tenants, free) is ends
+    turn = OneTurn(100.0)
+    assert yielding_turn([turn], 100.0 + age_s, tenants, free) is (turn if ends else None)
+
+
+def test_a_stalled_turn_ends_first_and_then_the_longest() -> None:
+    turns = [OneTurn(2.0), OneTurn(1.0), OneTurn(4.0, stalled=True), OneTurn(3.0, stalled=True)]
+    ended = []
+    while (turn := yielding_turn(turns, 100.0, 1, 0)) is not None:
+        turns.remove(turn)
+        ended.append(turn.began_s)
+    assert ended == [3.0, 4.0, 1.0, 2.0]
 
 
 def test_two_tenants_alternate_on_one_place() -> None:
