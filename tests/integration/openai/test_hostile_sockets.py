@@ -244,7 +244,7 @@ async def test_a_close_behind_a_cancel_leaves_the_request_withdrawn() -> None:
     async def put(message: bytes) -> None:
         pass
 
-    exchange = SocketExchange("a", b"{}", put, over=lambda: None, cut=lambda: None)
+    exchange = SocketExchange("a", b"{}", put, over=lambda: None, cut=lambda: None, accepted=lambda: 0)
     exchange.leave(withdraw=True)
     exchange.leave(withdraw=False)
     withdrawn = []

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from services.core.errors import FailedPrecondition
 from services.gateway.faces.openai.exchange import Receive, Scope, Send
 from services.gateway.faces.sockets.protocol import PING_S, SliceTurns, SocketProtocol
-from services.runtime.connections import ConnectionTable, source_of
+from services.runtime.connections import ConnectionTable, accepted_bytes, source_of
 
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_BODY_BYTES: Final = 8 * 1024**2
@@ -113,6 +113,7 @@ class _Protocol(HttpToolsProtocol):
         self.scope["extensions"] = {
             "fairway.connection": {
                 "cut": self.transport.abort,
+                "accepted": partial(accepted_bytes, self.transport),
                 "authenticated": self._authenticated,
                 "expect": self._expect,
             }
@@ -210,8 +211,17 @@ class _Protocol(HttpToolsProtocol):
         elif self._serving:
             return
         else:
-            limit_s = self.keep_alive_s
+            self._timer = self.loop.call_later(self.keep_alive_s, self._on_idle, None)
+            return
         self._timer = self.loop.call_later(limit_s, self.transport.abort)
+
+    def _on_idle(self, before: int | None) -> None:
+        """Cut the connection unless the client still takes its last answer."""
+        accepted = accepted_bytes(self.transport)
+        if self.transport.get_write_buffer_size() and accepted != before:
+            self._timer = self.loop.call_later(self.keep_alive_s, self._on_idle, accepted)
+        else:
+            self.transport.abort()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
