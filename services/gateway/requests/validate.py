@@ -200,6 +200,7 @@ class Validator:
             priority=checked.priority,
             session_key=session_key_of(principal, generation),
             step=route.step,
+            continues_prompt=generation.WhichOneof("input") != "chat",  # a message has a text of its own
         )
 
     def check_count(
