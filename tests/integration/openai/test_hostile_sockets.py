@@ -175,7 +175,7 @@ async def test_a_handshake_behind_a_running_answer_is_refused(face: Face) -> Non
 
 
 async def test_frames_before_the_answer_to_a_handshake_end_the_connection(face: Face) -> None:
-    face.server._paced._begun = server.BEGUN_PER_TURN  # so that no request starts
+    face.server._paced.turns._begun = server.BEGUN_PER_TURN  # so that no request starts
     reader, writer = await face.connect()
     writer.write(handshake())
     await asyncio.sleep(0.1)

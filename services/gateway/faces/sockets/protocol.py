@@ -8,7 +8,7 @@ closes a slow client whose answer to a ping is late, and waits without limit for
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 
 from uvicorn.protocols.utils import ClientDisconnected
@@ -17,7 +17,7 @@ from websockets.frames import Frame
 from websockets.http11 import Request
 
 from services.core.errors import FairwayError
-from services.gateway.policy.text_turns import TenantRoundRobin
+from services.gateway.faces.transport.loop_turns import LoopTurns
 from services.runtime.connections import ConnectionTable, accepted_bytes, source_of
 
 PING_S: Final = 20.0  # between pings, and until a connection without an answer or other bytes is closed
@@ -28,12 +28,10 @@ _QUIET_S: Final = 0.5  # after the last bytes of a client that failed
 MAX_FRAMES: Final = 1024
 # Bytes that are parsed in one iteration of the event loop: at most some 1,400 frames.
 _SLICE_BYTES: Final = 8 * 1024
-SLICES_PER_TURN: Final = 4
+SLICES_PER_TURN: Final = 4  # of all sockets. One has at most one that waits
 _TOO_MUCH: Final = 1008
 _TRY_AGAIN: Final = 1013
 _BAD_REQUEST: Final = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-# Returns once a request of this source may start.
-Turn = Callable[[object], Awaitable[None]]
 
 
 class SocketConnection(Protocol):
@@ -68,38 +66,15 @@ class SocketConnection(Protocol):
 EXTENSION: Final = "fairway.socket"
 
 
-class SliceTurns:
-    """Parses slices of all sockets: a few in an iteration of the event loop, a source after the other.
-
-    A socket has at most one waiting slice, so the number of connections bounds them.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: TenantRoundRobin[Callable[[], None]] = TenantRoundRobin()  # by source
-
-    def add(self, source: str, feed: Callable[[], None]) -> None:
-        """Call ``feed`` in a turn of the source."""
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._run)
-        self._waiting.add(source, feed)
-
-    def _run(self) -> None:
-        for _ in range(min(SLICES_PER_TURN, len(self._waiting))):
-            if (feed := self._waiting.take(())) is not None:
-                feed()
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._run)
-
-
 class SocketProtocol(WebSocketsSansIOProtocol):
     """Offers ``SocketConnection``. Reads as much as the application takes, and at most a slice at a time."""
 
     def __init__(
-        self, table: ConnectionTable, turn: Turn, slices: SliceTurns, *, draining: bool, **kwargs: Any
+        self, table: ConnectionTable, starts: LoopTurns, slices: LoopTurns, *, draining: bool, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         self._table = table
-        self._turn = turn
+        self._starts = starts
         self._slices = slices
         self._hold: Callable[[int], None] = lambda _size: None
         self._message_bytes = 0  # of the message that is being received or handled
@@ -136,7 +111,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self._on_drain = act
 
     async def turn(self) -> None:
-        await self._turn(self.client)
+        await self._starts.turn(source_of(self.client))
 
     def accepted_bytes(self) -> int:
         return accepted_bytes(self.transport)
