@@ -54,7 +54,9 @@ class BufferedStream:
                         yield event
                         request.credit(event.choice, len(event.ids))
                         if len(event.logprobs) > FEW_LOGPROBS:  # writing these took time
-                            await asyncio.sleep(0)
+                            self._waiter = loop.create_future()
+                            loop.call_soon(self._wake)
+                            await self._waiter
                     else:
                         yield event
                         if isinstance(event, Finished):

@@ -26,10 +26,10 @@ class WriteLimit:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        return await self._limit.__aexit__(kind, error, trace)
+        await self._limit.__aexit__(kind, error, trace)
 
     def _wait(self, accepted: int | None) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._check, accepted)

@@ -240,6 +240,12 @@ def test_bytes_are_never_held_for_long(ids: list[int]) -> None:
 # --- output behind a prompt ------------------------------------------------------------------------
 
 
+def id_of(tokenizer: Tokenizer, text: str) -> int:
+    found = tokenizer.token_to_id(text)
+    assert found is not None
+    return found
+
+
 def behind(vocabulary: Vocabulary, prompt: list[int], output: list[int]) -> str:
     """Return the text of a prompt and that of an output that goes on from it."""
     before = vocabulary.open()
@@ -258,7 +264,7 @@ def test_prompt_and_output_are_one_text_of_byte_fallback(prompt: str, output: st
 @lax
 @given(ids=st.lists(st.integers(1, 15), max_size=50), cut=st.integers(0, 50))
 def test_prompt_and_output_are_one_text_of_metaspace(ids: list[int], cut: int) -> None:
-    special = METASPACE.token_to_id("</s>")
+    special = id_of(METASPACE, "</s>")
     vocabulary = WindowedVocabulary(METASPACE, byte_fallback=False)
     assert behind(vocabulary, ids[:cut], ids[cut:]) == METASPACE.decode(ids)
     assert behind(vocabulary, [*ids[:cut], special], ids[cut:]) == METASPACE.decode(ids)
@@ -272,7 +278,7 @@ def test_prompt_and_output_are_one_text_of_bytes(byte_level: Tokenizer, ids: lis
 
 
 def test_an_output_keeps_the_blank_that_parts_it_from_its_prompt() -> None:
-    prompt, output = [LLAMA.token_to_id("▁ab")], [LLAMA.token_to_id("▁th"), LLAMA.token_to_id("a")]
+    prompt, output = [id_of(LLAMA, "▁ab")], [id_of(LLAMA, "▁th"), id_of(LLAMA, "a")]
     vocabulary = WindowedVocabulary(LLAMA, byte_fallback=True)
     assert stream(vocabulary.open(prompt), output) == " tha"
     assert stream(vocabulary.open(), output) == "tha", "a text of its own begins without it"

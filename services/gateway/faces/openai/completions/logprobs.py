@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct, structs
@@ -80,7 +80,13 @@ def encoded(slices: Iterable[list[Item]]) -> Steps[list[Item]]:
     for part in slices:
         pieces.append(_encode(part)[1:-1])
         yield
-    return cast(Any, Raw(b"[" + b",".join(pieces) + b"]"))
+    whole: list[Item] = _joined(pieces)
+    return whole
+
+
+def _joined(pieces: Iterable[bytes]) -> Any:
+    """Return the JSON of a list in place of the list."""
+    return Raw(b"[" + b",".join(pieces) + b"]")
 
 
 def sliced_completion_logprobs(
@@ -96,7 +102,7 @@ def sliced_completion_logprobs(
             column.append(_encode(values)[1:-1])
         offset_chars += sum(len(entry.text) for entry in entries[part])
         yield
-    return CompletionLogprobs(*(cast(Any, Raw(b"[" + b",".join(column) + b"]")) for column in columns))
+    return CompletionLogprobs(*map(_joined, columns))
 
 
 def completion_logprobs(
