@@ -148,6 +148,7 @@ class GenerationSpec:
     step: str = ""  # of the rollout that drew its version; empty: no draw
     form: OutputForm | None = None  # by which the gateway splits its outputs; None: it does not
     constrained_form: OutputForm | None = None  # of calls in outputs that are not split
+    continues_prompt: bool = False  # the text of its outputs goes on from the prompt's
 
     @property
     def scored_tokens(self) -> int:

@@ -17,6 +17,8 @@ from typing import Final
 from services.core.shares import share_of
 
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
+_BYTES_ACKED: Final = struct.Struct("=Q")  # of linux/tcp.h, struct tcp_info
+_BYTES_ACKED_AT: Final = 120
 _SITE_BITS: Final = 64  # the address bits that one IPv6 site controls itself
 
 Transport = asyncio.WriteTransport
@@ -42,6 +44,18 @@ def reset(transport: Transport) -> None:
     if peer is not None:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     transport.abort()
+
+
+def accepted_bytes(transport: Transport) -> int:
+    """Return how many of the bytes of a TCP connection its peer has acknowledged so far.
+
+    Elsewhere than on Linux it is the negative count of bytes that wait in this process.
+    """
+    if not hasattr(socket, "TCP_INFO"):
+        return -transport.get_write_buffer_size()
+    size = _BYTES_ACKED.size + _BYTES_ACKED_AT
+    state = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+    return int(_BYTES_ACKED.unpack_from(state, _BYTES_ACKED_AT)[0])
 
 
 @dataclass(slots=True)

@@ -22,6 +22,13 @@ def _in_list(mark: str) -> CallForm:
     return CallForm(mark.strip(), f'{mark}[{{"name": "', '", "arguments": ', "}", ', {"name": "', "]", 9)
 
 
+def _deepseek(kind: str, middle: str, end: str, between: str) -> CallForm:
+    """Return a form of DeepSeek: each call between tokens, and all of them between two more."""
+    call, mark = f"<｜tool▁call▁begin｜>{kind}", "<｜tool▁calls▁begin｜>"
+    close = f"{end}<｜tool▁call▁end｜>"
+    return CallForm(mark, mark + call, middle, close, between + call, "<｜tool▁calls▁end｜>")
+
+
 # What a deployment may name: of the calls.
 CALL_FORMS: Final[Mapping[str, CallForm]] = {
     "hermes": in_json("<tool_call>", "</tool_call>"),
@@ -29,6 +36,8 @@ CALL_FORMS: Final[Mapping[str, CallForm]] = {
     "mistral": _in_list("[TOOL_CALLS]"),
     "mistral-blank": _in_list("[TOOL_CALLS] "),
     "mistral-args": CallForm("[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]", "", "[TOOL_CALLS]", id_chars=9),
+    "deepseek-v3": _deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```", "\n"),
+    "deepseek-v31": _deepseek("", "<｜tool▁sep｜>", "", ""),
 }
 # Of the reasoning.
 REASONING_FORMS: Final[Mapping[str, ReasoningForm]] = {"think": _THINK, "think-brackets": _BRACKET_THINK}

@@ -75,6 +75,8 @@ def _calls_in(template: str) -> CallForm | None:
         if "[ARGS]" in template:
             return CALL_FORMS["mistral-args"]
         return CALL_FORMS["mistral-blank" if "[TOOL_CALLS] [" in template else "mistral"]
+    if "<｜tool▁calls▁begin｜>" in template:
+        return CALL_FORMS["deepseek-v3" if "```json" in template else "deepseek-v31"]
     if "<tool_call>" in template and "<function=" not in template:
         return CALL_FORMS["hermes"]
     if "<|start_header_id|>" in template and '"parameters": ' in template:

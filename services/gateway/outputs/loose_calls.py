@@ -26,7 +26,7 @@ def loose_calls(text: str, form: CallForm, names: Collection[str] = ()) -> list[
         if form.middle.startswith('"'):
             found = [_call(call.name, call.arguments or call.parameters) for call in _values(text, form)]
         else:
-            found = [_named(part, form) for part in text.split(form.mark)[1:]]
+            found = _named_calls(text, form)
     except (ValueError, RecursionError):
         return []
     return found if not names or all(name in names for name, _ in found) else []
@@ -52,10 +52,19 @@ def _values(text: str, form: CallForm) -> list[_Call]:
         found += value if isinstance(value, list) else [value]
 
 
+def _named_calls(text: str, form: CallForm) -> list[tuple[str, str]]:
+    """Return the calls of a form whose names stand before the JSON. Raises ValueError for another text."""
+    opening = form.again.strip()
+    before, *calls = text.strip().removesuffix(form.last).split(opening)
+    if before.strip() != form.begin.removesuffix(opening).strip():
+        raise ValueError("something stands before the first call")
+    return [_named(call, form) for call in calls]
+
+
 def _named(text: str, form: CallForm) -> tuple[str, str]:
-    """Return the call of a form whose name stands before the JSON."""
     end = text.find("{")
-    return _call(text[:end].removesuffix(form.middle).strip(), text[end:].strip().encode())
+    name = text[:end].strip().removesuffix(form.middle.strip()).strip()
+    return _call(name, text[end:].strip().removesuffix(form.close.strip()).strip().encode())
 
 
 def _call(name: str, arguments: msgspec.Raw | bytes) -> tuple[str, str]:

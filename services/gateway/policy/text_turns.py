@@ -26,6 +26,9 @@ class TenantRoundRobin(Generic[Item]):
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
     def add(self, tenant: str, item: Item) -> None:
         self._waiting.setdefault(tenant, OrderedDict())[item] = None
 

@@ -39,6 +39,7 @@ from services.gateway.requests.attempts import (
     ran_on,
     refusal_of,
 )
+from services.gateway.requests.shared_scores import SharedScores
 from services.gateway.requests.stage_timer import Stage, StageTimer
 from services.gateway.requests.terms import Admitted
 from services.ports.worker import RunningSequence
@@ -61,8 +62,12 @@ class ChoiceRun:
         choice: int,
         sink: RequestSink,
         timer: StageTimer,
+        scores: SharedScores,
     ) -> None:
-        """The sequence continues what an earlier run produced; its sink receives only the later output."""
+        """The sequence continues what an earlier run produced; its sink receives only the later output.
+
+        ``scores``: those of the prompt, which the request's choices share. Choice 0 is made first.
+        """
         produced = request.produced(choice)
         self.spec = request.spec
         self.choice = choice
@@ -78,6 +83,8 @@ class ChoiceRun:
         self._granted = bool(produced.ids)  # whether it ever had a placement
         # The stream begins with the prompt where its log-probabilities are requested.
         self._scored = min(len(produced.ids), self.spec.scored_tokens)
+        self._scores = scores
+        self._follows = choice > 0 and scores.follow(self._scored, self._take_scores)
         self._produced = list(produced.ids[self._scored :])
         self._chars = produced.chars
         self._running: RunningSequence | None = None
@@ -109,6 +116,11 @@ class ChoiceRun:
 
     async def run(self) -> ChoiceResult:
         """Return once the choice ended successfully. Raises the error that ended it otherwise."""
+        if self._follows:
+            self.timer.enter(Stage.ENGINE_WAIT, self._clock.monotonic_s())
+            await self._scores.complete()
+            if not self.spec.limits.max_tokens:
+                return self._result(SequenceEnd(FinishReason.LENGTH))
         excluded: tuple[str, ...] = ()
         while True:
             grant = await self._place(excluded)
@@ -347,6 +359,8 @@ class ChoiceRun:
                 self._resolve(Lost("received other tokens than the prompt's: a worker of an earlier release"))
                 return
             self._scored = end
+            if not self.choice:
+                self._scores.add(offset, prompt, logprobs[: len(prompt)])
         if output or text:
             now_s = self._clock.monotonic_s()
             if self.timer.current is not Stage.DECODE:
@@ -356,6 +370,13 @@ class ChoiceRun:
         produced.extend(output)
         self._chars += len(text)
         self._sink.on_tokens(self.choice, offset, ids, text, logprobs)
+
+    def _take_scores(self, offset: int, ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
+        """Send what the first choice received of the prompt, as far as this one lacks it."""
+        first = self._scored - offset
+        if first < len(ids):
+            self._scored = offset + len(ids)
+            self._sink.on_tokens(self.choice, offset + first, ids[first:], "", entries[first:])
 
     def on_finished(self, end: SequenceEnd) -> None:
         self._resolve(end)

@@ -23,6 +23,7 @@ from services.gateway.events import Accepted, ChoiceResult, Finished, RequestSin
 from services.gateway.incidents import incident_of
 from services.gateway.requests.choice import ChoiceRun
 from services.gateway.requests.quotas import settled
+from services.gateway.requests.shared_scores import SharedScores
 from services.gateway.requests.stage_timer import StageTimer
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.response_cache import CachedAnswer, CollectedAnswer
@@ -178,8 +179,10 @@ class Request:
         for number in range(1, MAX_ROUTES + 1):
             spec = admitted.spec
             self._prompt_tokens = len(spec.prompt.ids)
+            scores = SharedScores(spec.scored_tokens, min(len(admitted.produced(0).ids), spec.scored_tokens))
             self._runs = tuple(
-                ChoiceRun(admitted, choice, self._sink, self.timer.fork()) for choice in range(spec.choices)
+                ChoiceRun(admitted, choice, self._sink, self.timer.fork(), scores)
+                for choice in range(spec.choices)
             )
             for run in self._runs:
                 run.allow(self._allowed)

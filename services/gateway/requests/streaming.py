@@ -10,11 +10,16 @@ from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Final
 
 from services.core.errors import FairwayError
 from services.core.generation import TokenLogprobs
 from services.core.outputs.tools import AssistantAnswer, OutputPart, answer_of
 from services.gateway.events import Accepted, Event, Finished, Handle, Heartbeat, Tokens
+
+# Log-probabilities of tokens in one event, so that none holds the event loop for long.
+MAX_MERGED_LOGPROBS: Final = 256
+FEW_LOGPROBS: Final = 32
 
 
 class BufferedStream:
@@ -44,9 +49,14 @@ class BufferedStream:
                 while self._events:
                     event = self._events.popleft()
                     if isinstance(event, Tokens):
-                        del self._pending[event.choice]
+                        if self._pending[event.choice] is event:
+                            del self._pending[event.choice]
                         yield event
                         request.credit(event.choice, len(event.ids))
+                        if len(event.logprobs) > FEW_LOGPROBS:  # writing these took time
+                            self._waiter = loop.create_future()
+                            loop.call_soon(self._wake)
+                            await self._waiter
                     else:
                         yield event
                         if isinstance(event, Finished):
@@ -73,7 +83,7 @@ class BufferedStream:
         self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
         waiting = self._pending.get(choice)
-        if waiting is None:
+        if waiting is None or len(waiting.logprobs) >= MAX_MERGED_LOGPROBS:
             self._pending[choice] = tokens = Tokens(choice, offset, ids, text, logprobs)
             self._push(tokens)
         else:

@@ -200,6 +200,8 @@ class Validator:
             priority=checked.priority,
             session_key=session_key_of(principal, generation),
             step=route.step,
+            # A message has a text of its own.
+            continues_prompt=generation.WhichOneof("input") != "chat" and limits.max_tokens > 0,
         )
 
     def check_count(

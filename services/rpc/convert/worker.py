@@ -115,6 +115,7 @@ def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
         spelled_token_ids=limits.spelled_ids,
         prompt_logprobs=generation.sampling.prompt_logprobs,
         scored_tokens=spec.scored_tokens,
+        continues_prompt=generation.continues_prompt,
     )
     if isinstance(grant, FallbackGrant):
         message.fallback.CopyFrom(_fallback_to_proto(grant))
@@ -148,6 +149,7 @@ def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec:
             tuple(message.spelled_token_ids),
         ),
         priority=PRIORITY_OF[message.priority],
+        continues_prompt=message.continues_prompt,
     )
     return StartSpec(
         generation=generation,

@@ -36,6 +36,7 @@ class StepMembers(NamedTuple):
     lengths: Sequence[int] = ()  # of those that joined
     chunks: Sequence[Chunk] = ()
     prefill_tokens: int = 0
+    scored: Sequence[int] = ()  # of each chunk, tokens whose log-probabilities it computes
     # Of a batch with proposals, all decodes: handle, rows and length. Their lengths are irregular.
     verified: Sequence[tuple[int, int, int]] = ()
 
@@ -94,20 +95,21 @@ class StepMeter:
         if decodes == self._decodes and not chunks and not batch.proposals:
             return None
         tokens = batch.prefill_tokens if chunks else 0
+        scored = [len(chunk.scored) for chunk in chunks]
         if batch.proposals:
             left, self._decodes, self._present = self._decodes, [], set()
             verified = [
                 (sequence.handle, 1 + len(batch.proposals.get(index, ())), len(sequence.tokens))
                 for index, sequence in enumerate(decodes)
             ]
-            return StepMembers(len(decodes), attended, left, (), (), chunks, tokens, verified)
+            return StepMembers(len(decodes), attended, left, (), (), chunks, tokens, scored, verified)
         if decodes == self._decodes:
-            return StepMembers(len(decodes), attended, (), (), (), chunks, tokens)
+            return StepMembers(len(decodes), attended, (), (), (), chunks, tokens, scored)
         present, before = set(decodes), self._present
         self._decodes, self._present = decodes, present
         gone, joined = sorted(before - present, key=_HANDLE), sorted(present - before, key=_HANDLE)
         lengths = [len(sequence.tokens) for sequence in joined]
-        return StepMembers(len(decodes), attended, gone, joined, lengths, chunks, tokens)
+        return StepMembers(len(decodes), attended, gone, joined, lengths, chunks, tokens, scored)
 
     def ended(self, members: StepMembers | None, step_s: float) -> float:
         """Charge a step; return what of it its prefills were charged."""
@@ -158,6 +160,7 @@ class StepMeter:
             members.attended,
             members.prefill_tokens,
             sum([attended_before(chunk.start, chunk.end) for chunk in chunks]),
+            sum(members.scored),
         )
         price = prices(self._costs.costs, work, step_s)
         self._costs.add(work, step_s)
@@ -168,8 +171,8 @@ class StepMeter:
             self._advance(price, 0.0, 1)
             self._steady = members.decodes, members.attended + members.decodes
         prefill_s = 0.0
-        for chunk in chunks:
-            share_s = price.chunk(chunk.start, chunk.end)
+        for chunk, scored in zip(chunks, members.scored, strict=True):
+            share_s = price.chunk(chunk.start, chunk.end, scored)
             prefill_s += share_s
             self._add(chunk.sequence.handle, share_s)
         return prefill_s

@@ -3,11 +3,13 @@
 The duration is modelled as in the scheduler's step times and the simulator's cost model:
 
     step_s = base + decode rows * a + KV tokens they read * b + prompt tokens * c + tokens before them * d
+             + scored prompt tokens * e
 
-A sequence weighs what it adds to the step: a decode its rows and its context, a prefill chunk its tokens and
-the tokens before each of them. The base, which is there for all of them, weighs on each sequence alike. The
-weights are scaled to the measured duration, so that the shares of a step sum to it. The coefficients are
-fitted to the engine's own steps; only their ratios matter.
+A sequence weighs what it adds to the step: a decode its rows and its context, a prefill chunk its tokens, the
+tokens before each of them, and those that it scores: the head of the model computes their log-probabilities.
+The base, which is there for all of them, weighs on each sequence alike. The weights are scaled to the
+measured duration, so that the shares of a step sum to it. The coefficients are fitted to the engine's own
+steps; only their ratios matter.
 """
 
 from __future__ import annotations
@@ -25,17 +27,19 @@ _KEEP_RATIO: Final = 0.998  # per sample: the fit covers about five hundred
 
 
 class StepCosts(NamedTuple):
-    """Seconds per step, decode row, KV token that a decode reads, prompt token, and token before it."""
+    """Seconds per step, decode row, KV token that a decode reads, prompt token, token before it, and scored
+    prompt token."""
 
     step_s: float
     row_s: float
     attended_s: float
     prefill_s: float
     prefill_attended_s: float
+    scored_s: float
 
 
 # Before there are enough samples, as the scheduler's prior: prompt tokens and decode rows cost alike.
-PRIOR: Final = StepCosts(10e-3, 50e-6, 0.0, 50e-6, 0.0)
+PRIOR: Final = StepCosts(10e-3, 50e-6, 0.0, 50e-6, 0.0, 50e-6)
 
 
 class StepWork(NamedTuple):
@@ -49,6 +53,7 @@ class StepWork(NamedTuple):
     attended: float = 0.0  # tokens of KV that the decodes read
     prefill: int = 0  # prompt tokens
     prefill_attended: int = 0  # sum over the prompt tokens of the tokens before each
+    scored: int = 0  # prompt tokens whose log-probabilities are computed
 
 
 class StepPrices(NamedTuple):
@@ -59,15 +64,17 @@ class StepPrices(NamedTuple):
     attended_s: float
     prefill_s: float
     prefill_attended_s: float
+    scored_s: float
 
     def decode(self, rows: int, length: int) -> float:
         """Return the share of a sequence of ``length`` tokens that computes ``rows`` rows."""
         return self.sequence_s + rows * self.row_s + length * self.attended_s
 
-    def chunk(self, start: int, end: int) -> float:
-        """Return the share of a prefill of the positions from ``start`` to ``end``."""
+    def chunk(self, start: int, end: int, scored: int = 0) -> float:
+        """Return the share of a prefill of the positions ``start`` to ``end``, of which it scores so many."""
         attended = attended_before(start, end)
-        return self.sequence_s + (end - start) * self.prefill_s + attended * self.prefill_attended_s
+        computed_s = (end - start) * self.prefill_s + attended * self.prefill_attended_s
+        return self.sequence_s + computed_s + scored * self.scored_s
 
 
 def attended_before(start: int, end: int) -> int:
@@ -77,21 +84,26 @@ def attended_before(start: int, end: int) -> int:
 
 def prices(costs: StepCosts, work: StepWork, step_s: float) -> StepPrices:
     """Return the prices at which the shares of a step with any sequence sum to ``step_s``."""
-    base, row, attended, prefill, prefill_attended = costs
+    base, row, attended, prefill, prefill_attended, scored = costs
     weight = base + work.rows * row + work.attended * attended
     if work.prefill:
-        weight += work.prefill * prefill + work.prefill_attended * prefill_attended
+        weight += work.prefill * prefill + work.prefill_attended * prefill_attended + work.scored * scored
     if weight < _LEAST_S:  # of this work nothing was found to take time
         return prices(PRIOR, work, step_s)
     unit = step_s / weight
     return StepPrices(
-        unit * base / work.sequences, unit * row, unit * attended, unit * prefill, unit * prefill_attended
+        unit * base / work.sequences,
+        unit * row,
+        unit * attended,
+        unit * prefill,
+        unit * prefill_attended,
+        unit * scored,
     )
 
 
 class MeasuredCosts:
-    """The costs of an engine's steps, fitted while it runs. Steps with and without prefill are sampled apart,
-    since only the difference between them shows what a prompt token costs."""
+    """The costs of an engine's steps, fitted while it runs. Steps without prefill, with it, and with scored
+    tokens are sampled apart, since only the differences between them show what such tokens cost."""
 
     def __init__(self, costs: StepCosts = PRIOR) -> None:
         """``costs`` holds until there are enough samples."""
@@ -99,11 +111,14 @@ class MeasuredCosts:
         self._equations = NormalEquations.zero(len(PRIOR), _KEEP_RATIO)
         self._decoded = _Sample()
         self._mixed = _Sample()
+        self._scored = _Sample()
         self._unfitted_s = 0.0
 
     def add(self, work: StepWork, step_s: float, steps: int = 1) -> None:
         """Add ``steps`` steps that took ``step_s`` together, with ``work`` in each on average."""
-        sample = self._mixed if work.prefill else self._decoded
+        sample = self._decoded
+        if work.prefill:
+            sample = self._scored if work.scored else self._mixed
         sample.step_s += step_s
         sums = sample.work
         sums[0] += steps
@@ -112,6 +127,7 @@ class MeasuredCosts:
         if work.prefill:
             sums[3] += steps * work.prefill
             sums[4] += steps * work.prefill_attended
+            sums[5] += steps * work.scored
         if sample.step_s < _SAMPLE_S:
             return
         self._equations.add(sample.work, sample.step_s)
@@ -125,12 +141,13 @@ class MeasuredCosts:
         solution = non_negative([self._equations])
         if solution.samples < MIN_SAMPLES or solution.error_ratio > MAX_ERROR_RATIO:
             return
-        step_s, row_s, attended_s, prefill_s, prefill_attended_s = solution.values
+        step_s, row_s, attended_s, prefill_s, prefill_attended_s, scored_s = solution.values
         if row_s is None or prefill_s is None:  # the linear layers compute both alike
             row_s = prefill_s = row_s if row_s is not None else prefill_s
-        self.costs = StepCosts(
-            step_s or 0.0, row_s or 0.0, attended_s or 0.0, prefill_s or 0.0, prefill_attended_s or 0.0
-        )
+        if scored_s is None:
+            scored_s = row_s  # as much as another row whose head is computed
+        values = (step_s, row_s, attended_s, prefill_s, prefill_attended_s, scored_s)
+        self.costs = StepCosts(*(value or 0.0 for value in values))
 
 
 class _Sample:

@@ -29,9 +29,8 @@ def begin_scores(sequence: WorkerSequence, vocabulary: Vocabulary) -> None:
     generation = sequence.spec.generation
     if generation.sampling.prompt_logprobs is None:
         return
-    sequence.scored, sequence.prompt_text = sequence.spec.scored_tokens, vocabulary.open()
-    for token in generation.prompt.ids[: sequence.scored]:
-        sequence.prompt_text.feed(token)
+    sequence.scored = sequence.spec.scored_tokens
+    sequence.prompt_text = vocabulary.open(generation.prompt.ids[: sequence.scored])
 
 
 def add_scores(event: wire.Stepped, live: Mapping[int, WorkerSequence], vocabulary: Vocabulary) -> None:

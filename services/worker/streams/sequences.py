@@ -310,7 +310,7 @@ class SequenceTable:
     def _new_sequence(self, outbox: Outbox, handle: int, spec: StartSpec) -> WorkerSequence:
         generation, limits = spec.generation, spec.generation.limits
         text = TextStream(
-            self._vocabulary.open(),
+            self._vocabulary.open(generation.prompt.ids if generation.continues_prompt else ()),
             stops=limits.stop,
             min_tokens=limits.min_tokens,
             spelled={token: self._vocabulary.alone(token) for token in limits.spelled_ids},

@@ -23,6 +23,8 @@ from services.core.errors import FailedPrecondition
 
 REPLACEMENT = "\ufffd"
 MAX_PENDING_TOKENS = 8  # above the bytes of any UTF-8 character, so that many pending tokens are invalid
+# Of a context: enough for the character and for the token that the text goes on from.
+_CONTEXT_TOKENS: Final = 32
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_TOKEN_CHARS = 16 * 1024
 _PLAIN_DECODERS: Final = (
@@ -62,8 +64,8 @@ class Vocabulary(Protocol):
     @property
     def texts(self) -> Sequence[str | None]: ...
 
-    def open(self) -> Detokenizer:
-        """Return the detokeniser of a new sequence."""
+    def open(self, context: Sequence[int] = ()) -> Detokenizer:
+        """Return the detokeniser of a new sequence. Its text goes on from that of ``context``."""
 
     def alone(self, token: int) -> str:
         """Return a token's text out of context; for a special token its name."""
@@ -187,8 +189,11 @@ class ByteLevelVocabulary:
             self._bytes += [b""] * missing
             self._texts += [""] * missing
 
-    def open(self) -> Detokenizer:
-        return _ByteLevelDetokenizer(self._bytes)
+    def open(self, context: Sequence[int] = ()) -> Detokenizer:
+        detokenizer = _ByteLevelDetokenizer(self._bytes)
+        for token in context[-_CONTEXT_TOKENS:]:
+            detokenizer.feed(token)
+        return detokenizer
 
     def alone(self, token: int) -> str:
         if (name := self._names.get(token)) is not None:
@@ -243,8 +248,16 @@ class WindowedVocabulary:
     def cover(self, vocab_size: int) -> None:
         return
 
-    def open(self) -> Detokenizer:
-        return _WindowedDetokenizer(self._tokenizer, self._special, self._bytes)
+    def open(self, context: Sequence[int] = ()) -> Detokenizer:
+        detokenizer = _WindowedDetokenizer(self._tokenizer, self._special, self._bytes)
+        tail = context[-_CONTEXT_TOKENS:]
+        first = 0
+        if len(tail) < len(context):  # it may begin within a character
+            while first < len(tail) and self._bytes.get(tail[first], 0) & 0xC0 == 0x80:
+                first += 1
+        for token in tail[first:]:
+            detokenizer.feed(token)
+        return detokenizer
 
     def alone(self, token: int) -> str:
         if token in self._special:

@@ -170,7 +170,7 @@ class _PlainText:
     def texts(self) -> Sequence[str | None]:
         return self._texts
 
-    def open(self) -> Detokenizer:
+    def open(self, context: Sequence[int] = ()) -> Detokenizer:
         return _PlainDetokenizer()
 
     def alone(self, token: int) -> str:

@@ -175,7 +175,7 @@ async def test_a_handshake_behind_a_running_answer_is_refused(face: Face) -> Non
 
 
 async def test_frames_before_the_answer_to_a_handshake_end_the_connection(face: Face) -> None:
-    face.server._paced._begun = server.BEGUN_PER_TURN  # so that no request starts
+    face.server._paced.turns._begun = server.BEGUN_PER_TURN  # so that no request starts
     reader, writer = await face.connect()
     writer.write(handshake())
     await asyncio.sleep(0.1)
@@ -244,7 +244,7 @@ async def test_a_close_behind_a_cancel_leaves_the_request_withdrawn() -> None:
     async def put(message: bytes) -> None:
         pass
 
-    exchange = SocketExchange("a", b"{}", put, over=lambda: None, cut=lambda: None)
+    exchange = SocketExchange("a", b"{}", put, over=lambda: None, cut=lambda: None, accepted=lambda: 0)
     exchange.leave(withdraw=True)
     exchange.leave(withdraw=False)
     withdrawn = []

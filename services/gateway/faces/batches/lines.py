@@ -19,6 +19,7 @@ from services.gateway.faces.openai.row_answers import embeddings_answer
 from services.gateway.faces.openai.row_requests import EmbeddingsCall, embeddings_request
 from services.gateway.faces.openai.rows import ROW_NAMES
 from services.gateway.faces.openai.whole import Completions, complete_all, whole_body
+from services.gateway.faces.transport.loop_turns import LoopTurns
 from services.gateway.rows.calls import RowsCalls
 from services.ports.clock import Clock
 
@@ -41,6 +42,7 @@ class HttpLines:
         self._service = service
         self._rows = rows
         self._bodies = bodies
+        self._answers = LoopTurns(1)
         self._clock = clock
         self._ids = ids
 
@@ -76,7 +78,8 @@ class HttpLines:
             generation.idempotency_key, generation.priority = key, common_pb2.PRIORITY_BATCH
         call = complete_all(self._service, principal, request, received)
         completions = await named(request.names.items(), call)
-        data = whole_body(request, completions, received, int(self._clock.unix_s()))
+        steps = whole_body(request, completions, received, int(self._clock.unix_s()))
+        data = await self._answers.run(principal.tenant_id, steps)
         return LineAnswer(200, data, received.request_id, _waited_s(completions[0].finished.clock))
 
     async def _embedded(self, principal: Principal, body: bytes, key: str, received: Received) -> LineAnswer:

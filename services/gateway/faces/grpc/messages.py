@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Final
 
 from fairway.v1 import inference_pb2
@@ -11,6 +12,7 @@ from services.gateway.requests.streaming import Completion
 from services.rpc.convert.inference import FINISH_REASONS, stage_clock, token_logprobs, usage
 from services.rpc.convert.outputs import answer_to_proto, parts_to_proto
 
+_SLICE_ENTRIES: Final = 256  # with their alternatives, a few milliseconds
 _DEGRADATIONS: Final = {
     DegradationKind.OUTPUT_CAPPED: inference_pb2.DEGRADATION_KIND_OUTPUT_CAPPED,
     DegradationKind.SMALLER_MODEL: inference_pb2.DEGRADATION_KIND_SMALLER_MODEL,
@@ -77,18 +79,23 @@ def generate_response(event: Event) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(finished=finished_message(event))
 
 
-def complete_response(completion: Completion) -> inference_pb2.CompleteResponse:
-    return inference_pb2.CompleteResponse(
+def complete_response(completion: Completion) -> Generator[None, None, inference_pb2.CompleteResponse]:
+    """Return the response of a whole answer, in steps of a few milliseconds."""
+    response = inference_pb2.CompleteResponse(
         accepted=accepted_message(completion.accepted),
         choices=[
             inference_pb2.CompletedChoice(
                 choice=choice,
                 text=text,
                 ids=ids,
-                logprobs=token_logprobs(completion.logprobs[choice]),
                 answer=answer_to_proto(completion.answers[choice]) if completion.answers else None,
             )
             for choice, (text, ids) in enumerate(zip(completion.texts, completion.ids, strict=True))
         ],
         finished=finished_message(completion.finished),
     )
+    for choice, entries in zip(response.choices, completion.logprobs, strict=True):
+        for first in range(0, len(entries), _SLICE_ENTRIES):
+            choice.logprobs.extend(token_logprobs(entries[first : first + _SLICE_ENTRIES]))
+            yield
+    return response

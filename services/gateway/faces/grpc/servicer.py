@@ -20,6 +20,7 @@ from services.gateway.faces.grpc.row_messages import (
     score_response,
 )
 from services.gateway.faces.grpc.session import MuxedSession
+from services.gateway.faces.transport.loop_turns import LoopTurns
 from services.gateway.rows.calls import RowsCalls
 from services.gateway.service import GatewayService
 from services.rpc.bounded_writes import BoundedWrites
@@ -47,6 +48,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._received = received
         self._heartbeat_s = heartbeat_s
         self._write_timeout_s = write_timeout_s
+        self._answers = LoopTurns(1)
 
     async def Generate(  # type: ignore[override]  # the stubs support generators only
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -73,7 +75,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             received=self._received(),
             timeout_s=context.time_remaining(),
         )
-        return complete_response(completion)
+        return await self._answers.run(principal().tenant_id, complete_response(completion))
 
     async def Session(  # type: ignore[override]  # the stubs support generators only
         self, request_iterator: AsyncIterator[inference_pb2.SessionRequest], context: Context

@@ -17,9 +17,13 @@ from services.gateway.faces.openai.completions.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
     PromptPart,
+    Steps,
     completion_logprobs,
+    encoded,
     finite,
-    prompt_logprobs,
+    sliced_completion_logprobs,
+    sliced_prompt_logprobs,
+    slices_of,
 )
 from services.gateway.faces.openai.requests import ApiRequest, Dialect
 from services.gateway.policy.degrade import Degradation
@@ -239,7 +243,7 @@ def finish_reasons(finished: Finished) -> dict[int, str]:
 
 def whole_answer(
     request: ApiRequest, completions: Sequence[Completion], created_unix_s: int, request_id: str
-) -> bytes:
+) -> Steps[bytes]:
     """Return the JSON of an answer that is not streamed."""
     first = completions[0].accepted
     tier = served_tier(request)
@@ -253,9 +257,9 @@ def whole_answer(
             index = number * request.choices + choice
             reason = reasons.get(choice, "stop")
             if request.dialect == "chat":
-                chat.append(_chat_choice(request, completion, choice, index, reason))
+                chat.append((yield from _chat_choice(request, completion, choice, index, reason)))
             else:
-                text.append(_text_choice(request, number, completion, choice, index, reason))
+                text.append((yield from _text_choice(request, number, completion, choice, index, reason)))
     common: dict[str, Any] = {
         **structs.asdict(head),
         "usage": usage_body([completion.finished.usage for completion in completions]),
@@ -263,28 +267,28 @@ def whole_answer(
         "degraded": _degraded([found for one in completions for found in one.accepted.degradations]),
     }
     if request.dialect == "chat":
-        scores = _prompt_logprobs(request, completions[0], 0)
+        scores = yield from _prompt_logprobs(request, completions[0], 0)
         return _encode(ChatCompletion(choices=chat, prompt_logprobs=scores, **common))
     return _encode(TextCompletion(choices=text, **common))
 
 
 def _chat_choice(
     request: ApiRequest, completion: Completion, choice: int, index: int, reason: str
-) -> ChatChoice:
+) -> Steps[ChatChoice]:
     entries = prompt_part(request, completion.accepted.prompt_tokens).shown(completion.logprobs[choice])
-    found = chat_logprobs(entries) if request.logprobs else None
+    found = (yield from sliced_chat_logprobs(entries)) if request.logprobs else None
     parts = completion.answers[choice] if completion.answers else AssistantAnswer(completion.texts[choice])
     return ChatChoice(index, answer_message(parts), found, reason)
 
 
 def _text_choice(
     request: ApiRequest, number: int, completion: Completion, choice: int, index: int, reason: str
-) -> TextChoice:
+) -> Steps[TextChoice]:
     prompt, entries = prompt_part(request, completion.accepted.prompt_tokens), completion.logprobs[choice]
     before = prompt.text(entries) if prompt.tokens else request.echoed(number)
     shown, begins = prompt.shown(entries), prompt.tokens > 0 and prompt.echoed
-    listed = completion_logprobs(shown, 0, begins=begins) if request.logprobs else None
-    scores = _prompt_logprobs(request, completion, choice)
+    listed = (yield from sliced_completion_logprobs(shown, begins=begins)) if request.logprobs else None
+    scores = yield from _prompt_logprobs(request, completion, choice)
     return TextChoice(index, before + completion.texts[choice], listed, reason, scores)
 
 
@@ -293,11 +297,13 @@ def prompt_part(request: ApiRequest, prompt_tokens: int) -> PromptPart:
     return PromptPart(prompt_tokens if request.scores_prompt else 0, request.echo)
 
 
-def _prompt_logprobs(request: ApiRequest, completion: Completion, choice: int) -> PromptLogprobs | UnsetType:
+def _prompt_logprobs(
+    request: ApiRequest, completion: Completion, choice: int
+) -> Steps[PromptLogprobs | UnsetType]:
     if not request.prompt_logprobs:
         return UNSET
-    count = completion.accepted.prompt_tokens
-    return prompt_logprobs(completion.ids[choice][:count], completion.logprobs[choice][:count])
+    ids, count = completion.ids[choice], completion.accepted.prompt_tokens
+    return (yield from sliced_prompt_logprobs(ids[:count], completion.logprobs[choice][:count]))
 
 
 def answer_message(answer: AssistantAnswer) -> AnswerMessage:
@@ -338,6 +344,13 @@ def _delta(parts: Sequence[OutputPart]) -> _Delta:
 def served_tier(request: ApiRequest) -> str:
     """Return the tier that an answer states, as OpenAI does; empty where the client named none."""
     return "default" if request.service_tier == "auto" else request.service_tier
+
+
+def sliced_chat_logprobs(entries: Sequence[TokenLogprobs]) -> Steps[ChatLogprobs]:
+    slices = slices_of(entries)
+    if len(slices) == 1:
+        return chat_logprobs(entries)
+    return ChatLogprobs((yield from encoded(chat_logprobs(entries[part]).content for part in slices)))
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs]) -> ChatLogprobs:

@@ -17,6 +17,7 @@ from services.gateway.faces.openai.errors import Header, HttpProblem, error_body
 from services.gateway.faces.openai.types import is_cheap
 from services.gateway.faces.transport.compressed import ENCODINGS, inflated
 from services.gateway.faces.transport.rate_headers import rate_headers
+from services.gateway.faces.transport.write_limit import WriteLimit
 
 T = TypeVar("T")
 Scope = Mapping[str, Any]
@@ -343,6 +344,7 @@ class Reply:
         self._write_timeout_s = write_timeout_s
         # Other servers close the connection when the application ends.
         self._abort: Callable[[], None] | None = offered_by(scope).get("cut")
+        self._accepted: Callable[[], int] = offered_by(scope).get("accepted", lambda: 0)
 
     def add_header(self, name: bytes, value: bytes) -> None:
         """Add a header to the answer, which has not begun."""
@@ -415,7 +417,7 @@ class Reply:
 
     async def _put(self, message: dict[str, Any]) -> None:
         try:
-            async with asyncio.timeout(self._write_timeout_s):
+            async with WriteLimit(self._write_timeout_s, self._accepted):
                 await self._send(message)
         except TimeoutError:
             self.abort()

@@ -67,6 +67,7 @@ from services.gateway.faces.predict.routes import PredictFace
 from services.gateway.faces.responses.routes import ResponseParts, ResponsesCalls, ResponsesFace
 from services.gateway.faces.sockets.face import PATH as SOCKET_PATH
 from services.gateway.faces.sockets.face import SocketFace, SocketRules
+from services.gateway.faces.transport.loop_turns import LoopTurns
 from services.gateway.faces.transport.middleware import WithoutTrailingSlash, cross_origin
 from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.rows.calls import RowsCalls
@@ -199,6 +200,7 @@ class OpenAiFace:
         self._clock = clock
         self._not_ready = not_ready
         self._bodies = bodies
+        self._answers = LoopTurns(1)
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         return (
@@ -323,7 +325,8 @@ class OpenAiFace:
             exchange.reply.add_header(*degraded_header(degraded))
         for header in rate_headers(completions[-1].accepted):
             exchange.reply.add_header(*header)
-        body = whole_body(request, completions, exchange.received, int(self._clock.unix_s()))
+        steps = whole_body(request, completions, exchange.received, int(self._clock.unix_s()))
+        body = await self._answers.run(exchange.caller.tenant_id, steps)
         await exchange.reply.json(200, body)
 
     async def _stream(self, exchange: Exchange, request: ApiRequest, timeout_s: float | None) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, cast
@@ -21,8 +20,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from services.core.errors import FailedPrecondition
 from services.gateway.faces.openai.exchange import Receive, Scope, Send
-from services.gateway.faces.sockets.protocol import PING_S, SliceTurns, SocketProtocol
-from services.runtime.connections import ConnectionTable, source_of
+from services.gateway.faces.sockets.protocol import PING_S, SLICES_PER_TURN, SocketProtocol
+from services.gateway.faces.transport.loop_turns import LoopTurns
+from services.runtime.connections import ConnectionTable, accepted_bytes, source_of
 
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_BODY_BYTES: Final = 8 * 1024**2
@@ -113,6 +113,7 @@ class _Protocol(HttpToolsProtocol):
         self.scope["extensions"] = {
             "fairway.connection": {
                 "cut": self.transport.abort,
+                "accepted": partial(accepted_bytes, self.transport),
                 "authenticated": self._authenticated,
                 "expect": self._expect,
             }
@@ -210,8 +211,17 @@ class _Protocol(HttpToolsProtocol):
         elif self._serving:
             return
         else:
-            limit_s = self.keep_alive_s
+            self._timer = self.loop.call_later(self.keep_alive_s, self._on_idle, None)
+            return
         self._timer = self.loop.call_later(limit_s, self.transport.abort)
+
+    def _on_idle(self, before: int | None) -> None:
+        """Cut the connection unless the client still takes its last answer."""
+        accepted = accepted_bytes(self.transport)
+        if self.transport.get_write_buffer_size() and accepted != before:
+            self._timer = self.loop.call_later(self.keep_alive_s, self._on_idle, accepted)
+        else:
+            self.transport.abort()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -273,7 +283,7 @@ class HttpServer:
         self._max_body_bytes = max_body_bytes
         self._sockets: list[socket.socket] = []
         self._paced = PacedApp(app)
-        self._slices = SliceTurns()
+        self._slices = LoopTurns(SLICES_PER_TURN)
         self._draining = False
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -317,7 +327,8 @@ class HttpServer:
         return _ConnectionGate(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
 
     def _socket(self, **kwargs: Any) -> SocketProtocol:
-        return SocketProtocol(self.table, self._paced.turn, self._slices, draining=self._draining, **kwargs)
+        turns = self._paced.turns, self._slices
+        return SocketProtocol(self.table, *turns, draining=self._draining, **kwargs)
 
     def drain(self) -> None:
         """Let the WebSockets end once their requests have. Running requests and HTTP are unchanged."""
@@ -382,42 +393,13 @@ class PacedApp:
     """An ASGI application that starts at most ``BEGUN_PER_TURN`` requests per iteration of the event loop.
 
     Otherwise thousands of requests that are readable at once would start in one iteration, for a second or
-    more, during which no stream progresses. Waiting requests start round-robin, one of each source, so that a
-    source with few requests does not wait for one with many. The number of connections bounds the waiting
-    requests.
+    more, during which no stream progresses. The number of connections bounds the waiting requests.
     """
 
     def __init__(self, app: Any) -> None:
         self._app = app
-        self._begun = 0  # in this iteration
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self.turns = LoopTurns(BEGUN_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.turn(scope.get("client"))
+        await self.turns.turn(source_of(scope.get("client")))
         await self._app(scope, receive, send)
-
-    async def turn(self, client: object) -> None:
-        """Return once a request of the client, an address and port, may start."""
-        loop = asyncio.get_running_loop()
-        if self._begun < BEGUN_PER_TURN:
-            if not self._begun:
-                loop.call_soon(self._next_turn, loop)
-            self._begun += 1
-        else:
-            turn = loop.create_future()
-            self._waiting.setdefault(source_of(client), deque()).append(turn)
-            await turn
-
-    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._begun = 0
-        while self._waiting and self._begun < BEGUN_PER_TURN:
-            source = next(iter(self._waiting))
-            turns = self._waiting.pop(source)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[source] = turns  # behind the other sources
-            if not turn.done():  # its task was not cancelled
-                turn.set_result(None)
-                self._begun += 1
-        if self._begun:
-            loop.call_soon(self._next_turn, loop)

@@ -12,6 +12,7 @@ from fairway.v1 import inference_pb2
 from services.core.generation import Principal
 from services.gateway.events import Received, never
 from services.gateway.faces.openai.answers import whole_answer
+from services.gateway.faces.openai.completions.logprobs import Steps
 from services.gateway.faces.openai.event_stream import original
 from services.gateway.faces.openai.exchange import primary_failure
 from services.gateway.faces.openai.requests import ApiRequest
@@ -79,10 +80,10 @@ def numbered_parts(received: Received, request: ApiRequest) -> Sequence[Received
 
 def whole_body(
     request: ApiRequest, completions: Sequence[Completion], received: Received, now_unix_s: int
-) -> bytes:
-    """Return the JSON of a whole answer. A repeated request has the id and time of the first."""
+) -> Steps[bytes]:
+    """Return the JSON of a whole answer, in steps. A repeated request has the id and time of the first."""
     request_id, created_unix_s = received.request_id, now_unix_s
     first = completions[0].accepted
     if first.received_unix_us:
         request_id, created_unix_s = original(first, 0)
-    return whole_answer(request, completions, created_unix_s, request_id)
+    return (yield from whole_answer(request, completions, created_unix_s, request_id))

@@ -30,16 +30,18 @@ class SocketExchange:
         *,
         over: Callable[[], None],
         cut: Callable[[], None],
+        accepted: Callable[[], int],
     ) -> None:
         """``over`` is called before the last message: the client may use its id again when it has that.
 
-        ``cut`` aborts the connection: the client does not read.
+        ``cut`` aborts the connection: the client does not read. ``accepted``: the bytes that it has accepted.
         """
         self._name = name
         self._over = over
         self._body: bytes | None = body
         self._put = put
         self._cut = cut
+        self._accepted = accepted
         self._left = asyncio.Event()
         self._withdrawn = False
         self._is_stream = False
@@ -55,6 +57,7 @@ class SocketExchange:
         """
         offered: Mapping[str, Any] = {
             "cut": self._cut,
+            "accepted": self._accepted,
             "withdrawn": lambda: self._withdrawn,
             "face": FACE,
         }

@@ -38,6 +38,7 @@ from services.gateway.faces.sockets.messages import (
     unknown_path,
 )
 from services.gateway.faces.sockets.protocol import EXTENSION, SocketConnection
+from services.gateway.faces.transport.write_limit import WriteLimit
 
 log = structlog.get_logger()
 
@@ -215,6 +216,7 @@ class _Socket:
             self._put,
             over=lambda: self._over(request.id, exchange),
             cut=self._connection.cut,
+            accepted=self._connection.accepted_bytes,
         )
         self._running[request.id] = exchange
         self._connection.set_busy(True)
@@ -251,7 +253,7 @@ class _Socket:
     async def _write(self, event: dict[str, Any]) -> None:
         """Send an event. A client that reads nothing for the write timeout is cut."""
         try:
-            async with asyncio.timeout(self._rules.limits.write_timeout_s):
+            async with WriteLimit(self._rules.limits.write_timeout_s, self._connection.accepted_bytes):
                 await self._send(event)
         except TimeoutError:
             log.info("socket.slow_reader")

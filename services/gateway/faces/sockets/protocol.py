@@ -1,13 +1,14 @@
 """One WebSocket of the HTTP server: uvicorn's protocol over ``websockets``, with additional limits.
 
 uvicorn starts to read only messages that are complete, counts neither the frames of a message nor control
-frames, handles a whole read of the event loop at once, and waits without limit for a client that it closes.
+frames, handles a whole read of the event loop at once, answers each ping of a client that reads nothing,
+closes a slow client whose answer to a ping is late, and waits without limit for a client that it closes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 
 from uvicorn.protocols.utils import ClientDisconnected
@@ -16,10 +17,10 @@ from websockets.frames import Frame
 from websockets.http11 import Request
 
 from services.core.errors import FairwayError
-from services.gateway.policy.text_turns import TenantRoundRobin
-from services.runtime.connections import ConnectionTable, source_of
+from services.gateway.faces.transport.loop_turns import LoopTurns
+from services.runtime.connections import ConnectionTable, accepted_bytes, source_of
 
-PING_S: Final = 20.0  # between pings, and until a connection without an answer is closed
+PING_S: Final = 20.0  # between pings, and until a connection without an answer or other bytes is closed
 MESSAGE_S: Final = 60.0  # from the first byte of a message to its last
 CLOSE_S: Final = 10.0  # until a client that does not close is cut
 _QUIET_S: Final = 0.5  # after the last bytes of a client that failed
@@ -27,12 +28,10 @@ _QUIET_S: Final = 0.5  # after the last bytes of a client that failed
 MAX_FRAMES: Final = 1024
 # Bytes that are parsed in one iteration of the event loop: at most some 1,400 frames.
 _SLICE_BYTES: Final = 8 * 1024
-SLICES_PER_TURN: Final = 4
+SLICES_PER_TURN: Final = 4  # of all sockets. One has at most one that waits
 _TOO_MUCH: Final = 1008
 _TRY_AGAIN: Final = 1013
 _BAD_REQUEST: Final = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-# Returns once a request of this source may start.
-Turn = Callable[[object], Awaitable[None]]
 
 
 class SocketConnection(Protocol):
@@ -60,46 +59,29 @@ class SocketConnection(Protocol):
     async def turn(self) -> None:
         """Return once a request may start."""
 
+    def accepted_bytes(self) -> int:
+        """Return how many bytes the client has accepted."""
+
 
 EXTENSION: Final = "fairway.socket"
-
-
-class SliceTurns:
-    """Parses slices of all sockets: a few in an iteration of the event loop, a source after the other.
-
-    A socket has at most one waiting slice, so the number of connections bounds them.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: TenantRoundRobin[Callable[[], None]] = TenantRoundRobin()  # by source
-
-    def add(self, source: str, feed: Callable[[], None]) -> None:
-        """Call ``feed`` in a turn of the source."""
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._run)
-        self._waiting.add(source, feed)
-
-    def _run(self) -> None:
-        for _ in range(min(SLICES_PER_TURN, len(self._waiting))):
-            if (feed := self._waiting.take(())) is not None:
-                feed()
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._run)
 
 
 class SocketProtocol(WebSocketsSansIOProtocol):
     """Offers ``SocketConnection``. Reads as much as the application takes, and at most a slice at a time."""
 
     def __init__(
-        self, table: ConnectionTable, turn: Turn, slices: SliceTurns, *, draining: bool, **kwargs: Any
+        self, table: ConnectionTable, starts: LoopTurns, slices: LoopTurns, *, draining: bool, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         self._table = table
-        self._turn = turn
+        self._starts = starts
         self._slices = slices
         self._hold: Callable[[int], None] = lambda _size: None
         self._message_bytes = 0  # of the message that is being received or handled
         self._frames = 0
+        self._pong = b""  # the answer to the newest ping, while the client does not read
+        self._read_bytes = 0
+        self._moved = (0, 0)  # bytes in both directions when the wait for the answer to a ping began
         self._unread = bytearray()
         self._feeding = False  # a slice is scheduled
         self._known = False
@@ -129,7 +111,10 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self._on_drain = act
 
     async def turn(self) -> None:
-        await self._turn(self.client)
+        await self._starts.turn(source_of(self.client))
+
+    def accepted_bytes(self) -> int:
+        return accepted_bytes(self.transport)
 
     # Called by the server.
 
@@ -143,6 +128,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
     # Called by the event loop.
 
     def data_received(self, data: bytes) -> None:
+        self._read_bytes += len(data)
         if not self.handshake_initiated:
             super().data_received(data)  # the head, as the HTTP protocol has read it
             if not self.handshake_initiated:
@@ -169,6 +155,12 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         # Both refer to themselves: without that a closed connection is freed without the cycle collector.
         self.scope = cast(Any, None)
         self.conn.parser.close()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._pong and self.conn.close_sent is None:
+            self.transport.write(self._pong)
+        self._pong = b""
 
     async def receive(self) -> Any:
         """Return the next message. The one before it has been handled."""
@@ -205,9 +197,13 @@ class SocketProtocol(WebSocketsSansIOProtocol):
             super().handle_cont(event)
 
     def handle_ping(self) -> None:
+        """Answer it: of several that come while the client does not read, the newest (RFC 6455, 5.5.3)."""
         if self._counted():
             self._between_messages()
-            super().handle_ping()
+            if self.writable.is_set() or self.conn.close_sent is not None:
+                super().handle_ping()
+            elif answers := self.conn.data_to_send():
+                self._pong = answers[-1]
 
     def handle_pong(self, event: Frame) -> None:
         if self._counted():
@@ -221,11 +217,21 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     def send_keepalive_ping(self) -> None:
         self._frames = 0
+        self._moved = self._moved_bytes()
         super().send_keepalive_ping()
 
     def keepalive_timeout(self) -> None:
+        """Close the connection unless bytes move: a client reads all that was sent before a ping first."""
+        moved = self._moved_bytes()
+        if moved != self._moved and not self.close_sent and not self.transport.is_closing():
+            self._moved = moved
+            self.pong_timer = self.loop.call_later(self.ping_timeout or PING_S, self.keepalive_timeout)
+            return
         super().keepalive_timeout()
         self._close_later()
+
+    def _moved_bytes(self) -> tuple[int, int]:
+        return self._read_bytes, self.accepted_bytes()
 
     def handle_close(self, event: Frame) -> None:
         super().handle_close(event)

@@ -27,6 +27,17 @@ THINK = REASONING_FORMS["think"]
             OutputForm(REASONING_FORMS["think-brackets"], CALL_FORMS["mistral-args"]),
         ),
         (
+            "{{- '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' "
+            "+ tool['function']['name'] + '\\n' + '```json' + '\\n' + tool['function']['arguments'] }}",
+            OutputForm(calls=CALL_FORMS["deepseek-v3"]),
+        ),
+        (
+            "{{- '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['function']['name'] "
+            "+ '<｜tool▁sep｜>' + tool['function']['arguments'] + '<｜tool▁call▁end｜>' }}",
+            OutputForm(calls=CALL_FORMS["deepseek-v31"]),
+        ),
+        ("<tool_call>\n<function=f>\n<parameter=a>", OutputForm()),
+        (
             '<|start_header_id|> {"name": function name, "parameters": dictionary} \'"parameters": \'',
             OutputForm(calls=CALL_FORMS["llama3"]),
         ),

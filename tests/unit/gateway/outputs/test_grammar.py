@@ -25,6 +25,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOLS = [Tool("f", "", json.dumps(SCHEMA), strict=True), Tool("get"), Tool("get_x")]
+DEEPSEEK = [f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")]
 REQUIRED, AUTO, SINGLE = CallRules(required=True, by_schema=True), CallRules(), CallRules(single=True)
 JSON = CallRules(content={"type": "object"})
 
@@ -56,7 +57,8 @@ def model(request: pytest.FixtureRequest) -> Model:
     if request.param == "marks are text":
         return Model(special=[], added=[])
     special = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
-    return Model(special=special, added=["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    added = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    return Model(special=special, added=[*added, *DEEPSEEK])
 
 
 @pytest.mark.parametrize("thinking", [False, True])

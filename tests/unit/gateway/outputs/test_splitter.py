@@ -167,6 +167,26 @@ def test_a_loose_call_keeps_its_arguments_as_written(name: str) -> None:
     assert answer_of(split(OutputForm(calls=form), [text])).calls == (ToolCall("id0", "f", arguments),)
 
 
+def test_the_calls_of_deepseek() -> None:
+    """As the chat templates of V3 and V3.1 write them."""
+    of_v3 = (
+        "Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+        '{"a": "```"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
+    of_v31 = (
+        'Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "```"}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
+    calls = (ToolCall("id0", "f", '{"a": "```"}'), ToolCall("id1", "g", "{}"))
+    for name, text in (("deepseek-v3", of_v3), ("deepseek-v31", of_v31)):
+        for held in (True, False):
+            form = OutputForm(calls=CALL_FORMS[name], held=held)
+            assert answer_of(split(form, list(text))) == AssistantAnswer("Sure.", "", calls), (name, held)
+        torn = text.replace("<｜tool▁call▁begin｜>", "<｜tool▁calls▁begin｜> so<｜tool▁call▁begin｜>", 1)
+        assert not answer_of(split(OutputForm(calls=CALL_FORMS[name]), [torn])).calls
+
+
 def test_a_loose_call_of_another_tool_is_content() -> None:
     text = written(HERMES, [("f", {}), ("g", {})])
     assert len(answer_of(split(OutputForm(calls=HERMES, names=("f", "g")), [text])).calls) == 2

@@ -154,6 +154,65 @@ def _all_but_the_end(spec: StartSpec, sink: SequenceSink) -> None:
     sink.on_tokens(0, [*PROMPT, 100, 101, 102], "abc", [ENTRY] * 8)
 
 
+# --- several choices ------------------------------------------------------------------------------------
+
+
+def with_choices(harness: Harness, had: Sequence[tuple[int, ...]] = ()) -> Harness:
+    """Let the request have three choices, which continue what an earlier run produced."""
+    harness.spec = replace(harness.spec, choices=3)
+    pinned: Any = None
+    if had:
+        resume = Resume(pinned, tuple(Produced(each) for each in had), ())
+        harness.terms = replace(harness.terms, resume=resume)
+        harness.use(harness.ports)
+        harness.sink.tokens = {choice: list(each) for choice, each in enumerate(had)}
+    return harness
+
+
+async def test_one_choice_has_the_prompt_scored_for_all() -> None:
+    harness = with_choices(harness_of(*[scores(5, 2, ended(2))] * 3))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert harness.sink.tokens == {choice: [*PROMPT, 100, 101] for choice in range(3)}
+    assert harness.sink.text == dict.fromkeys(range(3), "t100t101")
+    assert [start.scored_tokens for start in harness.workers.started] == [0, 5, 5]
+    assert (end.usage.prompt_tokens, end.usage.output_tokens) == (5, 6)
+
+
+async def test_choices_without_output_need_one_prefill_together() -> None:
+    harness = with_choices(harness_of(scores(5, 0, ended(0, FinishReason.LENGTH)), max_tokens=0))
+    end = await harness.run()
+    assert isinstance(end, Finished)
+    assert [result.finish_reason for result in end.choices] == [FinishReason.LENGTH] * 3
+    assert harness.sink.tokens == dict.fromkeys(range(3), PROMPT)
+    assert len(harness.placement.asked) == len(harness.workers.started) == 1
+
+
+async def test_a_loss_of_the_choice_that_is_scored_costs_the_others_nothing() -> None:
+    harness = with_choices(harness_of(scores(3, 0, "gone"), *[scores(5, 1, ended(1))] * 3))
+    assert isinstance(await harness.run(), Finished)
+    assert [start.scored_tokens for start in harness.workers.started] == [0, 3, 5, 5]
+    assert harness.sink.tokens == {choice: [*PROMPT, 100] for choice in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("had", "scored"),
+    [
+        (((11,), (11, 12, 13), ()), [1, 0, 5]),  # the third has less than the first
+        (((*PROMPT, 100), (11,), PROMPT), [5, 1, 5]),
+        (((), PROMPT, PROMPT), [0, 5, 5]),
+    ],
+    ids=["some", "output", "none"],
+)
+async def test_choices_continue_from_what_a_record_has_of_each(
+    had: Sequence[tuple[int, ...]], scored: list[int]
+) -> None:
+    harness = with_choices(harness_of(*[scores(5, 2, ended(2))] * 3), had)
+    assert isinstance(await harness.run(), Finished)
+    assert harness.sink.tokens == {choice: [*PROMPT, 100, 101] for choice in range(3)}
+    assert sorted(start.scored_tokens for start in harness.workers.started) == sorted(scored)
+
+
 # --- what is refused ------------------------------------------------------------------------------------
 
 

@@ -103,6 +103,12 @@ async def test_without_a_session_key_the_api_key_makes_the_split_sticky(resolve:
     assert (await resolve()).session_key == "alpha"
 
 
+async def test_a_completion_goes_on_from_its_prompt_and_a_message_does_not(resolve: Resolve) -> None:
+    assert (await resolve()).continues_prompt
+    assert (await resolve(token_ids=ids(5, 6))).continues_prompt
+    assert not (await resolve(chat=chat("hi"))).continues_prompt
+
+
 async def test_logprobs_absent_differs_from_zero(resolve: Resolve) -> None:
     assert (await resolve()).sampling.logprobs is None
 

@@ -84,6 +84,7 @@ generations = st.builds(
         spelled_ids=st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple),
     ),
     priority=st.sampled_from(Priority),
+    continues_prompt=st.booleans(),
 )
 grants = st.builds(
     Grant,

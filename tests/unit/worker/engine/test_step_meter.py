@@ -26,13 +26,15 @@ from tests.unit.worker.engine.speculation.test_speculative_step import speculati
 EXAMPLES = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-COSTS = StepCosts(1e-3, 1e-4, 1e-5, 2e-4, 1e-6)
+SCORED = 6  # the sequence whose prompt is scored
+COSTS = StepCosts(1e-3, 1e-4, 1e-5, 2e-4, 1e-6, 3e-4)
 
 
 def sequence(handle: int) -> SequenceState:
     prompt = [0] * (10 * (handle + 1))
+    sampling = Sampling(seed=1, prompt_logprobs=0 if handle == SCORED else None)
     return SequenceState(
-        handle, prompt, len(prompt), Sampling(seed=1), OutputLimits(1000), frozenset(), 0, (0, handle), 1000
+        handle, prompt, len(prompt), sampling, OutputLimits(1000), frozenset(), 0, (0, handle), 1000
     )
 
 
@@ -64,14 +66,17 @@ class Account:
             attended,
             batch.prefill_tokens,
             sum(attended_before(chunk.start, chunk.end) for chunk in batch.prefills),
+            sum(len(chunk.scored) for chunk in batch.prefills),
         )
         price = prices(COSTS, work, step_s)
         for handle, rows, length in decodes:
             self._expect(handle, price.decode(rows, length))
         for chunk in batch.prefills:
-            self._expect(chunk.sequence.handle, price.chunk(chunk.start, chunk.end))
+            self._expect(chunk.sequence.handle, price.chunk(chunk.start, chunk.end, len(chunk.scored)))
         for index, each in enumerate(batch.decodes):
             each.tokens += [0] * (1 + len(batch.proposals.get(index, ())) // 2)
+        for chunk in batch.prefills:  # its entries are taken before the step is charged
+            chunk.sequence.scored = chunk.end + 1
         self.meter.ended(members, step_s)
         self.take()
 

@@ -20,16 +20,18 @@ from services.worker.policy.device_share import (
 )
 
 Decode = tuple[int, int]  # rows and length
-Chunk = tuple[int, int]  # start and end
+Chunk = tuple[int, int, int]  # start, end, and how many of its tokens are scored
 
 decode_lists = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 100_000)), max_size=8)
 chunk_lists = st.lists(
-    st.tuples(st.integers(0, 50_000), st.integers(1, 4096)).map(lambda drawn: (drawn[0], sum(drawn))),
+    st.tuples(st.integers(0, 50_000), st.integers(1, 4096), st.sampled_from([0, 1, 9])).map(
+        lambda drawn: (drawn[0], drawn[0] + drawn[1], min(drawn[1], drawn[2]))
+    ),
     max_size=4,
 )
 durations = st.floats(0.0, 1.0)
 unit_costs = st.floats(0.0, 1e-2)
-costs = st.builds(StepCosts, unit_costs, unit_costs, unit_costs, unit_costs, unit_costs)
+costs = st.builds(StepCosts, *[unit_costs] * 6)
 
 
 def work_of(decodes: list[Decode], chunks: list[Chunk]) -> StepWork:
@@ -37,8 +39,9 @@ def work_of(decodes: list[Decode], chunks: list[Chunk]) -> StepWork:
         len(decodes) + len(chunks),
         sum(rows for rows, _ in decodes),
         sum(length for _, length in decodes),
-        sum(end - start for start, end in chunks),
-        sum(attended_before(*chunk) for chunk in chunks),
+        sum(end - start for start, end, _ in chunks),
+        sum(attended_before(start, end) for start, end, _ in chunks),
+        sum(scored for _, _, scored in chunks),
     )
 
 
@@ -47,7 +50,7 @@ def shares(price: StepPrices, decodes: list[Decode], chunks: list[Chunk]) -> lis
 
 
 @settings(max_examples=400, deadline=None)
-@example(costs=StepCosts(2e-311, 0.0, 0.0, 0.0, 0.0), decodes=[], chunks=[(0, 1)], step_s=1.0)
+@example(costs=StepCosts(2e-311, 0.0, 0.0, 0.0, 0.0, 0.0), decodes=[], chunks=[(0, 1, 0)], step_s=1.0)
 @given(costs, decode_lists, chunk_lists, durations)
 def test_shares_are_not_negative_and_sum_to_the_step(
     costs: StepCosts, decodes: list[Decode], chunks: list[Chunk], step_s: float
@@ -81,6 +84,7 @@ def test_more_work_costs_no_less(
     assert price.decode(2, 100) >= price.decode(1, 100)
     assert price.chunk(0, 100 + tokens) >= price.chunk(0, 100)
     assert price.chunk(start, start + 100) >= price.chunk(0, 100)
+    assert price.chunk(0, 100, 99) >= price.chunk(0, 100)
 
 
 def test_a_prefill_pays_what_it_adds_to_the_step() -> None:
@@ -92,22 +96,25 @@ def test_a_prefill_pays_what_it_adds_to_the_step() -> None:
 
 
 def test_a_step_of_which_nothing_takes_time_is_shared_all_the_same() -> None:
-    price = prices(StepCosts(0.0, 0.0, 0.0, 1.0, 0.0), StepWork(2, 2, 20.0), 0.1)
+    price = prices(StepCosts(0.0, 0.0, 0.0, 1.0, 0.0, 0.0), StepWork(2, 2, 20.0), 0.1)
     assert 2 * price.decode(1, 10) == pytest.approx(0.1)
 
 
 def test_the_costs_follow_the_measured_steps() -> None:
-    true = StepCosts(4e-3, 2e-4, 3e-7, 1e-4, 5e-9)
+    true = StepCosts(4e-3, 2e-4, 3e-7, 1e-4, 5e-9, 6e-4)
     measured, rng, spent_s = MeasuredCosts(), random.Random(3), 0.0
     while spent_s < 5 * FIT_S:
         decodes = [(1, rng.randint(10, 5000)) for _ in range(rng.randint(1, 64))]
         start = rng.randint(0, 4000)
-        chunks = [(start, start + rng.randint(16, 512))] if rng.random() < 0.3 else []
+        size = rng.randint(16, 512)
+        scored = rng.choice((0, size))
+        chunks = [(start, start + size, scored)] if rng.random() < 0.3 else []
         work = work_of(decodes, chunks)
         step_s = sum(unit * amount for unit, amount in zip(true, (1, *work[1:]), strict=True))
         measured.add(work, step_s * rng.uniform(0.98, 1.02))
         spent_s += step_s
     assert measured.costs[:4] == pytest.approx(true[:4], rel=0.2)
+    assert measured.costs.scored_s == pytest.approx(true.scored_s, rel=0.2)
 
 
 def test_without_a_prefill_a_prompt_token_is_taken_to_cost_what_a_row_does() -> None:
@@ -116,6 +123,15 @@ def test_without_a_prefill_a_prompt_token_is_taken_to_cost_what_a_row_does() -> 
         rows = rng.randint(1, 64)
         measured.add(StepWork(rows, rows, rows * 100.0), 4e-3 + rows * 2e-4)
     assert measured.costs.prefill_s == measured.costs.row_s > 0.0
+
+
+def test_a_scored_prompt_pays_for_the_head_over_its_rows_and_its_neighbours_do_not() -> None:
+    """Of 512 tokens the head takes 3 ms of a step: without it the decodes would pay a part of that."""
+    costs = StepCosts(1e-3, 1e-4, 0.0, 1e-5, 0.0, 3e-3 / 512)
+    step_s = 1e-3 + 8 * 1e-4 + 512 * 1e-5 + 3e-3
+    price = prices(costs, StepWork(9, 8, 800.0, 512, 0, 512), step_s)
+    assert price.decode(1, 100) == pytest.approx(1e-4 + 1e-3 / 9)
+    assert price.chunk(0, 512, 512) == pytest.approx(512 * 1e-5 + 3e-3 + 1e-3 / 9)
 
 
 def test_contradictory_samples_change_nothing() -> None:

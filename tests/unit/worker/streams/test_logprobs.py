@@ -73,6 +73,16 @@ def test_the_output_begins_with_the_prompt_and_the_text_of_each_token(bench: Ben
     assert reader.ends[1].output_tokens == 2
 
 
+def test_the_output_goes_on_from_the_text_of_a_prompt_that_it_continues(bench: Bench, reader: Reader) -> None:
+    spec = scoring(bench, max_tokens=3)
+    reader.stream.start(1, replace(spec, generation=replace(spec.generation, continues_prompt=True)))
+    step(bench, ENTRIES, 0xA9, logprobs={1: [wire.SampledLogprobs(-0.25, [], [])]})
+    (frame,) = reader.read()
+    entries = frame.logprobs[0]
+    assert [each.text for each in entries] == ["", "", "é", "a", "", "é"], "the character of two tokens"
+    assert reader.text[1] == "é"
+
+
 def test_a_request_without_output_ends_with_its_prefill_and_is_charged_for_it(
     bench: Bench, reader: Reader
 ) -> None:

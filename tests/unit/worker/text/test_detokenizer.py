@@ -16,6 +16,7 @@ from services.core.errors import FailedPrecondition
 from services.worker.text.detokenizer import (
     ByteLevelVocabulary,
     Detokenizer,
+    Vocabulary,
     WindowedVocabulary,
     byte_of_char,
     is_byte_level,
@@ -234,6 +235,55 @@ def test_bytes_are_never_held_for_long(ids: list[int]) -> None:
         held = 0 if detokenizer.feed(token) else held + 1
         assert held < 4
     assert len(detokenizer.flush()) == held
+
+
+# --- output behind a prompt ------------------------------------------------------------------------
+
+
+def id_of(tokenizer: Tokenizer, text: str) -> int:
+    found = tokenizer.token_to_id(text)
+    assert found is not None
+    return found
+
+
+def behind(vocabulary: Vocabulary, prompt: list[int], output: list[int]) -> str:
+    """Return the text of a prompt and that of an output that goes on from it."""
+    before = vocabulary.open()
+    text = "".join([before.feed(token) for token in prompt])
+    return text + stream(vocabulary.open(prompt), output)
+
+
+@lax
+@given(prompt=words, output=words, cut=st.integers(0, 400))
+def test_prompt_and_output_are_one_text_of_byte_fallback(prompt: str, output: str, cut: int) -> None:
+    ids = LLAMA.encode(f"{prompt} {output}").ids
+    vocabulary = WindowedVocabulary(LLAMA, byte_fallback=True)
+    assert behind(vocabulary, ids[:cut], ids[cut:]) == LLAMA.decode(ids)
+
+
+@lax
+@given(ids=st.lists(st.integers(1, 15), max_size=50), cut=st.integers(0, 50))
+def test_prompt_and_output_are_one_text_of_metaspace(ids: list[int], cut: int) -> None:
+    special = id_of(METASPACE, "</s>")
+    vocabulary = WindowedVocabulary(METASPACE, byte_fallback=False)
+    assert behind(vocabulary, ids[:cut], ids[cut:]) == METASPACE.decode(ids)
+    assert behind(vocabulary, [*ids[:cut], special], ids[cut:]) == METASPACE.decode(ids)
+
+
+@lax
+@given(ids=st.lists(st.integers(0, 262), max_size=50), cut=st.integers(0, 50))
+def test_prompt_and_output_are_one_text_of_bytes(byte_level: Tokenizer, ids: list[int], cut: int) -> None:
+    vocabulary = ByteLevelVocabulary(byte_level)
+    assert behind(vocabulary, ids[:cut], ids[cut:]) == byte_level.decode(ids)
+
+
+def test_an_output_keeps_the_blank_that_parts_it_from_its_prompt() -> None:
+    prompt, output = [id_of(LLAMA, "▁ab")], [id_of(LLAMA, "▁th"), id_of(LLAMA, "a")]
+    vocabulary = WindowedVocabulary(LLAMA, byte_fallback=True)
+    assert stream(vocabulary.open(prompt), output) == " tha"
+    assert stream(vocabulary.open(), output) == "tha", "a text of its own begins without it"
+    wide = [byte + 3 for byte in "漢".encode()]
+    assert stream(vocabulary.open([*prompt, *wide * 99, *wide[:1]]), [*wide[1:], *output]) == "漢 tha"
 
 
 # --- loading ---------------------------------------------------------------------------------------

@@ -7,15 +7,23 @@ these.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
-from msgspec import Struct
+import msgspec
+from msgspec import Raw, Struct, structs
 
 from services.core.generation import TokenLogprobs
 
 _LOWEST_LOGPROB: Final = -9999.0
+# Alternatives included: a few milliseconds of the event loop.
+SLICE_LOGPROBS: Final = 1024
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+# What makes a result in steps of a few milliseconds.
+Steps = Generator[None, None, Result]
+_encode: Final = msgspec.json.Encoder().encode
 
 
 class CompletionLogprobs(Struct, frozen=True):
@@ -60,6 +68,43 @@ class PromptPart:
         return max(0, self.tokens - first)
 
 
+def slices_of(entries: Sequence[TokenLogprobs]) -> list[slice]:
+    """Return the slices in which a list of entries is written, of a few milliseconds each; at least one."""
+    size = max(1, SLICE_LOGPROBS // (1 + len(entries[-1].top_ids))) if entries else 1
+    return [slice(first, first + size) for first in range(0, len(entries), size)] or [slice(0)]
+
+
+def encoded(slices: Iterable[list[Item]]) -> Steps[list[Item]]:
+    """Return a list as its JSON, made slice by slice."""
+    pieces = []
+    for part in slices:
+        pieces.append(_encode(part)[1:-1])
+        yield
+    whole: list[Item] = _joined(pieces)
+    return whole
+
+
+def _joined(pieces: Iterable[bytes]) -> Any:
+    """Return the JSON of a list in place of the list."""
+    return Raw(b"[" + b",".join(pieces) + b"]")
+
+
+def sliced_completion_logprobs(
+    entries: Sequence[TokenLogprobs], *, begins: bool
+) -> Steps[CompletionLogprobs]:
+    slices, offset_chars = slices_of(entries), 0
+    if len(slices) == 1:
+        return completion_logprobs(entries, 0, begins=begins)
+    columns: list[list[bytes]] = [[], [], [], []]
+    for part in slices:
+        found = completion_logprobs(entries[part], offset_chars, begins=begins and not part.start)
+        for column, values in zip(columns, structs.astuple(found), strict=True):
+            column.append(_encode(values)[1:-1])
+        offset_chars += sum(len(entry.text) for entry in entries[part])
+        yield
+    return CompletionLogprobs(*map(_joined, columns))
+
+
 def completion_logprobs(
     entries: Sequence[TokenLogprobs], offset_chars: int, *, begins: bool
 ) -> CompletionLogprobs:
@@ -76,10 +121,14 @@ def completion_logprobs(
     return CompletionLogprobs([entry.token for entry in entries], own, tops, offsets)
 
 
-def prompt_logprobs(ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
-    """Return the log-probabilities of a prompt's tokens."""
+def sliced_prompt_logprobs(ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Steps[PromptLogprobs]:
+    """Return the log-probabilities of a prompt's tokens, as JSON."""
+    return (yield from encoded(_places(ids[part], entries[part], part.start) for part in slices_of(entries)))
+
+
+def _places(ids: Sequence[int], entries: Sequence[TokenLogprobs], first: int | None) -> PromptLogprobs:
     found: PromptLogprobs = [_ranked(token, entry) for token, entry in zip(ids, entries, strict=True)]
-    return [None, *found[1:]]
+    return found if first else [None, *found[1:]]
 
 
 def _ranked(token: int, entry: TokenLogprobs) -> dict[str, PromptLogprob]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from services.gateway.faces.openai.answers import (
     chat_logprobs,
     whole_answer,
 )
+from services.gateway.faces.openai.completions import logprobs as lists
 from services.gateway.faces.openai.completions.logprobs import completion_logprobs
 from services.gateway.faces.openai.errors import HttpProblem, error_body, error_headers, status_of
 from services.gateway.faces.openai.requests import ApiRequest
@@ -108,6 +110,21 @@ def test_of_two_tokens_with_one_text_the_likelier_stays() -> None:
     assert completion_logprobs([twin], 0, begins=False).top_logprobs == [{"\ufffd": -1.0}]
 
 
+def steps_of(steps: Generator[None, None, bytes]) -> tuple[bytes, int]:
+    """Return the result of steps, and how many there were."""
+    count = 1
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value, count
+        count += 1
+
+
+def answer_of(*args: Any) -> bytes:
+    return steps_of(whole_answer(*args))[0]
+
+
 def whole(texts: list[str], logprobs: list[list[TokenLogprobs]]) -> Completion:
     results = tuple(
         ChoiceResult(n, FinishReason.LENGTH if n else FinishReason.STOP, "", 2) for n in range(len(texts))
@@ -120,7 +137,7 @@ def whole(texts: list[str], logprobs: list[list[TokenLogprobs]]) -> Completion:
 def test_choices_of_several_prompts_are_numbered_through() -> None:
     want = wanted("completions", generations=(None, None), choices=2, stream=False)
     answer = json.loads(
-        whole_answer(want, [whole(["a", "b"], [[], []]), whole(["c", "d"], [[], []])], 7, "req_1")
+        answer_of(want, [whole(["a", "b"], [[], []]), whole(["c", "d"], [[], []])], 7, "req_1")
     )
     assert [(c["index"], c["text"], c["finish_reason"]) for c in answer["choices"]] == [
         (0, "a", "stop"),
@@ -133,7 +150,7 @@ def test_choices_of_several_prompts_are_numbered_through() -> None:
 
 
 def test_a_whole_chat_answer() -> None:
-    answer = json.loads(whole_answer(wanted(logprobs=True), [whole(["hi"], [[ENTRY]])], 7, "req_1"))
+    answer = json.loads(answer_of(wanted(logprobs=True), [whole(["hi"], [[ENTRY]])], 7, "req_1"))
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "hi", "refusal": None}
     assert answer["choices"][0]["logprobs"]["refusal"] is None
@@ -242,7 +259,7 @@ def scored(texts: list[str], outputs: int = 1) -> Completion:
 
 def test_an_echoed_prompt_precedes_text_and_logprobs_with_exact_offsets() -> None:
     want = wanted("completions", logprobs=True, echo=True, scores_prompt=True)
-    for choice in json.loads(whole_answer(want, [scored(["b", "b"])], 7, "r"))["choices"]:
+    for choice in json.loads(answer_of(want, [scored(["b", "b"])], 7, "r"))["choices"]:
         assert choice["text"] == "éxb"
         logprobs = choice["logprobs"]
         assert logprobs["tokens"] == ["<|b|>", "\ufffd", "\ufffd", "x", "b"]
@@ -270,7 +287,7 @@ def test_a_streamed_prompt_is_the_same_put_together_and_usage_counts_output_alon
 
 def test_a_prompt_without_logprobs_is_echoed_as_it_came_and_once() -> None:
     want = wanted("completions", echo=True, generations=(inference_pb2.Generation(prompt="Hé "),))
-    answer = json.loads(whole_answer(want, [whole(["b"], [[]])], 7, "r"))
+    answer = json.loads(answer_of(want, [whole(["b"], [[]])], 7, "r"))
     assert answer["choices"][0]["text"] == "Hé b"
     frames = Frames(want, IDENTITY)
     frames.start(0, 3, split=False)
@@ -299,7 +316,7 @@ def test_prompt_logprobs_are_as_vllm_has_them() -> None:
     ]
     for dialect, logprobs in (("chat", True), ("completions", False)):
         want = wanted(dialect, logprobs=logprobs, prompt_logprobs=True, scores_prompt=True)
-        answer = json.loads(whole_answer(want, [scored(["b"])], 7, "r"))
+        answer = json.loads(answer_of(want, [scored(["b"])], 7, "r"))
         choice = answer["choices"][0]
         assert (answer if dialect == "chat" else choice)["prompt_logprobs"] == expected
         if dialect == "chat":
@@ -307,3 +324,35 @@ def test_prompt_logprobs_are_as_vllm_has_them() -> None:
             assert choice["message"]["content"] == "b"
         else:
             assert (choice["text"], choice["logprobs"]) == ("b", None)
+
+
+def many(count: int, alternatives: int) -> list[TokenLogprobs]:
+    """Return entries, each unlike the others."""
+    tops = [tuple(f"é{place}.{number}" for number in range(alternatives)) for place in range(count)]
+    return [
+        TokenLogprobs(
+            -place / 7, tuple(range(alternatives)), (-0.5,) * alternatives, top, f"t{place}", "ab", 1
+        )
+        for place, top in enumerate(tops)
+    ]
+
+
+@pytest.mark.parametrize("alternatives", [0, 3])
+def test_large_answers_are_those_of_one_piece(monkeypatch: pytest.MonkeyPatch, alternatives: int) -> None:
+    entries = many(1000, alternatives)
+    asked = (
+        wanted("completions", logprobs=True, scores_prompt=True, prompt_logprobs=True, echo=True),
+        wanted("chat", logprobs=True, scores_prompt=True, prompt_logprobs=True),
+        wanted("completions", logprobs=True),
+    )
+    for request in asked:
+        completion = replace(
+            whole(["x"], [entries]), accepted=Accepted("r", "m", "sha256:x", 1, 1, 900), ids=[[*range(1000)]]
+        )
+        sliced, steps = steps_of(whole_answer(request, [completion], 7, "r"))
+        assert steps > len(entries) * (1 + alternatives) / lists.SLICE_LOGPROBS
+        with monkeypatch.context() as patched:
+            patched.setattr(lists, "SLICE_LOGPROBS", 10**6)
+            at_once, few = steps_of(whole_answer(request, [completion], 7, "r"))
+        assert few <= 2
+        assert sliced == at_once

@@ -39,7 +39,7 @@ async def _run(hosts: list[str]) -> list[tuple[int, str]]:
     await asyncio.gather(*(_request(turns, host) for host in hosts))
     counting.cancel()
     await asyncio.sleep(0)
-    assert not turns._waiting
+    assert not turns.turns._waiting
     return app.begun
 
 
@@ -69,4 +69,4 @@ async def test_a_request_that_is_cancelled_takes_no_turn() -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert len(app.begun) == BEGUN_PER_TURN + 10
-    assert not turns._waiting
+    assert not turns.turns._waiting

@@ -19,10 +19,11 @@ from services.core.outputs.tools import (
     ToolCall,
 )
 from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens
-from services.gateway.faces.openai.answers import AnswerHead, Frames, whole_answer
+from services.gateway.faces.openai.answers import AnswerHead, Frames
 from services.gateway.faces.openai.requests import ApiRequest, chat_request
 from services.gateway.faces.openai.tokens import tokenize_request
 from services.gateway.requests.streaming import Completion
+from tests.unit.gateway.faces.openai.test_answers import answer_of
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
 FIND = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": SCHEMA}}
@@ -100,7 +101,7 @@ def message_of(answer: AssistantAnswer) -> Any:
     result = ChoiceResult(0, FinishReason.TOOL_CALLS if answer.calls else FinishReason.STOP, "", 3)
     finished = Finished((result,), Usage(1, 3), StageClock(0))
     completion = Completion(accepted, ["raw"], [[1]], [[]], finished, [answer])
-    return json.loads(whole_answer(REQUEST, [completion], 1, "r"))["choices"][0]
+    return json.loads(answer_of(REQUEST, [completion], 1, "r"))["choices"][0]
 
 
 def test_a_whole_answer_has_calls_and_reasoning() -> None:

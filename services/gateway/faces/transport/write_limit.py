@@ -1,0 +1,41 @@
+"""The time limit of a write, which runs only while the client accepts nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+
+class WriteLimit:
+    """The block raises TimeoutError once the client accepts no byte for ``limit_s``, up to twice that.
+
+    A large answer takes long on a slow line, which is no reason to end it. ``accepted`` returns how many
+    bytes the client has accepted. Its first call is after ``limit_s``, since most writes do not wait.
+    """
+
+    def __init__(self, limit_s: float, accepted: Callable[[], int]) -> None:
+        self._limit_s = limit_s
+        self._accepted = accepted
+        self._limit = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._wait(None)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._limit.__aexit__(kind, error, trace)
+
+    def _wait(self, accepted: int | None) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._check, accepted)
+
+    def _check(self, before: int | None) -> None:
+        if (accepted := self._accepted()) == before:
+            self._limit.reschedule(asyncio.get_running_loop().time())
+        else:
+            self._wait(accepted)
