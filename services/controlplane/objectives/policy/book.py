@@ -7,8 +7,10 @@ loaded together, so that a report is either in both or in none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec.structs import replace
 
 from services.controlplane.objectives.policy.burn import BurnRings, counted
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReport, SliSums
