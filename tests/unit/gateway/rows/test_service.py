@@ -430,6 +430,7 @@ async def test_new_limits_of_a_tenant_and_a_key_apply_to_the_next_request(gatewa
     with pytest.raises(RequestRateExceeded):
         await embed(gateway, "the fox")
     gateway.put_tenant(Tenant(Meta("acme")))
+    await embed(gateway, "the fox")
     key = ApiKey(Meta("alpha"), KeyRole.TENANT, KEY_HASH, "acme", limits=UsageLimits(requests_per_minute=1))
     gateway.keys.put(KEYS + "alpha", key)
     await embed(gateway, "the fox")
