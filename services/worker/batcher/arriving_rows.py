@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Final
 
@@ -43,10 +42,6 @@ class ArrivingRows:
         width = width_of(self._widths, length)
         self._counts[width] += 1
         return width
-
-    def width_of(self, tokens: float) -> int:
-        """Return the least width for rows with so many tokens on average."""
-        return width_of(self._widths, math.ceil(tokens))
 
     def ended(self, rows: int, now_s: float) -> None:
         """Count a batch whose answers are on their way."""

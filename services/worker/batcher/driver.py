@@ -33,6 +33,7 @@ from services.worker.batcher.policy.flush import (
     Linger,
 )
 from services.worker.batcher.policy.isolation import RunFailure, RunPlace
+from services.worker.batcher.policy.length_buckets import mixed_width
 from services.worker.batcher.policy.linger import BatchObjective, window_of
 from services.worker.batcher.policy.turns import TURN_RATIO, TenantTurns
 from services.worker.batcher.policy.waiting import (
@@ -382,7 +383,7 @@ class Batcher:
         short rows would wait for long ones of others.
         """
         mixes = self._model.packs and tags is None
-        groups = self._waiting.mixed_groups(self._arrivals.width_of) if mixes else self._waiting.groups(tags)
+        groups = self._waiting.mixed_groups(mixed_width) if mixes else self._waiting.groups(tags)
         for key, group in groups:
             expected = self._arrivals.expected(None if group.mixed else group.width, now_s)
             found = self._context.window.decide(group, device, expected, now_s)
@@ -409,7 +410,7 @@ class Batcher:
             tags=tags,
         )
         chosen = chosen[: self._fitting(chosen)]
-        width = self._arrivals.width_of(mean_width(chosen)) if group.mixed else group.width
+        width = mixed_width(mean_width(chosen)) if group.mixed else group.width
         if group.mixed:  # neighbours of one length are computed together
             chosen.sort(key=lambda row: self._live[row.number].length)
         rows = [self._live[row.number] for row in chosen]
