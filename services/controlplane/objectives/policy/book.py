@@ -166,7 +166,7 @@ class SliBook:
 
     def _burn(self, key: BurnKey, sums: SliSums, objective: Objective, at_s: float) -> None:
         if key not in self.burns and len(self.burns) >= MAX_BURNS:
-            key = replace(key, arm=replace(key.arm, version_digest=""))
+            key = BurnKey(replace(key.arm, version_digest=""), key.priority)
         self.burns.setdefault(key, BurnRings()).add(counted(sums, objective), at_s)
 
     def _add_window(self, window: GateWindow, arms: Mapping[str, ArmWindow], now_s: float) -> None:
