@@ -121,8 +121,7 @@ class RowsGateway:
             for name, folder in folders.items():
                 runner.load(digest_of(name), folder)
         self.runner = runner
-        self.limiter = limiter or MemoryLimiter(CLOCK)
-        self.held = held
+        self.limiter, self.held = limiter or MemoryLimiter(CLOCK), held
         self.quarantine = quarantine or MemoryQuarantine(CLOCK)
         self.reported: list[RequestUsage] = []
         self.supervisor, self.metrics = Supervisor(CLOCK), Metrics()
