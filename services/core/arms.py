@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec import Struct
+
 from services.core.estimates.sketch import Sketch
 from services.core.estimates.traffic_shapes import TrafficShapes
 from services.core.records import Priority
@@ -26,16 +28,14 @@ _BITS: Final = 64  # of a cluster's count of sessions
 PROMPT_SIZES: Final = 10
 
 
-@dataclass(frozen=True, slots=True)
-class ArmKey:
+class ArmKey(Struct, frozen=True, gc=False):
     """One version of a deployment."""
 
     model: str  # the deployment
     version_digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class SliKey:
+class SliKey(Struct, frozen=True, gc=False):
     """Where a request is counted. ``zone``: of the gateway."""
 
     arm: ArmKey

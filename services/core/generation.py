@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from msgspec import Struct
+
 from services.core.outputs.forms import OutputForm
 from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import KeyRole, Priority
@@ -283,8 +285,10 @@ class Usage:
     device_s: float = field(default=0.0, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class StageClock:
+NO_USAGE: Final = Usage(0, 0)
+
+
+class StageClock(Struct, frozen=True, gc=False):
     """Duration of each stage in microseconds; see StageClock in common.proto."""
 
     received_unix_us: int

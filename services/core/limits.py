@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from msgspec import Struct
+
 if TYPE_CHECKING:  # records, which generations use, contain these types
     from services.core.generation import Usage
 
@@ -40,8 +42,7 @@ TOKEN_RATES: Final = (LimitKind.TOKENS, LimitKind.INPUT_TOKENS, LimitKind.OUTPUT
 BUDGETS: Final = (LimitKind.MONTH_MICROS, LimitKind.DAY_MICROS)
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(Struct, frozen=True, gc=False):
     """A limit of one scope of a tenant. ``name`` is the key's id or the end user; empty for the tenant."""
 
     kind: LimitKind
@@ -50,8 +51,7 @@ class Limit:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(Struct, frozen=True, gc=False):
     """What one request takes of a limit: 1 request, 1 slot, its tokens, or its worst-case cost."""
 
     limit: Limit

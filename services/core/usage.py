@@ -8,13 +8,12 @@ workers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from services.core.generation import Usage
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUsage:
+class RequestUsage(Struct, frozen=True):
     """A settled request, as its gateway reports it."""
 
     request_id: str
@@ -31,8 +30,7 @@ class RequestUsage:
     budgeted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceDeviceUse:
+class SequenceDeviceUse(Struct, frozen=True):
     """What one sequence used on one worker until it ended there."""
 
     request_id: str
@@ -48,8 +46,7 @@ class SequenceDeviceUse:
     device_s: float  # its share of the steps that it took part in
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceInterval:
+class DeviceInterval(Struct, frozen=True):
     """How a device spent an interval. ``busy_s``: engine steps; the rest of the interval it was idle."""
 
     worker_id: str

@@ -125,6 +125,8 @@ class ModelCatalog:
         # One index per view: views are immutable and change rarely.
         self._indexed: Mapping[str, Versioned[Worker]] | None = None
         self._index: dict[str, _Ready] = {}
+        self._routes: dict[str, Route] = {}  # of names without a split, by deployment
+        self._routed: Mapping[str, Versioned[Deployment]] | None = None
         self._ready_of: dict[str, Counter[str]] = {}
         self._restarting_of: dict[str, Counter[str]] = {}
 
@@ -141,7 +143,7 @@ class ModelCatalog:
         split = self._splits.of(model)
         if split is not None:
             return self._arm(held.record, split, caller)
-        route = self._served(held.record, held.mod_revision)
+        route = self._served(held)
         if caller is not None and caller.pin and caller.pin != route.version_digest:
             raise pin_refused(model, caller.pin, allowed=True)
         return route
@@ -356,17 +358,25 @@ class ModelCatalog:
         route = self._route(of_arm, split.mod_revision)
         return replace(route, deployment=deployment, arm=arm.name, step=step)
 
-    def _served(self, deployment: Deployment, mod_revision: int) -> Route:
+    def _served(self, held: Versioned[Deployment]) -> Route:
         """Return the route to the version that takes new requests."""
-        self._remember(deployment.model, deployment.version_digest)
         self._refresh()
+        name = held.record.meta.name
+        found = self._routes.get(name)
+        if found is None:
+            found = self._routes[name] = self._serving(held.record, held.mod_revision)
+        self._remember(held.record.model, held.record.version_digest)
+        if (digest := found.version_digest) != held.record.version_digest:
+            self._remember(self._ready(digest).model, digest)
+        return found
+
+    def _serving(self, deployment: Deployment, mod_revision: int) -> Route:
         name = deployment.meta.name
         digest = deployment.serving_digest(
             self._ready_of.get(name, _NO_REPLICAS), self._restarting_of.get(name, _NO_REPLICAS)
         )
         if digest == deployment.version_digest:
             return self._route(deployment, mod_revision)
-        self._remember(self._ready(digest).model, digest)
         before = replace(deployment, version_digest=digest)
         return replace(self._route(before, mod_revision), deployment=deployment)
 
@@ -390,7 +400,10 @@ class ModelCatalog:
         return self._index.get(version_digest, _NOWHERE)
 
     def _refresh(self) -> None:
-        workers = self._workers.view
+        workers, deployments = self._workers.view, self._deployments.view
+        if workers is not self._indexed or deployments is not self._routed:
+            self._routes.clear()
+            self._routed = deployments
         if workers is not self._indexed:
             self._index = _index(workers)
             records = [held.record for held in workers.values()]

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from msgspec import Struct
+
 from services.core.errors import FairwayError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.core.limits import RateState
@@ -57,8 +59,7 @@ def never() -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(Struct, frozen=True):
     """The receipt of a request at its face."""
 
     # The receipt on the monotonic clock.
@@ -133,8 +134,7 @@ class ChoiceResult:
     parts: tuple[OutputPart, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """Terminal event of a request that succeeded."""
 
     choices: tuple[ChoiceResult, ...]

@@ -6,11 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import structlog
+from msgspec.structs import replace
 
 from fairway.v1 import inference_pb2
 from services.core.errors import Draining, FairwayError, QueueFull, RequestRateExceeded, StoreUnavailable

@@ -19,7 +19,7 @@ from services.gateway.policy.retry import OutsideKills, RetryBudget
 from services.gateway.response_cache import ResponseCache
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
-from services.ports.limiter import Limiter
+from services.ports.limiter import HeldRates, Limiter
 from services.ports.placement import PlacementClient
 from services.ports.worker import WorkerClient
 from services.rpc.convert.times import seconds_of
@@ -89,6 +89,8 @@ class Ports:
     new_incident: Callable[[], str]
     # Builds the domain error of (reason, message) from a worker.
     error_of: Callable[[str, str], FairwayError]
+    # What the limiter decides at once; None: nothing.
+    held: HeldRates | None = None
     telemetry: GatewayTelemetry = field(default_factory=GatewayTelemetry)
     # Receives each request's usage once it is settled.
     report_usage: Callable[[RequestUsage], None] = lambda _event: None

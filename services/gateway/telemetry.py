@@ -7,6 +7,7 @@ frame and choice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Final
 
 import structlog
@@ -16,7 +17,7 @@ from services.core.arms import ArmKey, SliKey
 from services.core.errors import FairwayError, QueueFull
 from services.core.estimates.traffic_shapes import RequestShape
 from services.core.faults import fault_of
-from services.core.generation import GenerationSpec, StageClock, Usage
+from services.core.generation import NO_USAGE, GenerationSpec, StageClock, Usage
 from services.core.records import Priority
 from services.gateway.events import Finished, Received
 from services.gateway.policy.degrade import Degradation
@@ -136,7 +137,7 @@ class GatewayTelemetry:
             "Time of a request in one stage of its clock; stages sum to its latency",
             ("stage",),
         )
-        self._stages = {f"{name}_us": stages.cell(name) for name in STAGE_NAMES}
+        self._stages = tuple(stages.cell(name) for name in STAGE_NAMES)
 
     def begin(self, received: Received) -> RequestTelemetry:
         return RequestTelemetry(self, received)
@@ -149,7 +150,7 @@ class GatewayTelemetry:
     def full(self, tenant: str, model: str) -> None:
         """Count a request for a deployment that this gateway had no room for."""
         key = SliKey(ArmKey(model, ""), tenant, Priority.STANDARD, self.slis.zone)
-        self.slis.ended(SliSubject(key), RequestEnd(QueueFull.reason, Usage(0, 0), RequestLatencies()))
+        self.slis.ended(SliSubject(key), RequestEnd(QueueFull.reason, NO_USAGE, RequestLatencies()))
 
     def admission(self, outcome: str) -> None:
         self._admissions.add(outcome)
@@ -182,10 +183,9 @@ class GatewayTelemetry:
     def ended(self, request: RequestTelemetry, outcome: str, reason: str, clock: StageClock) -> None:
         """Count a request that ended, and write its line."""
         self._requests.add(request.received.face, outcome, reason, fault_of(reason))
-        total_us = 0
-        for name, cell in self._stages.items():
-            stage_us: int = getattr(clock, name)
-            total_us += stage_us
+        stages_us = _stages_us(clock)
+        total_us = sum(stages_us)
+        for stage_us, cell in zip(stages_us, self._stages, strict=True):
             cell.observe(stage_us / 1e6)
         self._e2e.observe(total_us / 1e6, outcome)
         if request.tenant:
@@ -221,7 +221,7 @@ class RequestTelemetry:
         self._trace = StageTrace.open(owner.tracing, received)
         self.received = received
         self.tenant = self.tenant_label = self.model = self.model_label = ""
-        self.usage = Usage(0, 0)
+        self.usage = NO_USAGE
         self.latencies = RequestLatencies()
         self._subject: SliSubject | None = None
         self.fallback = False
@@ -323,7 +323,7 @@ class TokenPace:
         if last_s:
             gap_s = (now_s - last_s) / count
             self._itl.observe(gap_s, count)
-            self._latencies.itl.add(gap_s, count)
+            self._latencies.gap(gap_s, count)
         elif count:
             self._first_s = now_s
             self._ttft.observe(now_s - self._received_s)
@@ -405,5 +405,11 @@ def _write_line(
         cached_tokens=request.usage.cached_tokens,
         output_tokens=request.usage.output_tokens,
         total_ms=round(total_us / 1e3, 3),
-        **{f"{name}_ms": round(getattr(clock, f"{name}_us") / 1e3, 3) for name in STAGE_NAMES},
+        **{name: round(us / 1e3, 3) for name, us in zip(_STAGES_MS, _stages_us(clock), strict=True)},
     )
+
+
+_stages_us: Final[Callable[[StageClock], tuple[int, ...]]] = attrgetter(
+    *(f"{name}_us" for name in STAGE_NAMES)
+)
+_STAGES_MS: Final = tuple(f"{name}_ms" for name in STAGE_NAMES)

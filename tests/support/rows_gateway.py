@@ -56,6 +56,7 @@ from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.idempotency import IdempotencyStore
+from services.ports.limiter import HeldRates
 from services.rpc.server import RpcServer, Service
 from services.rpc.status import by_reason
 from services.runtime import secrets
@@ -105,6 +106,7 @@ class RowsGateway:
         *,
         records: IdempotencyStore | None = None,
         limiter: Any = None,
+        held: HeldRates | None = None,
         owner: str = "g0",
         runner: Any = None,
         quarantine: MemoryQuarantine | None = None,
@@ -119,7 +121,7 @@ class RowsGateway:
             for name, folder in folders.items():
                 runner.load(digest_of(name), folder)
         self.runner = runner
-        self.limiter = limiter or MemoryLimiter(CLOCK)
+        self.limiter, self.held = limiter or MemoryLimiter(CLOCK), held
         self.quarantine = quarantine or MemoryQuarantine(CLOCK)
         self.reported: list[RequestUsage] = []
         self.supervisor, self.metrics = Supervisor(CLOCK), Metrics()
@@ -163,6 +165,7 @@ class RowsGateway:
         nothing: Any = None
         return Ports(
             limiter=self.limiter,
+            held=self.held,
             placement=nothing,
             workers=nothing,
             clock=CLOCK,

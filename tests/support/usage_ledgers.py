@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from fairway.v1 import controlplane_pb2 as pb
 from services.controlplane.usage.ledger import UsageLedger

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Final
 
 import structlog
+from msgspec.structs import replace
 
 from services.adapters.quotas.settlement_spool import SettlementSpool
 from services.core.errors import (
@@ -20,7 +20,7 @@ from services.core.errors import (
 from services.core.generation import Usage
 from services.core.limits import BUDGETS, Claim, Limit, LimitKind, Price
 from services.ports.clock import Clock
-from services.ports.limiter import NO_PRICE, Limiter, Reservation, Spent
+from services.ports.limiter import NO_PRICE, HeldRates, Limiter, Reservation, Spent
 
 log = structlog.get_logger()
 _MAX_UNSETTLED: Final = 100_000
@@ -51,6 +51,7 @@ class FallbackLimiter:
         clock: Clock,
         *,
         gateways: Callable[[], int] = lambda: 1,
+        held: HeldRates | None = None,
         spool: SettlementSpool | None = None,
         closed: Collection[LimitKind] = (),
         observe: Callable[[LimitKind, bool], None] = lambda kind, admitted: None,
@@ -58,14 +59,15 @@ class FallbackLimiter:
         """``local`` is always available and marks its reservations, such as ``MemoryLimiter(clock,
         local=True)``.
 
-        ``gateways`` returns the last observed number of gateways. Without ``spool``, settlements that wait
-        end with the process. ``observe`` is called for each limit that is decided without the store, with
-        whether it was open.
+        ``gateways`` returns the last observed number of gateways. ``held``: of ``primary``. Without
+        ``spool``, settlements that wait end with the process. ``observe`` is called for each limit that is
+        decided without the store, with whether it was open.
         """
         self._primary = primary
         self._local = local
         self._clock = clock
         self._gateways = gateways
+        self._held = held
         self._spool = spool
         self._closed = frozenset((*closed, *BUDGETS))
         self._observe = observe
@@ -121,6 +123,20 @@ class FallbackLimiter:
         # Not corrected at the end: a local bucket lives as long as an outage.
         await self._local.take(reservation.tenant_id, [each for each in lowered if each.limit.limit > 0])
         return reservation
+
+    def admit_held(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation | None:
+        """See ``ports.limiter.HeldRates``: none while settlements wait, whose room ``admit`` checks."""
+        if self._held is None or self._unsettled:
+            return None
+        return self._held.admit_held(tenant_id, request_id, limits)
+
+    def reserve_held(self, reservation: Reservation, claims: Sequence[Claim]) -> bool:
+        """See ``ports.limiter.HeldRates``."""
+        return self._held is not None and self._held.reserve_held(reservation, claims)
+
+    def settle_held(self, reservation: Reservation, usage: Usage) -> bool:
+        """See ``ports.limiter.HeldRates``."""
+        return self._held is not None and self._held.settle_held(reservation, usage)
 
     async def spend(self, tenant_id: str, per_minute: int) -> None:
         try:

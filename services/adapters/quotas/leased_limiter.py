@@ -48,7 +48,9 @@ class _Tenant(TenantSlices):
 
 
 class LeasedLimiter:
-    """A ``Limiter`` decorator. Only requests whose limits are all rates of a tenant or a key are leased.
+    """A ``Limiter`` decorator, and its ``HeldRates``.
+
+    Only requests whose limits are all rates of a tenant or a key are leased.
 
     Slots, budgets and the limits of end users stay exact in the store. A leased reservation has no record
     there: a killed gateway's requests are charged as claimed, and so are those under an idempotency key.
@@ -94,10 +96,18 @@ class LeasedLimiter:
             return await self._inner.admit(tenant_id, request_id, limits, claims, price)
         if not tenant.take(rates, now_s):
             await self._refill(tenant_id, tenant, rates)
-        self._leased[request_id] = ()
-        if len(self._leased) > _MAX_LEASED:
-            self._leased.popitem(last=False)
-        return Reservation(tenant_id, request_id)
+        return self._leased_to(tenant_id, request_id)
+
+    def admit_held(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation | None:
+        """See ``ports.limiter.HeldRates``: only with enough in the slices."""
+        tenant = self._tenants.get(tenant_id)
+        if tenant is None or not (rates := _leasable(limits)):
+            return None
+        now_s = self._clock.monotonic_s()
+        if not tenant.take(rates, now_s):
+            return None
+        tenant.observe(now_s, rates, decision=True)
+        return self._leased_to(tenant_id, request_id)
 
     async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         held = self._leased.get(reservation.request_id)
@@ -115,6 +125,19 @@ class LeasedLimiter:
         self._leased[reservation.request_id] = leased
         return reservation
 
+    def reserve_held(self, reservation: Reservation, claims: Sequence[Claim]) -> bool:
+        """See ``ports.limiter.HeldRates``."""
+        tenant = self._tenants.get(reservation.tenant_id)
+        if tenant is None or reservation.request_id not in self._leased:
+            return False
+        leased = tuple(claim for claim in claims if claim.limit.limit > 0)
+        now_s = self._clock.monotonic_s()
+        if not all(is_leasable(claim.limit) for claim in leased) or not tenant.take(leased, now_s):
+            return False
+        tenant.observe(now_s, leased, decision=False)
+        self._leased[reservation.request_id] = leased
+        return True
+
     async def spend(self, tenant_id: str, per_minute: int) -> None:
         await self._inner.spend(tenant_id, per_minute)
 
@@ -128,14 +151,19 @@ class LeasedLimiter:
         await self._inner.renew([each for each in running if each[0].request_id not in self._leased])
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+        if not self.settle_held(reservation, usage):
+            await self._inner.settle(reservation, usage, spooled=spooled)
+
+    def settle_held(self, reservation: Reservation, usage: Usage) -> bool:
+        """See ``ports.limiter.HeldRates``: every leased request."""
         claims = self._leased.pop(reservation.request_id, None)
         if claims is None:
-            await self._inner.settle(reservation, usage, spooled=spooled)
-            return
+            return False
         tenant = self._tenant(reservation.tenant_id)
         for claim in claims:
             if claim.limit.kind in TOKEN_RATES:
-                tenant.correct(claim.limit, claim.amount - used_of(claim.limit.kind, usage, Price()))
+                tenant.correct(claim.limit, claim.amount - used_of(claim.limit.kind, usage, NO_PRICE))
+        return True
 
     async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
         await self._inner.checkpoint(tenant_id, request_id, usage)
@@ -171,6 +199,12 @@ class LeasedLimiter:
             if tenant.take(claims, self._clock.monotonic_s()):
                 return
         await self._inner.take(tenant_id, claims)  # concurrent requests used what was added
+
+    def _leased_to(self, tenant_id: str, request_id: str) -> Reservation:
+        self._leased[request_id] = ()
+        if len(self._leased) > _MAX_LEASED:
+            self._leased.popitem(last=False)
+        return Reservation(tenant_id, request_id)
 
     def _tenant(self, tenant_id: str) -> _Tenant:
         tenant = self._tenants.get(tenant_id)

@@ -60,11 +60,13 @@ class GatewayQuotas:
             unsettled=lambda: limiter.unsettled,
             spool_bytes=lambda: spool.size_bytes,
         )
+        leased = LeasedLimiter(observed, clock, gateways=lambda: len(gateways.view))
         self.limiter = limiter = FallbackLimiter(
-            LeasedLimiter(observed, clock, gateways=lambda: len(gateways.view)),
+            leased,
             MemoryLimiter(clock, local=True),
             clock,
             gateways=lambda: len(gateways.view),
+            held=leased,
             spool=spool,
             closed=_closed_kinds(settings),
             observe=observed.decided_without_store,

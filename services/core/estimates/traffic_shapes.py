@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from msgspec import Struct
+
 MOST_CELLS: Final = 48
 MOST_PROBES: Final = 6
 _LEAST_WEIGHT: Final = 0.05
@@ -29,8 +31,7 @@ class SamplingKind(StrEnum):
     ROW = "row"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestShape:
+class RequestShape(Struct, frozen=True, gc=False):
     """``input_tokens``: of the prompt, or of a row; 0: rows have no length."""
 
     input_tokens: int

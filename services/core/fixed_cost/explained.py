@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from services.core.fixed_cost.rows import BatchWindow
 from services.core.records import Priority
@@ -10,8 +10,7 @@ from services.core.records import Priority
 MAX_TRIPS = 16  # in one explanation
 
 
-@dataclass(frozen=True, slots=True)
-class RowTrip:
+class RowTrip(Struct, frozen=True):
     """One stay of a row on a worker. See RowTrip in scheduler.proto."""
 
     row: int
@@ -28,8 +27,7 @@ class RowTrip:
     outcome: str = "ANSWERED"
 
 
-@dataclass(frozen=True, slots=True)
-class RowsExplanation:
+class RowsExplanation(Struct, frozen=True):
     """How a gateway ran the rows of one request. ``trips``: of its first rows."""
 
     tenant: str

@@ -5,8 +5,6 @@ Structs, not dataclasses: several of each are made for every row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from msgspec import Struct
 
 from services.core.errors import FairwayError
@@ -39,8 +37,7 @@ class RowSpec(Struct, frozen=True):
     transport_s: float = 0.0  # of 99 of 100 rows, there and back, as the gateway observed; 0: unknown
 
 
-@dataclass(frozen=True, slots=True)
-class BatchWindow:
+class BatchWindow(Struct, frozen=True, gc=False):
     """How long a batch might have waited when it started. See BatchWindow in common.proto."""
 
     width: int  # tokens of its length bucket; 0: rows of the model have no length
@@ -67,8 +64,7 @@ class RowEnd(Struct, frozen=True):
     stay_s: float = 0.0  # on the worker; 0: unknown
 
 
-@dataclass(frozen=True, slots=True)
-class RowsRequest:
+class RowsRequest(Struct, frozen=True):
     """The rows of one admitted request, all of one version and one computation."""
 
     request_id: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from services.core.errors import FairwayError, StoreUnavailable
 from services.core.generation import GenerationSpec, TokenLogprobs, Usage

@@ -6,9 +6,10 @@ import asyncio
 import hmac
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from typing import Final
+
+from msgspec.structs import replace
 
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError

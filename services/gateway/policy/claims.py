@@ -15,26 +15,7 @@ from services.core.generation import GenerationSpec
 from services.core.limits import PRICED_TOKENS, Claim, Limit, LimitKind, Price, Scope, UsageLimits
 from services.core.records import EACH_USER, ApiKey, Budget, Tenant
 
-
-@dataclass(frozen=True, slots=True)
-class Payer:
-    """Whose limits and budgets apply to a request.
-
-    ``user``: the client's name of its end user; empty: none, so that no limits of end users apply.
-    ``budgets``: of the tenant.
-    """
-
-    tenant: Tenant
-    key: ApiKey
-    user: str = ""
-    budgets: Sequence[Budget] = ()
-    # Each scope with its name and its limits.
-    scopes: tuple[tuple[Scope, str, UsageLimits], ...] = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        own = (Scope.TENANT, "", self.tenant.limits), (Scope.KEY, self.key.meta.name, self.key.limits)
-        users = ((Scope.USER, self.user, self.tenant.user_limits),) if self.user else ()
-        object.__setattr__(self, "scopes", own + users)
+_Scopes = Sequence[tuple[Scope, str, UsageLimits]]  # each scope with its name and its limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +45,59 @@ class RequestBounds:
 NO_BOUNDS: Final = RequestBounds()
 
 
-def bounds_of(payer: Payer) -> RequestBounds:
-    """Return the bounds that a request is validated against."""
-    limits = [(scope, found) for scope, _, found in payer.scopes]
+@dataclass(frozen=True, slots=True)
+class Payer:
+    """Whose limits and budgets apply to a request.
+
+    ``user``: the client's name of its end user; empty: none, so that no limits of end users apply.
+    ``budgets``: of the tenant.
+    """
+
+    tenant: Tenant
+    key: ApiKey
+    user: str = ""
+    budgets: Sequence[Budget] = ()
+    # Limits on requests and slots of all scopes, and on slots alone.
+    on_requests: tuple[Limit, ...] = field(init=False, compare=False)
+    on_slots: tuple[Limit, ...] = field(init=False, compare=False)
+    # Rates of tokens of all scopes.
+    token_rates: tuple[Limit, ...] = field(init=False, compare=False)
+    # What a request is validated against.
+    bounds: RequestBounds = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        own = (Scope.TENANT, "", self.tenant.limits), (Scope.KEY, self.key.meta.name, self.key.limits)
+        users = ((Scope.USER, self.user, self.tenant.user_limits),) if self.user else ()
+        scopes = own + users
+        admission = tuple(_admission_limits(scopes))
+        object.__setattr__(self, "on_requests", admission)
+        on_slots = tuple(limit for limit in admission if limit.kind is LimitKind.CONCURRENCY)
+        object.__setattr__(self, "on_slots", on_slots)
+        object.__setattr__(self, "token_rates", tuple(_token_rates(scopes)))
+        object.__setattr__(self, "bounds", _bounds_of(scopes))
+
+
+def _admission_limits(scopes: _Scopes) -> Iterator[Limit]:
+    for scope, name, limits in scopes:
+        if limits.requests_per_minute:
+            yield Limit(LimitKind.REQUESTS, limits.requests_per_minute, scope, name)
+        if limits.max_concurrency:
+            yield Limit(LimitKind.CONCURRENCY, limits.max_concurrency, scope, name)
+
+
+def _token_rates(scopes: _Scopes) -> Iterator[Limit]:
+    for scope, name, limits in scopes:
+        for kind, rate in (
+            (LimitKind.TOKENS, limits.tokens_per_minute),
+            (LimitKind.INPUT_TOKENS, limits.input_tokens_per_minute),
+            (LimitKind.OUTPUT_TOKENS, limits.output_tokens_per_minute),
+        ):
+            if rate:
+                yield Limit(kind, rate, scope, name)
+
+
+def _bounds_of(scopes: _Scopes) -> RequestBounds:
+    limits = [(scope, found) for scope, _, found in scopes]
     if not any(
         found.max_context_tokens or found.max_output_tokens or found.max_timeout_s for _, found in limits
     ):
@@ -80,13 +111,7 @@ def bounds_of(payer: Payer) -> RequestBounds:
 
 def admission_limits(payer: Payer, *, anew: bool) -> tuple[Limit, ...]:
     """Return the limits on requests and slots. ``anew``: it was not counted against the rates before."""
-    found: list[Limit] = []
-    for scope, name, limits in payer.scopes:
-        if anew and limits.requests_per_minute:
-            found.append(Limit(LimitKind.REQUESTS, limits.requests_per_minute, scope, name))
-        if limits.max_concurrency:
-            found.append(Limit(LimitKind.CONCURRENCY, limits.max_concurrency, scope, name))
-    return tuple(found)
+    return payer.on_requests if anew else payer.on_slots
 
 
 def usage_claims(
@@ -103,16 +128,11 @@ def claims_of(
 ) -> tuple[Claim, ...]:
     """Return the claims of a request with so many input tokens, predicted and most output tokens."""
     found: list[Claim] = []
-    for scope, name, limits in payer.scopes:
-        for kind, rate, prompt, output in (
-            (LimitKind.TOKENS, limits.tokens_per_minute, prompt_tokens, predicted),
-            (LimitKind.INPUT_TOKENS, limits.input_tokens_per_minute, prompt_tokens, 0),
-            (LimitKind.OUTPUT_TOKENS, limits.output_tokens_per_minute, 0, predicted),
-        ):
-            if rate:
-                # A prediction above what a minute admits beside the prompt must not reject the request.
-                amount = max(prompt, min(prompt + output, rate))
-                found.append(Claim(Limit(kind, rate, scope, name), amount))
+    for limit in payer.token_rates:
+        prompt = prompt_tokens if limit.kind is not LimitKind.OUTPUT_TOKENS else 0
+        output = predicted if limit.kind is not LimitKind.INPUT_TOKENS else 0
+        # A prediction above what a minute admits beside the prompt must not reject the request.
+        found.append(Claim(limit, max(prompt, min(prompt + output, limit.limit))))
     worst_micros = most_micros(price, prompt_tokens, most)
     if worst_micros:
         found += [Claim(limit, worst_micros) for limit in budget_limits(payer)]

@@ -25,7 +25,6 @@ from services.gateway.policy.claims import (
     Payer,
     RequestBounds,
     admission_limits,
-    bounds_of,
     usage_claims,
 )
 from services.gateway.policy.degrade import Degradation, DegradationKind, output_cap, smaller_model
@@ -79,7 +78,7 @@ class RequestAdmission:
         telemetry.addressed(principal.tenant_id, route.model, checked.priority, route.version_digest)
         payer = self._quotas.payer(principal, generation.user)
         self._quotas.require_recorded(payer)
-        bounds = bounds_of(payer) if resume is None else NO_BOUNDS  # a resumed request keeps its terms
+        bounds = payer.bounds if resume is None else NO_BOUNDS  # a resumed request keeps its terms
         check_timeout(seconds_of(generation.timeout), bounds.timeout_s)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
         # A resumed request was counted against the rates when it began.
@@ -184,7 +183,7 @@ class RequestAdmission:
 
     def max_timeout_s(self, principal: Principal, user: str) -> float:
         """Return the longest time of a request of the caller; infinite without a limit."""
-        return bounds_of(self._quotas.payer(principal, user)).timeout_s.value or math.inf
+        return self._quotas.payer(principal, user).bounds.timeout_s.value or math.inf
 
     async def spend(self, principal: Principal) -> None:
         """Return if the tenant's rate of other calls has room. Raises RequestRateExceeded."""

@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from msgspec import structs
+
 from services.core.generation import FinishReason
 from services.core.outputs.forms import OutputForm
 from services.core.outputs.tools import ContentText, OutputPart
@@ -53,7 +55,7 @@ class OutputSplit:
 
     def finished(self, finished: Finished) -> Finished:
         """Return the end with the rest of each choice; one with calls ended because of them."""
-        return replace(finished, choices=tuple(map(self._ended, finished.choices)))
+        return structs.replace(finished, choices=tuple(map(self._ended, finished.choices)))
 
     def _ended(self, result: ChoiceResult) -> ChoiceResult:
         splitter = self._splitter(result.choice)

@@ -22,6 +22,8 @@ from services.runtime.identity import KeyDirectory
 
 log = structlog.get_logger()
 _FULL_RETRY_S: Final = 5.0
+_MAX_PAYERS: Final = 10_000
+_ADMITTED: Final = "ADMITTED"
 
 
 class RequestQuotas:
@@ -30,11 +32,25 @@ class RequestQuotas:
     def __init__(self, identity: KeyDirectory, ports: Ports) -> None:
         self._identity = identity
         self._ports = ports
+        self._payers: dict[str, Payer] = {}  # without an end user, by key; as their records were
 
     def payer(self, principal: Principal, user: str) -> Payer:
         """Return whose limits and budgets apply. Raises Unauthenticated for a key that is not valid now."""
         tenant, key = self._identity.tenant_and_key(principal)
-        return Payer(tenant, key, user, self._ports.budgets_of(tenant.meta.name))
+        budgets = self._ports.budgets_of(tenant.meta.name)
+        if user:
+            return Payer(tenant, key, user, budgets)
+        found = self._payers.get(principal.key_id)
+        if (
+            found is None
+            or found.tenant is not tenant
+            or found.key is not key
+            or found.budgets is not budgets
+        ):
+            if len(self._payers) >= _MAX_PAYERS:
+                self._payers.clear()
+            found = self._payers[principal.key_id] = Payer(tenant, key, user, budgets)
+        return found
 
     def require_recorded(self, payer: Payer) -> None:
         """Raises UsageUnrecorded while the use of a tenant with budgets cannot be recorded."""
@@ -59,6 +75,11 @@ class RequestQuotas:
         A call cancelled before the store's answer releases all of it afterwards.
         """
         ports = self._ports
+        if ports.held is not None:
+            held = ports.held.admit_held(tenant_id, request_id, limits)
+            if held is not None:
+                ports.telemetry.admission(_ADMITTED)
+                return HeldQuota(held, ports)
         admission = ports.supervisor.spawn(
             f"admit {request_id}",
             _as_value(ports.limiter.admit(tenant_id, request_id, limits, claims, price)),
@@ -68,7 +89,7 @@ class RequestQuotas:
         except asyncio.CancelledError:
             ports.supervisor.spawn(f"undo {request_id}", self._undo(admission))
             raise
-        ports.telemetry.admission("ADMITTED_LOCALLY" if reservation.local else "ADMITTED")
+        ports.telemetry.admission("ADMITTED_LOCALLY" if reservation.local else _ADMITTED)
         return HeldQuota(reservation, ports)
 
     async def _undo(self, admission: asyncio.Task[Reservation | FairwayError]) -> None:
@@ -92,11 +113,14 @@ class HeldQuota:
         """
         if all(claim in self.reservation.claims for claim in claims):
             return
-        self._claiming = self._ports.supervisor.spawn(
+        ports = self._ports
+        if ports.held is not None and ports.held.reserve_held(self.reservation, claims):
+            return
+        self._claiming = ports.supervisor.spawn(
             f"reserve {self.reservation.request_id}",
-            _as_value(self._ports.limiter.reserve(self.reservation, claims, price)),
+            _as_value(ports.limiter.reserve(self.reservation, claims, price)),
         )
-        self.reservation = granted(await asyncio.shield(self._claiming), self._ports)
+        self.reservation = granted(await asyncio.shield(self._claiming), ports)
 
     async def undo(self, error: BaseException) -> None:
         """Release everything because of an error, which is returned to the client afterwards.
@@ -121,6 +145,8 @@ async def settled(ports: Ports, reservation: Reservation, usage: Usage, settle: 
     It is released as well when the caller is cancelled meanwhile. A store that does not answer must not delay
     a finished output: the reservation expires by itself. ``settle`` replaces the limiter's.
     """
+    if settle is None and ports.held is not None and ports.held.settle_held(reservation, usage):
+        return
     settling = _settle_or_log(settle or ports.limiter.settle, reservation, usage)
     await asyncio.shield(ports.supervisor.spawn(f"settle {reservation.request_id}", settling))
 

@@ -82,7 +82,7 @@ class StageTimer:
     def finish(self, now_s: float) -> StageClock:
         """Return the clock as of ``now_s``."""
         self.enter(self.current, now_s)
-        return StageClock(self._unix_us, *(round(seconds * 1e6) for seconds in self._seconds))
+        return StageClock(self._unix_us, *[round(seconds * 1e6) for seconds in self._seconds])
 
 
 class StageTrace:

@@ -8,9 +8,11 @@ size is allocated. Every error names its ``field``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 from typing import Final
+
+from msgspec import Struct
 
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong, UnsupportedFeature
@@ -46,8 +48,7 @@ _MAX_SHORT_MESSAGES: Final = 64
 _MAX_DECODED: Final = 1_048_576
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(Struct, frozen=True):
     """A generation with valid fields: its route and its class."""
 
     route: Route

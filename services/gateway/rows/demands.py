@@ -1,8 +1,8 @@
 """What a gateway asks of slots: the rows that it has, of each version and tenant.
 
-A demand that rises is sent at once, and one that changes at most every 20 ms. It falls a second after its
-rows, so that the next request of a tenant finds its slots still leased. While it lasts it is sent every
-second, changed or not.
+A demand that rises is sent at once, again within 2 ms while it goes on rising: rows wait for its slots. Other
+changes are sent at most every 20 ms. A demand falls a second after its rows, so that the next request of a
+tenant finds its slots still leased. While it lasts it is sent every second, changed or not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from services.core.records import Priority
 from services.ports.clock import Clock
 from services.ports.slots import SlotClient
 
-_GAP_S: Final = 0.02  # between two messages about one demand
+RISE_S: Final = 0.002  # between two messages about a demand that rises
+_GAP_S: Final = 0.02  # between two other messages about one demand
 _FALL_S: Final = 1.0
 
 
@@ -46,6 +47,7 @@ class SlotDemands:
         self._slots = slots
         self._clock = clock
         self._demands: dict[tuple[str, str], _Demand] = {}
+        self.rises = False  # a demand rose, and waits for ``send_due`` within ``RISE_S``
 
     def __len__(self) -> int:
         return len(self._demands)
@@ -74,6 +76,7 @@ class SlotDemands:
     def send_due(self) -> None:
         """Send what changed; forget demands that are over."""
         now_s = self._clock.monotonic_s()
+        self.rises = False
         for key, demand in list(self._demands.items()):
             if now_s - demand.peak_s >= _FALL_S:
                 demand.peak, demand.peak_s = demand.rows, now_s
@@ -82,8 +85,10 @@ class SlotDemands:
                 del self._demands[key]
 
     def _send(self, key: tuple[str, str], demand: _Demand, now_s: float) -> None:
-        wanted, age_s = demand.wanted(*key), now_s - demand.sent_s
-        is_due = age_s >= (_GAP_S if wanted != demand.sent else REPEAT_S)
-        if demand.sent is None or is_due:
+        wanted, sent, age_s = demand.wanted(*key), demand.sent, now_s - demand.sent_s
+        rises = sent is None or wanted.rows > sent.rows
+        if sent is None or age_s >= (RISE_S if rises else _GAP_S if wanted != sent else REPEAT_S):
             demand.sent, demand.sent_s = wanted, now_s
             self._slots.demand(wanted)
+        elif rises:
+            self.rises = True

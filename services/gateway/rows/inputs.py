@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
 
 from services.core.errors import InvalidInput, PromptTooLong
 from services.core.fixed_cost.rows import RawTensor
@@ -15,8 +15,7 @@ MAX_ROWS: Final = 2048  # of a request, as in the proto
 MAX_REQUEST_TOKENS: Final = 1_048_576  # of all its rows
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRows:
+class PreparedRows(Struct, frozen=True):
     """Rows that the model accepts. ``tokens``: of each row; 1 for a row without tokens."""
 
     rows: tuple[tuple[RawTensor, ...], ...]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from services.core.errors import (
     DeadlineExceeded,

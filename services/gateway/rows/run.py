@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import structlog
+from msgspec import Struct
 
 from services.core.arms import ArmKey, SliKey
 from services.core.errors import (
@@ -24,12 +25,12 @@ from services.core.estimates.traffic_shapes import RequestShape, SamplingKind
 from services.core.fixed_cost.rows import RawTensor, RowEnd, RowsRequest
 from services.core.fixed_cost.signature import Signature
 from services.core.fixed_cost.tensors import Operation
-from services.core.generation import Principal, StageClock, Usage
+from services.core.generation import NO_USAGE, Principal, StageClock, Usage
 from services.core.limits import Price, RateState
 from services.core.usage import RequestUsage
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Finished, Received
-from services.gateway.policy.claims import Payer, admission_limits, bounds_of, claims_of
+from services.gateway.policy.claims import Payer, admission_limits, claims_of
 from services.gateway.requests.admission import class_of
 from services.gateway.requests.quotas import HeldQuota, RequestQuotas, check_timeout, settled
 from services.gateway.requests.stage_timer import Stage
@@ -67,8 +68,7 @@ class RowsParts:
     prefills: RowRunner  # of decoders that embed
 
 
-@dataclass(frozen=True, slots=True)
-class RowsWork:
+class RowsWork(Struct, frozen=True):
     """What one call of the interface does with its request."""
 
     operations: Sequence[Operation]  # of the models that it takes
@@ -76,8 +76,7 @@ class RowsWork:
     join: Join
 
 
-@dataclass(frozen=True, slots=True)
-class RowsJob:
+class RowsJob(Struct, frozen=True):
     """One request as its interface received it."""
 
     principal: Principal
@@ -99,8 +98,7 @@ class RecordedRun:
     report_usage: Callable[[RequestUsage], None]
 
 
-@dataclass(frozen=True, slots=True)
-class RowsAnswer:
+class RowsAnswer(Struct, frozen=True):
     """The outputs of all rows, each with the rows as its first extent."""
 
     request_id: str
@@ -116,8 +114,7 @@ class RowsAnswer:
     token_rate: RateState | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
+class _Ready(Struct, frozen=True):
     """Rows that passed every check, for one version."""
 
     route: Route
@@ -130,7 +127,7 @@ class RowsRun:
 
     def __init__(self, job: RowsJob, parts: RowsParts, record: RecordedRun | None = None) -> None:
         self.reservation: Reservation | None = None
-        self.usage = Usage(0, 0)
+        self.usage = NO_USAGE
         self.buffered_tokens = 0
         self._job = job
         self._parts = parts
@@ -187,7 +184,7 @@ class RowsRun:
         self._telemetry.addressed(tenant_id, route.model, checked.priority, route.version_digest)
         payer = parts.quotas.payer(job.principal, message.user)
         parts.quotas.require_recorded(payer)
-        check_timeout(seconds_of(message.timeout), bounds_of(payer).timeout_s)
+        check_timeout(seconds_of(message.timeout), payer.bounds.timeout_s)
         self._enter(Stage.ADMIT)
         due = admission_limits(payer, anew=True)
         quota = await parts.quotas.reserve(tenant_id, job.received.request_id, due)
@@ -252,9 +249,9 @@ class RowsRun:
             )
             settle = None if self._record is None else self._record.settle
             await settled(self._ports, reservation, self.usage, settle)
-        await self._condemn(ready, ends)
         for index, end in enumerate(ends):
             if end.error is not None:
+                await self._condemn(ready, ends)
                 end.error.metadata.setdefault("row", str(index))
                 raise end.error
         return self._answer(ready, ends, reservation)

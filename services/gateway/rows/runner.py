@@ -36,7 +36,7 @@ from services.core.fixed_cost.rows import RowEnd, RowSpec, RowsRequest
 from services.core.generation import NotAdmittedReason
 from services.core.shares import share_of
 from services.gateway.policy.retry import EXCLUDED_S
-from services.gateway.rows.demands import SlotDemands
+from services.gateway.rows.demands import RISE_S, SlotDemands
 from services.gateway.rows.explanations import RowExplanations
 from services.gateway.rows.leases import GatewayLeases, SlotsHere
 from services.gateway.rows.row_queue import QueuedRow, RowQueue
@@ -177,9 +177,10 @@ class LeasedRows:
         self._numbers += len(rows)
         run = _Run(rows, [None] * len(rows), len(rows), asyncio.get_running_loop().create_future())
         queue = self._queues.setdefault(request.version_digest, RowQueue())
-        if not len(self._demands):
-            self._leases.changed.set()  # the turns are at rest
+        rests, rose = not len(self._demands), self._demands.rises
         self._demands.enter(request)
+        if rests or (self._demands.rises and not rose):
+            self._leases.changed.set()  # the turns are at rest, or the next one would come late
         self._of_tenant[request.tenant_id] += len(rows)
         for row in rows:
             self._runs[row] = run
@@ -320,8 +321,9 @@ class LeasedRows:
     async def _turns(self) -> None:
         """Start what new leases allow, send demands and returns, and end what has waited for too long."""
         while True:
+            turn_s = RISE_S if self._demands.rises else _TURN_S if len(self._demands) else None
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TURN_S if len(self._demands) else None):
+                async with asyncio.timeout(turn_s):
                     await self._leases.changed.wait()
             self._leases.changed.clear()
             self._turn(self._clock.monotonic_s())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from fairway.v1 import inference_pb2
 from services.core.errors import InvalidInput, UnsupportedFeature
@@ -35,14 +36,12 @@ from services.gateway.text.text_model import TextModel
 ALL: Final = tuple(Operation)
 
 
-@dataclass(frozen=True, slots=True)
-class Embeddings:
+class Embeddings(Struct, frozen=True):
     answer: RowsAnswer
     vectors: list[Vector]
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(Struct, frozen=True):
     answer: RowsAnswer
     scores: list[float]
 
@@ -52,8 +51,7 @@ class Scores:
         return order[: top_n or None]
 
 
-@dataclass(frozen=True, slots=True)
-class Inferred:
+class Inferred(Struct, frozen=True):
     answer: RowsAnswer
     outputs: tuple[RawTensor, ...]
 

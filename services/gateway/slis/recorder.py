@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from services.core import faults
 from services.core.arms import (
@@ -23,7 +25,7 @@ from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, T
 from services.core.faults import Fault, fault_of
 from services.core.generation import Sampling, Usage
 from services.core.rollouts.routes import SHADOW_TENANT
-from services.runtime.telemetry.metrics import GAP_S, LabelCap, Metrics
+from services.runtime.telemetry.metrics import GAP_S, CounterCell, HistogramCell, LabelCap, Metrics
 
 MAX_SERIES: Final = 512
 MAX_ARMS: Final = 32  # arms of steps in one report: 64 clusters each
@@ -49,8 +51,7 @@ _MAX_VERSIONS: Final = 200
 _DIGEST_CHARS: Final = 19  # "sha256:" and 12 digits
 
 
-@dataclass(frozen=True, slots=True)
-class SliSubject:
+class SliSubject(Struct, frozen=True):
     """Where a request counts. ``step``: of the rollout that drew its arm; empty: none.
 
     ``shapes``: of its choices or rows, whose output lengths are not known yet.
@@ -87,25 +88,28 @@ class RequestLatencies:
 
     def __init__(self) -> None:
         self.ttft_s: list[float] = []
-        self.itl: Sketch = latency_sketch()
+        self.itl: Sketch | None = None  # None: no gap so far
+
+    def gap(self, seconds: float, tokens: int) -> None:
+        """Count the time between two tokens of a choice, ``tokens`` times."""
+        if self.itl is None:
+            self.itl = latency_sketch()
+        self.itl.add(seconds, tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestEnd:
+class RequestEnd(Struct, frozen=True):
     """How a request ended. ``reason``: of its error, ``faults.FINISHED`` for none."""
 
     reason: str
     usage: Usage
     latencies: RequestLatencies
 
-    def sums(self, subject: SliSubject) -> SliSums:
-        """Return what it adds."""
+    def counted(self) -> RequestCounts:
         poisoned = self.reason == POISONED
         ours = poisoned or fault_of(self.reason) is Fault.OURS
         finished, started = self.reason == faults.FINISHED, bool(self.latencies.ttft_s)
         counted = ours or finished
-        used = self.usage.output_tokens + self.usage.prompt_tokens if started else 0
-        found = SliSums(
+        return RequestCounts(
             requests=int(counted),
             errors=int(ours and not started),
             poisoned=int(poisoned),
@@ -113,15 +117,40 @@ class RequestEnd:
             broken=int(ours and started),
             finished=int(finished and started),
             output_tokens=self.usage.output_tokens if finished and started else 0,
-            tokens=used,
+            tokens=self.usage.output_tokens + self.usage.prompt_tokens if started else 0,
             device_s=self.usage.device_s if started else 0.0,
-            itl=self.latencies.itl,
         )
-        for ttft_s in self.latencies.ttft_s:
-            found.ttft_of(subject.prompt_size).add(ttft_s)
-        if counted:
-            found.note_session(subject.session)
-        return found
+
+
+class RequestCounts(Struct, frozen=True, gc=False):
+    """What one request adds to the fields of ``SliSums`` with these names."""
+
+    requests: int
+    errors: int
+    poisoned: int
+    started: int
+    broken: int
+    finished: int
+    output_tokens: int
+    tokens: int
+    device_s: float
+
+    def add_to(self, sums: SliSums, subject: SliSubject, latencies: RequestLatencies) -> None:
+        sums.requests += self.requests
+        sums.errors += self.errors
+        sums.poisoned += self.poisoned
+        sums.started += self.started
+        sums.broken += self.broken
+        sums.finished += self.finished
+        sums.output_tokens += self.output_tokens
+        sums.tokens += self.tokens
+        sums.device_s += self.device_s
+        for ttft_s in latencies.ttft_s:
+            sums.ttft_of(subject.prompt_size).add(ttft_s)
+        if latencies.itl is not None:
+            sums.itl.merge(latencies.itl)
+        if self.requests:
+            sums.note_session(subject.session)
 
 
 class SliRecorder:
@@ -133,6 +162,7 @@ class SliRecorder:
         self._series: dict[SliKey, SliSums] = {}
         self._windows: dict[tuple[GateWindow, str], dict[int, SliSums]] = {}
         self._shapes: dict[str, TrafficShapes] = {}
+        self._cells: dict[SliKey, _Cells] = {}
         self._models, self._tenants = metrics.models, metrics.tenants
         self._versions = LabelCap(_MAX_VERSIONS)
         by_arm = ("model", "version", "class")
@@ -165,19 +195,20 @@ class SliRecorder:
 
     def ended(self, subject: SliSubject, end: RequestEnd) -> None:
         """Count a request that ended; a copy for a shadow version in the comparison of its step alone."""
-        sums = end.sums(subject)
-        if subject.key.tenant != SHADOW_TENANT:
-            self._series_of(subject.key).merge(sums)
-            self._export(subject.key, sums)
-            if sums.finished:
+        key, counts = subject.key, end.counted()
+        if key.tenant != SHADOW_TENANT:
+            counts.add_to(self._series_of(key), subject, end.latencies)
+            self._export(key, counts, end.latencies)
+            if counts.finished:
                 self._note_shapes(subject, end.usage)
         elif end.reason in _NOT_THE_VERSION:
             return
         # An answer from the cache, or a mistake of the caller, says nothing about the arm.
-        if subject.step and (sums.errors or sums.started or sums.tokens):
-            arm = self._arm_of(GateWindow(subject.key.arm.model, subject.step), subject.key.arm)
+        if subject.step and (counts.errors or counts.started or counts.tokens):
+            arm = self._arm_of(GateWindow(key.arm.model, subject.step), key.arm)
             if arm is not None:
-                arm.setdefault(cluster_of(subject.session), SliSums()).merge(sums)
+                sums = arm.setdefault(cluster_of(subject.session), SliSums())
+                counts.add_to(sums, subject, end.latencies)
 
     def cut(self, unix_s: float) -> SliReport | None:
         """Return what was counted since the last cut, None for nothing."""
@@ -197,11 +228,14 @@ class SliRecorder:
         found = self._shapes.setdefault(model, TrafficShapes())
         output_tokens = -(-usage.output_tokens // len(subject.shapes))
         for shape in subject.shapes:
-            found.add(replace(shape, output_tokens=output_tokens))
+            found.add(replace(shape, output_tokens=output_tokens) if output_tokens else shape)
 
     def _series_of(self, key: SliKey) -> SliSums:
         """Return the sums of a key. With too many keys, further tenants share one."""
-        if key not in self._series and len(self._series) >= MAX_SERIES:
+        found = self._series.get(key)
+        if found is not None:
+            return found
+        if len(self._series) >= MAX_SERIES:
             key = replace(key, tenant=OTHER_TENANTS)
             if key not in self._series and len(self._series) >= 2 * MAX_SERIES - 1:
                 key = SliKey(ArmKey(OTHER_TENANTS, ""), OTHER_TENANTS, key.priority)
@@ -213,18 +247,46 @@ class SliRecorder:
             found = self._windows[window, arm.version_digest] = {}
         return found
 
-    def _export(self, key: SliKey, sums: SliSums) -> None:
-        model, tenant = self._models.of(key.arm.model), self._tenants.of(key.tenant)
-        arm = model, self._versions.of(key.arm.version_digest[:_DIGEST_CHARS]), key.priority.value
-        if sums.requests:
-            result = "poisoned" if sums.poisoned else "broken" if sums.broken else "error"
-            self._requests.add(*arm, tenant, result if sums.errors or sums.broken else "good")
-        ttft, itl = self._ttft.cell(*arm), self._itl.cell(*arm)
-        for sketch in sums.ttft.values():
-            for value, weight in sketch.values():
-                ttft.observe(value, round(weight))
-        for value, weight in sums.itl.values():
-            itl.observe(value, round(weight))
-        self._tokens.add(*arm, amount=sums.tokens)
-        self._output.add(*arm, amount=sums.output_tokens)
-        self._device_s.add(*arm, amount=sums.device_s)
+    def _export(self, key: SliKey, counts: RequestCounts, latencies: RequestLatencies) -> None:
+        cells = self._cells.get(key)
+        if cells is None:
+            if len(self._cells) >= 2 * MAX_SERIES:
+                self._cells.clear()
+            cells = self._cells[key] = self._cells_of(key)
+        if counts.requests:
+            result = "poisoned" if counts.poisoned else "broken" if counts.broken else "error"
+            good = not (counts.errors or counts.broken)
+            self._requests.add(*cells.arm, cells.tenant, "good" if good else result)
+        for ttft_s in latencies.ttft_s:
+            cells.ttft.observe(ttft_s)
+        if latencies.itl is not None:
+            for value, weight in latencies.itl.values():
+                cells.itl.observe(value, round(weight))
+        cells.tokens.value += counts.tokens
+        cells.output.value += counts.output_tokens
+        cells.device_s.value += counts.device_s
+
+    def _cells_of(self, key: SliKey) -> _Cells:
+        version = self._versions.of(key.arm.version_digest[:_DIGEST_CHARS])
+        arm = self._models.of(key.arm.model), version, key.priority.value
+        return _Cells(
+            arm,
+            self._tenants.of(key.tenant),
+            self._ttft.cell(*arm),
+            self._itl.cell(*arm),
+            self._tokens.cell(*arm),
+            self._output.cell(*arm),
+            self._device_s.cell(*arm),
+        )
+
+
+class _Cells(Struct, frozen=True):
+    """The metrics of one key. ``arm`` and ``tenant``: their label values."""
+
+    arm: tuple[str, str, str]
+    tenant: str
+    ttft: HistogramCell
+    itl: HistogramCell
+    tokens: CounterCell
+    output: CounterCell
+    device_s: CounterCell

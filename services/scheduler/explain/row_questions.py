@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec.structs import replace
 
 from services.core.errors import QueueFull
 from services.core.fixed_cost.explained import RowsExplanation

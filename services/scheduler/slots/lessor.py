@@ -17,8 +17,8 @@ from services.scheduler.slots.claimants import TURN_S
 from services.scheduler.slots.leases import LeaseBook, LeaseTerms, RowWorker
 from services.scheduler.slots.pool import Shares, SlotPool
 
-_GAP_S: Final = 0.01  # between two plans of a version, and as long again for so many leases:
-_GAP_LEASES: Final = 512
+_GAP_S: Final = 0.002  # between two plans of a version, and as long again for so many leases:
+_GAP_LEASES: Final = 100
 _MAX_POOLS: Final = 4096
 _LEASES_PER_FRAME: Final = 4096
 _RENEWALS: Final = 4  # looks at what has to be renewed, in one life of a lease

@@ -33,9 +33,17 @@ from services.worker.batcher.policy.flush import (
     Linger,
 )
 from services.worker.batcher.policy.isolation import RunFailure, RunPlace
+from services.worker.batcher.policy.length_buckets import mixed_width
 from services.worker.batcher.policy.linger import BatchObjective, window_of
 from services.worker.batcher.policy.turns import TURN_RATIO, TenantTurns
-from services.worker.batcher.policy.waiting import Tags, TooLate, TooManyRows, WaitingRow, WaitingRows
+from services.worker.batcher.policy.waiting import (
+    Tags,
+    TooLate,
+    TooManyRows,
+    WaitingRow,
+    WaitingRows,
+    mean_width,
+)
 from services.worker.batcher.policy.window import Decided, DerivedWindow, Window, first_to_start
 from services.worker.batcher.search import RowSearch
 from services.worker.batcher.telemetry import BatcherTelemetry
@@ -369,9 +377,15 @@ class Batcher:
             self._flush(chosen, chosen.found, tags, device)
 
     def _decided(self, device: Device, tags: Tags | None, now_s: float) -> Iterator[Decided]:
-        """Yield the decision on each group, in their order."""
-        for key, group in self._waiting.groups(tags):
-            expected = self._arrivals.expected(group.width, now_s)
+        """Yield the decision on each group, in their order.
+
+        A model that packs computes rows of all widths together. While tenants share the device it does not:
+        short rows would wait for long ones of others.
+        """
+        mixes = self._model.packs and tags is None
+        groups = self._waiting.mixed_groups(mixed_width) if mixes else self._waiting.groups(tags)
+        for key, group in groups:
+            expected = self._arrivals.expected(None if group.mixed else group.width, now_s)
             found = self._context.window.decide(group, device, expected, now_s)
             if self._context.telemetry is not None:
                 self._context.telemetry.decided(width=group.width, linger_s=found.bound.linger_s)
@@ -385,22 +399,35 @@ class Batcher:
         return due
 
     def _flush(self, decided: Decided, found: Flush, tags: Tags | None, device: Device) -> None:
-        width = decided.group.width
+        group = decided.group
         in_batches = Counter(row.spec.tenant_id for run in self._runs.values() for row in run.rows)
         chosen = self._waiting.select(
-            decided.key, width, found.rows, leases=self._turns.leases, running=in_batches, tags=tags
+            decided.key,
+            None if group.mixed else group.width,
+            found.rows,
+            leases=self._turns.leases,
+            running=in_batches,
+            tags=tags,
         )
-        rows, size = [self._live[chosen[0].number]], 0
-        for each in chosen[1:]:
-            row = self._live[each.number]
-            size += sum(len(tensor.data) for tensor in row.spec.inputs)
-            if size > MOST_BATCH_BYTES:
-                break
-            rows.append(row)
+        chosen = chosen[: self._fitting(chosen)]
+        width = mixed_width(mean_width(chosen)) if group.mixed else group.width
+        if group.mixed:  # neighbours of one length are computed together
+            chosen.sort(key=lambda row: self._live[row.number].length)
+        rows = [self._live[row.number] for row in chosen]
         self._waiting.remove(row.number for row in rows)
         self._charge_turns(rows, width)
         window, most_rows = window_of(width, found.bound, decided.expected), device.rows_at(width)[0]
         self._run(RunPlace.SERVING, rows, width, found.cause.value, window=window, most_rows=most_rows)
+
+    def _fitting(self, rows: Sequence[WaitingRow]) -> int:
+        """Return how many of the first rows, at least one, fit a batch by what each of them has."""
+        tokens = size = 0
+        for count, each in enumerate(rows):
+            tokens += each.width
+            size += sum(len(tensor.data) for tensor in self._live[each.number].spec.inputs)
+            if count and (size > MOST_BATCH_BYTES or not self.limits.fits(count + 1, tokens)):
+                return count
+        return len(rows)
 
     def _charge_turns(self, rows: Sequence[LiveRow], width: int) -> None:
         row_s = self.curve.mean_s(width, len(rows)) / len(rows)

@@ -111,8 +111,9 @@ class BatchRunner:
         return rows, problems
 
     def _run(self, rows: Sequence[Row], width: int) -> list[Outputs]:
-        if self._packs and len({len(row["input_ids"]) for row in rows}) > 1:
-            return self._model.run(Packed(rows))
+        if self._packs:
+            lengths = {len(row["input_ids"]) for row in rows}
+            return self._model.run(Padded(rows, max(lengths)) if len(lengths) == 1 else Packed(rows))
         return self._model.run(Padded(rows, width))
 
 

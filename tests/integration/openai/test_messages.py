@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from services.core.errors import ModelNotFound, NoWorkerAvailable, OverQuota
 from services.core.generation import FinishReason
 from services.core.outputs.families import named_form
@@ -86,12 +88,12 @@ async def test_why_an_answer_ended(face: Face) -> None:
     async def stopped(call: Call) -> AsyncGenerator[Event, None]:
         yield accepted(call)
         end = finished(call)
-        yield replace(end, choices=(replace(end.choices[0], stop="END"),))
+        yield structs.replace(end, choices=(replace(end.choices[0], stop="END"),))
 
     async def cut(call: Call) -> AsyncGenerator[Event, None]:
         yield accepted(call)
         end = finished(call)
-        yield replace(end, choices=(replace(end.choices[0], finish_reason=FinishReason.LENGTH),))
+        yield structs.replace(end, choices=(replace(end.choices[0], finish_reason=FinishReason.LENGTH),))
 
     face.service.script = stopped
     found = (await face.ask("POST", "/v1/messages", BODY)).json

@@ -7,8 +7,10 @@ loaded together, so that a report is either in both or in none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec.structs import replace
 
 from services.controlplane.objectives.policy.burn import BurnRings, counted
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReport, SliSums
@@ -164,7 +166,7 @@ class SliBook:
 
     def _burn(self, key: BurnKey, sums: SliSums, objective: Objective, at_s: float) -> None:
         if key not in self.burns and len(self.burns) >= MAX_BURNS:
-            key = replace(key, arm=replace(key.arm, version_digest=""))
+            key = BurnKey(replace(key.arm, version_digest=""), key.priority)
         self.burns.setdefault(key, BurnRings()).add(counted(sums, objective), at_s)
 
     def _add_window(self, window: GateWindow, arms: Mapping[str, ArmWindow], now_s: float) -> None:

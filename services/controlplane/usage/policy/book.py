@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from msgspec import structs
+
 from services.controlplane.usage.policy.joins import OpenRequests, Post
 from services.controlplane.usage.policy.lines import HOUR_S, Amounts, Line, Lines, LineSums, Source
 from services.core.generation import Usage
@@ -165,5 +167,6 @@ def new_parts(
 def not_in_future(events: Iterable[UsageEvent], now_s: float) -> tuple[UsageEvent, ...]:
     """Return the events with ends that are not after now: clocks differ, and no future hour is booked."""
     return tuple(
-        event if event.ended_unix_s <= now_s else replace(event, ended_unix_s=now_s) for event in events
+        event if event.ended_unix_s <= now_s else structs.replace(event, ended_unix_s=now_s)
+        for event in events
     )

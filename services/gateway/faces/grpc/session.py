@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Final
+
+from msgspec.structs import replace
 
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import ConcurrencyExceeded, FairwayError, InvalidInput

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 import structlog
+from msgspec import structs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -334,7 +335,8 @@ class OpenAiFace:
         numbered = numbered_parts(exchange.received, request)
         if position is not None:
             numbered = [
-                replace(each, delivered=position.delivered(number)) for number, each in enumerate(numbered)
+                structs.replace(each, delivered=position.delivered(number))
+                for number, each in enumerate(numbered)
             ]
         due_s = exchange.received.monotonic_s + self._limits.status_wait_s
         stream = EventStream(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 from msgspec import Raw, structs
+from msgspec.structs import replace
 
 from fairway.task_group import TaskGroup
 from services.core.errors import FairwayError, InvalidInput, NotFound

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -20,6 +20,7 @@ from services.worker.batcher.policy.linger import (
 
 MOST_ROWS: Final = 100
 MOST_PADDED_TOKENS: Final = 16_384
+TURN_LOSS_RATIO: Final = 0.1  # of a device's throughput, that shorter turns of tenants may cost
 
 
 class FlushCause(StrEnum):
@@ -56,15 +57,22 @@ class BatchLimits:
             found, cause = self.memory_bytes // each, FlushCause.MEMORY
         return max(1, found), cause
 
+    def fits(self, rows: int, tokens: int) -> bool:
+        """Whether a batch of rows with so many tokens in all is within the budgets of tokens and memory."""
+        if self.padded_tokens and tokens > self.padded_tokens:
+            return False
+        return not self.memory_bytes or rows * self.row_bytes + tokens * self.token_bytes <= self.memory_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
-    """Rows of one key and one width, at least one."""
+    """Rows of one key, at least one, of one width or of all."""
 
-    width: int
+    width: int  # of rows of all widths: of their mean
     rows: int
     oldest_s: float  # when the oldest arrived
     deadline_s: float = float("inf")  # the earliest of the clients
+    mixed: bool = False  # of all widths
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +89,26 @@ class Device:
     def rows_at(self, width: int) -> tuple[int, FlushCause]:
         """Return the most rows of this width, at least 1, and which limit it is."""
         most, cause = self.limits.rows_at(width)
-        if most == 1 or self.curve.mean_s(width, most) <= self.turn_s:
+        if most == 1 or self.turn_s == math.inf:
             return most, cause
-        sizes = range(2, most)
-        more = bisect_right(sizes, self.turn_s, key=lambda size: self.curve.mean_s(width, size))
-        return 1 + more, FlushCause.TURN
+        turn = self._turn_rows(width, most)
+        return (turn, FlushCause.TURN) if turn < most else (most, cause)
+
+    def _turn_rows(self, width: int, most: int) -> int:
+        """Return the rows of a turn: no more than make a row cost ``TURN_LOSS_RATIO`` above the least.
+
+        The rows of other tenants wait for its end.
+        """
+
+        def row_s(size: int) -> float:
+            return self.curve.mean_s(width, size) / size
+
+        def mean_s(size: int) -> float:
+            return self.curve.mean_s(width, size)
+
+        within = 1 + bisect_right(range(2, most + 1), self.turn_s, key=mean_s)
+        enough_s = (1 + TURN_LOSS_RATIO) * row_s(within)
+        return 1 + bisect_left(range(1, within), True, key=lambda size: row_s(size) <= enough_s)
 
     def row_s(self, width: int) -> float:
         """Return the seconds of one row in a batch of the most rows."""

@@ -10,6 +10,7 @@ More widths pad less but share out the traffic: the choice is the fewest widths 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
@@ -60,6 +61,11 @@ def padding_ratio(histogram: LengthHistogram, widths: Sequence[int]) -> float:
 def width_of(widths: Sequence[int], length: int) -> int:
     """Return the least width that a row of this length fits into."""
     return widths[bisect_left(widths, length)]
+
+
+def mixed_width(mean: float) -> int:
+    """Return the width that stands for rows of different widths of this mean: the nearest power of two."""
+    return int(2 ** round(math.log2(mean)))
 
 
 def choose_widths(histogram: LengthHistogram, most: int = MOST_WIDTHS) -> tuple[int, ...]:

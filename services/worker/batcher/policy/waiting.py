@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -132,14 +132,24 @@ class WaitingRows:
             return least, due_s, number
 
         for (key, width), entries in sorted(self._groups.items(), key=first):
-            rows = [row for _, _, row in entries]
-            oldest_s = min(row.arrived_s for row in rows)
-            yield key, WaitingGroup(width, len(rows), oldest_s, min(row.deadline_s for row in rows))
+            yield key, _group_of([row for _, _, row in entries], width)
+
+    def mixed_groups(self, width_of: Callable[[float], int]) -> Iterator[tuple[BatchKey, WaitingGroup]]:
+        """Yield one group of each key, of all widths, the one with the earliest due row first.
+
+        ``width_of``: the width that stands for rows of this mean width.
+        """
+        found: dict[BatchKey, list[list[_Entry]]] = {}
+        for (key, _), entries in self._groups.items():
+            found.setdefault(key, []).append(entries)
+        for key, parts in sorted(found.items(), key=lambda item: min(part[0][:2] for part in item[1])):
+            rows = [row for part in parts for _, _, row in part]
+            yield key, _group_of(rows, width_of(mean_width(rows)), mixed=True)
 
     def select(
         self,
         key: BatchKey,
-        width: int,
+        width: int | None,
         rows: int,
         *,
         leases: Mapping[str, int],
@@ -148,19 +158,26 @@ class WaitingRows:
     ) -> list[WaitingRow]:
         """Return up to ``rows`` rows of a group: those within a lease by deadline, then others by deadline.
 
+        ``width`` None: of all widths.
         ``running``: rows of each tenant in batches that run. A tenant without a lease has none. ``tags`` go
         before leases: a tenant without one has its turn too.
         """
         used = Counter(running)
         within: list[WaitingRow] = []
         beyond: list[WaitingRow] = []
-        for _, _, row in self._groups.get((key, width), ()):
+        for _, _, row in self._entries_of(key, width):
             used[row.tenant] += 1
             (within if used[row.tenant] <= leases.get(row.tenant, 0) else beyond).append(row)
         found = [*within, *beyond]
         if tags is not None:
             found.sort(key=lambda row: tags[row.number])
         return found[:rows]
+
+    def _entries_of(self, key: BatchKey, width: int | None) -> Iterable[_Entry]:
+        if width is not None:
+            return self._groups.get((key, width), ())
+        parts = [entries for (of, _), entries in self._groups.items() if of == key]
+        return heapq.merge(*parts, key=lambda entry: entry[:2])
 
     def check_integrity(self) -> None:
         """Every row stands in its group, in order, once."""
@@ -182,3 +199,12 @@ class WaitingRows:
             if rest and (key, width) != (row.key, row.width):  # it joins the last one of its own group
                 ahead_s += curve.mean_s(width, rest)
         return ahead_s
+
+
+def mean_width(rows: Sequence[WaitingRow]) -> float:
+    return sum(row.width for row in rows) / len(rows)
+
+
+def _group_of(rows: Sequence[WaitingRow], width: int, *, mixed: bool = False) -> WaitingGroup:
+    oldest_s, deadline_s = min(row.arrived_s for row in rows), min(row.deadline_s for row in rows)
+    return WaitingGroup(width, len(rows), oldest_s, deadline_s, mixed)

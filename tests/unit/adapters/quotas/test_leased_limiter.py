@@ -38,6 +38,34 @@ class CountedStore(MemoryLimiter):
         return await super().admit(tenant_id, request_id, *rest, **named)
 
 
+class HeldFirst(LeasedLimiter):
+    """Asks what is held first, as a gateway does."""
+
+    async def admit(
+        self, tenant_id: str, request_id: str, limits: Sequence[Limit], *rest: Any, **named: Any
+    ) -> Reservation:
+        held = self.admit_held(tenant_id, request_id, limits)
+        return held or await super().admit(tenant_id, request_id, limits, *rest, **named)
+
+    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
+        if self.reserve_held(reservation, claims):
+            return reservation
+        return await super().reserve(reservation, claims, price)
+
+    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+        if not self.settle_held(reservation, usage):
+            await super().settle(reservation, usage, spooled=spooled)
+
+
+Make = type[LeasedLimiter]
+
+
+@pytest.fixture(params=[LeasedLimiter, HeldFirst], ids=["limiter", "held_first"])
+def make(request: pytest.FixtureRequest) -> Make:
+    found: Make = request.param
+    return found
+
+
 async def run_request(
     limiter: LeasedLimiter, number: int, *, rate: Limit = RATE, tokens: int = 0, used: int = 0
 ) -> bool:
@@ -52,10 +80,10 @@ async def run_request(
     return True
 
 
-async def test_the_store_sees_one_decision_in_a_hundred_of_a_hot_tenant() -> None:
+async def test_the_store_sees_one_decision_in_a_hundred_of_a_hot_tenant(make: Make) -> None:
     clock = HandClock()
     store = CountedStore(clock)
-    limiter = LeasedLimiter(store, clock)
+    limiter = make(store, clock)
     for number in range(10_000):  # 5,000 a second
         assert await run_request(limiter, number)
         clock.now_s += 0.0002
@@ -66,20 +94,20 @@ async def test_the_store_sees_one_decision_in_a_hundred_of_a_hot_tenant() -> Non
     assert store.calls - warm <= 200
 
 
-async def test_a_quiet_tenant_is_decided_in_the_store() -> None:
+async def test_a_quiet_tenant_is_decided_in_the_store(make: Make) -> None:
     clock = HandClock()
     store = CountedStore(clock)
-    limiter = LeasedLimiter(store, clock)
+    limiter = make(store, clock)
     for number in range(100):
         assert await run_request(limiter, number)
         clock.now_s += 0.1
     assert store.calls == 100
 
 
-async def test_a_rejection_that_is_repeated_without_the_store_states_the_rate_of_its_time() -> None:
+async def test_a_rejection_that_is_repeated_without_the_store_states_the_rate_of_its_time(make: Make) -> None:
     clock = HandClock()
     store = CountedStore(clock)
-    limiter = LeasedLimiter(store, clock)
+    limiter = make(store, clock)
     rate = Limit(LimitKind.REQUESTS, 600)
     while await run_request(limiter, store.calls, rate=rate):
         pass
@@ -97,30 +125,30 @@ async def test_a_rejection_that_is_repeated_without_the_store_states_the_rate_of
     assert after.reset_s == pytest.approx(before.reset_s - 0.04)
 
 
-async def test_slots_are_never_leased() -> None:
+async def test_slots_are_never_leased(make: Make) -> None:
     clock = HandClock()
     store = CountedStore(clock)
-    limiter = LeasedLimiter(store, clock)
+    limiter = make(store, clock)
     for number in range(1000):
         reservation = await limiter.admit("t", f"r{number}", [RATE, SLOTS])
         await limiter.settle(reservation, Usage(0, 0))
     assert store.calls == 1000
 
 
-async def test_limits_of_end_users_are_never_leased() -> None:
+async def test_limits_of_end_users_are_never_leased(make: Make) -> None:
     clock = HandClock()
     store = CountedStore(clock)
-    limiter = LeasedLimiter(store, clock)
+    limiter = make(store, clock)
     user = Limit(LimitKind.REQUESTS, 100_000, Scope.USER, "u")
     for number in range(1000):
         await limiter.admit("t", f"r{number}", [RATE, user])
     assert store.calls == 1000
 
 
-async def test_requests_that_are_settled_elsewhere_are_not_kept_for_ever() -> None:
+async def test_requests_that_are_settled_elsewhere_are_not_kept_for_ever(make: Make) -> None:
     """As those under an idempotency key are: their record settles them."""
     clock = HandClock()
-    limiter = LeasedLimiter(CountedStore(clock), clock)
+    limiter = make(CountedStore(clock), clock)
     for number in range(40_000):
         await limiter.admit("t", f"r{number}", [RATE])
         clock.now_s += 0.0005
@@ -129,10 +157,12 @@ async def test_requests_that_are_settled_elsewhere_are_not_kept_for_ever() -> No
 
 @pytest.mark.parametrize("gateways", [1, 3])
 @pytest.mark.parametrize("seed", range(2))
-async def test_all_gateways_together_admit_no_more_than_the_rate(gateways: int, seed: int) -> None:
+async def test_all_gateways_together_admit_no_more_than_the_rate(
+    make: Make, gateways: int, seed: int
+) -> None:
     clock, rng = HandClock(), Random(seed)
     store = CountedStore(clock)
-    limiters = [LeasedLimiter(store, clock, gateways=lambda: gateways) for _ in range(gateways)]
+    limiters = [make(store, clock, gateways=lambda: gateways) for _ in range(gateways)]
     rate, admitted = Limit(LimitKind.REQUESTS, 12_000), 0
     for number in range(16_000):  # 2,000 a second for 8 s, at a rate of 200 with a burst of a minute's
         admitted += await run_request(rng.choice(limiters), number, rate=rate, tokens=1, used=1)
@@ -141,10 +171,10 @@ async def test_all_gateways_together_admit_no_more_than_the_rate(gateways: int, 
     assert most - rate.limit * SliceSettings().slice_ratio - 1 <= admitted <= most + 1
 
 
-async def test_a_rate_that_is_used_up_rejects_with_the_time_to_wait() -> None:
+async def test_a_rate_that_is_used_up_rejects_with_the_time_to_wait(make: Make) -> None:
     clock = HandClock()
     store = CountedStore(clock)
-    limiter = LeasedLimiter(store, clock)
+    limiter = make(store, clock)
     small = Limit(LimitKind.REQUESTS, 1200)
     admitted, waits_s = 0, []
     for number in range(3000):
@@ -159,14 +189,14 @@ async def test_a_rate_that_is_used_up_rejects_with_the_time_to_wait() -> None:
     assert store.calls < 1500
 
 
-async def test_tokens_are_corrected_in_the_slice() -> None:
+async def test_tokens_are_corrected_in_the_slice(make: Make) -> None:
     clock = HandClock()
-    limiter = LeasedLimiter(CountedStore(clock), clock)
+    limiter = make(CountedStore(clock), clock)
     for number in range(4000):  # claims 100,000 tokens a second, uses a tenth
         assert await run_request(limiter, number, tokens=100, used=10)
         clock.now_s += 0.001
     store = MemoryLimiter(clock)
-    exact = LeasedLimiter(store, clock)
+    exact = make(store, clock)
     rejected = 0
     for number in range(20_000):
         rejected += not await run_request(exact, number, tokens=100, used=100)
@@ -174,9 +204,9 @@ async def test_tokens_are_corrected_in_the_slice() -> None:
     assert rejected == 0, "100,000 tokens a second is the rate"
 
 
-async def test_a_larger_request_than_was_rejected_before_is_not_taken_for_it() -> None:
+async def test_a_larger_request_than_was_rejected_before_is_not_taken_for_it(make: Make) -> None:
     clock = HandClock()
-    limiter = LeasedLimiter(CountedStore(clock), clock)
+    limiter = make(CountedStore(clock), clock)
     few = Limit(LimitKind.TOKENS, 1000)
     for number in range(300):
         await limiter.admit("t", f"r{number}", [RATE])
@@ -187,6 +217,40 @@ async def test_a_larger_request_than_was_rejected_before_is_not_taken_for_it() -
         await limiter.reserve(large, [Claim(few, 500)], Price())
     small = await limiter.admit("t", "c", [RATE])
     await limiter.reserve(small, [Claim(few, 50)], Price())
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_what_is_held_decides_as_the_limiter_does(seed: int) -> None:
+    """The same requests, some of them in flight together: the same outcomes and calls of the store."""
+    clock, rng = HandClock(), Random(seed)
+    stores = CountedStore(clock), CountedStore(clock)
+    limiters = LeasedLimiter(stores[0], clock), HeldFirst(stores[1], clock)
+    limits = [RATE], [RATE, SLOTS], [Limit(LimitKind.REQUESTS, 6000)], [Limit(LimitKind.REQUESTS, 0)]
+    claims = (
+        [Claim(TOKENS, 40), Claim(Limit(LimitKind.TOKENS, 0), 9)],
+        [Claim(Limit(LimitKind.MONTH_MICROS, 9))],
+    )
+    running: list[tuple[Reservation, ...]] = []
+    outcomes: list[list[str]] = [[], []]
+    for number in range(6000):
+        due, wanted, used = rng.choice(limits), rng.choices(claims, [9, 1])[0], Usage(rng.randrange(60), 0)
+        held = []
+        for limiter, outcome in zip(limiters, outcomes, strict=True):
+            try:
+                reservation = await limiter.admit("t", f"r{number}", due)
+                held.append(reservation)
+                outcome.append(str(await limiter.reserve(reservation, wanted, Price())))
+            except OverQuota as error:
+                outcome.append(f"{error.reason} {error.retry_after_s}")
+        running.append(tuple(held))
+        if len(running) > 5:
+            ended = running.pop(rng.randrange(len(running)))
+            for limiter, reservation in zip(limiters, ended, strict=False):
+                await limiter.settle(reservation, used)
+        clock.now_s += 0.0005
+    assert outcomes[0] == outcomes[1]
+    assert stores[0].calls == stores[1].calls
+    assert limiters[0].leased == limiters[1].leased
 
 
 @settings(max_examples=100)

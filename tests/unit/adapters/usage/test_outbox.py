@@ -7,10 +7,10 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from fairway.v1 import usage_pb2 as pb
 from services.adapters.usage.outbox import MAX_BYTES, DiskOutbox

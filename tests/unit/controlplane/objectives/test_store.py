@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from services.controlplane.objectives.codec import book_from_bytes, book_to_message
 from services.controlplane.objectives.policy.book import SERIES_S, SliBook
@@ -73,7 +73,7 @@ class Link:
 def finish(recorder: SliRecorder, ttft_s: float = 0.2, reason: str = "FINISHED") -> None:
     latencies = RequestLatencies()
     latencies.ttft_s.append(ttft_s)
-    latencies.itl.add(0.02, 9)
+    latencies.gap(0.02, 9)
     subject = SliSubject(KEY, 7, "r1/1")
     recorder.ended(subject, RequestEnd(reason, Usage(100, 10, device_s=0.5), latencies))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from services.controlplane.usage.policy.joins import SETTLED_KEEP_S, OpenRequests, tokens_of
 from services.controlplane.usage.policy.lines import Amounts, LineSums, Source
@@ -38,7 +38,7 @@ SEQUENCE = SequenceDeviceUse(
     usage=Usage(100, 20, 40),
     device_s=2.0,
 )
-MOVED = replace(SEQUENCE, worker_id="w2", usage=Usage(100, 10, 90), device_s=1.0)
+MOVED = structs.replace(SEQUENCE, worker_id="w2", usage=Usage(100, 10, 90), device_s=1.0)
 
 
 class Ledger:
@@ -114,10 +114,10 @@ def test_a_request_is_unmatched_only_after_a_while() -> None:
 
 def test_a_resumed_request_is_booked_once_with_its_larger_counts() -> None:
     ledger = Ledger()
-    ledger.report(replace(REQUEST, usage=Usage(100, 8, 40), list_micros=300))
+    ledger.report(structs.replace(REQUEST, usage=Usage(100, 8, 40), list_micros=300))
     ledger.report(SEQUENCE)
     ledger.report(REQUEST)
-    ledger.report(replace(REQUEST, usage=Usage(100, 8, 40), list_micros=300))
+    ledger.report(structs.replace(REQUEST, usage=Usage(100, 8, 40), list_micros=300))
     ((_, _, amounts),) = ledger.booked
     assert amounts == Amounts(1, 100, 40, 20, 2_000_000, 500, 2_000_000)
 
@@ -144,7 +144,7 @@ def test_reports_that_waited_for_the_ledger_are_joined_as_if_they_came_at_once()
     back_s = NOW_S + 2 * SETTLED_KEEP_S
     ledger.close(back_s)
     in_outage_s = NOW_S + 600
-    ledger.report(replace(SEQUENCE, request_id="r2", ended_unix_s=in_outage_s), back_s)
+    ledger.report(structs.replace(SEQUENCE, request_id="r2", ended_unix_s=in_outage_s), back_s)
     assert ledger.charge(back_s + 31) == 1
 
 
@@ -152,7 +152,7 @@ def test_the_device_time_of_a_waiting_request_above_the_bound_is_kept() -> None:
     ledger = Ledger()
     ledger.requests = OpenRequests(max_waiting=1)
     ledger.report(SEQUENCE)
-    ledger.report(replace(SEQUENCE, request_id="r2"))
+    ledger.report(structs.replace(SEQUENCE, request_id="r2"))
     ledger.close(NOW_S)
     assert [(source, amounts.device_us) for _, source, amounts in ledger.booked] == [
         (Source.WORKER, 2_000_000)
@@ -161,8 +161,8 @@ def test_the_device_time_of_a_waiting_request_above_the_bound_is_kept() -> None:
 
 def test_the_prompt_of_a_moved_sequence_counts_once() -> None:
     assert tokens_of([MOVED, SEQUENCE]) == Usage(100, 30, 40)
-    second = replace(SEQUENCE, choice=1, usage=Usage(100, 5, 100))
+    second = structs.replace(SEQUENCE, choice=1, usage=Usage(100, 5, 100))
     assert tokens_of([SEQUENCE, second]) == Usage(100, 25, 40)
-    cut = replace(SEQUENCE, usage=Usage(30, 0, 0))  # cancelled within its prompt
+    cut = structs.replace(SEQUENCE, usage=Usage(30, 0, 0))  # cancelled within its prompt
     assert tokens_of([cut, SEQUENCE]) == Usage(100, 20, 40)
     assert tokens_of([cut]) == Usage(30, 0, 0)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import pytest_asyncio
 from google.protobuf.timestamp_pb2 import Timestamp
+from msgspec.structs import replace
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import usage_pb2

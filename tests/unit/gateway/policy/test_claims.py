@@ -16,7 +16,6 @@ from services.gateway.policy.claims import (
     Payer,
     RequestBound,
     admission_limits,
-    bounds_of,
     budget_limits,
     usage_claims,
 )
@@ -147,6 +146,6 @@ def test_the_lowest_budget_of_a_scope_holds() -> None:
 def test_the_lowest_bound_holds_and_is_named(
     tenant: int, key: int, user: int, expected: RequestBound
 ) -> None:
-    found = bounds_of(payer(*(UsageLimits(max_output_tokens=most) for most in (tenant, key, user))))
+    found = payer(*(UsageLimits(max_output_tokens=most) for most in (tenant, key, user))).bounds
     assert found.output_tokens == expected
     assert found.context_tokens == found.timeout_s == RequestBound()

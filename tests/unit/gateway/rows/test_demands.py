@@ -1,4 +1,4 @@
-"""Demands of slots: a rise at once, a change every 20 ms, a fall after a second."""
+"""Demands of slots: a rise at once and within 2 ms, a change every 20 ms, a fall after a second."""
 
 from __future__ import annotations
 
@@ -38,11 +38,30 @@ def test_a_rise_is_sent_at_once_and_later_ones_together() -> None:
     demands.enter(request(2, tenant="beta"))
     assert sent.rows == [1, 2]
     assert sent.demands[0] == SlotDemand("d", "acme", 1, 2.0, Priority.STANDARD, repeats=True)
+    assert demands.rises
     demands.send_due()
     assert sent.rows == [1, 2], "it was sent just now"
-    clock.now_s += 0.03
+    clock.now_s += 0.003
     demands.send_due()
     assert sent.rows == [1, 2, 5]
+    assert not demands.rises
+
+
+def test_a_change_of_class_waits_for_20_ms() -> None:
+    sent, clock = Sent(), HandClock()
+    demands = SlotDemands(sent, clock)
+    demands.enter(request(2))
+    clock.now_s += 0.003
+    live = request(1, Priority.INTERACTIVE)
+    demands.enter(live)
+    demands.leave(live)
+    assert not demands.rises
+    clock.now_s += 0.003
+    demands.send_due()
+    assert sent.rows == [2, 3]
+    clock.now_s += 0.02
+    demands.send_due()
+    assert [wanted.priority for wanted in sent.demands[1:]] == [Priority.INTERACTIVE, Priority.STANDARD]
 
 
 def test_a_demand_falls_a_second_after_its_rows_and_ends() -> None:

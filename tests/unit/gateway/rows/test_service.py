@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,10 @@ import pytest
 
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
+from services.adapters.memory.limiter import MemoryLimiter
+from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.leased_limiter import LeasedLimiter
+from services.adapters.quotas.slices import SliceSettings
 from services.core.errors import (
     BudgetExceeded,
     ConcurrencyExceeded,
@@ -34,15 +38,31 @@ from services.core.errors import (
     VersionGone,
 )
 from services.core.fixed_cost.rows import RowEnd
-from services.core.limits import LimitKind
+from services.core.generation import Usage
+from services.core.limits import LimitKind, UsageLimits
 from services.core.poison.fingerprint import fingerprint_of_row
-from services.core.records import BUDGETS, Budget, Meta, Priority, Tenant
+from services.core.records import (
+    BUDGETS,
+    KEYS,
+    WORKERS,
+    ApiKey,
+    Budget,
+    KeyRole,
+    LoadedVersion,
+    Meta,
+    Priority,
+    Tenant,
+    VersionState,
+    Worker,
+)
 from services.gateway.budgets import TenantBudgets
+from services.gateway.policy.claims import claims_of
+from services.gateway.requests.quotas import RequestQuotas, settled
 from services.gateway.rows.service import Embeddings, Scores
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded
 from tests.support.row_versions import tokenizer
-from tests.support.rows_gateway import CLOCK, SECRET, RowsGateway, digest_of, rows_gateway
+from tests.support.rows_gateway import CLOCK, KEY_HASH, PRICE, SECRET, RowsGateway, digest_of, rows_gateway
 from tests.unit.gateway.conftest import View
 
 
@@ -368,3 +388,64 @@ async def test_cancellation_has_its_own_error(gateway: RowsGateway) -> None:
     next(iter(gateway.service._requests)).cancel()
     with pytest.raises(RequestCancelled):
         await call
+
+
+def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of a coroutine that waits for nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as ended:
+        return ended.value
+    coroutine.close()
+    raise AssertionError("it waits")
+
+
+async def test_a_hot_tenant_is_admitted_reserved_and_settled_at_once(folders: dict[str, Path]) -> None:
+    leased = LeasedLimiter(MemoryLimiter(CLOCK), CLOCK, settings=SliceSettings(hot_per_s=3))
+    limiter = FallbackLimiter(leased, MemoryLimiter(CLOCK, local=True), CLOCK, held=leased)
+    async with rows_gateway(folders, limiter=limiter, held=limiter) as gateway:
+        gateway.put_tenant(
+            Tenant(Meta("acme"), requests_per_minute=1_000_000, tokens_per_minute=1_000_000_000)
+        )
+        for _ in range(9):
+            await embed(gateway, "the fox")
+        quotas = RequestQuotas(gateway.identity, gateway.ports)
+        payer = quotas.payer(gateway.principal, "")
+        spawned = gateway.supervisor.running
+        held = at_once(quotas.reserve("acme", "hot", payer.on_requests))
+        at_once(held.claim(claims_of(payer, PRICE, 4), PRICE))
+        assert leased.leased == 1
+        at_once(settled(gateway.ports, held.reservation, Usage(4, 0)))
+        assert leased.leased == 0
+        assert gateway.supervisor.running == spawned
+        refused = at_once(quotas.reserve("acme", "hot-2", payer.on_requests))
+        await refused.undo(InvalidInput("it is refused later"))
+        assert leased.leased == 0, "what it held is given back"
+
+
+async def test_new_limits_of_a_tenant_and_a_key_apply_to_the_next_request(gateway: RowsGateway) -> None:
+    await embed(gateway, "the fox")
+    gateway.put_tenant(Tenant(Meta("acme"), requests_per_minute=1))
+    await embed(gateway, "the fox")
+    with pytest.raises(RequestRateExceeded):
+        await embed(gateway, "the fox")
+    gateway.put_tenant(Tenant(Meta("acme")))
+    await embed(gateway, "the fox")
+    key = ApiKey(Meta("alpha"), KeyRole.TENANT, KEY_HASH, "acme", limits=UsageLimits(requests_per_minute=1))
+    gateway.keys.put(KEYS + "alpha", key)
+    await embed(gateway, "the fox")
+    with pytest.raises(RequestRateExceeded):
+        await embed(gateway, "the fox")
+
+
+async def test_a_route_follows_its_deployment_and_its_workers(gateway: RowsGateway) -> None:
+    def resolved() -> tuple[str, int]:
+        route = gateway.catalog.resolve("mlp")
+        return route.version_digest, route.ready_replicas
+
+    assert resolved() == resolved() == (digest_of("mlp"), 1)
+    loaded = LoadedVersion("mlp", "mlp", digest_of("mlp"), VersionState.READY)
+    gateway.workers.put(WORKERS + "w2", Worker("w2", "w:2", versions=(loaded,)))
+    assert resolved() == (digest_of("mlp"), 2)
+    gateway.deploy("mlp", "cut")
+    assert resolved() == (digest_of("cut"), 1)

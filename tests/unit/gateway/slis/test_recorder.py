@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 from prometheus_client import generate_latest
 
 from services.core.arms import ArmKey, GateWindow, SliKey, SliReport, SliSums, cluster_of, session_hash
@@ -33,7 +32,7 @@ def latencies(*ttft_s: float) -> RequestLatencies:
     found = RequestLatencies()
     found.ttft_s += ttft_s
     if ttft_s:
-        found.itl.add(0.02, 9)
+        found.gap(0.02, 9)
     return found
 
 

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+from msgspec import structs
 
 from services.core.fleet import TenantSlots
 from services.core.poison.suspicion import LossCause
@@ -95,8 +96,13 @@ def test_rows_of_other_tensors_run_in_batches_of_their_own(scripted: Scripted) -
     assert scripted.running() == [3]
 
 
+def costly(model: RowModel) -> RowModel:
+    """Return the model with batches whose rows save time: tenants share them."""
+    return structs.replace(model, costs=structs.replace(model.costs, batch_s=1e-4))
+
+
 def test_a_burst_shares_the_batch_with_another_tenants_rows() -> None:
-    scripted = Scripted()
+    scripted = Scripted(costly(VECTORS))
     scripted.batcher.lease(TenantSlots(DIGEST, "leased", 20))
     scripted.start()
     for _ in range(99):
@@ -123,6 +129,42 @@ def test_lengths_are_checked_and_padded_to_the_widths() -> None:
     scripted.start(())
     assert set(scripted.errors().values()) == {"INVALID_INPUT"}
     scripted.answer()
+
+
+def lengths_of(scripted: Scripted) -> list[int]:
+    """Return the lengths of the rows of the latest batch."""
+    return [row[0].shape[0] for row in scripted.serving.sent[-1].rows]
+
+
+def test_a_model_that_packs_computes_rows_of_all_widths_together_for_one_tenant() -> None:
+    scripted = Scripted(costly(TEXTS))
+    for length in [2] * 60 + [60] * 20:
+        scripted.start(text(length))
+    scripted.answer()
+    assert sorted(set(lengths_of(scripted))) == [2, 60]
+    for length in (60, 2, 60, 2, 2):
+        scripted.start(text(length))
+    scripted.answer()
+    assert lengths_of(scripted) == [2, 2, 2, 60, 60], "of one length side by side"
+    for length in (60, 2, 60):
+        scripted.start(text(length))
+    scripted.start(text(2), tenant_id="other")
+    scripted.answer()
+    assert lengths_of(scripted) in ([60, 60], [2, 2]), "nobody's short row waits for a long one of others"
+
+
+def test_a_batch_of_all_widths_keeps_the_budget_of_tokens() -> None:
+    scripted = Scripted(structs.replace(TEXTS, max_tokens=16_000))
+    for length in [9] * 40 + [9000] * 30:
+        scripted.start(text(length))
+    while len(scripted.batcher):
+        scripted.answer()
+    for length in [9, 9000, 9000] + [9] * 60:
+        scripted.start(text(length))
+    scripted.answer()
+    assert lengths_of(scripted) == [9000], "two of them are above the budget, though the mean is not"
+    scripted.answer()
+    assert len(lengths_of(scripted)) > 20
 
 
 def test_a_row_with_a_problem_is_refused_alone_and_is_not_charged(scripted: Scripted) -> None:
@@ -167,7 +209,7 @@ def test_a_cancelled_row_is_in_no_batch_and_one_that_runs_is_charged(scripted: S
 
 
 def test_the_shares_of_a_batch_add_up_to_its_time() -> None:
-    scripted = Scripted(TEXTS)
+    scripted = Scripted(costly(TEXTS))
     lengths = {"a": 10, "b": 30}
     scripted.start(text(1), tenant_id="a")
     scripted.answer(run_s=0.0)

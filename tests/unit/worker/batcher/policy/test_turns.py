@@ -110,12 +110,26 @@ def test_a_device_is_shared_for_a_while_after_a_tenants_last_row() -> None:
     assert not turns.are_shared(SHARED_S + 1.1)
 
 
-@pytest.mark.parametrize(("turn_s", "most"), [(1.0, 15), (0.2, 3), (0.064, 1), (0.01, 1)])
+@pytest.mark.parametrize(("turn_s", "most"), [(10.0, 24), (1.0, 9), (0.4, 3), (0.26, 1), (0.01, 1)])
 def test_a_turn_bounds_the_rows_of_a_batch(turn_s: float, most: int) -> None:
-    device = Device(CURVE, LIMITS, BatchObjective(), turn_s=turn_s)
+    """A batch costs 0.2 s, and 0.064 s a row: one of 24 costs a tenth more than one of 100."""
+    curve = CostCurve(CostPrior(batch_s=0.2, row_s=0.0, token_s=0.001))
+    device = Device(curve, LIMITS, BatchObjective(), turn_s=turn_s)
     assert device.rows_at(64) == (most, FlushCause.TURN)
 
 
-def test_a_batch_within_the_turn_is_bounded_by_its_limits() -> None:
-    device = Device(CURVE, LIMITS, BatchObjective(), turn_s=0.1)
-    assert device.rows_at(1) == (100, FlushCause.FULL)
+def test_a_turn_has_no_more_rows_than_save_time() -> None:
+    """A row of 256 tokens costs next to nothing less in a batch of several."""
+    curve = CostCurve(CostPrior(batch_s=0.001, row_s=0.0, token_s=4e-5))
+    device = Device(curve, LIMITS, BatchObjective(), turn_s=0.025)
+    assert device.rows_at(256) == (1, FlushCause.TURN)
+    short, _ = device.rows_at(16)
+    assert 0.9 < (curve.mean_s(16, 37) / 37) / (curve.mean_s(16, short) / short) <= 1.0
+    assert curve.mean_s(16, short) < 0.016, "shorter than the turn"
+
+
+def test_a_batch_of_one_tenant_and_one_within_the_turn_have_the_limits_of_the_device() -> None:
+    assert Device(CURVE, LIMITS, BatchObjective()).rows_at(64) == (100, FlushCause.FULL)
+    fixed = CostCurve(CostPrior(batch_s=0.1, row_s=0.0, token_s=1e-9))
+    device = Device(fixed, BatchLimits(rows=5), BatchObjective(), turn_s=0.2)
+    assert device.rows_at(1) == (5, FlushCause.FULL)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.core.fixed_cost.tensors import Operation
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
-from services.worker.batcher.policy.flush import BatchLimits
+from services.worker.batcher.policy.flush import BatchLimits, WaitingGroup
 from services.worker.batcher.policy.waiting import (
     Admission,
     RowAccepted,
@@ -81,6 +81,17 @@ def test_groups_are_in_order_of_their_first_row() -> None:
     assert found == [(KEYS[1], 8, 1), (KEYS[0], 16, 2), (KEYS[0], 8, 1)]
     wide = next(group for _, group in waiting.groups() if group.width == 16)
     assert (wide.oldest_s, wide.deadline_s) == (-1.0, 50.0)
+
+
+def test_rows_of_all_widths_form_one_group_of_each_key() -> None:
+    waiting = WaitingRows()
+    add(waiting, row(0, due_s=3.0), row(1, due_s=2.0, width=32, deadline_s=50.0), row(2, due_s=2.5))
+    add(waiting, row(3, due_s=1.0, key=KEYS[1], width=16), row(4, due_s=2.7, width=32, arrived_s=-1.0))
+    found = list(waiting.mixed_groups(lambda mean: round(10 * mean)))
+    assert [key for key, _ in found] == [KEYS[1], KEYS[0]]
+    assert found[1][1] == WaitingGroup(200, 4, -1.0, 50.0, mixed=True)
+    chosen = waiting.select(KEYS[0], None, 3, leases={}, running={})
+    assert [each.number for each in chosen] == [1, 2, 4]
 
 
 def test_of_rows_that_are_due_together_the_named_one_is_removed() -> None:
