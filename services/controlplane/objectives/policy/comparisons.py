@@ -53,8 +53,8 @@ class Comparison:
     def bound(self, error_ratio: float) -> float:
         """Return the bound that the statistic crosses with ``error_ratio`` at most, over all looks.
 
-        The lower of two boundaries that share it: one is tightest where the effect stands out, the other where
-        a much larger one does. By the first alone, half of all requests could fail for minutes.
+        The lower of two boundaries that share it: one is tightest where the effect stands out, the other
+        where a much larger one does. By the first alone, half of all requests could fail for minutes.
         """
         share = error_ratio / (2 * self.sides)
         return min(_boundary(share, self.information), _boundary(share, _LARGE**2 * self.information))

@@ -1,4 +1,4 @@
-"""The buffer between a request and its reader: what accumulates is merged, up to a size; who continues first."""
+"""The buffer between a request and its reader: what it merges, and who continues first."""
 
 from __future__ import annotations
 
