@@ -22,7 +22,7 @@ SECRETS = (
 PREBUILT = "/srv/fairway/services/worker/engine/native/prebuilt"
 GIVEN = {
     "registry": {"internal_token"},
-    "controlplane": {"internal_token", "admin_key"},
+    "controlplane": {"internal_token", "admin_key", "redis_password"},
     "scheduler": {"internal_token", "ticket_key"},
     "worker-0": {"internal_token"},
     "worker-1": {"internal_token"},

@@ -37,8 +37,10 @@ def test_the_openai_sdk_streams(fleet: Fleet) -> None:
     if not OPENAI.exists():
         pytest.skip("make e2e-env installs the SDK")
     client = ROOT / "tests" / "e2e" / "openai_client.py"
+    fleet.cli("tenants", "create", "limited", "--requests-per-minute", "3", "--tokens-per-minute", "6000")
+    limited = fleet.cli("keys", "create", "limited-key", "--tenant", "limited").strip()
     done = subprocess.run(
-        [str(OPENAI), str(client), fleet.http(), fleet.secret("api_key"), MODEL],
+        [str(OPENAI), str(client), fleet.http(), fleet.secret("api_key"), MODEL, limited],
         capture_output=True,
         text=True,
         timeout=300,
