@@ -107,6 +107,7 @@ class ResponseCache:
             list(spec.prompt.ids),
             replace(spec.sampling, seed=0),
             spec.limits,
+            spec.continues_prompt,
         )
         digest = hmac.digest(
             self._secret, b"fairway response v1\0" + msgspec.msgpack.encode(decisive), "sha256"

@@ -195,6 +195,7 @@ def _copies_ports(ports: Ports) -> Ports:
     return replace(
         ports,
         limiter=Unlimited(),
+        held=None,
         telemetry=GatewayTelemetry(clock=ports.clock, slis=ports.telemetry.slis),
         report_usage=lambda _event: None,
         unrecorded=lambda: "",

@@ -56,7 +56,7 @@ async def test_32_streams_at_once_equal_each_alone(stack: Stack) -> None:
 
 async def test_the_stage_clock_sums_to_the_latency(stack: Stack) -> None:
     """The best of some requests counts: on a busy machine the client's own delays are part of its latency."""
-    stages = [name for name in StageClock.__dataclass_fields__ if name != "received_unix_us"]
+    stages = [name for name in StageClock.__struct_fields__ if name != "received_unix_us"]
     covered: list[float] = []
     prefills_us: list[int] = []
     async with stack.inference() as stub:

@@ -173,6 +173,7 @@ class BatchExecution:
             most = self._ports.max_line_bytes
             check.report("line_too_long", f"the line has more than {most} bytes", error.number)
         except (NotFound, IntegrityError) as error:
+            self._stop = self._early_end()
             check.report("input_unreadable", error.message)
         if self._stop is not None:
             return
@@ -223,7 +224,9 @@ class BatchExecution:
                         index += 1
         except (NotFound, IntegrityError, LineTooLong, TooManyLines) as error:
             log.warning("batch.input_lost", batch_id=self._held.record.batch_id, error=str(error))
-            self._stop = EarlyEnd(BatchStatus.FAILED, "input_unreadable", "the input cannot be read any more")
+            if self._stop is None:
+                message = "the input cannot be read any more"
+                self._stop = EarlyEnd(BatchStatus.FAILED, "input_unreadable", message)
         self._last = index
         self._notify()
 

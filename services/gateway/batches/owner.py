@@ -163,7 +163,8 @@ class BatchOwner:
         }
         room = self._limits.max_batches - len(self._turns)
         counts = Counter(batch.tenant for batch in running)
-        for batch in next_batches(waiting, counts, self._last_turn_s, room, self._left_stalled_s):
+        stalled_s = self._left_stalled_s
+        for batch in next_batches(waiting, counts, self._last_turn_s, room, stalled_s, self._ending()):
             await self._begin(batch)
         self._end_turns()
 
@@ -217,6 +218,11 @@ class BatchOwner:
                 found.append(UnfinishedBatch(*name, batch.record.create_unix_s))
         return found
 
+    def _ending(self) -> frozenset[str]:
+        """Return the tenants of which a batch ends here."""
+        held = (self._batches.view.get(batch_key(*name)) for name in self._turns)
+        return frozenset(one.record.tenant for one in held if one is not None and self._ends(one.record))
+
     def _ends(self, batch: BatchRecord) -> bool:
         cancelled = batch.status is BatchStatus.CANCELLING
         return cancelled or self._clock.unix_s() >= batch.expire_unix_s
@@ -247,9 +253,11 @@ class BatchOwner:
         for turn in self._turns.values():
             if turn.name[1] in beside and not turn.stalled:
                 turn.leave()
-        waiting = len(
-            {batch.tenant for batch in self._waiting() if batch.ends or batch.tenant not in tenants}
-        )
+        ending, tenants_waiting = self._ending(), set[str]()
+        for batch in self._waiting():
+            if batch.tenant not in (ending if batch.ends else tenants):
+                tenants_waiting.add(batch.tenant)
+        waiting = len(tenants_waiting)
         free = max(0, self._gateways() * self._limits.max_batches - len(self._owners.view))
         now_s = self._clock.monotonic_s()
         yielding = yielding_turn(self._turns.values(), now_s, waiting, free)

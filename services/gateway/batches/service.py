@@ -93,8 +93,10 @@ class BatchService:
             raise InvalidInput("the file's purpose is not batch", field="input_file_id")
         mine = self._held(principal.tenant_id)
         self._check_bounds(principal.tenant_id, mine)
-        await self._evict(mine)
-        return _same(batch, await self._store.add_batch(batch, file))
+        found = await self._store.add_batch(batch, file)
+        if found is batch:
+            await self._evict(mine)
+        return _same(batch, found)
 
     def _check_bounds(self, tenant: str, mine: list[Versioned[BatchRecord]]) -> None:
         """Raise OverQuota for a tenant at a bound."""
@@ -108,7 +110,7 @@ class BatchService:
             )
 
     async def _evict(self, mine: list[Versioned[BatchRecord]]) -> None:
-        """Make room for one more batch of a tenant. The files of evicted ones stay."""
+        """Delete what is above the bound with one more batch: those that ended first, with their results."""
         ended = sorted(
             (held for held in mine if held.record.status.is_over),
             key=lambda held: (held.record.end_unix_s, held.record.batch_id),

@@ -40,6 +40,8 @@ from services.runtime.fleet_state.informer import Versioned
 
 T = TypeVar("T")
 _TRIES: Final = 5
+# Of a batch: its input stays readable for its end, which another gateway may have to write.
+_ENDING_S: Final = 86_400.0
 
 
 class OwnershipLost(Exception):
@@ -104,8 +106,9 @@ class BatchStore:
         input_key = file_key(batch.tenant, batch.input_file_id)
         conditions = [ModRevisionIs(key, 0), ModRevisionIs(input_key, file.mod_revision)]
         puts = [Put(key, dump(batch))]
-        if file.record.expire_unix_s < batch.expire_unix_s:
-            puts.append(Put(input_key, dump(replace(file.record, expire_unix_s=batch.expire_unix_s))))
+        needed_unix_s = batch.expire_unix_s + _ENDING_S
+        if file.record.expire_unix_s < needed_unix_s:
+            puts.append(Put(input_key, dump(replace(file.record, expire_unix_s=needed_unix_s))))
         try:
             outcome = await self._store.commit(puts, conditions)
         except StoreUnavailable:  # it may be stored
@@ -136,8 +139,12 @@ class BatchStore:
         raise StoreUnavailable("the batch changes all the time; cancel it again", retry_after_s=1.0)
 
     async def delete_batch(self, batch: Versioned[BatchRecord]) -> None:
-        key = batch_key(batch.record.tenant, batch.record.batch_id)
-        await self._store.commit([Delete(key)], [ModRevisionIs(key, batch.mod_revision)])
+        """Delete a batch that has not changed, with the files of its results."""
+        record = batch.record
+        key = batch_key(record.tenant, record.batch_id)
+        results = [file_key(record.tenant, name) for name in (record.output_file_id, record.error_file_id)]
+        deletes = [Delete(each) for each in (key, *results)]
+        await self._store.commit(deletes, [ModRevisionIs(key, batch.mod_revision)])
 
     async def claim(self, tenant: str, batch_id: str, owner: str, lease_id: int) -> OwnedBatch | None:
         """Return the batch, which this owner runs as long as its lease holds; None if it is not free."""

@@ -10,7 +10,7 @@ requests of the lowest class.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Protocol, TypeVar
@@ -54,15 +54,17 @@ def next_batches(
     last_turn_s: Mapping[str, float],
     room: int,
     left_stalled_s: Mapping[tuple[str, str], float] = MappingProxyType({}),
+    ending: Collection[str] = (),
 ) -> tuple[UnfinishedBatch, ...]:
     """Return what a gateway with room for so many batches claims, in order.
 
     ``running``: batches of each tenant that run anywhere; ``last_turn_s``: when a tenant's last turn began
     here; ``left_stalled_s``: when a batch, by tenant and id, left its place here because it was stalled. Of
-    each tenant the oldest batch is chosen, of those that left the first one after all others. Batches that
-    end wait for no turn: their lines do not run.
+    each tenant the oldest batch is chosen, of those that left the first one after all others. A batch that
+    ends waits for no turn, since its lines do not run: one of each tenant, unless it has one in ``ending``
+    here, in half of the room.
     """
-    ending = [batch for batch in waiting if batch.ends]
+    ends: dict[str, UnfinishedBatch] = {}
     oldest: dict[str, UnfinishedBatch] = {}
 
     def order(batch: UnfinishedBatch) -> tuple[float, float, str]:
@@ -73,13 +75,16 @@ def next_batches(
         )
 
     for batch in sorted(waiting, key=order):
+        if batch.ends and batch.tenant not in ending:
+            ends.setdefault(batch.tenant, batch)
         if not batch.ends and not running.get(batch.tenant):
             oldest.setdefault(batch.tenant, batch)
     turns = sorted(
         oldest.values(),
         key=lambda one: (last_turn_s.get(one.tenant, -math.inf), one.create_unix_s, one.batch_id),
     )
-    return tuple((ending + turns)[: max(0, room)])
+    first = list(ends.values())[: (room + 1) // 2] if room > 0 else []
+    return tuple((first + turns)[: max(0, room)])
 
 
 def beside_older(running: Iterable[UnfinishedBatch]) -> frozenset[str]:

@@ -119,6 +119,7 @@ class ChoiceRun:
         if self._follows:
             self.timer.enter(Stage.ENGINE_WAIT, self._clock.monotonic_s())
             await self._scores.complete()
+            self._granted = True  # its client has output, of the first choice's worker
             if not self.spec.limits.max_tokens:
                 return self._result(SequenceEnd(FinishReason.LENGTH))
         excluded: tuple[str, ...] = ()

@@ -437,9 +437,13 @@ class Batcher:
         assert search.place is not None, "the search is over"
         if self._context.telemetry is not None:
             self._context.telemetry.searched(search.place.value)
+        # A part of a mixed batch may have longer rows than the whole: its time limit is that of its own rows.
+        width = search.width
+        if self._model.packs:
+            width = max(width, mixed_width(sum(row.length for row in search.rows) / len(search.rows)))
         if search.place is RunPlace.SERVING:
-            self._charge_turns(search.rows, search.width)
-        self._run(search.place, search.rows, search.width, search.cause, search=search)
+            self._charge_turns(search.rows, width)
+        self._run(search.place, search.rows, width, search.cause, search=search)
 
     def _run(
         self,

@@ -284,7 +284,7 @@ class SequenceHost:
     def _is_stale(self, spec: StartSpec) -> bool:
         """Whether the route that the request was resolved by is withdrawn. What has output goes on."""
         least = self.least_route_revisions.get(spec.grant.version_digest, 0)
-        return spec.generation.route_revision < least and not spec.produced_ids
+        return spec.generation.route_revision < least and not (spec.produced_ids or spec.scored_tokens)
 
     def _fallback_refusal(self, grant: FallbackGrant) -> NotAdmittedReason | None:
         if self._fallback is None:

@@ -27,7 +27,7 @@ from services.runtime.identity import KeyDirectory
 from tests.integration.openai.face import CHAT, KEY, MAX_BODY, STREAM, Face, begun, serving, silent
 from tests.support.socket_client import closed, opened, received, request, until_over
 
-TEXT, BINARY, PING, CONTINUED = 0x1, 0x2, 0x9, 0x0
+TEXT, BINARY, CLOSE, PING, CONTINUED = 0x1, 0x2, 0x8, 0x9, 0x0
 
 
 def url(face: Face) -> str:
@@ -117,6 +117,16 @@ async def test_what_no_client_may_send_ends_its_socket(sent: bytes, code: int) -
                 await asyncio.sleep(0.01)
         face.server.table.check_integrity()
         assert face.service.calls == []
+
+
+async def test_a_fault_behind_which_the_client_closes_stops_no_other_socket(face: Face) -> None:
+    """The server cannot send the reason of the fault any more, which raises within the turn of the socket."""
+    neighbour, writing = await raw(face)
+    _, writer = await raw(face)
+    writer.write(frame(TEXT, b"\xff\xfe") + frame(CLOSE, struct.pack("!H", 1000)))
+    await asyncio.sleep(0.1)
+    writing.write(frame(TEXT, b"[]"))
+    assert await code_of(neighbour) == 1007
 
 
 async def test_a_length_is_refused_before_its_bytes_arrive(face: Face) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType, structs
+from msgspec import UNSET, Raw, Struct, UnsetType, structs
 
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.core.outputs.tools import AssistantAnswer, CallDelta, ContentText, OutputPart, answer_of
@@ -258,8 +258,13 @@ def whole_answer(
             reason = reasons.get(choice, "stop")
             if request.dialect == "chat":
                 chat.append((yield from _chat_choice(request, completion, choice, index, reason)))
+                chosen: list[Any] = chat
             else:
                 text.append((yield from _text_choice(request, number, completion, choice, index, reason)))
+                chosen = text
+            if request.logprobs:  # many choices of few log-probabilities each take long together
+                chosen[-1] = Raw(_encode(chosen[-1]))
+                yield
     common: dict[str, Any] = {
         **structs.asdict(head),
         "usage": usage_body([completion.finished.usage for completion in completions]),

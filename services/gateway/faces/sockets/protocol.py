@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol, cast
 
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidState
 from websockets.frames import Frame
 from websockets.http11 import Request
 
@@ -284,7 +285,11 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         except FairwayError as error:
             self._fail(_TRY_AGAIN, error.message)
             return
-        super().data_received(part)
+        try:
+            super().data_received(part)
+        except InvalidState:  # a fault of the client behind its own close: no reason can be sent any more
+            self.transport.abort()
+            return
         self._read_on()
 
     def _between_messages(self) -> None:

@@ -52,8 +52,10 @@ class LoopTurns:
 
     def _next(self) -> None:
         self._begun = min(self._per_turn, len(self._waiting))  # what an act adds comes in the next iteration
-        for _ in range(self._begun):
-            if (act := self._waiting.take(())) is not None:
-                act()
-        if self._begun:
-            asyncio.get_running_loop().call_soon(self._next)
+        try:
+            for _ in range(self._begun):
+                if (act := self._waiting.take(())) is not None:
+                    act()
+        finally:  # a piece that fails stops no other
+            if self._begun:
+                asyncio.get_running_loop().call_soon(self._next)

@@ -1,14 +1,18 @@
-"""The time limit of a write, which runs only while the client accepts nothing."""
+"""The time limit of a write, which runs only while the client accepts next to nothing."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
+from typing import Final
+
+# Within a limit: a client that accepts less holds an answer in memory for too long.
+LEAST_BYTES: Final = 16 * 1024
 
 
 class WriteLimit:
-    """The block raises TimeoutError once the client accepts no byte for ``limit_s``, up to twice that.
+    """The block raises TimeoutError once the client accepts less than ``LEAST_BYTES`` within ``limit_s``.
 
     A large answer takes long on a slow line, which is no reason to end it. ``accepted`` returns how many
     bytes the client has accepted. Its first call is after ``limit_s``, since most writes do not wait.
@@ -35,7 +39,8 @@ class WriteLimit:
         self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._check, accepted)
 
     def _check(self, before: int | None) -> None:
-        if (accepted := self._accepted()) == before:
+        accepted = self._accepted()
+        if before is not None and accepted - before < LEAST_BYTES:
             self._limit.reschedule(asyncio.get_running_loop().time())
         else:
             self._wait(accepted)

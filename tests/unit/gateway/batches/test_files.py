@@ -24,7 +24,7 @@ from services.core.errors import (
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.batches.files import FileLimits, shown_name
-from services.gateway.batches.records import BATCH_ID, BATCHES, FILES, BatchStatus, StoredFile
+from services.gateway.batches.records import BATCH_ID, BATCHES, FILES, BatchStatus, FilePurpose, StoredFile
 from services.ports.store import Committed, Condition, ConditionFailed, Operation
 from tests.support.clocks import QuickClock
 from tests.support.memory_batches import BatchStack, running_stack
@@ -294,12 +294,17 @@ async def test_a_new_batch_evicts_the_one_that_ended_first_and_none_that_runs(
         await stack.seen()
         return made.batch_id
 
+    results: dict[str, str] = {}
+
     async def end(batch_id: str) -> None:
         clock.now_s += 1.0
         held = await stack.store.claim("acme", batch_id, "g", await stack.etcd.grant_lease(60))
         assert held is not None
         over = replace(held.record, status=BatchStatus.CANCELLED, end_unix_s=clock.now_s)
-        await stack.store.advance(held, over)
+        name, times = over.output_file_id, (clock.now_s, clock.now_s + 1e6)
+        result = StoredFile(name, "acme", "o.jsonl", FilePurpose.BATCH_OUTPUT, *times)
+        await stack.store.advance(held, over, [result])
+        results[batch_id] = name
         await stack.seen()
 
     theirs = await stored(stack, b"x", tenant="other")
@@ -319,6 +324,9 @@ async def test_a_new_batch_evicts_the_one_that_ended_first_and_none_that_runs(
         runs,
     ]
     assert [batch.batch_id for batch in stack.service.batches("other")] == [other]
+    with pytest.raises(NotFound):
+        await stack.store.file("acme", results[rest[1]])
+    assert (await stack.store.file("acme", results[rest[0]])).record.filename == "o.jsonl"
 
 
 async def test_a_tenant_without_room_for_results_creates_no_batch(stack: BatchStack) -> None:

@@ -56,6 +56,13 @@ def test_a_batch_that_left_stalled_comes_after_the_others_of_its_tenant_alone() 
     assert names(next_batches(waiting("a1", "a2"), {}, {}, 10, left)) == ["a2"]
 
 
+def test_batches_that_end_leave_half_of_the_room_and_take_one_place_of_each_tenant() -> None:
+    ends = [UnfinishedBatch(name[0], name, 0.0, ends=True) for name in ("a1", "a2", "b1", "c1", "d1")]
+    found = next_batches([*ends, *waiting("e1", "f1")], {}, {}, 4)
+    assert names(found) == ["a1", "b1", "e1", "f1"]
+    assert names(next_batches(ends, {}, {}, 8, ending={"a"})) == ["b1", "c1", "d1"]
+
+
 def test_a_batch_that_ends_waits_for_no_turn() -> None:
     ends = UnfinishedBatch("a", "a2", 9.0, ends=True)
     assert names(next_batches([*waiting("a1", "b1"), ends], {"a": 1}, {}, 10)) == ["a2", "b1"]

@@ -153,6 +153,27 @@ def test_a_model_that_packs_computes_rows_of_all_widths_together_for_one_tenant(
     assert lengths_of(scripted) in ([60, 60], [2, 2]), "nobody's short row waits for a long one of others"
 
 
+def test_a_long_row_of_a_lost_mixed_batch_has_the_time_of_its_own_length_alone() -> None:
+    scripted = Scripted(costly(TEXTS))
+    for length in [2] * 60 + [60] * 20:
+        scripted.start(text(length))
+    while len(scripted.batcher):
+        scripted.answer()
+    for length in [2] * 60 + [60]:
+        scripted.start(text(length))
+    scripted.answer()
+    assert scripted.serving.sent[-1].width < 60
+    scripted.dies(cause=LossCause.OUTSIDE)
+    while len(scripted.batcher):
+        if SACRIFICIAL not in scripted.processes:
+            scripted.attach(SACRIFICIAL)
+        sent = scripted.processes[SACRIFICIAL].sent[-1]
+        longest = max(row[0].shape[0] for row in sent.rows)
+        assert sent.width >= longest / len(sent.rows)
+        scripted.answer(SACRIFICIAL)
+    assert not scripted.errors()
+
+
 def test_a_batch_of_all_widths_keeps_the_budget_of_tokens() -> None:
     scripted = Scripted(structs.replace(TEXTS, max_tokens=16_000))
     for length in [9] * 40 + [9000] * 30:
