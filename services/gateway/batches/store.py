@@ -41,7 +41,7 @@ from services.runtime.fleet_state.informer import Versioned
 T = TypeVar("T")
 _TRIES: Final = 5
 # Of a batch: its input stays readable for its end, which another gateway may have to write.
-_ENDING_S: Final = 86_400.0
+ENDING_S: Final = 86_400.0
 
 
 class OwnershipLost(Exception):
@@ -106,7 +106,7 @@ class BatchStore:
         input_key = file_key(batch.tenant, batch.input_file_id)
         conditions = [ModRevisionIs(key, 0), ModRevisionIs(input_key, file.mod_revision)]
         puts = [Put(key, dump(batch))]
-        needed_unix_s = batch.expire_unix_s + _ENDING_S
+        needed_unix_s = batch.expire_unix_s + ENDING_S
         if file.record.expire_unix_s < needed_unix_s:
             puts.append(Put(input_key, dump(replace(file.record, expire_unix_s=needed_unix_s))))
         try:
