@@ -19,7 +19,7 @@ from services.gateway.events import Accepted, Event, Finished, Handle, Heartbeat
 
 # Log-probabilities of tokens in one event, so that none holds the event loop for long.
 MAX_MERGED_LOGPROBS: Final = 256
-FEW_LOGPROBS: Final = 32
+_FEW_LOGPROBS: Final = 32
 
 
 class BufferedStream:
@@ -53,7 +53,7 @@ class BufferedStream:
                             del self._pending[event.choice]
                         yield event
                         request.credit(event.choice, len(event.ids))
-                        if len(event.logprobs) > FEW_LOGPROBS:  # writing these took time
+                        if len(event.logprobs) > _FEW_LOGPROBS:  # writing these took time
                             self._waiter = loop.create_future()
                             loop.call_soon(self._wake)
                             await self._waiter

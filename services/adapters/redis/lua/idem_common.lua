@@ -30,9 +30,8 @@ local function forget_lapsed(bodies, sizes, now)
 end
 
 -- Drop the logs of records that no gateway runs, the oldest first, until there is room; not of open ones that
--- were written after kept_us. Of EXAMINED records in
--- idempotency_rules.py at most: a script blocks its node. Their heads share the tenant's hash tag, so they are on
--- the node where this script runs.
+-- were written after kept_us. Of EXAMINED records in idempotency_rules.py at most: a script blocks its node.
+-- Their heads share the tenant's hash tag, so they are on the node where this script runs.
 local function make_room(prefix, bodies, sizes, wanted, limits, now)
   local most, kept_us = limits.tenant_bytes, now - limits.open_us
   if tonumber(redis.call('HGET', sizes, '') or '0') + wanted <= most then return end

@@ -22,7 +22,7 @@ from services.core.errors import FailedPrecondition
 from services.gateway.faces.openai.exchange import Receive, Scope, Send
 from services.gateway.faces.sockets.protocol import PING_S, SLICES_PER_TURN, SocketProtocol
 from services.gateway.faces.transport.loop_turns import LoopTurns
-from services.gateway.faces.transport.write_limit import LEAST_BYTES
+from services.gateway.faces.transport.write_limit import takes_answer
 from services.runtime.connections import ConnectionTable, accepted_bytes, source_of
 
 MAX_HEAD_BYTES: Final = 32 * 1024
@@ -219,8 +219,7 @@ class _Protocol(HttpToolsProtocol):
     def _on_idle(self, before: int | None) -> None:
         """Cut the connection unless the client still takes its last answer."""
         accepted = accepted_bytes(self.transport)
-        takes = before is None or accepted - before >= LEAST_BYTES
-        if self.transport.get_write_buffer_size() and takes:
+        if self.transport.get_write_buffer_size() and takes_answer(before, accepted):
             self._timer = self.loop.call_later(self.keep_alive_s, self._on_idle, accepted)
         else:
             self.transport.abort()

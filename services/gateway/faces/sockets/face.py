@@ -251,7 +251,7 @@ class _Socket:
         await self._write({"type": "websocket.close", "code": end.code, "reason": reason})
 
     async def _write(self, event: dict[str, Any]) -> None:
-        """Send an event. A client that reads nothing for the write timeout is cut."""
+        """Send an event. A client that takes next to nothing within the write timeout is cut."""
         try:
             async with WriteLimit(self._rules.limits.write_timeout_s, self._connection.accepted_bytes):
                 await self._send(event)

@@ -11,8 +11,15 @@ from typing import Final
 LEAST_BYTES: Final = 16 * 1024
 
 
+def takes_answer(before: int | None, accepted: int) -> bool:
+    """Whether a client that had accepted ``before`` at the start of a limit, None: at none yet, goes on."""
+    return before is None or accepted - before >= LEAST_BYTES
+
+
 class WriteLimit:
     """The block raises TimeoutError once the client accepts less than ``LEAST_BYTES`` within ``limit_s``.
+
+    It does so up to twice ``limit_s`` after its last progress.
 
     A large answer takes long on a slow line, which is no reason to end it. ``accepted`` returns how many
     bytes the client has accepted. Its first call is after ``limit_s``, since most writes do not wait.
@@ -40,7 +47,7 @@ class WriteLimit:
 
     def _check(self, before: int | None) -> None:
         accepted = self._accepted()
-        if before is not None and accepted - before < LEAST_BYTES:
-            self._limit.reschedule(asyncio.get_running_loop().time())
-        else:
+        if takes_answer(before, accepted):
             self._wait(accepted)
+        else:
+            self._limit.reschedule(asyncio.get_running_loop().time())
