@@ -72,7 +72,7 @@ class Installation:
 # under a load that lets it idle.
 INSTALLATIONS: Final = (
     Installation(0.02, 32, tuple(kind for kind in VersionFault if kind is not VersionFault.COSTLY)),
-    Installation(0.004, 6, (VersionFault.COSTLY,)),
+    Installation(0.004, 2, (VersionFault.COSTLY,)),
 )
 
 
@@ -194,9 +194,7 @@ async def roll_out(admin: AdminClient, load: Load, fault: VersionFault, version:
             break
         await asyncio.sleep(0.1)
     if not ended:
-        for arm in found.arm_status:
-            for one in arm.evidence:
-                print(f"  {one}".replace("\n", " "), flush=True)
+        print_evidence(found)
         await admin.rollouts.abort(name, reason="the drill's time is over")
         await asyncio.sleep(10.0)
     while load.open[digest] and found.phase == cp.ROLLOUT_PHASE_ABORTED:
@@ -236,11 +234,22 @@ async def drill(stack: Stack, folder: Path, kinds: list[VersionFault], runs: int
                     run = await roll_out(admin, load, fault, tag, number)
                     print(f"{tag}: {'right' if run.right else 'WRONG'} {run}", flush=True)
                     found.append(run)
-                    if fault is VersionFault.GOOD:
+                    if not run.right:
+                        print_evidence(await admin.rollouts.get(tag))
+                    if run.phase == "COMPLETED" and fault is not VersionFault.GOOD:
+                        await admin.deployments.rollback(NAME)  # or the next run compares it with itself
+                        await admin.deployments.wait_ready(NAME)
+                    if run.phase == "COMPLETED":
                         await asyncio.sleep(2.0)
         failures = Counter(one.failure.partition("(")[0][:120] for one in load.sent if one.failure)
         print(f"requests: {len(load.sent)}; failures: {dict(failures.most_common(5))}", flush=True)
     return found
+
+
+def print_evidence(rollout: cp.Rollout) -> None:
+    for entry in (*rollout.history, *rollout.arm_status):
+        for one in entry.evidence:
+            print(f"  {one}".replace("\n", " "), flush=True)
 
 
 def run_installation(installation: Installation, kinds: list[VersionFault], runs: int) -> list[Run]:

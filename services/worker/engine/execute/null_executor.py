@@ -68,11 +68,9 @@ class NullExecutor:
 
     def _pace(self) -> None:
         now_s = self._clock()
-        self._due_s += self._step_s
-        if (
-            self._due_s < now_s - self._step_s
-        ):  # it was idle, or fell behind for good: do not race to catch up
-            self._due_s = now_s + self._step_s
+        # What the host took between two steps does not add up. A longer gap was idle time of the device.
+        begins_s = self._due_s if now_s - self._due_s <= self._step_s / 2 else now_s
+        self._due_s = begins_s + self._step_s
         if self._due_s > now_s:
             self._sleep(self._due_s - now_s)
 

@@ -67,11 +67,12 @@ def test_oversleeping_does_not_add_up(submit: Any) -> None:
     assert time.now_s == pytest.approx(101.0, abs=0.004)
 
 
-def test_after_a_pause_it_does_not_race(submit: Any) -> None:
+@pytest.mark.parametrize("pause_s", [0.006, 0.015, 5.0])
+def test_a_step_after_a_pause_takes_its_whole_time(submit: Any, pause_s: float) -> None:
     time = Time()
     executor = make(time, step_s=0.010)
     executor.run(batch_of([submit(0, [1])]))
-    time.now_s += 5.0
+    time.now_s += pause_s
     executor.run(batch_of([submit(0, [1])]))
     assert time.sleeps[-1] == pytest.approx(0.010)
 
