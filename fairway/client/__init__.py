@@ -49,12 +49,10 @@ from fairway.client.rows import (
 from fairway.client.session import Session
 from fairway.client.values import (
     Accepted,
-    CallDelta,
     ChoiceResult,
     ClientOptions,
     CompletedChoice,
     Completion,
-    ContentText,
     Degradation,
     Event,
     Finished,
@@ -64,9 +62,7 @@ from fairway.client.values import (
     Message,
     OneOf,
     Options,
-    OutputPart,
     Priority,
-    ReasoningText,
     Regex,
     ServedModel,
     SessionOptions,
@@ -75,9 +71,9 @@ from fairway.client.values import (
     TokenLogprobs,
     Tokens,
     Tool,
-    ToolCall,
     Usage,
 )
+from fairway.formats.answers import CallDelta, ContentText, OutputPart, ReasoningText, ToolCall
 
 __all__ = [
     "Accepted",

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, Final
 
 from google.protobuf.duration_pb2 import Duration
 
 from fairway.client.values import (
     Accepted,
-    CallDelta,
     ChoiceResult,
     CompletedChoice,
     Completion,
     Constraint,
-    ContentText,
     Degradation,
     Finished,
     FinishReason,
@@ -26,17 +23,15 @@ from fairway.client.values import (
     Message,
     OneOf,
     Options,
-    OutputPart,
     Priority,
-    ReasoningText,
     Regex,
     ServedModel,
     StageClock,
     TokenLogprobs,
     Tokens,
-    ToolCall,
     Usage,
 )
+from fairway.formats.answers import CallDelta, ContentText, OutputPart, ReasoningText, ToolCall
 from fairway.v1 import common_pb2 as common
 from fairway.v1 import inference_pb2 as pb
 
@@ -300,22 +295,6 @@ def _parts(messages: Sequence[common.OutputPart]) -> tuple[OutputPart, ...]:
             case "call":
                 found.append(CallDelta(one.call.index, one.call.id, one.call.name, one.call.arguments))
     return tuple(found)
-
-
-def answer_of(parts: Iterable[OutputPart]) -> tuple[str, str, tuple[ToolCall, ...]]:
-    """Return the content, the reasoning and the calls that the parts of a choice make up."""
-    content, reasoning = [], []
-    calls: dict[int, ToolCall] = {}
-    for part in parts:
-        match part:
-            case ContentText(text):
-                content.append(text)
-            case ReasoningText(text):
-                reasoning.append(text)
-            case CallDelta(index=index):
-                call = calls.setdefault(index, ToolCall(part.id, part.name, ""))
-                calls[index] = replace(call, arguments=call.arguments + part.arguments)
-    return "".join(content), "".join(reasoning), tuple(calls.values())
 
 
 def _sampling(options: Options) -> common.Sampling:

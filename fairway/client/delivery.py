@@ -8,7 +8,8 @@ from typing import Final
 from zlib import crc32
 
 from fairway.client.errors import StreamDiverged
-from fairway.client.values import Accepted, CallDelta, Finished, OutputPart, Tokens
+from fairway.client.values import Accepted, Finished, Tokens
+from fairway.formats.answers import CallDelta, OutputPart
 
 _IDS: Final = "L" if array("I").itemsize < 4 else "I"
 

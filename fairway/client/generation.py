@@ -19,11 +19,11 @@ from fairway.client.values import (
     Completion,
     Event,
     Finished,
-    OutputPart,
     TokenLogprobs,
     Tokens,
     checked_timeout_s,
 )
+from fairway.formats.answers import OutputPart, answer_of
 from fairway.v1 import inference_pb2 as pb
 
 
@@ -161,16 +161,16 @@ class GenerationStream:
         choices = []
         for one in sorted(end.choices, key=lambda one: one.choice):
             text = "".join(texts[one.choice])
-            content, reasoning, calls = convert.answer_of((*parts[one.choice], *one.parts))
+            answer = answer_of((*parts[one.choice], *one.parts))
             choices.append(
                 convert.completed_choice(
                     text,
                     tuple(ids[one.choice]),
                     tuple(logprobs[one.choice]),
                     one,
-                    content=content if self._generation.parts else text,
-                    reasoning=reasoning,
-                    calls=calls,
+                    content=answer.content if self._generation.parts else text,
+                    reasoning=answer.reasoning,
+                    calls=answer.calls,
                 )
             )
         return Completion(accepted, tuple(choices), end)

@@ -9,6 +9,7 @@ from math import inf
 from typing import Any, Literal
 
 from fairway.client.policy import RetryPolicy
+from fairway.formats.answers import OutputPart, ToolCall
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -31,15 +32,6 @@ class Tool:
     description: str = ""
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call by the model; ``arguments``: a JSON object."""
-
-    id: str
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,33 +179,6 @@ class TokenLogprobs:
     token: str
     sampled: float
     top: tuple[tuple[int, str, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ContentText:
-    """The next piece of an output that is neither reasoning nor a call."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReasoningText:
-    """The next piece of what the model thought before its answer."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """The next piece of call ``index`` of a choice. Only the first piece of a call has its id and name."""
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
-
-
-OutputPart = ContentText | ReasoningText | CallDelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from typing import Final, Protocol
 
 from msgspec import Struct
 
+from fairway.formats.answers import OutputPart
 from services.core.errors import FairwayError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.core.limits import RateState
 from services.core.outputs.forms import OutputForm
-from services.core.outputs.tools import OutputPart
 from services.gateway.policy.degrade import Degradation
 
 MAX_ATTEMPT: Final = 1000  # larger numbers count as this one

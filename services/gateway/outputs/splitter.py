@@ -11,8 +11,8 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Final
 
+from fairway.formats.answers import CallDelta, ContentText, OutputPart, ReasoningText
 from services.core.outputs.forms import CallForm, OutputForm
-from services.core.outputs.tools import CallDelta, ContentText, OutputPart, ReasoningText
 from services.gateway.outputs.loose_calls import loose_calls
 
 _MAX_NAME_CHARS: Final = 64

@@ -11,9 +11,9 @@ from typing import Final
 
 from msgspec import structs
 
+from fairway.formats.answers import ContentText, OutputPart
 from services.core.generation import FinishReason
 from services.core.outputs.forms import OutputForm
-from services.core.outputs.tools import ContentText, OutputPart
 from services.gateway.events import (
     Accepted,
     ChoiceResult,

@@ -12,9 +12,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
+from fairway.formats.answers import AssistantAnswer, OutputPart, answer_of
 from services.core.errors import FairwayError
 from services.core.generation import TokenLogprobs
-from services.core.outputs.tools import AssistantAnswer, OutputPart, answer_of
 from services.gateway.events import Accepted, Event, Finished, Handle, Heartbeat, Tokens
 
 # Log-probabilities of tokens in one event, so that none holds the event loop for long.

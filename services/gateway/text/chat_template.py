@@ -24,8 +24,9 @@ from typing import Any, Final
 import jinja2
 import msgspec
 
+from fairway.formats.answers import ToolCall
 from services.core.errors import FailedPrecondition, InvalidInput
-from services.core.outputs.tools import Tool, ToolCall
+from services.core.outputs.tools import Tool
 from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES, BudgetedEnvironment
 from services.gateway.text.template_budget import (
     BUDGET,

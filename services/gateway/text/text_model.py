@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
+from fairway.formats.answers import ToolCall
 from fairway.formats.version_files import GATEWAY_FILES
 from services.core.fixed_cost.signature import Signature
 from services.core.generation import Constraint
 from services.core.outputs.forms import OutputForm
-from services.core.outputs.tools import Tool, ToolCall
+from services.core.outputs.tools import Tool
 from services.gateway.outputs.forms import MarkToken
 
 # At most about 4 s of a text process, which delays no other client: see ``text/child.py``.

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from fairway.v1 import common_pb2, inference_pb2
-from services.core.outputs.tools import (
+from fairway.formats.answers import (
     AssistantAnswer,
     CallDelta,
     ContentText,
     OutputPart,
     ReasoningText,
-    Tool,
     ToolCall,
-    ToolChoice,
-    ToolMode,
 )
+from fairway.v1 import common_pb2, inference_pb2
+from services.core.outputs.tools import Tool, ToolChoice, ToolMode
 from services.rpc.convert.mirror import Mirror
 
 TOOL: Final = Mirror(Tool, inference_pb2.Tool)

@@ -5,17 +5,8 @@ from dataclasses import fields
 import pytest
 
 from fairway.client import convert
-from fairway.client.values import (
-    FinishReason,
-    Message,
-    Options,
-    Priority,
-    Regex,
-    TokenLogprobs,
-    Tokens,
-    Tool,
-    ToolCall,
-)
+from fairway.client.values import FinishReason, Message, Options, Priority, Regex, TokenLogprobs, Tokens, Tool
+from fairway.formats.answers import ToolCall
 from fairway.v1 import common_pb2 as common
 from fairway.v1 import inference_pb2 as pb
 

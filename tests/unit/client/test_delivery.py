@@ -7,23 +7,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fairway.client.convert import answer_of
 from fairway.client.delivery import DeliveryPositions
 from fairway.client.errors import StreamDiverged
 from fairway.client.values import (
     Accepted,
-    CallDelta,
     ChoiceResult,
-    ContentText,
     Finished,
     FinishReason,
-    OutputPart,
-    ReasoningText,
     StageClock,
     TokenLogprobs,
     Tokens,
     Usage,
 )
+from fairway.formats.answers import CallDelta, ContentText, OutputPart, ReasoningText, answer_of
 
 IDS = tuple(range(100, 160))
 TEXTS = tuple(f"<{one}>" if one % 3 else "" for one in IDS)  # some tokens' text comes with a later one

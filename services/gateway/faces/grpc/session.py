@@ -9,10 +9,10 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from fairway.formats.answers import OutputPart
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import ConcurrencyExceeded, FairwayError, InvalidInput
 from services.core.generation import Principal, TokenLogprobs
-from services.core.outputs.tools import OutputPart
 from services.gateway.events import Accepted, Finished, Handle, Received
 from services.gateway.faces.grpc.messages import accepted_message, finished_message
 from services.gateway.requests.parts import OutputSplit

@@ -10,8 +10,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType, structs
 
+from fairway.formats.answers import AssistantAnswer, CallDelta, ContentText, OutputPart, answer_of
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
-from services.core.outputs.tools import AssistantAnswer, CallDelta, ContentText, OutputPart, answer_of
 from services.gateway.events import Finished, Tokens
 from services.gateway.faces.openai.completions.logprobs import (
     CompletionLogprobs,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from services.core.outputs.tools import CallDelta, ContentText, OutputPart, ReasoningText
+from fairway.formats.answers import CallDelta, ContentText, OutputPart, ReasoningText
 from services.gateway.events import ChoiceResult, Tokens
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from fairway.formats.answers import ToolCall
 from services.core.errors import InvalidInput
-from services.core.outputs.tools import ToolCall
 from services.gateway.text.chat_template import ChatTemplate, ControlTokens, Rendered
 from services.gateway.text.text_model import ChatMessage
 from tests.support.chat_cases import TOKENS, stock_environment

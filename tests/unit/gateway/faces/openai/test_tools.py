@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from fairway.v1 import inference_pb2 as pb
-from services.core.errors import FairwayError, InvalidInput, UnsupportedFeature
-from services.core.generation import FinishReason, StageClock, Usage
-from services.core.outputs.tools import (
+from fairway.formats.answers import (
     AssistantAnswer,
     CallDelta,
     ContentText,
@@ -18,6 +15,9 @@ from services.core.outputs.tools import (
     ReasoningText,
     ToolCall,
 )
+from fairway.v1 import inference_pb2 as pb
+from services.core.errors import FairwayError, InvalidInput, UnsupportedFeature
+from services.core.generation import FinishReason, StageClock, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens
 from services.gateway.faces.openai.answers import AnswerHead, Frames
 from services.gateway.faces.openai.requests import ApiRequest, chat_request

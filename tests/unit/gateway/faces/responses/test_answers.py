@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from fairway.formats.answers import CallDelta, ContentText, OutputPart, ReasoningText
 from services.core.errors import NoWorkerAvailable
 from services.core.generation import FinishReason, StageClock, Usage
-from services.core.outputs.tools import CallDelta, ContentText, OutputPart, ReasoningText
 from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens
 from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames, replayed
 from services.gateway.faces.responses.requests import responses_body, responses_request

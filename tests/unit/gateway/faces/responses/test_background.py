@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from fairway.formats.answers import ContentText
 from services.core.errors import ConcurrencyExceeded, InternalError
 from services.core.generation import FinishReason, Principal, StageClock, Usage
-from services.core.outputs.tools import ContentText
 from services.core.records import KeyRole
 from services.gateway.events import Accepted, ChoiceResult, Event, Finished, Tokens
 from services.gateway.faces.responses import background
