@@ -7,15 +7,16 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
 from bench.batched.connections import Connection, Failed
 
 DRAIN_S: Final = 3.0
+_FIRST_ANSWER_S: Final = 20.0
 Connect = Callable[[Callable[[str], None]], Awaitable[Connection]]
 
 
@@ -85,6 +86,17 @@ class _Failure:
         await asyncio.wait((self._reason,), timeout=max(0.0, seconds))
         self.check()
 
+    async def unless(self, awaited: Coroutine[Any, Any, object], limit_s: float) -> None:
+        """Return once ``awaited`` is done. Raises Failed at once, or after the limit."""
+        done = asyncio.ensure_future(awaited)
+        try:
+            await asyncio.wait((self._reason, done), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            self.check()
+            if not done.done():
+                raise Failed(f"{self._name}: no answer within {limit_s:g} s")
+        finally:
+            done.cancel()
+
     def check(self) -> None:
         if self._reason.done():
             raise Failed(f"{self._name}: {self._reason.result()}")
@@ -143,6 +155,22 @@ async def closed_loop(target: Target, *, connections: int, seconds: float, warm_
             connection.close()
 
 
+async def one_answer(target: Target, connection: Connection, failure: _Failure) -> None:
+    """Send one request and return once it is answered: what opening takes is no latency. Raises Failed."""
+    received = asyncio.Event()
+
+    def answered(message: bytes) -> None:
+        try:
+            if target.is_answer(message):
+                received.set()
+        except Failed as error:
+            failure.set(str(error))
+
+    connection.on_answer = answered
+    connection.send(target.messages[0])
+    await failure.unless(received.wait(), _FIRST_ANSWER_S)
+
+
 async def open_loop(
     target: Target, times_s: Sequence[float], *, connections: int, picks: Sequence[int] | None = None
 ) -> Taken:
@@ -183,8 +211,8 @@ async def open_loop(
     opened = [await target.connect(failure.set) for _ in range(connections)]
     try:
         for connection in opened:
+            await one_answer(target, connection, failure)
             ready(connection)
-        await failure.sleep(0.2)  # the servers have accepted
         began_s, used_s = clock(), time.process_time()
         for number, time_s in enumerate(times_s):
             due_s = began_s + time_s

@@ -44,23 +44,27 @@ def write_model(fields: dict[str, Any], folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one model: the tensor's name, its data type in the protocol, and the values."""
+    """Rows of one model: the tensor's name, its data type in the protocol, and the values.
+
+    ``per_request``: each request has so many rows, all equal.
+    """
 
     name: str
     datatype: str
     values: tuple[NDArray[Any], ...]
+    per_request: int = 1
 
     def as_v2(self, model: str) -> list[bytes]:
-        """Return a request of the public inference protocol on a stream for each row."""
+        """Return a request of the public inference protocol on a stream for each value."""
         return [
             v2_pb2.ModelInferRequest(
                 model_name=model,
                 inputs=[
                     v2_pb2.ModelInferRequest.InferInputTensor(
-                        name=self.name, datatype=self.datatype, shape=[1, *row.shape]
+                        name=self.name, datatype=self.datatype, shape=[self.per_request, *row.shape]
                     )
                 ],
-                raw_input_contents=[row.tobytes()],
+                raw_input_contents=[row.tobytes() * self.per_request],
             ).SerializeToString()
             for row in self.values
         ]

@@ -145,7 +145,10 @@ class Pace(EngineMessage, frozen=True):
 
 
 class RunBatch(EngineMessage, frozen=True):
-    """Run these rows of a fixed-cost model as one batch. ``BatchRan`` or ``BatchRaised`` answers."""
+    """Run these rows of a fixed-cost model as one batch. ``BatchRan`` or ``BatchRaised`` answers.
+
+    One that arrives while another runs is run between the layers of that one, if the model ``pauses``.
+    """
 
     number: int  # of the batch
     rows: list[tuple[RawTensor, ...]]
@@ -188,6 +191,7 @@ class RowModel(msgspec.Struct, frozen=True):
     max_tokens: int  # of a row; 0: rows have no length
     packs: bool  # it computes no padding
     costs: RowCosts
+    pauses: bool = False  # other batches may run between its layers
 
 
 class Ready(EngineMessage, frozen=True):
@@ -306,7 +310,7 @@ class BatchRan(EngineMessage, frozen=True):
     """The outputs of a batch, in the order of its rows."""
 
     number: int
-    run_s: float  # of the device
+    run_s: float  # of the device, without batches between its layers
     outputs: list[tuple[RawTensor, ...]]  # empty for a row with a problem
     problems: dict[int, str] = {}  # by place: rows that cannot be computed, and did not run
 

@@ -1,8 +1,8 @@
 """The rows of one version on this worker: admission, batches, answers, isolation of failures.
 
-One batch at a time runs in the process that serves. It is announced by its number, so that the end of the
-process names the rows that ran. What the policy decides is in ``policy``; this module acts. All times are of
-one monotonic clock.
+One batch at a time runs in the process that serves, and while tenants share it a second one between its
+layers (``runs``). What the policy decides is in ``policy``; this module acts. All times are of one monotonic
+clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import structlog
 from msgspec import structs
 
 from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, PoisonedInput, QueueFull
-from services.core.fixed_cost.rows import BatchWindow, RowEnd, RowSpec
+from services.core.fixed_cost.rows import RowEnd, RowSpec
 from services.core.fleet import PoolSnapshot, TenantSlots
 from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
@@ -30,11 +30,13 @@ from services.worker.batcher.policy.flush import (
     BatchLimits,
     Device,
     Flush,
+    FlushCause,
     Linger,
 )
 from services.worker.batcher.policy.isolation import RunFailure, RunPlace
 from services.worker.batcher.policy.length_buckets import mixed_width
 from services.worker.batcher.policy.linger import BatchObjective, window_of
+from services.worker.batcher.policy.preemption import LongBatch
 from services.worker.batcher.policy.turns import TURN_RATIO, TenantTurns
 from services.worker.batcher.policy.waiting import (
     Tags,
@@ -45,9 +47,10 @@ from services.worker.batcher.policy.waiting import (
     mean_width,
 )
 from services.worker.batcher.policy.window import Decided, DerivedWindow, Window, first_to_start
+from services.worker.batcher.runs import BatchRun, BatchRuns
 from services.worker.batcher.search import RowSearch
 from services.worker.batcher.telemetry import BatcherTelemetry
-from services.worker.engine_protocol import BatchRaised, BatchRan, RowModel, RunBatch
+from services.worker.engine_protocol import BatchRaised, BatchRan, RowModel
 from services.worker.slots.engine_process import Crashed, EngineExit, RunningEngine
 from services.worker.streams.live_row import LiveRow
 from services.worker.streams.outbox import Outbox
@@ -90,22 +93,6 @@ class BatcherContext:
     telemetry: BatcherTelemetry | None = None
 
 
-@dataclass(slots=True, eq=False)
-class BatchRun:
-    """A batch that a process was sent."""
-
-    number: int
-    rows: tuple[LiveRow, ...]
-    width: int
-    cause: str
-    began_s: float
-    limit_s: float
-    search: RowSearch | None = None
-    hung: bool = False
-    window: BatchWindow | None = None  # None: of a search
-    most_rows: int = 0  # that it might have had; 0: of a search
-
-
 class Batcher:
     """Single writer: the worker's event loop. Implements ``RowTable``; outlives the processes."""
 
@@ -134,9 +121,8 @@ class Batcher:
         self._live: dict[int, LiveRow] = {}
         self._keys = BatchKeys(version_digest, model.operation, model.dtype, has_length=model.max_tokens > 0)
         self._searches: list[RowSearch] = []  # the oldest first
-        self._processes: dict[RunPlace, RunningEngine] = {}
-        self._runs: dict[RunPlace, BatchRun] = {}
-        self._last_number = self._last_batch = self._decision = 0
+        self._runs = BatchRuns(self.curve, self._clock)
+        self._last_number = self._decision = 0
         self._detached_s = 0.0
         self._batches, self._batch_s, self._row_s = 0, 0.0, 0.0
 
@@ -148,7 +134,7 @@ class Batcher:
 
     @property
     def ready(self) -> bool:
-        return RunPlace.SERVING in self._processes
+        return RunPlace.SERVING in self._runs.processes
 
     @property
     def has_room(self) -> bool:
@@ -161,12 +147,12 @@ class Batcher:
     @property
     def running(self) -> int:
         """Rows in batches that run."""
-        return sum(len(run.rows) for run in self._runs.values())
+        return sum(len(run.rows) for run in self._runs)
 
     @property
     def places(self) -> frozenset[RunPlace]:
         """Which processes run."""
-        return frozenset(self._processes)
+        return frozenset(self._runs.processes)
 
     @property
     def batches(self) -> int:
@@ -209,17 +195,13 @@ class Batcher:
             self._waiting.remove((found.number,))
             late = DeadlineUnmeetable("the deadline passes before the row is computed")
             self._end(self._live[found.number], RowEnd(error=late), late.reason)
-        for place, run in self._runs.items():
-            if now_s - run.began_s > run.limit_s and not run.hung:
-                run.hung = True
-                self._processes[place].kill(f"a batch of {len(run.rows)} rows took over {run.limit_s:.1f} s")
+        self._runs.kill_hung(now_s)
         if not self.ready and len(self._waiting) and now_s - self._detached_s > RESTART_S:
             self._lose([self._live[number] for number in self._waiting.numbers()])
 
     def reset_silence(self) -> None:
-        """Start the time limits again after a pause of this process: messages are still unread."""
-        for run in self._runs.values():
-            run.began_s = self._clock.monotonic_s()
+        """See ``RowTable``."""
+        self._runs.reset_silence()
 
     def report(self, *, ready: bool) -> PoolSnapshot:
         return PoolSnapshot(
@@ -240,7 +222,7 @@ class Batcher:
 
     def check_integrity(self) -> None:
         self._waiting.check_integrity()
-        in_runs = {row.number for run in self._runs.values() for row in run.rows}
+        in_runs = {row.number for run in self._runs for row in run.rows}
         searched = {row.number for search in self._searches for row in search.unanswered()}
         placed = in_runs | searched | set(self._waiting.numbers())
         assert placed == set(self._live), "rows are in no batch, no search and not waiting"
@@ -251,18 +233,23 @@ class Batcher:
 
     def attach(self, place: RunPlace, process: RunningEngine) -> None:
         """Run batches in this process from now on."""
-        self._processes[place] = process
+        self._runs.processes[place] = process
         self._proceed()
 
     def detach(self, place: RunPlace, exit_: EngineExit) -> None:
         """Search the rows of its batch after a process ended by itself; they are lost if it was stopped."""
-        self._processes.pop(place, None)
         self._detached_s = self._clock.monotonic_s()
-        if (run := self._runs.pop(place, None)) is not None:
-            self._context.charges.wasted(self._detached_s - run.began_s)
+        runs = self._runs.ended(place)
+        if runs:
+            self._context.charges.wasted(self._detached_s - runs[0].began_s)
+            if (
+                place is RunPlace.SACRIFICIAL
+                and isinstance(exit_, Crashed)
+                and self._context.telemetry is not None
+            ):
+                self._context.telemetry.sacrificed()
+        for run in runs:
             if isinstance(exit_, Crashed):
-                if place is RunPlace.SACRIFICIAL and self._context.telemetry is not None:
-                    self._context.telemetry.sacrificed()
                 died = RunFailure.DIED if exit_.cause is LossCause.FAULT else RunFailure.KILLED
                 self._failed(run, RunFailure.HUNG if run.hung else died)
             elif run.search is None:
@@ -271,10 +258,9 @@ class Batcher:
 
     def on_batch(self, place: RunPlace, event: BatchRan | BatchRaised) -> None:
         """Answer the rows of a batch, or search the one that raised."""
-        run = self._runs.get(place)
-        if run is None or run.number != event.number:
+        run = self._runs.answered(place, event.number, event.run_s)
+        if run is None:
             return
-        del self._runs[place]
         now_s = self._clock.monotonic_s()
         if isinstance(event, BatchRaised):
             self._context.charges.wasted(event.run_s)
@@ -311,7 +297,7 @@ class Batcher:
         self._turns.seen(spec.tenant_id, now_s)
         key = self._keys.of(spec.inputs)
         waiting = WaitingRow(row.number, spec.tenant_id, key, width, now_s, due_s, row.deadline_s)
-        run = self._runs.get(RunPlace.SERVING)
+        run = self._runs.serving
         busy_until_s = 0.0 if run is None else run.began_s + self.curve.mean_s(run.width, len(run.rows))
         added = self._waiting.add(
             waiting,
@@ -334,14 +320,14 @@ class Batcher:
 
     def _proceed(self) -> None:
         """Start what can start in either process."""
-        running = [run.search for run in self._runs.values()]
+        running = [run.search for run in self._runs]
         for abandoned in [each for each in self._searches if each.place is None and each not in running]:
             self._settle(abandoned)
         self._decide()
         search = next((each for each in self._searches if each.place is RunPlace.SACRIFICIAL), None)
         if search is None:
             self._context.sacrifice.stop()
-        elif RunPlace.SACRIFICIAL not in self._processes:
+        elif RunPlace.SACRIFICIAL not in self._runs.processes:
             self._context.sacrifice.start()
         elif RunPlace.SACRIFICIAL not in self._runs:
             self._search_on(search)
@@ -350,7 +336,10 @@ class Batcher:
     def _decide(self) -> None:
         """Start a batch if the serving process is idle and waiting does not pay."""
         self._decision += 1
-        if not self.ready or RunPlace.SERVING in self._runs:
+        if not self.ready:
+            return
+        if (running := self._runs.serving) is not None:
+            self._preempt(running)
             return
         search = next((each for each in self._searches if each.place is RunPlace.SERVING), None)
         if search is not None:
@@ -400,32 +389,78 @@ class Batcher:
 
     def _flush(self, decided: Decided, found: Flush, tags: Tags | None, device: Device) -> None:
         group = decided.group
-        in_batches = Counter(row.spec.tenant_id for run in self._runs.values() for row in run.rows)
         chosen = self._waiting.select(
             decided.key,
             None if group.mixed else group.width,
             found.rows,
             leases=self._turns.leases,
-            running=in_batches,
+            running=self._in_batches(),
             tags=tags,
         )
         chosen = chosen[: self._fitting(chosen)]
         width = mixed_width(mean_width(chosen)) if group.mixed else group.width
         if group.mixed:  # neighbours of one length are computed together
             chosen.sort(key=lambda row: self._live[row.number].length)
+        rows = self._taken(chosen, width)
+        window, most_rows = window_of(width, found.bound, decided.expected), device.rows_at(width)[0]
+        self._runs.start(RunPlace.SERVING, rows, width, found.cause.value, window=window, most_rows=most_rows)
+
+    def _preempt(self, running: BatchRun) -> None:
+        """Run rows of other tenants between the layers of a batch, the least tag first, if that pays."""
+        now_s = self._clock.monotonic_s()
+        if not self._model.pauses or self._runs.has_between or running.search is not None:
+            return
+        if not len(self._waiting) or not self._turns.are_shared(now_s):
+            return
+        whole_s = self.curve.mean_s(running.width, len(running.rows))
+        left_s = running.began_s + running.paused_s + whole_s - now_s
+        long_batch = LongBatch(len(running.rows), whole_s, left_s, running.lent_s)
+        if not long_batch.most_s:
+            return
+        own = {row.spec.tenant_id for row in running.rows}
+        device = Device(self.curve, self.limits, self._objective)
+        tags = self._turns.tags(self._waiting.by_due(), device.row_s)
+        for key, group in self._waiting.groups(tags):
+            most, _ = device.rows_at(group.width)
+            found = self._waiting.select(
+                key,
+                group.width,
+                most,
+                leases=self._turns.leases,
+                running=self._in_batches(),
+                tags=tags,
+                without=own,
+            )
+            fitting = self._fitting(found, beside=running)
+            if count := long_batch.rows_between(self.curve, width=group.width, rows=fitting):
+                rows = self._taken(found[:count], group.width)
+                self._runs.start_between(rows, group.width, FlushCause.BETWEEN.value)
+                return
+
+    def _in_batches(self) -> Counter[str]:
+        """Return the rows of each tenant in batches that run."""
+        return Counter(row.spec.tenant_id for run in self._runs for row in run.rows)
+
+    def _taken(self, chosen: Sequence[WaitingRow], width: int) -> list[LiveRow]:
+        """Remove rows that start from those that wait, and charge their tenants' turns."""
         rows = [self._live[row.number] for row in chosen]
         self._waiting.remove(row.number for row in rows)
         self._charge_turns(rows, width)
-        window, most_rows = window_of(width, found.bound, decided.expected), device.rows_at(width)[0]
-        self._run(RunPlace.SERVING, rows, width, found.cause.value, window=window, most_rows=most_rows)
+        return rows
 
-    def _fitting(self, rows: Sequence[WaitingRow]) -> int:
-        """Return how many of the first rows, at least one, fit a batch by what each of them has."""
-        tokens = size = 0
+    def _fitting(self, rows: Sequence[WaitingRow], beside: BatchRun | None = None) -> int:
+        """Return how many of the first rows fit a batch by what each of them has, at least one.
+
+        ``beside``: a batch that they share the memory with; none may fit then.
+        """
+        others = 0 if beside is None else len(beside.rows)
+        tokens, size = others * (0 if beside is None else beside.width), 0
         for count, each in enumerate(rows):
             tokens += each.width
             size += sum(len(tensor.data) for tensor in self._live[each.number].spec.inputs)
-            if count and (size > MOST_BATCH_BYTES or not self.limits.fits(count + 1, tokens)):
+            if count + others and (
+                size > MOST_BATCH_BYTES or not self.limits.fits(count + others + 1, tokens)
+            ):
                 return count
         return len(rows)
 
@@ -443,40 +478,11 @@ class Batcher:
             width = max(width, mixed_width(sum(row.length for row in search.rows) / len(search.rows)))
         if search.place is RunPlace.SERVING:
             self._charge_turns(search.rows, width)
-        self._run(search.place, search.rows, width, search.cause, search=search)
-
-    def _run(
-        self,
-        place: RunPlace,
-        rows: Sequence[LiveRow],
-        width: int,
-        cause: str,
-        *,
-        search: RowSearch | None = None,
-        window: BatchWindow | None = None,
-        most_rows: int = 0,
-    ) -> None:
-        self._last_batch += 1
-        limit_s = self.curve.limit_s(width, len(rows))
-        now_s = self._clock.monotonic_s()
-        self._runs[place] = BatchRun(
-            self._last_batch,
-            tuple(rows),
-            width,
-            cause,
-            now_s,
-            limit_s,
-            search,
-            window=window,
-            most_rows=most_rows,
-        )
-        command = RunBatch(self._last_batch, [row.spec.inputs for row in rows], width)
-        if not self._processes[place].send(command):
-            self._processes[place].kill("the process takes no batches")
+        self._runs.start(search.place, search.rows, width, search.cause, search=search)
 
     def _answer(self, run: BatchRun, event: BatchRan, now_s: float) -> None:
         ran = [row for place, row in enumerate(run.rows) if place not in event.problems]
-        elapsed_s = now_s - run.began_s
+        elapsed_s = now_s - run.began_s - run.paused_s
         self._context.charges.ran(ran, event.run_s)
         if ran:
             self._measure(run, ran, event.run_s, elapsed_s, now_s)
@@ -512,7 +518,8 @@ class Batcher:
         """Count a batch of the serving process in the curve: what it takes, as this process sees it."""
         rows = len(ran)
         if run.search is None:
-            self.curve.note(run.width, rows, elapsed_s)
+            if not run.between:
+                self.curve.note(run.width, rows, elapsed_s)
             self._arrivals.ended(rows, now_s)
         self._batches += 1
         self._batch_s += run_s

@@ -61,6 +61,12 @@ class BatchRunner:
         self._packs = packs
         self._batches: deque[RunBatch] = deque()
         self._ran = 0
+        self._link: process.StepLink | None = None
+        self._pauses = 0.0  # of the batch that runs, in seconds
+        self._paused = False
+
+    def connect(self, link: process.StepLink) -> None:
+        self._link = link
 
     @property
     def has_work(self) -> bool:
@@ -71,17 +77,22 @@ class BatchRunner:
         self._batches.append(command)
 
     def step(self) -> BatchRan | BatchRaised:
-        """Run the oldest batch."""
-        batch = self._batches.popleft()
+        """Run the oldest batch, and between its layers those that arrive meanwhile."""
+        return self._run_batch(self._batches.popleft())
+
+    def _run_batch(self, batch: RunBatch) -> BatchRan | BatchRaised:
         self._ran += 1
         rows, problems = self._checked(batch.rows)
-        began_s = time.perf_counter()
+        self._pauses, began_s = 0.0, time.perf_counter()
         try:
             outputs = self._run(rows, batch.width) if rows else []
+        except process.AgentGone:
+            raise
         except Exception as error:  # the agent isolates the row that causes it
             log.exception("batch.failed", number=batch.number, rows=len(rows))
-            return BatchRaised(batch.number, time.perf_counter() - began_s, type(error).__name__)
-        run_s = time.perf_counter() - began_s
+            run_s = time.perf_counter() - began_s - self._pauses
+            return BatchRaised(batch.number, run_s, type(error).__name__)
+        run_s = time.perf_counter() - began_s - self._pauses
         found = iter(outputs)
         all_rows = [() if place in problems else _raw(next(found)) for place in range(len(batch.rows))]
         return BatchRan(batch.number, run_s, all_rows, problems)
@@ -94,6 +105,20 @@ class BatchRunner:
 
     def check_integrity(self) -> None:
         """It keeps nothing between batches."""
+
+    def _pause(self) -> None:
+        """Run and answer the batches that have arrived. They have no pauses of their own."""
+        if self._link is None or self._paused:
+            return
+        self._link.receive()
+        if not self._batches:
+            return
+        self._paused, pauses, began_s = True, self._pauses, time.perf_counter()
+        try:
+            while self._batches:
+                self._link.send(self._run_batch(self._batches.popleft()))
+        finally:
+            self._paused, self._pauses = False, pauses + time.perf_counter() - began_s
 
     def _checked(self, raw: Sequence[Sequence[RawTensor]]) -> tuple[list[Row], dict[int, str]]:
         rows: list[Row] = []
@@ -113,8 +138,9 @@ class BatchRunner:
     def _run(self, rows: Sequence[Row], width: int) -> list[Outputs]:
         if self._packs:
             lengths = {len(row["input_ids"]) for row in rows}
-            return self._model.run(Padded(rows, max(lengths)) if len(lengths) == 1 else Packed(rows))
-        return self._model.run(Padded(rows, width))
+            packed = Padded(rows, max(lengths)) if len(lengths) == 1 else Packed(rows)
+            return self._model.run(packed, self._pause)
+        return self._model.run(Padded(rows, width), self._pause)
 
 
 def row_of(tensors: Sequence[RawTensor]) -> Row:
@@ -167,7 +193,9 @@ def load(
     if is_cpu and config.memory_bytes:
         bound_memory(config.kv_memory_bytes + SLACK_BYTES)
     packs = facts.accepts_packed and is_cpu  # elsewhere each length would be a kernel
-    rows = RowModel(facts.operation, facts.dtype, facts.inputs, facts.max_tokens, packs, measured.costs)
+    rows = RowModel(
+        facts.operation, facts.dtype, facts.inputs, facts.max_tokens, packs, measured.costs, facts.pauses
+    )
     runner = BatchRunner(model if around is None else around(model), packs=packs)
     return runner, _ready(config, measured, rows, facts.weight_bytes)
 

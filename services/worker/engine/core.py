@@ -132,6 +132,9 @@ class Engine:
         blocks = self._size.settle() if self._flight is None else None
         return None if blocks is None else Resized(blocks)
 
+    def connect(self, link: object) -> None:
+        """See ``process.Steps``. No step uses it."""
+
     def step(self) -> Stepped:
         """One forward pass. Same commands and same executor answers give the same events."""
         self._take_compiled()

@@ -12,7 +12,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Final, NoReturn, Protocol
 
@@ -59,8 +59,21 @@ class AgentGone(Exception):
     """The other end of the socket is closed."""
 
 
+class StepLink(Protocol):
+    """The agent, as a step that is running may use it."""
+
+    def receive(self) -> None:
+        """Apply the commands that have arrived."""
+
+    def send(self, message: EngineMessage) -> None:
+        """Send a message. Raises AgentGone."""
+
+
 class Steps(Protocol):
     """What the process runs between commands: an engine, or batches of rows."""
+
+    def connect(self, link: StepLink) -> None:
+        """Receive the link, before the first step."""
 
     @property
     def has_work(self) -> bool: ...
@@ -153,32 +166,55 @@ def serve(
     engine: Steps, connection: Connection, *, clock: Callable[[], float], lines: LineBudget | None = None
 ) -> None:
     """Apply commands between steps until Shutdown. Raises AgentGone, DuplicateHandle and a step's errors."""
+    link = _Link(engine, connection, lines)
+    engine.connect(link)
     spoken_s = clock()
     checked_step = -1
     while True:
         if (resized := engine.resized()) is not None:
-            _send(connection, resized)
+            link.send(resized)
             spoken_s = clock()
         if engine.has_work:
-            commands = connection.receive_ready()
+            link.receive()
         else:
-            commands = connection.receive(max(0.0, spoken_s + HEARTBEAT_S - clock()))
-        for command in commands:
-            if isinstance(command, Shutdown):
-                return
-            engine.apply(command)
-            if lines is not None and isinstance(command, Submit):
-                _log_taken(command, lines)
+            link.apply(connection.receive(max(0.0, spoken_s + HEARTBEAT_S - clock())))
+        if link.stops:
+            return
         if engine.has_work:
-            _send(connection, engine.step())
+            link.send(engine.step())
             spoken_s = clock()
         elif clock() >= spoken_s + HEARTBEAT_S:
             beat = engine.heartbeat()
-            _send(connection, beat)
+            link.send(beat)
             spoken_s = clock()
             if beat.step != checked_step:  # walks all blocks: once per idle spell
                 engine.check_integrity()
                 checked_step = beat.step
+
+
+class _Link:
+    """Implements ``StepLink``. ``stops``: a Shutdown was received; later commands are dropped."""
+
+    def __init__(self, engine: Steps, connection: Connection, lines: LineBudget | None) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._lines = lines
+        self.stops = False
+
+    def receive(self) -> None:
+        self.apply(self._connection.receive_ready())
+
+    def apply(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            self.stops = self.stops or isinstance(command, Shutdown)
+            if self.stops:
+                return
+            self._engine.apply(command)
+            if self._lines is not None and isinstance(command, Submit):
+                _log_taken(command, self._lines)
+
+    def send(self, message: EngineMessage) -> None:
+        _send(self._connection, message)
 
 
 def _log_taken(command: Submit, lines: LineBudget) -> None:

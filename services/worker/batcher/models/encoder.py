@@ -21,6 +21,7 @@ from services.worker.batcher.models.blocks import (
     norm,
 )
 from services.worker.batcher.models.encoder_tensors import layer_names, prefix_of
+from services.worker.batcher.models.model import Pause
 from services.worker.batcher.models.rows import TokenRows
 
 
@@ -47,17 +48,24 @@ class Encoder:
         self._layers = tuple(_layer(config, tensor, index) for index in range(config.layers))
         self._activation = ACTIVATIONS[config.activation]
 
-    def __call__(self, rows: TokenRows) -> torch.Tensor:
-        """Return [tokens, hidden]; what padding has there means nothing."""
+    def __call__(self, rows: TokenRows, pause: Pause | None = None) -> torch.Tensor:
+        """Return [tokens, hidden]; what padding has there means nothing.
+
+        ``pause`` is called before each layer but the first, and before its second half.
+        """
         config, attend = self._config, attention_of(rows)
         x = F.embedding(rows.ids, self._words)
         if self._types is not None:
             x = x + F.embedding(rows.types, self._types)
         x = self._norm(x + F.embedding(rows.positions, self._positions))
         head_dim = config.hidden_size // config.heads
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers):
+            if pause is not None and number:
+                pause()
             attended = attend(layer.qkv(x).view(len(x), 3, config.heads, head_dim))
             x = layer.attended_norm(layer.attended(attended) + x)
+            if pause is not None:
+                pause()
             x = layer.outer_norm(layer.outer(self._activation(layer.inner(x))) + x)
         return x
 

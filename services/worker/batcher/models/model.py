@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from services.core.fixed_cost.tensors import Operation, TensorSpec
 from services.worker.batcher.models.rows import Batch, Row
 
 Outputs = Mapping[str, NDArray[Any]]  # of one row, by name of the tensor
+Pause = Callable[[], None]  # runs what has arrived meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class ModelFacts:
     dtype: str  # of the computation
     max_tokens: int = 0  # of a row; 0: rows have no length
     accepts_packed: bool = False
+    pauses: bool = False  # between its layers
     weight_bytes: int = 0
 
 
@@ -36,5 +38,8 @@ class FixedCostModel(Protocol):
     def problem(self, row: Row) -> str:
         """Return why the row cannot be computed, or an empty text. A row is checked before it is batched."""
 
-    def run(self, batch: Batch) -> list[Outputs]:
-        """Return the outputs of each row, in the order of the batch. All rows have one batch key."""
+    def run(self, batch: Batch, pause: Pause | None = None) -> list[Outputs]:
+        """Return the outputs of each row, in the order of the batch. All rows have one batch key.
+
+        A model that ``pauses`` calls ``pause`` between its layers; ``run`` may be called from there.
+        """

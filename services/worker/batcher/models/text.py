@@ -12,7 +12,7 @@ from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear
 from services.worker.batcher.models.encoder import Encoder
 from services.worker.batcher.models.encoder_tensors import sequence_head
-from services.worker.batcher.models.model import ModelFacts, Outputs
+from services.worker.batcher.models.model import ModelFacts, Outputs, Pause
 from services.worker.batcher.models.rows import Batch, Row, TokenRows, row_problem, token_rows
 
 # What a head returns: one vector per row, or one per token.
@@ -42,7 +42,7 @@ class TokenModel:
         return ""
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[Outputs]:
+    def run(self, batch: Batch, pause: Pause | None = None) -> list[Outputs]:
         """See ``FixedCostModel``."""
         config = self._config
         rows = token_rows(
@@ -51,7 +51,7 @@ class TokenModel:
             padding_id=config.padding_id,
             after_padding=config.family.positions_after_padding,
         )
-        found = self._head(self._encoder(rows), rows).float().cpu().numpy()
+        found = self._head(self._encoder(rows, pause), rows).float().cpu().numpy()
         (name,) = (spec.name for spec in self.facts.outputs)
         outputs: list[Outputs] = [{}] * len(rows.order)
         if config.head == "tokens":
@@ -73,6 +73,7 @@ def facts_of(config: EncoderConfig) -> ModelFacts:
         "float32",
         signature.max_tokens,
         accepts_packed=True,
+        pauses=True,
     )
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fairway.formats.fixed_cost.image_config import VitConfig
 from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear, norm, whole_attention
-from services.worker.batcher.models.model import ModelFacts, Outputs
+from services.worker.batcher.models.model import ModelFacts, Outputs, Pause
 from services.worker.batcher.models.rows import Batch, Row, row_problem
 from services.worker.engine.load.weights import Shape, TensorLayout
 
@@ -59,14 +59,16 @@ class VitModel:
         self._norm = norm(tensor, "vit.layernorm", config.norm_eps)
         self._classify = linear(tensor, "classifier")
         signature = signature_of(config)
-        self.facts = ModelFacts(signature.operation, signature.inputs, signature.outputs, "float32")
+        self.facts = ModelFacts(
+            signature.operation, signature.inputs, signature.outputs, "float32", pauses=True
+        )
 
     def problem(self, row: Row) -> str:
         """See ``FixedCostModel``."""
         return row_problem(row, self.facts.inputs)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[Outputs]:
+    def run(self, batch: Batch, pause: Pause | None = None) -> list[Outputs]:
         """See ``FixedCostModel``."""
         dtype = self._class_token.dtype
         pixels = torch.from_numpy(np.stack([row["pixel_values"] for row in batch.rows]))
@@ -75,7 +77,9 @@ class VitModel:
         patches = F.conv2d(pixels, projection.weight, projection.bias, self._config.patch_size)
         x = patches.flatten(2).transpose(1, 2)  # [rows, patches, hidden]
         x = torch.cat([self._class_token.expand(len(x), -1, -1), x], dim=1) + self._positions
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers):
+            if pause is not None and number:
+                pause()
             x = layer(x)
         logits = self._classify(self._norm(x[:, 0])).float().cpu().numpy()
         return [{"logits": values} for values in logits]

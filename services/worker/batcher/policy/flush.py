@@ -34,6 +34,7 @@ class FlushCause(StrEnum):
     IDLE = "idle"  # the device is idle and waiting does not pay
     DRAIN = "drain"  # nothing new arrives
     TURN = "turn"  # one row more would let other tenants wait for too long
+    BETWEEN = "between"  # it runs between the layers of another tenant's batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -155,17 +155,20 @@ class WaitingRows:
         leases: Mapping[str, int],
         running: Mapping[str, int],
         tags: Tags | None = None,
+        without: Collection[str] = (),
     ) -> list[WaitingRow]:
         """Return up to ``rows`` rows of a group: those within a lease by deadline, then others by deadline.
 
         ``width`` None: of all widths.
         ``running``: rows of each tenant in batches that run. A tenant without a lease has none. ``tags`` go
-        before leases: a tenant without one has its turn too.
+        before leases: a tenant without one has its turn too. ``without``: tenants whose rows are left out.
         """
         used = Counter(running)
         within: list[WaitingRow] = []
         beyond: list[WaitingRow] = []
         for _, _, row in self._entries_of(key, width):
+            if row.tenant in without:
+                continue
             used[row.tenant] += 1
             (within if used[row.tenant] <= leases.get(row.tenant, 0) else beyond).append(row)
         found = [*within, *beyond]

@@ -146,21 +146,21 @@ class Scripted:
         self.batcher.cancel(rows)
         self.collect()
 
-    def running(self, place: RunPlace = SERVING) -> list[int]:
+    def running(self, place: RunPlace = SERVING, back: int = 1) -> list[int]:
         """Return the rows of the latest batch that was sent, by handle: a row's data is its handle."""
-        return [int(row[0].data) for row in self.processes[place].sent[-1].rows]
+        return [int(row[0].data) for row in self.processes[place].sent[-back].rows]
 
-    def answer(self, place: RunPlace = SERVING, run_s: float = 0.001, **fields: Any) -> None:
-        """End the latest batch of the process with the rows' inputs as outputs."""
-        batch = self.processes[place].sent[-1]
+    def answer(self, place: RunPlace = SERVING, run_s: float = 0.001, back: int = 1, **fields: Any) -> None:
+        """End a batch of the process, the latest or one ``back``, with the rows' inputs as outputs."""
+        batch = self.processes[place].sent[-back]
         self.clock.now_s += run_s
         problems = fields.pop("problems", {})
         outputs = [() if index in problems else row for index, row in enumerate(batch.rows)]
         self.batcher.on_batch(place, BatchRan(batch.number, run_s, outputs, problems))
         self.collect()
 
-    def raises(self, place: RunPlace = SERVING) -> None:
-        batch = self.processes[place].sent[-1]
+    def raises(self, place: RunPlace = SERVING, back: int = 1) -> None:
+        batch = self.processes[place].sent[-back]
         self.clock.now_s += 0.001
         self.batcher.on_batch(place, BatchRaised(batch.number, 0.001, "RuntimeError"))
         self.collect()

@@ -12,12 +12,15 @@ import pytest
 from msgspec import structs
 
 from services.core.fixed_cost.rows import RawTensor
+from services.worker.batcher.models.model import Outputs, Pause
+from services.worker.batcher.models.rows import Batch
 from services.worker.batcher.process import BatchRunner, load, row_of
 from services.worker.engine.unsupported import TooLittleMemory
 from services.worker.engine_protocol import (
     BatchRaised,
     BatchRan,
     EngineConfig,
+    EngineMessage,
     RunBatch,
     decode_command,
     decode_event,
@@ -27,6 +30,7 @@ from tests.support.fixed_cost import save, save_pooling, token_row
 from tests.support.poisoned_batcher import POISON, PoisonedModel, RowFault
 from tests.unit.worker.batcher.models.test_loading import save_mlp
 
+RAISES = 9
 GOOD = RawTensor("input", "FP32", (6,), np.ones(6, np.float32).tobytes())
 
 
@@ -137,3 +141,84 @@ def test_an_allocation_beyond_the_bound_fails() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "bounded", done.stderr
+
+
+# --- between the layers of a batch -------------------------------------------------------------------
+
+
+class Arriving:
+    """Implements ``StepLink``: commands arrive at the first pause, and answers are kept."""
+
+    def __init__(self, runner: BatchRunner, *commands: RunBatch) -> None:
+        self._runner = runner
+        self._commands = list(commands)
+        self.sent: list[EngineMessage] = []
+        runner.connect(self)
+
+    def receive(self) -> None:
+        while self._commands:
+            self._runner.apply(self._commands.pop())
+
+    def send(self, message: EngineMessage) -> None:
+        self.sent.append(message)
+
+
+class RaisingModel(PoisonedModel):
+    """Raises for rows that begin with ``RAISES``."""
+
+    def run(self, batch: Batch, pause: Pause | None = None) -> list[Outputs]:
+        if any(row["input_ids"][0] == RAISES for row in batch.rows):
+            raise RuntimeError("device-side assert triggered")
+        return super().run(batch, pause)
+
+
+def encoder(folder: Path) -> BatchRunner:
+    save("Bert", "Model", folder, seed=3)
+    save_pooling(folder)
+    runner, ready = load(config(folder), lambda phase, ratio: None, around=RaisingModel)
+    assert ready.rows is not None
+    assert ready.rows.pauses
+    return runner
+
+
+def token_tensor(length: int, first: int = 1) -> tuple[RawTensor, ...]:
+    ids = np.full(length, 2, np.int64)
+    ids[0] = first
+    return (RawTensor("input_ids", "INT64", (length,), ids.tobytes()),)
+
+
+def test_a_batch_that_arrives_runs_between_the_layers_and_is_answered_first(tmp_path: Path) -> None:
+    runner = encoder(tmp_path)
+    alone = [over_the_socket(runner, RunBatch(1, [token_tensor(length)])) for length in (20, 3)]
+    link = Arriving(runner, RunBatch(3, [token_tensor(3)]))
+    answer = over_the_socket(runner, RunBatch(2, [token_tensor(20)]))
+    (between,) = link.sent
+    assert isinstance(between, BatchRan)
+    assert isinstance(answer, BatchRan)
+    assert (between.number, answer.number) == (3, 2)
+    for found, expected in zip((answer, between), alone, strict=True):
+        assert isinstance(expected, BatchRan)
+        own, other = (np.frombuffer(one.outputs[0][0].data, np.float32) for one in (found, expected))
+        np.testing.assert_allclose(own, other, atol=1e-5)
+
+
+def test_the_time_of_a_batch_between_layers_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = encoder(tmp_path)
+    times = iter(range(100))
+    monkeypatch.setattr("services.worker.batcher.process.time.perf_counter", lambda: float(next(times)))
+    link = Arriving(runner, RunBatch(3, [token_tensor(3)]))
+    answer = over_the_socket(runner, RunBatch(2, [token_tensor(20)]))
+    (between,) = link.sent
+    assert isinstance(between, BatchRan)
+    assert between.run_s == 1.0  # seconds of this clock are its readings
+    assert answer.run_s == 2.0, "five readings between its first and last, less three of the pause"
+
+
+def test_a_batch_that_raises_between_layers_ends_alone(tmp_path: Path) -> None:
+    runner = encoder(tmp_path)
+    link = Arriving(runner, RunBatch(3, [token_tensor(3, RAISES)]))
+    answer = over_the_socket(runner, RunBatch(2, [token_tensor(20)]))
+    assert isinstance(answer, BatchRan)
+    assert [type(message) for message in link.sent] == [BatchRaised]

@@ -63,6 +63,24 @@ def test_a_row_in_any_batch_equals_the_row_alone(
         assert [index for index in range(len(rows)) if differs(found[index], alone[index])] == []
 
 
+def test_batches_between_its_layers_change_no_output(model: FixedCostModel) -> None:
+    rng = np.random.default_rng(0)
+    rows = [token_row(rng, length, types=False) for length in (POSITIONS, 3, 7)]
+    others: list[Batch] = [Packed(rows[::-1]), Padded(rows[1:], 8)]
+    alone, others_alone = model.run(Packed(rows)), [model.run(batch) for batch in others]
+    between: list[list[Mapping[str, Any]]] = []
+
+    def pause() -> None:
+        between.append(list(model.run(others[len(between) % 2])))
+
+    found = model.run(Packed(rows), pause)
+    assert model.facts.pauses
+    assert len(between) >= 2
+    assert [index for index in range(3) if differs(found[index], alone[index])] == []
+    for place, outputs in enumerate(between):
+        assert not any(map(differs, outputs, others_alone[place % 2]))
+
+
 def test_images_in_a_batch_equal_each_alone(tmp_path: Path) -> None:
     for family, size in (("ResNet", (33, 40)), ("ViT", (12, 8))):
         save(family, "ForImageClassification", tmp_path / family)
