@@ -59,6 +59,7 @@ log = structlog.get_logger()
 
 SLOTS_PER_BATCH: Final = 4  # rows in flight, in full batches: one runs, others gather and travel
 MOST_BATCH_BYTES: Final = 32 * 1024 * 1024  # of the inputs of one batch
+LOOKS: Final = 8  # in vain, at most, for rows to run between the layers of one batch
 _TRANSPORT_GAIN: Final = 0.02  # weight of a row in the mean
 RESTART_S: Final = 30.0  # longest wait of rows for a process that starts again
 _FAILED: Final = {
@@ -410,14 +411,14 @@ class Batcher:
         now_s = self._clock.monotonic_s()
         if not self._model.pauses or self._runs.has_between or running.search is not None:
             return
-        if not len(self._waiting) or not self._turns.are_shared(now_s):
+        own = {row.spec.tenant_id for row in running.rows}
+        if now_s < running.look_s or own.issuperset(self._waiting.tenants):
             return
         whole_s = self.curve.mean_s(running.width, len(running.rows))
         left_s = running.began_s + running.paused_s + whole_s - now_s
         long_batch = LongBatch(len(running.rows), whole_s, left_s, running.lent_s)
         if not long_batch.most_s:
             return
-        own = {row.spec.tenant_id for row in running.rows}
         device = Device(self.curve, self.limits, self._objective)
         tags = self._turns.tags(self._waiting.by_due(), device.row_s)
         for key, group in self._waiting.groups(tags):
@@ -436,6 +437,7 @@ class Batcher:
                 rows = self._taken(found[:count], group.width)
                 self._runs.start_between(rows, group.width, FlushCause.BETWEEN.value)
                 return
+        running.look_s = now_s + whole_s / LOOKS
 
     def _in_batches(self) -> Counter[str]:
         """Return the rows of each tenant in batches that run."""

@@ -43,6 +43,8 @@ class BatchRun:
     # What batches between its layers were predicted to take, and took.
     lent_s: float = 0.0
     paused_s: float = 0.0
+    # Earliest next search for rows to run between its layers.
+    look_s: float = 0.0
 
 
 class BatchRuns:
@@ -125,7 +127,7 @@ class BatchRuns:
     def ended(self, place: RunPlace) -> list[BatchRun]:
         """Remove and return the batches of a process that ended."""
         self.processes.pop(place, None)
-        found = [run for run in (self._runs.pop(place, None),) if run is not None]
+        found = [] if (run := self._runs.pop(place, None)) is None else [run]
         if place is RunPlace.SERVING and self._between is not None:
             found.append(self._between)
             self._between = None

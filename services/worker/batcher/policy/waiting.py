@@ -68,12 +68,18 @@ class WaitingRows:
         self._most_rows = most_rows
         self._groups: dict[_Group, list[_Entry]] = {}
         self._places: dict[int, WaitingRow] = {}
+        self._of_tenant: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __contains__(self, number: int) -> bool:
         return number in self._places
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """The tenants with rows that wait."""
+        return self._of_tenant.keys()
 
     def numbers(self) -> tuple[int, ...]:
         return tuple(self._places)
@@ -98,6 +104,7 @@ class WaitingRows:
                 return TooLate(predicted_s, row.deadline_s - now_s)
         insort(self._groups.setdefault((row.key, row.width), []), (row.due_s, row.number, row))
         self._places[row.number] = row
+        self._of_tenant[row.tenant] += 1
         return RowAccepted()
 
     def remove(self, numbers: Iterable[int]) -> None:
@@ -105,6 +112,9 @@ class WaitingRows:
         for number in numbers:
             if (row := self._places.pop(number, None)) is None:
                 continue
+            self._of_tenant[row.tenant] -= 1
+            if not self._of_tenant[row.tenant]:
+                del self._of_tenant[row.tenant]
             place = (row.key, row.width)
             entries = self._groups[place]
             del entries[bisect_left(entries, (row.due_s, number))]
@@ -186,6 +196,7 @@ class WaitingRows:
         """Every row stands in its group, in order, once."""
         rows = [row for entries in self._groups.values() for _, _, row in entries]
         assert sorted(row.number for row in rows) == sorted(self._places), "rows are lost or doubled"
+        assert Counter(row.tenant for row in rows) == self._of_tenant, "the counts of tenants are wrong"
         for (key, width), entries in self._groups.items():
             assert entries, "an empty group stays"
             assert entries == sorted(entries, key=lambda entry: entry[:2]), "a group is out of order"
