@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from msgspec import structs
+
 from services.core.fixed_cost.rows import RawTensor, RowEnd, RowSpec
 from services.core.fixed_cost.tensors import Operation, TensorSpec
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
+from services.worker.batcher.arriving_rows import FIRST_ROWS
 from services.worker.batcher.charges import RowCharges
 from services.worker.batcher.driver import Batcher, BatcherContext
 from services.worker.batcher.policy.isolation import RunPlace
@@ -33,6 +36,9 @@ TEXTS: Final = RowModel(
     True,
     RowCosts(batch_s=1e-5, row_s=1e-4, token_s=1e-6, row_bytes=1, token_bytes=1),
 )
+
+# Other batches run between its layers.
+LAYERS: Final = structs.replace(TEXTS, pauses=True, costs=RowCosts(0.0, 0.0, 1e-4, 1, 1))
 
 
 class ScriptedProcess:
@@ -100,6 +106,7 @@ class Scripted:
     timers: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     ends: dict[int, RowEnd] = field(default_factory=dict)
     draining: bool = False
+    memory_bytes: int = 0
     sent: int = 0
 
     def __post_init__(self) -> None:
@@ -113,7 +120,7 @@ class Scripted:
             charges=RowCharges(DIGEST, "m", self.tally, self.device),
             sacrifice=self.sacrifice,
         )
-        self.batcher = Batcher(DIGEST, self.model, memory_bytes=0, context=context)
+        self.batcher = Batcher(DIGEST, self.model, memory_bytes=self.memory_bytes, context=context)
         self.processes: dict[RunPlace, ScriptedProcess] = {}
         self.attach(SERVING)
 
@@ -213,3 +220,20 @@ def fill(scripted: Scripted, count: int) -> Sequence[int]:
     assert first in scripted.ends
     assert scripted.running() == rows
     return rows
+
+
+def row_of(scripted: Scripted, length: int) -> tuple[RawTensor, ...]:
+    """Return the inputs of the next row, whose data is its handle; models without lengths have one alike."""
+    data = f"{scripted.sent + 1:04}".encode()
+    if not scripted.model.max_tokens:
+        return vector(data.decode())
+    return (RawTensor("input_ids", "INT64", (length,), data),)
+
+
+def train(scripted: Scripted) -> None:
+    """Let it learn the widths and their costs."""
+    for each in [2, 64] * (FIRST_ROWS // 2 + 1):
+        scripted.start(row_of(scripted, each))
+        scripted.fire()
+        scripted.answer(run_s=each * 1e-4)
+    assert not len(scripted.batcher)

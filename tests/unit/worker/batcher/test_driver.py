@@ -8,22 +8,23 @@ from collections import Counter
 import pytest
 from msgspec import structs
 
-from services.core.fixed_cost.rows import RawTensor
 from services.core.fleet import TenantSlots
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
-from services.worker.batcher.arriving_rows import FIRST_ROWS
 from services.worker.batcher.driver import RESTART_S
 from services.worker.engine_protocol import BatchRan, RowCosts, RowModel
 from tests.unit.worker.batcher.scripted import (
     DIGEST,
+    LAYERS,
     SACRIFICIAL,
     SERVING,
     TEXTS,
     VECTORS,
     Scripted,
     fill,
+    row_of,
     text,
+    train,
     vector,
 )
 
@@ -468,14 +469,6 @@ def test_every_row_ends_once_whatever_fails(seed: int) -> None:
     assert rows.total() == scripted.sent
 
 
-def row_of(scripted: Scripted, length: int) -> tuple[RawTensor, ...]:
-    """Return the inputs of the next row, whose data is its handle; models without lengths have one alike."""
-    data = f"{scripted.sent + 1:04}".encode()
-    if not scripted.model.max_tokens:
-        return vector(data.decode())
-    return (RawTensor("input_ids", "INT64", (length,), data),)
-
-
 def _end_a_batch(scripted: Scripted, rng: random.Random, poisons: dict[int, str]) -> float:
     """End a batch that runs, by what its rows do to it; return what is charged for it."""
     numbers = {run.number for run in scripted.batcher._runs}  # the process alone observes which ones run
@@ -499,123 +492,6 @@ def _end_a_batch(scripted: Scripted, rng: random.Random, poisons: dict[int, str]
             scripted.answer(place, run_s=0.001, back=back)
             return 0.001
     return 0.0
-
-
-# --- between the layers of a batch -------------------------------------------------------------------
-
-LAYERS = structs.replace(TEXTS, pauses=True, costs=RowCosts(0.0, 0.0, 1e-4, 1, 1))
-
-
-def train(scripted: Scripted) -> None:
-    """Let it learn the widths and their costs."""
-    for each in [2, 64] * (FIRST_ROWS // 2 + 1):
-        scripted.start(row_of(scripted, each))
-        scripted.fire()
-        scripted.answer(run_s=each * 1e-4)
-    assert not len(scripted.batcher)
-
-
-def between(model: RowModel = LAYERS, length: int = 2) -> tuple[Scripted, int, int]:
-    """Return a batcher in which a long row runs and one of another tenant has come, and both."""
-    scripted = Scripted(model)
-    train(scripted)
-    long_row = scripted.start(text(64), tenant_id="greedy")
-    scripted.clock.now_s += 0.001
-    other = scripted.start(text(length), tenant_id="modest")
-    return scripted, long_row, other
-
-
-def widths_of(scripted: Scripted) -> list[int]:
-    """Return the widths of the batches that were sent since the long one."""
-    sent = [command.width for command in scripted.serving.sent]
-    return sent[-sent[::-1].index(64) :] if sent[-1] != 64 else []
-
-
-def test_a_row_of_another_tenant_runs_between_the_layers_of_a_long_batch() -> None:
-    scripted, long_row, other = between()
-    assert widths_of(scripted) == [2]
-    scripted.start(text(64), tenant_id="greedy")
-    later = scripted.start(text(2), tenant_id="modest")
-    assert widths_of(scripted) == [2], "one between layers at a time"
-    scripted.answer(run_s=0.0002)
-    assert scripted.ends[other].batch_cause == "between"
-    assert widths_of(scripted) == [2, 2], "the next one follows"
-    scripted.answer(run_s=0.0002)
-    assert later in scripted.ends
-    before_s = scripted.batcher.curve.mean_s(64, 1)
-    scripted.clock.now_s += 0.005
-    scripted.answer(run_s=0.0, back=3)
-    assert long_row in scripted.ends
-    assert scripted.batcher.curve.mean_s(64, 1) == pytest.approx(before_s, rel=0.02), "without its pauses"
-    assert widths_of(scripted) == [], "the greedy tenant's next row"
-
-
-@pytest.mark.parametrize(
-    ("model", "length"),
-    [(structs.replace(LAYERS, pauses=False), 2), (LAYERS, 64)],
-    ids=["it does not pause", "it does not pay"],
-)
-def test_rows_wait_for_the_end_of_a_batch_otherwise(model: RowModel, length: int) -> None:
-    scripted, long_row, other = between(model, length)
-    assert widths_of(scripted) == []
-    scripted.answer(run_s=0.0054)
-    assert long_row in scripted.ends
-    scripted.fire()
-    scripted.answer()
-    assert scripted.ends[other].batch_cause != "between"
-
-
-def test_a_long_batch_keeps_half_of_the_device() -> None:
-    scripted, long_row, _ = between()
-    for _ in range(200):
-        scripted.start(text(2), tenant_id="modest")
-    curve, lent_s = scripted.batcher.curve, 0.0
-    while scripted.batcher._runs.has_between:
-        lent_s += curve.mean_s(2, len(scripted.serving.sent[-1].rows))
-        scripted.answer(run_s=1e-9)
-    assert long_row not in scripted.ends
-    assert 0.0 < lent_s <= curve.mean_s(64, 1)
-
-
-@pytest.mark.parametrize("end", ["dies", "hangs", "stops"])
-def test_the_rows_of_both_batches_are_searched_after_their_process_ended(end: str) -> None:
-    scripted, long_row, other = between()
-    if end == "stops":
-        scripted.stops()
-        assert scripted.lost() == [long_row, other]
-        return
-    if end == "hangs":
-        scripted.sweep(1000.0)
-        assert len(scripted.serving.kills) == 1
-    scripted.dies()
-    scripted.attach(SERVING)
-    scripted.attach(SACRIFICIAL)
-    while SACRIFICIAL in scripted.batcher._runs:
-        scripted.answer(SACRIFICIAL)
-    assert {long_row, other} <= set(scripted.answered())
-
-
-def test_a_batch_that_raises_between_layers_fails_alone() -> None:
-    scripted, long_row, other = between()
-    scripted.raises()
-    assert scripted.errors() == {other: "POISONED_INPUT"}
-    assert long_row not in scripted.ends
-    scripted.answer()
-    assert long_row not in scripted.ends, "that was the batch between"
-    scripted.answer(back=2)
-    assert long_row in scripted.answered()
-
-
-def test_a_batch_that_came_too_late_runs_after_the_long_one() -> None:
-    scripted, long_row, other = between()
-    scripted.answer(run_s=0.0054, back=2)
-    assert long_row in scripted.ends
-    sent = len(scripted.serving.sent)
-    scripted.start(text(2), tenant_id="greedy")
-    assert len(scripted.serving.sent) == sent, "it is the batch that runs"
-    scripted.answer(run_s=0.0002)
-    assert other in scripted.answered()
-    assert len(scripted.serving.sent) == sent + 1
 
 
 def test_observed_transport_shortens_the_window_and_is_explained() -> None:
