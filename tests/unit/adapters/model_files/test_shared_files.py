@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from services.adapters.model_files.cache import ModelFiles
 from services.core.manifest import (
@@ -114,27 +118,34 @@ async def test_a_damaged_file_is_replaced_and_the_other_version_s_is_not_written
     files.check_integrity()
 
 
-async def test_a_download_that_links_files_is_not_dropped_as_idle(tmp_path: Path) -> None:
+async def test_a_download_that_links_files_is_not_dropped_as_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = Source()
-    shared = {f"f{number:03d}_json": f"{number}".encode() for number in range(800)}
+    shared = {f"f{number:03d}_json": f"{number}".encode() for number in range(20)}
     first, second = (source.add(**shared, config_json=text) for text in (b"{}", b"[]"))
     files = cache(source, tmp_path)
     await files.fetch("m", first)
     third = source.add(config_json=b"{ }")
     others: list[asyncio.Task[Path]] = []
-    ratios: list[float] = []  # of the second version's bytes
+    came, link = threading.Event(), os.link
 
     def note(done_ratio: float) -> None:
-        ratios.append(done_ratio)
         if not others:  # its folder is the oldest of more than are kept
             for number in range(10):
                 (stale := tmp_path / "partial" / f"{number:064d}").mkdir()
                 os.utime(stale, (2e9, 2e9 + number))
             others.append(asyncio.create_task(files.fetch("m", third)))
-            others[0].add_done_callback(lambda _: ratios.append(-1.0))
+            others[0].add_done_callback(lambda _: came.set())
 
+    def link_once_the_third_came(*arguments: Any) -> None:
+        if others:
+            assert came.wait(60.0), "the third waits for the second"
+        link(*arguments)
+
+    monkeypatch.setattr(os, "link", link_once_the_third_came)
     folder = await files.fetch("m", second, progress=note)
-    assert ratios.index(-1.0) < len(shared), "the third came too late to find it linking"
+    assert came.is_set()
     assert len(list(folder.iterdir())) == len(shared) + 1, "files were dropped with the folder"
     assert len(list((tmp_path / "partial").iterdir())) == 8
 
