@@ -234,10 +234,11 @@ async def neighbours(bench: Bench, here: Installation) -> dict[str, float]:
     """Others' p95 while one tenant sends requests of 64 of the longest rows, over their p95 without."""
     effort = bench.effort
     own = here.path_target("encoder", token_rows(), name="neighbours")
-    bursts = replace(token_rows([LONGEST] * 8), per_request=BURST_ROWS)
-    heavy = here.path_target("encoder", bursts, name="burst", api_key=here.second_tenant())
+    longest, api_key = token_rows([LONGEST] * 8), here.second_tenant()
+    bursts = replace(longest, per_request=BURST_ROWS)
+    heavy = here.path_target("encoder", bursts, name="burst", api_key=api_key)
     await until_ready(own)
-    await until_ready(heavy)
+    await until_ready(here.path_target("encoder", longest, api_key=api_key))
     most = (await closed_loop(own, connections=CONNECTIONS, seconds=effort.seconds / 2)).per_s
     times_s = times_of(Poisson(OTHERS_RATIO * most), effort.seconds, seed=2)
     ratios = []
