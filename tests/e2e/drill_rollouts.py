@@ -247,9 +247,10 @@ async def drill(stack: Stack, folder: Path, kinds: list[VersionFault], runs: int
 
 
 def print_evidence(rollout: cp.Rollout) -> None:
-    for entry in (*rollout.history, *rollout.arm_status):
-        for one in entry.evidence:
-            print(f"  {one}".replace("\n", " "), flush=True)
+    evidence = [one for entry in rollout.history for one in entry.evidence]
+    evidence += [one for arm in rollout.arm_status for one in arm.evidence]
+    for one in evidence:
+        print(f"  {one}".replace("\n", " "), flush=True)
 
 
 def run_installation(installation: Installation, kinds: list[VersionFault], runs: int) -> list[Run]:

@@ -11,9 +11,10 @@ import pytest
 
 from services.core.errors import PoisonedInput
 from services.core.fixed_cost.rows import RowEnd
-from services.worker.batcher.driver import Batcher, BatchRun
+from services.worker.batcher.driver import Batcher
 from services.worker.batcher.policy.isolation import RunFailure
 from services.worker.batcher.policy.turns import TenantTurns
+from services.worker.batcher.runs import BatchRun
 from services.worker.streams.device_time import DeviceTime
 from simulator.engine.poison import Ending
 from simulator.fleet.assembly import Parts
