@@ -7,9 +7,9 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
@@ -86,16 +86,12 @@ class _Failure:
         await asyncio.wait((self._reason,), timeout=max(0.0, seconds))
         self.check()
 
-    async def unless(self, awaited: Coroutine[Any, Any, object], limit_s: float) -> None:
-        """Return once ``awaited`` is done. Raises Failed at once, or after the limit."""
-        done = asyncio.ensure_future(awaited)
-        try:
-            await asyncio.wait((self._reason, done), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            self.check()
-            if not done.done():
-                raise Failed(f"{self._name}: no answer within {limit_s:g} s")
-        finally:
-            done.cancel()
+    async def unless(self, answered: asyncio.Future[None], limit_s: float) -> None:
+        """Return once ``answered`` is done. Raises Failed at once, or after the limit."""
+        await asyncio.wait((self._reason, answered), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        self.check()
+        if not answered.done():
+            raise Failed(f"{self._name}: no answer within {limit_s:g} s")
 
     def check(self) -> None:
         if self._reason.done():
@@ -123,21 +119,15 @@ async def closed_loop(target: Target, *, connections: int, seconds: float, warm_
     def drive(connection: Connection, number: int) -> None:
         at, sent_s = number, clock()
 
-        def answered(message: bytes) -> None:
+        def answered() -> None:
             nonlocal at, sent_s
-            try:
-                if not target.is_answer(message):
-                    return
-            except Failed as error:
-                failure.set(str(error))
-                return
             now_s = clock()
             if sent_s >= began_s:
                 taken.seconds.append(now_s - sent_s)
             at, sent_s = at + connections, now_s
             connection.send(target.messages[at % len(target.messages)])
 
-        connection.on_answer = answered
+        on_answers(target, connection, failure, answered)
         connection.send(target.messages[at % len(target.messages)])
 
     opened = [await target.connect(failure.set) for _ in range(connections)]
@@ -155,20 +145,29 @@ async def closed_loop(target: Target, *, connections: int, seconds: float, warm_
             connection.close()
 
 
-async def one_answer(target: Target, connection: Connection, failure: _Failure) -> None:
-    """Send one request and return once it is answered: what opening takes is no latency. Raises Failed."""
-    received = asyncio.Event()
+def on_answers(
+    target: Target, connection: Connection, failure: _Failure, answered: Callable[[], None]
+) -> None:
+    """Call ``answered`` for each answer of the connection from now on. An error ends the run."""
 
-    def answered(message: bytes) -> None:
+    def received(message: bytes) -> None:
         try:
-            if target.is_answer(message):
-                received.set()
+            if not target.is_answer(message):
+                return
         except Failed as error:
             failure.set(str(error))
+            return
+        answered()
 
-    connection.on_answer = answered
+    connection.on_answer = received
+
+
+async def one_answer(target: Target, connection: Connection, failure: _Failure) -> None:
+    """Send one request and return once it is answered: what opening takes is no latency. Raises Failed."""
+    answered = asyncio.get_running_loop().create_future()
+    on_answers(target, connection, failure, lambda: answered.set_result(None))
     connection.send(target.messages[0])
-    await failure.unless(received.wait(), _FIRST_ANSWER_S)
+    await failure.unless(answered, _FIRST_ANSWER_S)
 
 
 async def open_loop(
@@ -192,20 +191,14 @@ async def open_loop(
             due_s = at_s
             connection.send(message)
 
-        def answered(message: bytes) -> None:
-            try:
-                if not target.is_answer(message):
-                    return
-            except Failed as error:
-                failure.set(str(error))
-                return
+        def answered() -> None:
             found.append(clock() - due_s)
             if waiting:
                 send(*waiting.popleft())
             else:
                 free.append(send)
 
-        connection.on_answer = answered
+        on_answers(target, connection, failure, answered)
         free.append(send)
 
     opened = [await target.connect(failure.set) for _ in range(connections)]

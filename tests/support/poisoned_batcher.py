@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from services.worker.batcher.models.model import FixedCostModel, ModelFacts, Outputs, Pause
+from services.worker.batcher.models.model import FixedCostModel, ModelFacts, Outputs, Pause, no_pause
 from services.worker.batcher.models.rows import Batch, Row
 from services.worker.batcher.process import load
 from services.worker.engine import process
@@ -52,7 +52,7 @@ class PoisonedModel:
         """See ``FixedCostModel``."""
         return self._inner.problem(row)
 
-    def run(self, batch: Batch, pause: Pause | None = None) -> list[Outputs]:
+    def run(self, batch: Batch, pause: Pause = no_pause) -> list[Outputs]:
         """See ``FixedCostModel``. Ends the batch if a row of it is a poison."""
         for row in batch.rows:
             first = float(next(iter(row.values())).flat[0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -23,7 +23,7 @@ from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
 from services.worker.batcher.arriving_rows import ArrivingRows
 from services.worker.batcher.charges import RowCharges
-from services.worker.batcher.policy.batch_key import BatchKeys
+from services.worker.batcher.policy.batch_key import BatchKey, BatchKeys
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
 from services.worker.batcher.policy.flush import (
     MOST_PADDED_TOKENS,
@@ -59,7 +59,7 @@ log = structlog.get_logger()
 
 SLOTS_PER_BATCH: Final = 4  # rows in flight, in full batches: one runs, others gather and travel
 MOST_BATCH_BYTES: Final = 32 * 1024 * 1024  # of the inputs of one batch
-LOOKS: Final = 8  # in vain, at most, for rows to run between the layers of one batch
+_LOOKS: Final = 8  # in vain, at most, for rows to run between the layers of one batch
 _TRANSPORT_GAIN: Final = 0.02  # weight of a row in the mean
 RESTART_S: Final = 30.0  # longest wait of rows for a process that starts again
 _FAILED: Final = {
@@ -243,14 +243,10 @@ class Batcher:
         runs = self._runs.ended(place)
         if runs:
             self._context.charges.wasted(self._detached_s - runs[0].began_s)
-            if (
-                place is RunPlace.SACRIFICIAL
-                and isinstance(exit_, Crashed)
-                and self._context.telemetry is not None
-            ):
-                self._context.telemetry.sacrificed()
         for run in runs:
             if isinstance(exit_, Crashed):
+                if place is RunPlace.SACRIFICIAL and self._context.telemetry is not None:
+                    self._context.telemetry.sacrificed()
                 died = RunFailure.DIED if exit_.cause is LossCause.FAULT else RunFailure.KILLED
                 self._failed(run, RunFailure.HUNG if run.hung else died)
             elif run.search is None:
@@ -390,14 +386,7 @@ class Batcher:
 
     def _flush(self, decided: Decided, found: Flush, tags: Tags | None, device: Device) -> None:
         group = decided.group
-        chosen = self._waiting.select(
-            decided.key,
-            None if group.mixed else group.width,
-            found.rows,
-            leases=self._turns.leases,
-            running=self._in_batches(),
-            tags=tags,
-        )
+        chosen = self._select(decided.key, None if group.mixed else group.width, found.rows, tags)
         chosen = chosen[: self._fitting(chosen)]
         width = mixed_width(mean_width(chosen)) if group.mixed else group.width
         if group.mixed:  # neighbours of one length are computed together
@@ -423,25 +412,23 @@ class Batcher:
         tags = self._turns.tags(self._waiting.by_due(), device.row_s)
         for key, group in self._waiting.groups(tags):
             most, _ = device.rows_at(group.width)
-            found = self._waiting.select(
-                key,
-                group.width,
-                most,
-                leases=self._turns.leases,
-                running=self._in_batches(),
-                tags=tags,
-                without=own,
-            )
+            found = self._select(key, group.width, most, tags, without=own)
             fitting = self._fitting(found, beside=running)
             if count := long_batch.rows_between(self.curve, width=group.width, rows=fitting):
                 rows = self._taken(found[:count], group.width)
                 self._runs.start_between(rows, group.width, FlushCause.BETWEEN.value)
                 return
-        running.look_s = now_s + whole_s / LOOKS
+        running.look_s = now_s + whole_s / _LOOKS
 
-    def _in_batches(self) -> Counter[str]:
-        """Return the rows of each tenant in batches that run."""
-        return Counter(row.spec.tenant_id for run in self._runs for row in run.rows)
+    def _select(
+        self, key: BatchKey, width: int | None, most: int, tags: Tags | None, without: Collection[str] = ()
+    ) -> list[WaitingRow]:
+        """See ``WaitingRows.select``."""
+        running = Counter(row.spec.tenant_id for run in self._runs for row in run.rows)
+        leases = self._turns.leases
+        return self._waiting.select(
+            key, width, most, leases=leases, running=running, tags=tags, without=without
+        )
 
     def _taken(self, chosen: Sequence[WaitingRow], width: int) -> list[LiveRow]:
         """Remove rows that start from those that wait, and charge their tenants' turns."""

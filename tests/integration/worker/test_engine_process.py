@@ -44,7 +44,7 @@ SHORT_LOAD = replace(PATIENT, load_s=2.0)
 SHORT_SHUTDOWN = replace(PATIENT, shutdown_s=1.0)
 
 
-class Heard:
+class ReceivedEvents:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.tokens: list[int] = []
@@ -82,7 +82,7 @@ class Heard:
         return self.exit
 
 
-Start = Callable[..., Awaitable[tuple[EngineProcess, Heard]]]
+Start = Callable[..., Awaitable[tuple[EngineProcess, ReceivedEvents]]]
 
 
 @pytest_asyncio.fixture
@@ -97,15 +97,15 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
         command: tuple[str, ...] = ENGINE_MODULE,
         null_step_s: float = 0.0,
         timeouts: EngineTimeouts = PATIENT,
-    ) -> tuple[EngineProcess, Heard]:
-        heard = Heard()
+    ) -> tuple[EngineProcess, ReceivedEvents]:
+        received = ReceivedEvents()
         command = command if script is None else ("-c", SCRIPT + textwrap.dedent(script))
         config = wire.EngineConfig(
             socket_path="", model_dir=str(model_dir), executor="null", null_step_s=null_step_s
         )
         engine = EngineProcess(
             config,
-            events=heard.events_of(),
+            events=received.events_of(),
             clock=clock,
             supervisor=supervisor,
             timeouts=timeouts,
@@ -113,7 +113,7 @@ async def start(model_dir: Path) -> AsyncIterator[Start]:
         )
         await engine.start()
         engines.append(engine)
-        return engine, heard
+        return engine, received
 
     yield begin
     for engine in engines:
@@ -148,39 +148,39 @@ def submit(handle: int = 1, max_tokens: int = 5) -> wire.Submit:
 
 
 async def test_it_loads_steps_and_stops_when_told(start: Start) -> None:
-    engine, heard = await start()
-    await heard.ready()
+    engine, received = await start()
+    await received.ready()
     assert engine.send(submit())
     async with asyncio.timeout(5):
-        while len(heard.tokens) < 5:
+        while len(received.tokens) < 5:
             await asyncio.sleep(0.01)
     async with asyncio.timeout(5):
-        while "heartbeat" not in heard.events:
+        while "heartbeat" not in received.events:
             await asyncio.sleep(0.05)
     await engine.stop()
     await engine.stop()
-    assert await heard.ended() == Stopped()
+    assert await received.ended() == Stopped()
     assert not engine.send(submit(2))
 
 
 async def test_it_says_what_size_its_pool_has_become(start: Start) -> None:
-    engine, heard = await start()
-    await heard.ready()
+    engine, received = await start()
+    await received.ready()
     for blocks in (300, 301):
         assert engine.send(wire.Resize(blocks))
         async with asyncio.timeout(5):
-            while f"resized {blocks}" not in heard.events:
+            while f"resized {blocks}" not in received.events:
                 await asyncio.sleep(0.01)
 
 
 async def test_what_does_not_fit_says_what_it_needs(start: Start) -> None:
-    _, heard = await start("say(wire.LoadFailed('does_not_fit', 'why', 5, 7, 9)); sys.exit(3)")
-    assert await heard.ended() == LoadRefused("does_not_fit", "why", 5, 7, 9)
+    _, received = await start("say(wire.LoadFailed('does_not_fit', 'why', 5, 7, 9)); sys.exit(3)")
+    assert await received.ended() == LoadRefused("does_not_fit", "why", 5, 7, 9)
 
 
 async def test_the_socket_is_private_and_does_not_outlive_the_engine(start: Start) -> None:
-    engine, heard = await start()
-    await heard.ready()
+    engine, received = await start()
+    await received.ready()
     arguments = Path(f"/proc/{engine.pid}/cmdline").read_bytes()
     path = Path(arguments.partition(b'"socket_path":"')[2].partition(b'"')[0].decode())
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -192,8 +192,8 @@ async def test_the_socket_is_private_and_does_not_outlive_the_engine(start: Star
 
 async def test_a_load_that_is_refused_says_why(start: Start, model_dir: Path) -> None:
     (model_dir / "config.json").write_text('{"vocab_size": 0}')
-    _, heard = await start()
-    exit_ = await heard.ended()
+    _, received = await start()
+    exit_ = await received.ended()
     assert isinstance(exit_, LoadRefused)
     assert "vocab_size" in exit_.message
 
@@ -213,8 +213,8 @@ WRONG = (
 
 async def test_every_way_to_go_wrong_is_a_crash_with_its_reason(start: Start) -> None:
     started = [(message, await start(script, timeouts=timeouts)) for script, message, timeouts in WRONG]
-    for message, (engine, heard) in started:
-        exit_ = await heard.ended()
+    for message, (engine, received) in started:
+        exit_ = await received.ended()
         assert isinstance(exit_, Crashed)
         assert message in exit_.message
         assert not alive(engine.pid)
@@ -228,11 +228,11 @@ async def test_what_was_said_before_the_end_is_heard_before_it(start: Start) -> 
         say(wire.Stepped(step, 0.0, [1] * 200, [step] * 200, {}, 0, 0, 1, 0))
     os._exit(1)
     """
-    _, heard = await start(script)
-    await heard.ready()
+    _, received = await start(script)
+    await received.ready()
     time.sleep(0.3)  # the agent falls behind while the socket fills
-    await heard.ended()
-    assert len(heard.tokens) == 2000 * 200
+    await received.ended()
+    assert len(received.tokens) == 2000 * 200
 
 
 async def test_an_engine_that_does_not_read_is_killed_before_the_agent_fills_up(start: Start) -> None:
@@ -242,15 +242,15 @@ async def test_an_engine_that_does_not_read_is_killed_before_the_agent_fills_up(
         time.sleep(0.3)
         say(wire.EngineHeartbeat(0, 0, 0, 0))
     """
-    engine, heard = await start(script)
-    await heard.ready()
+    engine, received = await start(script)
+    await received.ready()
     large = make_submit(1, list(range(1_000_000, 3_000_000)), 1, seed=1)
     sent = 0
     while engine.send(large) and sent < 100:
         sent += 1
         await asyncio.sleep(0)
     assert 10 < sent < 30, "128 MiB of commands"
-    exit_ = await heard.ended()
+    exit_ = await received.ended()
     assert isinstance(exit_, Crashed)
     assert "does not read" in exit_.message
 
@@ -263,8 +263,8 @@ async def test_children_of_the_engine_end_with_it(start: Start, tmp_path: Path) 
     say(READY)
     os._exit(1)
     """
-    _, heard = await start(script)
-    await heard.ended()
+    _, received = await start(script)
+    await received.ended()
     child = int(note.read_text())
     async with asyncio.timeout(30):
         while alive(child):
@@ -279,12 +279,12 @@ async def test_an_engine_that_ignores_shutdown_is_killed(start: Start) -> None:
         time.sleep(0.2)
         say(wire.EngineHeartbeat(0, 0, 0, 0))
     """
-    engine, heard = await start(script, timeouts=SHORT_SHUTDOWN)
-    await heard.ready()
+    engine, received = await start(script, timeouts=SHORT_SHUTDOWN)
+    await received.ready()
     started_s = time.monotonic()
     await engine.stop()
     assert 0.9 < time.monotonic() - started_s < 20.0
-    assert await heard.ended() == Stopped()
+    assert await received.ended() == Stopped()
 
 
 POISONED = ("-m", "tests.support.poisoned_engine")
@@ -303,38 +303,38 @@ async def test_a_step_that_ends_the_engine_names_its_members(
     start: Start, fault: Fault, cause: LossCause
 ) -> None:
     """Those that wait for credit take no part."""
-    engine, heard = await start(command=POISONED)
-    await heard.ready()
+    engine, received = await start(command=POISONED)
+    await received.ready()
     engine.send(make_submit(1, [1, 2, 3], 2, seed=1, max_tokens=500))
     engine.send(make_submit(2, [1, 2, 3], 400, seed=1, max_tokens=400))
-    await until(lambda: len(heard.tokens) > 10)
+    await until(lambda: len(received.tokens) > 10)
     engine.send(make_submit(3, [*poison_ids(fault, 1), 5], 10, seed=1, max_tokens=5))
-    exit_ = await heard.ended()
+    exit_ = await received.ended()
     assert isinstance(exit_, Crashed)
     assert exit_.cause is cause
     assert set(exit_.members) in ({3}, {2, 3})
 
 
 async def test_a_suspect_that_ends_the_engine_is_alone_in_its_step(start: Start) -> None:
-    engine, heard = await start(command=POISONED, null_step_s=0.01)
-    await heard.ready()
+    engine, received = await start(command=POISONED, null_step_s=0.01)
+    await received.ready()
     engine.send(make_submit(1, [1, 2, 3], 400, seed=1, max_tokens=400))
-    await until(lambda: len(heard.tokens) > 3)
+    await until(lambda: len(received.tokens) > 3)
     engine.send(make_submit(2, [1, 2], 400, seed=1, max_tokens=400))
     suspect = make_submit(3, [*poison_ids(Fault.RAISES, 1), 5], 10, seed=1, max_tokens=5)
     engine.send(msgspec.structs.replace(suspect, apart_tokens=2))
-    exit_ = await heard.ended()
+    exit_ = await received.ended()
     assert isinstance(exit_, Crashed)
     assert (exit_.cause, exit_.members) == (LossCause.FAULT, (3,))
 
 
 async def test_an_engine_that_is_killed_while_idle_names_nobody(start: Start) -> None:
-    engine, heard = await start()
-    await heard.ready()
+    engine, received = await start()
+    await received.ready()
     engine.send(submit())
-    await until(lambda: len(heard.tokens) == 5)
+    await until(lambda: len(received.tokens) == 5)
     os.kill(engine.pid, signal.SIGKILL)
-    exit_ = await heard.ended()
+    exit_ = await received.ended()
     assert isinstance(exit_, Crashed)
     assert (exit_.cause, exit_.members) == (LossCause.OUTSIDE, ())
 
@@ -342,13 +342,13 @@ async def test_an_engine_that_is_killed_while_idle_names_nobody(start: Start) ->
 async def test_an_engine_that_hangs_in_a_step_names_its_members_and_one_that_is_stopped_nobody(
     start: Start,
 ) -> None:
-    engine, heard = await start(command=POISONED, timeouts=replace(PATIENT, silence_s=4.0))
-    await heard.ready()
+    engine, received = await start(command=POISONED, timeouts=replace(PATIENT, silence_s=4.0))
+    await received.ready()
     engine.send(make_submit(3, [*poison_ids(Fault.HANGS, 1), 5], 10, seed=1, max_tokens=5))
     await until(lambda: engine.members == (3,))
     os.kill(engine.pid, signal.SIGSTOP)
     await until(lambda: engine.members == ())
-    exit_ = await heard.ended()
+    exit_ = await received.ended()
     assert isinstance(exit_, Crashed)
     assert (exit_.cause, exit_.members) == (LossCause.OUTSIDE, (3,))
 

@@ -21,7 +21,7 @@ from services.worker.batcher.models.blocks import (
     norm,
 )
 from services.worker.batcher.models.encoder_tensors import layer_names, prefix_of
-from services.worker.batcher.models.model import Pause
+from services.worker.batcher.models.model import Pause, no_pause
 from services.worker.batcher.models.rows import TokenRows
 
 
@@ -48,7 +48,7 @@ class Encoder:
         self._layers = tuple(_layer(config, tensor, index) for index in range(config.layers))
         self._activation = ACTIVATIONS[config.activation]
 
-    def __call__(self, rows: TokenRows, pause: Pause | None = None) -> torch.Tensor:
+    def __call__(self, rows: TokenRows, pause: Pause = no_pause) -> torch.Tensor:
         """Return [tokens, hidden]; what padding has there means nothing.
 
         ``pause`` is called before each layer but the first, and before its second half.
@@ -60,12 +60,11 @@ class Encoder:
         x = self._norm(x + F.embedding(rows.positions, self._positions))
         head_dim = config.hidden_size // config.heads
         for number, layer in enumerate(self._layers):
-            if pause is not None and number:
+            if number:
                 pause()
             attended = attend(layer.qkv(x).view(len(x), 3, config.heads, head_dim))
             x = layer.attended_norm(layer.attended(attended) + x)
-            if pause is not None:
-                pause()
+            pause()
             x = layer.outer_norm(layer.outer(self._activation(layer.inner(x))) + x)
         return x
 

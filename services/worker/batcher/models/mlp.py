@@ -8,7 +8,7 @@ import torch
 from fairway.formats.fixed_cost.mlp_config import MlpConfig
 from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear
-from services.worker.batcher.models.model import ModelFacts, Outputs, Pause
+from services.worker.batcher.models.model import ModelFacts, Outputs, Pause, no_pause
 from services.worker.batcher.models.rows import Batch, Row, row_problem
 from services.worker.engine.load.weights import Shape, TensorLayout
 
@@ -41,7 +41,7 @@ class MlpModel:
         return row_problem(row, self.facts.inputs)
 
     @torch.inference_mode()
-    def run(self, batch: Batch, pause: Pause | None = None) -> list[Outputs]:
+    def run(self, batch: Batch, pause: Pause = no_pause) -> list[Outputs]:
         """See ``FixedCostModel``."""
         x = torch.from_numpy(np.stack([row["input"] for row in batch.rows]))
         x = x.to(self._device, self._layers[0][0].weight.dtype)

@@ -15,6 +15,10 @@ Outputs = Mapping[str, NDArray[Any]]  # of one row, by name of the tensor
 Pause = Callable[[], None]  # runs what has arrived meanwhile
 
 
+def no_pause() -> None:
+    """A ``Pause`` of a batch that nothing interrupts."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What is fixed for a loaded model: its part of the batch key, and its limits."""
@@ -38,7 +42,7 @@ class FixedCostModel(Protocol):
     def problem(self, row: Row) -> str:
         """Return why the row cannot be computed, or an empty text. A row is checked before it is batched."""
 
-    def run(self, batch: Batch, pause: Pause | None = None) -> list[Outputs]:
+    def run(self, batch: Batch, pause: Pause = no_pause) -> list[Outputs]:
         """Return the outputs of each row, in the order of the batch. All rows have one batch key.
 
         A model that ``pauses`` calls ``pause`` between its layers; ``run`` may be called from there.

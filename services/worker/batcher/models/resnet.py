@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from fairway.formats.fixed_cost.image_config import ResNetConfig
 from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import TensorSource, linear
-from services.worker.batcher.models.model import ModelFacts, Outputs, Pause
+from services.worker.batcher.models.model import ModelFacts, Outputs, Pause, no_pause
 from services.worker.batcher.models.rows import Batch, Row, row_problem
 from services.worker.engine.load.weights import Shape, TensorLayout
 
@@ -103,7 +103,7 @@ class ResNetModel:
         return row_problem(row, self.facts.inputs)
 
     @torch.inference_mode()
-    def run(self, batch: Batch, pause: Pause | None = None) -> list[Outputs]:
+    def run(self, batch: Batch, pause: Pause = no_pause) -> list[Outputs]:
         """See ``FixedCostModel``."""
         pixels = torch.from_numpy(np.stack([row["pixel_values"] for row in batch.rows]))
         x = F.relu(self._stem(pixels.to(self._device, self._classify.weight.dtype)))

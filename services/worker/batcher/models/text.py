@@ -12,7 +12,7 @@ from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear
 from services.worker.batcher.models.encoder import Encoder
 from services.worker.batcher.models.encoder_tensors import sequence_head
-from services.worker.batcher.models.model import ModelFacts, Outputs, Pause
+from services.worker.batcher.models.model import ModelFacts, Outputs, Pause, no_pause
 from services.worker.batcher.models.rows import Batch, Row, TokenRows, row_problem, token_rows
 
 # What a head returns: one vector per row, or one per token.
@@ -42,7 +42,7 @@ class TokenModel:
         return ""
 
     @torch.inference_mode()
-    def run(self, batch: Batch, pause: Pause | None = None) -> list[Outputs]:
+    def run(self, batch: Batch, pause: Pause = no_pause) -> list[Outputs]:
         """See ``FixedCostModel``."""
         config = self._config
         rows = token_rows(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fairway.formats.fixed_cost.image_config import VitConfig
 from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear, norm, whole_attention
-from services.worker.batcher.models.model import ModelFacts, Outputs, Pause
+from services.worker.batcher.models.model import ModelFacts, Outputs, Pause, no_pause
 from services.worker.batcher.models.rows import Batch, Row, row_problem
 from services.worker.engine.load.weights import Shape, TensorLayout
 
@@ -68,7 +68,7 @@ class VitModel:
         return row_problem(row, self.facts.inputs)
 
     @torch.inference_mode()
-    def run(self, batch: Batch, pause: Pause | None = None) -> list[Outputs]:
+    def run(self, batch: Batch, pause: Pause = no_pause) -> list[Outputs]:
         """See ``FixedCostModel``."""
         dtype = self._class_token.dtype
         pixels = torch.from_numpy(np.stack([row["pixel_values"] for row in batch.rows]))
@@ -78,7 +78,7 @@ class VitModel:
         x = patches.flatten(2).transpose(1, 2)  # [rows, patches, hidden]
         x = torch.cat([self._class_token.expand(len(x), -1, -1), x], dim=1) + self._positions
         for number, layer in enumerate(self._layers):
-            if pause is not None and number:
+            if number:
                 pause()
             x = layer(x)
         logits = self._classify(self._norm(x[:, 0])).float().cpu().numpy()

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from services.core.fixed_cost.rows import RawTensor
-from services.worker.batcher.models.model import Outputs, Pause
+from services.worker.batcher.models.model import Outputs, Pause, no_pause
 from services.worker.batcher.models.rows import Batch
 from services.worker.batcher.process import BatchRunner, load, row_of
 from services.worker.engine.unsupported import TooLittleMemory
@@ -166,7 +166,7 @@ class Arriving:
 class RaisingModel(PoisonedModel):
     """Raises for rows that begin with ``RAISES``."""
 
-    def run(self, batch: Batch, pause: Pause | None = None) -> list[Outputs]:
+    def run(self, batch: Batch, pause: Pause = no_pause) -> list[Outputs]:
         if any(row["input_ids"][0] == RAISES for row in batch.rows):
             raise RuntimeError("device-side assert triggered")
         return super().run(batch, pause)
