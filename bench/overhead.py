@@ -16,22 +16,20 @@ The last line is ``RESULT {json}``; medians over the rounds.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import uvloop
 
-from bench.stack import NullStack, free_port, wait_for_port
+from bench.bare_chain import BareChain
+from bench.stack import NullStack
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 
 ROUNDS = 3
@@ -162,25 +160,6 @@ async def measure(chain: Target, fairway: Target) -> dict[str, float]:
     }
 
 
-@contextlib.contextmanager
-def bare_chain() -> Iterator[int]:
-    """Run the relay and the server as processes; the value is the relay's port."""
-    server_port, relay_port = free_port(), free_port()
-    command = [sys.executable, "-m", "bench.bare_chain"]
-    processes = [
-        subprocess.Popen([*command, "server", str(server_port)]),
-        subprocess.Popen([*command, "relay", str(relay_port), str(server_port)]),
-    ]
-    try:
-        wait_for_port(server_port)
-        wait_for_port(relay_port)
-        yield relay_port
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 async def run(chain_port: int, stack: NullStack) -> dict[str, float]:
     make: Callable[[str], grpc.aio.Channel] = grpc.aio.insecure_channel
     async with make(f"127.0.0.1:{chain_port}") as bare, make(stack.grpc) as ours:
@@ -193,10 +172,10 @@ async def run(chain_port: int, stack: NullStack) -> dict[str, float]:
 def main() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="fairway-bench-") as folder,
-        bare_chain() as port,
+        BareChain.started() as chain,
         NullStack.started(Path(folder)) as stack,
     ):
-        figures = uvloop.run(run(port, stack))
+        figures = uvloop.run(run(chain.port, stack))
     print("RESULT", json.dumps(figures))
 
 

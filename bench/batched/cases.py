@@ -12,10 +12,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final, TypeVar
 
+from bench.bare_chain import BareChain
 from bench.batched.connections import Failed
 from bench.batched.load import Taken, Target, closed_loop, open_loop
 from bench.batched.model import LONGEST, Rows, mlp_rows, token_rows
-from bench.batched.systems import Installation, Peer, Window, installation, until_ready
+from bench.batched.systems import Installation, Peer, Window, installation, until_ready, v2_target
 from bench.stack import metric_sum
 from simulator.lab.load.arrivals import Arrivals, Gamma, Poisson
 
@@ -82,7 +83,10 @@ class Bench:
 
 
 async def closed(bench: Bench, here: Installation) -> dict[str, float]:
-    """64 clients, each with its next request once one is answered: the worker, the whole path, the peers."""
+    """64 clients, each with its next request once one is answered: the worker, the whole path, the peers.
+
+    The bare path is what two hops of grpc.aio take with no work in them.
+    """
     rows, effort = mlp_rows(), bench.effort
     best: dict[str, tuple[float, Window]] = {}
 
@@ -101,6 +105,10 @@ async def closed(bench: Bench, here: Installation) -> dict[str, float]:
     rounds: list[dict[str, Taken]] = []
     for number in range(effort.rounds):
         found: dict[str, Taken] = {}
+        with BareChain.started() as chain:
+            bare = v2_target("bare_path", chain.port, "mlp", rows, pids=chain.pids)
+            await until_ready(bare)
+            found[bare.name] = await long(bare)
         for target in ours:
             found[target.name] = await long(target)
         for name, (_, window) in best.items():
@@ -112,12 +120,13 @@ async def closed(bench: Bench, here: Installation) -> dict[str, float]:
     def median(of: Callable[[dict[str, Taken]], float]) -> float:
         return round(statistics.median(map(of, rounds)), 3)
 
+    own = ("bare_path", *(target.name for target in ours))
     figures = {
         f"{one}_vs_{other}": median(lambda found, one=one, other=other: found[one].per_s / found[other].per_s)  # type: ignore[misc]
-        for one in ("worker", "worker_muxed", "path")
+        for one in own
         for other in bench.names
     }
-    for one in ("worker", "worker_muxed", "path", *bench.names):
+    for one in (*own, *bench.names):
         figures[f"{one}_server_us"] = median(lambda found, one=one: found[one].server_us)  # type: ignore[misc]
         figures[f"{one}_per_s"] = median(lambda found, one=one: found[one].per_s)  # type: ignore[misc]
     return figures | {"path_p99_ms": median(lambda found: found["path"].ms(0.99))}
