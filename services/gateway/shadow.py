@@ -120,7 +120,11 @@ class ShadowCopies:
         """Return the copy, ready to run on the shadow version and on no other."""
         request = copy.request
         own = generation_of_copy(copied, generation)
-        found = await self._admission.admit(_OWNER, own, request.timer, copy.terms, request.telemetry)
+        try:
+            found = await self._admission.admit(_OWNER, own, request.timer, copy.terms, request.telemetry)
+        except FairwayError:
+            request.telemetry.compared_in(copied.spec.step)
+            raise
         return replace(found, spec=_as_copied(found.spec, copied.spec), reroute=None)
 
     def _ended(self, model: str, copy: Copy, _: asyncio.Task[None]) -> None:

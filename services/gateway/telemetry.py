@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Final
 
 import structlog
+from msgspec.structs import replace
 
 from services.core import faults
 from services.core.arms import ArmKey, SliKey
@@ -19,6 +20,7 @@ from services.core.estimates.traffic_shapes import RequestShape
 from services.core.faults import fault_of
 from services.core.generation import NO_USAGE, GenerationSpec, StageClock, Usage
 from services.core.records import Priority
+from services.gateway.catalog import Route
 from services.gateway.events import Finished, Received
 from services.gateway.policy.degrade import Degradation
 from services.gateway.requests.stage_timer import STAGE_NAMES, StageTimer, StageTrace
@@ -231,10 +233,19 @@ class RequestTelemetry:
         """Return the request's stage clock, started when it was received."""
         return StageTimer(self.received.unix_us, self.received.monotonic_s, self._trace)
 
-    def addressed(self, tenant: str, model: str, priority: Priority, digest: str = "") -> None:
-        """The request is for a deployment that exists; ``digest``: the version, once it is chosen."""
-        key = SliKey(ArmKey(model, digest), tenant, priority, self._owner.slis.zone)
-        self._subject = SliSubject(key)
+    def addressed(self, tenant: str, model: str, priority: Priority) -> None:
+        """The request is for a deployment that exists."""
+        self._subject = SliSubject(SliKey(ArmKey(model, ""), tenant, priority, self._owner.slis.zone))
+
+    def routed(self, tenant: str, route: Route, priority: Priority, session_key: str) -> None:
+        """Its version was chosen: failures from here on, before it is accepted too, count against that."""
+        key = SliKey(ArmKey(route.model, route.version_digest), tenant, priority, self._owner.slis.zone)
+        self._subject = subject_of(key, session_key, route.step, 0, ())
+
+    def compared_in(self, step: str) -> None:
+        """It counts in the comparison of this step: a copy, whose version is not drawn."""
+        assert self._subject is not None, "it has no model"
+        self._subject = replace(self._subject, step=step)
 
     def accepted(self, tenant: str, spec: GenerationSpec) -> None:
         """The request was admitted, or is served by another version from now on."""

@@ -8,9 +8,11 @@ are shortened. ``--runs N``: per kind; ``--kinds a,b``: only these.
 Measured: ``actuation_s``, from an abort until the last new request of the aborted version began;
 ``rollback_s``, from a rollback until its last request ended; ``ab_memory_ratio``, the memory of an A/B test
 of two versions with equal weights on one worker, over that of one version (``arms_memory``; kind ``memory``).
-What was not measured is null. The last line is ``RESULT {json}``. The drill fails where a kind ended
-otherwise, an abort took more than 5 s, a rollback more than 60 s, or the memory is more than 1.1 times that
-of one version.
+What was not measured is null. A client whose requests name the candidate streams ``LONG_TOKENS`` each, so
+that a rollback finds a stream that has begun. The last line is ``RESULT {json}``. The drill fails where a
+kind ended otherwise, for another reason than its fault, or after more than ``MOST_REQUESTS`` of the
+candidate; where an abort took more than 5 s, a rollback more than 60 s, or the memory is more than 1.1 times
+that of one version.
 """
 
 from __future__ import annotations
@@ -55,6 +57,18 @@ SETTINGS: Final = {
     "FAIRWAY_QUEUE_TTL_S": "5",
     "FAIRWAY_SHEDDING": "false",
 }
+# Requests of the candidate, by which its fault is detected.
+MOST_REQUESTS: Final = 3000
+LONG_TOKENS: Final = 300
+# The event of the rollback, and what its message contains one of.
+REASONS: Final[Mapping[VersionFault, Mapping[str, tuple[str, ...]]]] = {
+    VersionFault.SLOW: {"GATE_FAILED": ("ttft_p95", "itl_p95")},
+    VersionFault.FAILING: {"GATE_FAILED": ("error_ratio", "broken_ratio")},
+    VersionFault.GARBAGE: {"GATE_FAILED": ("output_length",)},
+    VersionFault.CRASHING: {"GATE_FAILED": ("error_ratio", "broken_ratio"), "ENGINE_CRASHES": ("crashed",)},
+    VersionFault.UNANSWERING: {"PROBE_FAILED": ("",)},
+    VersionFault.COSTLY: {"GATE_FAILED": ("cost",)},
+}
 # Twice the device time is slower too: only the cost is judged there, from the step with equal load on.
 METRICS: Final = {VersionFault.COSTLY: ["cost"]}
 
@@ -66,13 +80,14 @@ class Installation:
     step_s: float
     clients: int
     kinds: tuple[VersionFault, ...]
+    long_streams: bool = True
 
 
 # A device that never idles spends 1 / throughput on a token, however long its steps are: the cost shows only
 # under a load that lets it idle.
 INSTALLATIONS: Final = (
     Installation(0.02, 32, tuple(kind for kind in VersionFault if kind is not VersionFault.COSTLY)),
-    Installation(0.004, 2, (VersionFault.COSTLY,)),
+    Installation(0.004, 2, (VersionFault.COSTLY,), long_streams=False),
 )
 
 
@@ -91,16 +106,20 @@ class Load:
     """Clients with sessions, some of whose prompts crash a crashing version."""
 
     sent: list[Sent] = field(default_factory=list)
+    long: list[Sent] = field(default_factory=list)
     open: Counter[str] = field(default_factory=Counter)
+    candidate: str = ""  # the version that has traffic now
 
     @asynccontextmanager
-    async def running(self, stack: Stack, clients: int) -> AsyncIterator[None]:
+    async def running(self, stack: Stack, clients: int, *, long_streams: bool) -> AsyncIterator[None]:
         stopping = asyncio.Event()
         async with grpc.aio.insecure_channel(stack.endpoints["grpc"]) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             async with asyncio.TaskGroup() as group:
                 for number in range(clients):
                     group.create_task(self._client(stack, stub, random.Random(number), stopping))
+                if long_streams:
+                    group.create_task(self._long_streams(stack, stub, stopping))
                 try:
                     yield
                 finally:
@@ -122,6 +141,22 @@ class Load:
                 session_key=f"session-{rng.randrange(SESSIONS)}",
             )
             self.sent.append(await self._send(stack, stub, generation))
+
+    async def _long_streams(
+        self, stack: Stack, stub: inference_pb2_grpc.InferenceServiceAsyncStub, stopping: asyncio.Event
+    ) -> None:
+        """Send requests that name the candidate, one after the other: chance does not draw them."""
+        while not stopping.is_set():
+            if not self.candidate:
+                await asyncio.sleep(0.1)
+                continue
+            generation = pb.Generation(
+                model=NAME,
+                token_ids=pb.TokenIds(ids=range(1, 16)),
+                max_output_tokens=LONG_TOKENS,
+                version=self.candidate,
+            )
+            self.long.append(await self._send(stack, stub, generation))
 
     async def _send(
         self,
@@ -160,8 +195,15 @@ class Run:
 
     @property
     def right(self) -> bool:
-        wanted = "COMPLETED" if self.fault is VersionFault.GOOD else "ABORTED"
-        return self.phase == wanted
+        if self.fault is VersionFault.GOOD:
+            return self.phase == "COMPLETED"
+        return self.phase == "ABORTED" and self.is_its_fault and self.canary_requests <= MOST_REQUESTS
+
+    @property
+    def is_its_fault(self) -> bool:
+        """Whether it was rolled back for the fault that its version has."""
+        what, _, message = self.why.partition(" ")
+        return any(word in message for word in REASONS[self.fault].get(what, ()))
 
 
 def rollout(fault: VersionFault, version: str, number: int) -> cp.Rollout:
@@ -187,6 +229,7 @@ async def roll_out(admin: AdminClient, load: Load, fault: VersionFault, version:
     back_s: float | None = None
     while True:
         found = await admin.rollouts.get(name)
+        load.candidate = digest if found.phase == cp.ROLLOUT_PHASE_RUNNING else ""
         if found.phase == cp.ROLLOUT_PHASE_ROLLING_BACK and back_s is None:
             back_s = time.monotonic() - (time.time() - found.history[-1].time.ToNanoseconds() / 1e9)
         ended = found.phase in (cp.ROLLOUT_PHASE_COMPLETED, cp.ROLLOUT_PHASE_ABORTED)
@@ -199,9 +242,11 @@ async def roll_out(admin: AdminClient, load: Load, fault: VersionFault, version:
         await asyncio.sleep(10.0)
     while load.open[digest] and found.phase == cp.ROLLOUT_PHASE_ABORTED:
         await asyncio.sleep(0.05)
+    load.candidate = ""
     mine = [one for one in load.sent if one.version_digest == digest]
+    long = [one for one in load.long if one.version_digest == digest]
     late = [one.began_s - back_s for one in mine if back_s is not None and one.began_s > back_s]
-    ends = [one.ended_s - back_s for one in mine if back_s is not None and one.ended_s > back_s]
+    ends = [one.ended_s - back_s for one in [*mine, *long] if back_s is not None and one.ended_s > back_s]
     return Run(
         fault,
         cp.RolloutPhase.Name(found.phase).removeprefix("ROLLOUT_PHASE_"),
@@ -213,7 +258,9 @@ async def roll_out(admin: AdminClient, load: Load, fault: VersionFault, version:
     )
 
 
-async def drill(stack: Stack, folder: Path, kinds: list[VersionFault], runs: int, clients: int) -> list[Run]:
+async def drill(
+    stack: Stack, folder: Path, kinds: list[VersionFault], runs: int, installation: Installation
+) -> list[Run]:
     found: list[Run] = []
     publish(stack, write_version(folder / "stable", VersionFault.GOOD, 0), NAME, "stable")
     async with admin_of(stack) as admin:
@@ -224,7 +271,7 @@ async def drill(stack: Stack, folder: Path, kinds: list[VersionFault], runs: int
         )
         await admin.deployments.wait_ready(NAME)
         load = Load()
-        async with load.running(stack, clients):
+        async with load.running(stack, installation.clients, long_streams=installation.long_streams):
             await asyncio.sleep(3.0)
             for number in range(1, runs + 1):
                 for fault in kinds:
@@ -242,6 +289,8 @@ async def drill(stack: Stack, folder: Path, kinds: list[VersionFault], runs: int
                     if run.phase == "COMPLETED":
                         await asyncio.sleep(2.0)
         failures = Counter(one.failure.partition("(")[0][:120] for one in load.sent if one.failure)
+        broken = [one.failure for one in load.long if one.failure and one.version_digest]
+        print(f"long streams: {len(load.long)}, failed after they began: {broken[:5]}", flush=True)
         print(f"requests: {len(load.sent)}; failures: {dict(failures.most_common(5))}", flush=True)
     return found
 
@@ -261,7 +310,7 @@ def run_installation(installation: Installation, kinds: list[VersionFault], runs
             Path(folder) / "state", workers=2, replicas=2, settings=settings, options=["--no-model"]
         ) as stack,
     ):
-        return asyncio.run(drill(stack, Path(folder), kinds, runs, installation.clients))
+        return asyncio.run(drill(stack, Path(folder), kinds, runs, installation))
 
 
 def measure_memory() -> float:

@@ -25,6 +25,18 @@ from tests.tidy.sources import ROOT
 
 PYTHON: Final = ROOT / ".venv-s3" / "bin" / "python"
 BUCKET: Final = "models"
+# Its threads check ``If-None-Match`` and store in two steps; S3 does both at once.
+_SERVER: Final = """
+import sys, threading
+from moto.s3.responses import S3Response
+from moto.server import main
+put, lock = S3Response.put_object, threading.Lock()
+def put_at_once(self):
+    with lock:
+        return put(self)
+S3Response.put_object = put_at_once
+main(sys.argv[1:])
+"""
 
 
 class ObjectStore:
@@ -44,7 +56,7 @@ class ObjectStore:
         if not PYTHON.exists():
             pytest.skip("no S3 server is installed: make s3-env")
         self.port = local_servers.free_port()
-        command = [str(PYTHON), "-m", "moto.server", "-H", embedded.LOOPBACK, "-p", str(self.port)]
+        command = [str(PYTHON), "-c", _SERVER, "-H", embedded.LOOPBACK, "-p", str(self.port)]
         with (self._folder / "s3.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command,

@@ -95,7 +95,7 @@ TERMS: Final = OptionGroup(
         "max_engine_restarts": Annotated[
             int | None,
             typer.Option(
-                "--max-engine-restarts", min=0, help="Crashes that roll back; 0: no bound. Default: 3."
+                "--max-engine-restarts", min=0, help="Crashes that roll back; 0: no bound. Default: 7."
             ),
         ],
         "accept": _several("--accept", "METRIC=REASON", "A metric that does not count; the reason is kept."),

@@ -107,15 +107,18 @@ class SliStore:
             found += rings.over(sli, window_s, now_s)
         return found
 
-    def arm_alerts(self, arm: ArmKey) -> dict[tuple[Priority, Sli], BurnAlert]:
-        """Return the burn alerts of one arm alone, by its model's objectives. Raises NoLeader."""
+    def arm_alerts(self, arm: ArmKey, since_unix_s: float) -> dict[tuple[Priority, Sli], BurnAlert]:
+        """Return the burn alerts of one arm alone, by its model's objectives and the events since then.
+
+        Raises NoLeader.
+        """
         now_s, objectives = self._clock.unix_s(), self._objectives()
         found: dict[tuple[Priority, Sli], BurnAlert] = {}
         for priority, rings in self._leading().book.burns_of_arm(arm).items():
             objective = objectives.get((arm.model, priority))
             if objective is None:
                 continue
-            over = partial(rings.over, unix_s=now_s)
+            over = partial(rings.since, since_unix_s=since_unix_s, unix_s=now_s)
             alerts = {(priority, sli): alert_of(objective, sli, over) for sli in Sli}
             found |= {key: alert for key, alert in alerts.items() if alert is not BurnAlert.NONE}
         return found

@@ -25,7 +25,7 @@ from services.controlplane.policy.assign import Unplaced
 from services.controlplane.reconciler import Leadership
 from services.controlplane.resources.status import unplaced_in, unplaced_message
 from services.controlplane.rollouts.policy.advance import advance
-from services.controlplane.rollouts.policy.effects import copies_ratio, load_ratio, step_name
+from services.controlplane.rollouts.policy.effects import MOST_LOAD_RATIO, copies_ratio, load_ratio, step_name
 from services.controlplane.rollouts.policy.facts import facts_of
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.controlplane.rollouts.writes import context_in, effects
@@ -46,7 +46,8 @@ _RETRY_S: Final = 0.5
 # An alert that pages also rolls back.
 _PAGING: Final = frozenset({BurnAlert.FAST, BurnAlert.ACUTE})
 _LARGEST: Final = 1e6
-_EQUAL_LOAD: Final = (0.8, 1.25)
+_EQUAL_LOAD: Final = (1 / MOST_LOAD_RATIO, MOST_LOAD_RATIO)
+_LATENCIES: Final = (GateMetric.TTFT_P95, GateMetric.ITL_P95)
 _MESSAGE_S: Final = 2.0  # between two writes of a message alone
 # A new leader has the sums since the last snapshot only once the gateways have sent them again.
 _COMPLETE_S: Final = 15.0
@@ -58,8 +59,8 @@ class ArmSlis(Protocol):
     def arms_of(self, window: GateWindow) -> Mapping[str, ArmWindow]:
         """Return what was measured in a step so far, by version digest."""
 
-    def arm_alerts(self, arm: ArmKey) -> Mapping[tuple[Priority, Sli], BurnAlert]:
-        """Return the burn alerts of one arm alone, without those that are NONE."""
+    def arm_alerts(self, arm: ArmKey, since_unix_s: float) -> Mapping[tuple[Priority, Sli], BurnAlert]:
+        """Return the burn alerts of one arm alone by the events since then, without those that are NONE."""
 
     def counting_s(self) -> float:
         """Return for how long this leader has taken reports."""
@@ -157,19 +158,21 @@ class RolloutController:
     def alarms(self, rollout: Rollout) -> dict[str, str]:
         """Return the candidates that burn an error budget while the stable version does not. Raises
         NoLeader.
+
+        What a version did in an earlier rollout does not count.
         """
         if rollout.phase not in (RolloutPhase.RUNNING, RolloutPhase.SOAKING):
             return {}
-        stable = self._paging(rollout.deployment, rollout.stable_digest)
-        found = {arm.name: self._paging(rollout.deployment, arm.version_digest) for arm in rollout.arms}
+        stable = self._paging(rollout, rollout.stable_digest)
+        found = {arm.name: self._paging(rollout, arm.version_digest) for arm in rollout.arms}
         return {name: ", ".join(sorted(paging - stable)) for name, paging in found.items() if paging - stable}
 
     def _is_measured(self, rollout: Rollout) -> bool:
         """Whether the sums of the present step are complete. Raises NoLeader."""
         return rollout.phase is not RolloutPhase.RUNNING or self._slis.counting_s() >= _COMPLETE_S
 
-    def _paging(self, deployment: str, digest: str) -> set[str]:
-        alerts = self._slis.arm_alerts(ArmKey(deployment, digest))
+    def _paging(self, rollout: Rollout, digest: str) -> set[str]:
+        alerts = self._slis.arm_alerts(ArmKey(rollout.deployment, digest), rollout.meta.create_unix_s)
         return {f"{sli} of {priority}" for (priority, sli), alert in alerts.items() if alert in _PAGING}
 
     def _without_chatter(self, before: Rollout, after: Rollout) -> Rollout:
@@ -212,8 +215,9 @@ def _finite(value: float) -> float:
 def gate_plan(rollout: Rollout, load: float) -> GatePlan:
     """Return how an arm is compared in the present step. ``load``: its ``effects.load_ratio``.
 
-    The cost of arms whose replicas have different load is shown and does not count, as are the latencies of
-    copies: they run in another class than the requests that they are compared with.
+    The cost of arms whose replicas have different load is shown and does not count, nor do the latencies of
+    replicas with more load than the stable ones, and of copies: they run in another class than the requests
+    that they are compared with.
     """
     metrics = rollout.gate.metrics or tuple(DEFAULT_BOUNDS)
     steps = [step for step in rollout.steps if step.weight_bp < WHOLE_BP]
@@ -230,13 +234,16 @@ def gate_plan(rollout: Rollout, load: float) -> GatePlan:
 def _unequal(load: float) -> dict[GateMetric, str]:
     if _EQUAL_LOAD[0] <= load <= _EQUAL_LOAD[1]:
         return {}
-    return {GateMetric.COST: f"a replica has {load:.2f} times the traffic of a stable one"}
+    metrics = [GateMetric.COST]
+    if load > MOST_LOAD_RATIO:
+        metrics += _LATENCIES
+    return dict.fromkeys(metrics, f"a replica has {load:.2f} times the traffic of a stable one")
 
 
 def _of_copies(rollout: Rollout) -> dict[GateMetric, str]:
     if rollout.shadow is None:
         return {}
-    return dict.fromkeys((GateMetric.TTFT_P95, GateMetric.ITL_P95), "copies run in the lowest class")
+    return dict.fromkeys(_LATENCIES, "copies run in the lowest class")
 
 
 def _shortages(rollout: Rollout, unplaced: Mapping[str, Unplaced]) -> dict[str, str]:

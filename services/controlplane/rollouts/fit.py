@@ -17,7 +17,7 @@ from services.controlplane.fleet import Fleet
 from services.controlplane.policy.assign import PutAssignment, Unplaced, plan
 from services.controlplane.policy.host import arm_deployment
 from services.controlplane.policy.memory import MemoryView, needs_of, no_memory
-from services.controlplane.rollouts.policy.effects import replicas_by_worker, replicas_for, route_of
+from services.controlplane.rollouts.policy.effects import replicas_by_worker, replicas_of_test, route_of
 from services.controlplane.rollouts.records import Rollout, RolloutPhase, RolloutStep, RolloutStrategy
 from services.core.records import AssignedVersion, Deployment
 from services.core.rollouts.routes import WHOLE_BP, RevisedRoute, RouteArm
@@ -128,13 +128,17 @@ def fit_by_worker(
 
 
 def by_worker(rollout: Rollout, replicas: int) -> Rollout:
-    """Return it going worker by worker: with a step for each worker, of its share of the traffic."""
+    """Return it going worker by worker: with a step for each worker, of its share of the traffic.
+
+    A step has at least the weight that applies while its last worker passes to the candidate.
+    """
     steps: list[RolloutStep] = []
     serving = 0
     for step in rollout.steps:
         needed = replicas_by_worker(step.weight_bp, replicas)
         steps += [replace(step, weight_bp=n * WHOLE_BP // replicas) for n in range(serving + 1, needed)]
-        steps.append(step)
+        least_bp = (needed - 1) * WHOLE_BP // max(1, replicas - 1) if needed > serving else 0
+        steps.append(replace(step, weight_bp=max(step.weight_bp, least_bp)))
         serving = max(serving, needed)
     return replace(rollout, by_worker=True, steps=tuple(steps))
 
@@ -156,7 +160,6 @@ def _most(rollout: Rollout, arm: RouteArm, replicas: int) -> int:
     """Return the most replicas of an arm in any step."""
     if rollout.strategy is RolloutStrategy.SHADOW:
         return arm.replicas
-    found = rollout.arm(arm.name)
-    if rollout.strategy is RolloutStrategy.AB and found is not None:
-        return replicas_for(found.weight_bp, replicas)
-    return replicas_for(WHOLE_BP, replicas)
+    if rollout.strategy is RolloutStrategy.AB:
+        return replicas_of_test(rollout, arm.name, replicas)
+    return max(1, replicas)

@@ -72,14 +72,15 @@ class RolloutArm:
 class GateSettings:
     """How candidates are judged. ``metrics`` empty: all. ``accepted``: metrics that do not count, and why.
 
-    ``max_engine_restarts``: crashes of a candidate's engines that roll it back; 0: no bound.
+    ``max_engine_restarts``: crashes of a candidate's engines that roll it back, more than one request may
+    cause until it is quarantined; 0: no bound.
     """
 
     metrics: tuple[GateMetric, ...] = ()
     min_sessions: int = 30
     patience_s: float = 600.0
     inconclusive: Inconclusive = Inconclusive.WAIT
-    max_engine_restarts: int = 3
+    max_engine_restarts: int = 7
     accepted: dict[GateMetric, str] = field(default_factory=dict)
 
 
@@ -126,8 +127,8 @@ class Rollout:
     # The step whose weight applies, and since when.
     step: int = 0
     step_unix_s: float = 0.0
-    # Its gate has passed: the replicas of the next step are loaded.
-    preparing: bool = False
+    # Since when the replicas of the next step are loaded, its gate having passed; 0: they are not.
+    preparing_unix_s: float = 0.0
     # An operator asked for at least this step, without waiting for its predecessors' gates.
     promote_to: int = 0
     # The arm that gets all traffic in the end.
@@ -141,6 +142,10 @@ class Rollout:
     @property
     def ended(self) -> bool:
         return self.phase in ENDED
+
+    @property
+    def preparing(self) -> bool:
+        return self.preparing_unix_s > 0.0
 
     @property
     def weight_bp(self) -> int:

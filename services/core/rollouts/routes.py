@@ -51,8 +51,9 @@ class SplitRules:
     """Which tenants take part in a split, and how.
 
     ``pins``: a request may name the version of an open arm. ``allow``: only these tenants are split; empty:
-    all. ``deny``: never split. ``overrides``: the arm of a tenant, by tenant. ``class_caps_bp``: the largest
-    weight of the arms that are not stable, together, by the highest class of a tenant.
+    all. ``deny``: not split until a version is final. ``overrides``: the arm of a tenant, by tenant.
+    ``class_caps_bp``: the largest weight of the arms that are not stable, together, by the highest class of a
+    tenant.
     """
 
     pins: bool = True
@@ -154,6 +155,7 @@ def is_drawn(route: ModelRoute, caller: SplitCaller) -> bool:
         not caller.pin
         and caller.tenant not in route.rules.overrides
         and _takes_part(route.rules, caller.tenant)
+        and _is_balanced(route, caller)
     )
 
 
@@ -202,6 +204,23 @@ def _pinned(route: ModelRoute, caller: SplitCaller) -> RouteArm | PinRefused:
     if named is None or named.closed or not allowed:
         return PinRefused(allowed)
     return named
+
+
+def _is_balanced(route: ModelRoute, caller: SplitCaller) -> bool:
+    """Whether a session counts so that each class has the same share of both arms' sessions.
+
+    Of a class that is capped, fewer sessions of the stable arm count. Between several capped arms no choice
+    of sessions does that, and none counts.
+    """
+    weight_bp = sum(arm.weight_bp for arm in route.arms[1:])
+    cap_bp = route.rules.class_caps_bp.get(caller.highest, WHOLE_BP)
+    if cap_bp >= weight_bp:
+        return True
+    if len(route.arms) > 2:
+        return False
+    point = point_of(route.salt, caller.tenant, caller.session_key)
+    counted_bp = cap_bp * (WHOLE_BP - weight_bp) // weight_bp  # of the stable arm's
+    return point < _bound(cap_bp) or point >= _bound(WHOLE_BP - counted_bp)
 
 
 def _takes_part(rules: SplitRules, tenant: str) -> bool:

@@ -31,7 +31,7 @@ from services.gateway.policy.degrade import Degradation, DegradationKind, output
 from services.gateway.requests.quotas import RequestQuotas, check_timeout
 from services.gateway.requests.stage_timer import Stage, StageTimer
 from services.gateway.requests.terms import Admitted, RunTerms
-from services.gateway.requests.validate import Checked, Validator
+from services.gateway.requests.validate import Checked, Validator, session_key_of
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
 from services.ports.limiter import NO_PRICE
@@ -75,7 +75,7 @@ class RequestAdmission:
             telemetry.addressed(principal.tenant_id, generation.model, class_of(generation))
         checked = self._validator.check(principal, generation, pinned=pinned)
         route = checked.route
-        telemetry.addressed(principal.tenant_id, route.model, checked.priority, route.version_digest)
+        telemetry.routed(principal.tenant_id, route, checked.priority, session_key_of(principal, generation))
         payer = self._quotas.payer(principal, generation.user)
         self._quotas.require_recorded(payer)
         bounds = payer.bounds if resume is None else NO_BOUNDS  # a resumed request keeps its terms

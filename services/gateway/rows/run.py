@@ -181,7 +181,7 @@ class RowsRun:
             self._telemetry.addressed(tenant_id, message.model, class_of(message))
         checked = parts.validator.check_rows(job.principal, message)
         route = checked.route
-        self._telemetry.addressed(tenant_id, route.model, checked.priority, route.version_digest)
+        self._telemetry.routed(tenant_id, route, checked.priority, session_key_of(job.principal, message))
         payer = parts.quotas.payer(job.principal, message.user)
         parts.quotas.require_recorded(payer)
         check_timeout(seconds_of(message.timeout), payer.bounds.timeout_s)

@@ -58,7 +58,7 @@ class NoSlis:
     def counting_s(self) -> float:
         return 60.0
 
-    def arm_alerts(self, arm: ArmKey) -> dict[tuple[Priority, Sli], BurnAlert]:
+    def arm_alerts(self, arm: ArmKey, since_unix_s: float) -> dict[tuple[Priority, Sli], BurnAlert]:
         return {}
 
 

@@ -81,7 +81,7 @@ async def test_nothing_is_completed_and_said_where_no_server_answers(tmp_path: P
 
 
 async def test_a_slow_server_is_not_waited_for(tmp_path: Path) -> None:
-    async with serving(ControlPlane(delay_s=20.0)) as port:  # type: ignore[abstract]
+    async with serving(ControlPlane(delay_s=60.0)) as port:  # type: ignore[abstract]
         began = time.monotonic()
         assert await completed(tmp_path, "fairway keys show ", f"127.0.0.1:{port}") == ([], "")
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 50.0

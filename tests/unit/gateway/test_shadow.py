@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -16,7 +17,7 @@ from fairway.v1 import inference_pb2
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.quarantine import MemoryQuarantine
 from services.core.arms import GateWindow
-from services.core.errors import QueueTimeout
+from services.core.errors import FailedPrecondition, QueueTimeout
 from services.core.generation import (
     FinishReason,
     Grant,
@@ -287,6 +288,26 @@ async def test_a_copy_is_resolved_with_the_template_of_its_version(
     await shadowed.settled()
     (copied,), (copy,) = shadowed.workers.of(OLD), shadowed.workers.of(NEW)
     assert list(copied.generation.prompt.ids) != list(copy.generation.prompt.ids)
+
+
+def failures(shadowed: Shadowed) -> dict[str, int]:
+    """Return the failures that count in the comparison of the step, by version."""
+    report = shadowed.telemetry.slis.cut(1.0)
+    windows = {} if report is None else report.windows.get(GateWindow("chat-small", "r1/0"), {})
+    return {digest: sum(one.errors for one in arm.clusters.values()) for digest, arm in windows.items()}
+
+
+@pytest.mark.parametrize(("failing", "shadow"), [(OLD, None), (NEW, SHADOW)])
+async def test_a_failure_before_a_request_is_accepted_counts_against_its_version(
+    shadowed: Shadowed, make_folder: Callable[..., Any], failing: str, shadow: Shadow | None
+) -> None:
+    shadowed.shadow(shadow)
+    shadowed.fleet.files.of_version[failing] = make_folder(template="{{ 1 / 0 }}")
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi there")])
+    with nullcontext() if shadow else pytest.raises(FailedPrecondition, match="template"):
+        await shadowed.send(prompt=None, chat=chat)
+    await shadowed.settled()
+    assert failures(shadowed)[failing] == 1
 
 
 async def test_an_output_longer_than_the_window_is_taken(shadowed: Shadowed) -> None:

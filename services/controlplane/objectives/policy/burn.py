@@ -103,6 +103,11 @@ class BurnRings:
                 found += counts.get(sli, EventCounts())
         return found
 
+    def since(self, sli: Sli, window_s: float, since_unix_s: float, unix_s: float) -> EventCounts:
+        """Return the events of the window, without those before the minute of ``since_unix_s``."""
+        began_s = since_unix_s // MINUTE_S * MINUTE_S
+        return self.over(sli, min(window_s, unix_s - began_s + 1e-3), unix_s)
+
     def forget(self, unix_s: float) -> bool:
         """Drop what is older than the rings reach. Returns whether nothing is left."""
         for ring, (bin_s, kept) in zip(self.rings, RINGS, strict=True):

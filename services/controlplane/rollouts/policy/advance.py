@@ -13,8 +13,10 @@ from dataclasses import replace
 from services.controlplane.objectives.policy.gates import GateMetric, GateReport, Verdict
 from services.controlplane.rollouts.policy.effects import (
     next_step_of,
+    replicas_beside,
     replicas_by_worker,
-    replicas_for,
+    replicas_of_arm,
+    replicas_of_test,
     weight_of_step,
 )
 from services.controlplane.rollouts.policy.facts import PROBE_FAILED, RolloutFacts
@@ -54,7 +56,7 @@ def advance(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s:
 
 def rolled_back(rollout: Rollout, event: RolloutEvent) -> Rollout:
     """Return it with all new requests on the stable version."""
-    return replace(_entered(rollout, RolloutPhase.ROLLING_BACK, event), paused=False, preparing=False)
+    return replace(_entered(rollout, RolloutPhase.ROLLING_BACK, event), paused=False, preparing_unix_s=0.0)
 
 
 def _loading(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
@@ -135,10 +137,11 @@ def _next_step(
     """Return the next step once its replicas are READY."""
     step = next_step_of(rollout)
     last, weight_bp = step >= len(rollout.steps), weight_of_step(rollout, step)
-    if (failed := _load_failure(rollout, facts, now_unix_s, rollout.step_unix_s)) is not None:
+    since_unix_s = rollout.preparing_unix_s or now_unix_s
+    if (failed := _load_failure(rollout, facts, now_unix_s, since_unix_s)) is not None:
         return failed
     if waiting := _waiting(rollout, facts, weight_bp):
-        return replace(rollout, preparing=True, message=waiting)
+        return replace(rollout, preparing_unix_s=since_unix_s, message=waiting)
     report = reports.get(rollout.final_arm.name)
     evidence = report.evidence if report is not None else ()
     text = f"{weight_bp / 100:g} %: {why}"
@@ -147,7 +150,7 @@ def _next_step(
         hold_s = 0.0 if last else rollout.steps[step].hold_s
         noted = replace(rollout.noted(event), soak_s=max(rollout.soak_s, hold_s))
         return _soak(noted, now_unix_s)
-    return replace(rollout.noted(event), step=step, step_unix_s=now_unix_s, preparing=False)
+    return replace(rollout.noted(event), step=step, step_unix_s=now_unix_s, preparing_unix_s=0.0)
 
 
 def _until_operator(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
@@ -219,9 +222,7 @@ def _load_failure(
             event = RolloutEvent(now_unix_s, "LOAD_FAILED", f"{arm.name}: {found.why}"[:512], arm.name)
             return rolled_back(rollout, event)
     waited_s = now_unix_s - since_unix_s
-    hold_s = rollout.steps[rollout.step].hold_s + rollout.gate.patience_s if rollout.steps else 0.0
-    allowed_s = rollout.load_timeout_s + (hold_s if rollout.phase is RolloutPhase.RUNNING else 0.0)
-    if waited_s <= allowed_s or not _waiting(rollout, facts, _next_weight(rollout)):
+    if waited_s <= rollout.load_timeout_s or not _waiting(rollout, facts, _next_weight(rollout)):
         return None
     message = f"{_waiting(rollout, facts, _next_weight(rollout))} after {waited_s:.0f} s"
     return rolled_back(rollout, RolloutEvent(now_unix_s, "LOAD_TIMEOUT", message))
@@ -248,12 +249,13 @@ def _needed(rollout: Rollout, name: str, weight_bp: int, replicas: int) -> int:
     if rollout.strategy in (RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT):
         return max(1, replicas)
     if rollout.strategy is RolloutStrategy.AB:
-        arm = rollout.arm(name)
-        own_bp = 0 if arm is None else arm.weight_bp
-        return replicas_for(WHOLE_BP if name == rollout.target else own_bp, replicas)
+        return max(1, replicas) if name == rollout.target else replicas_of_test(rollout, name, replicas)
+    if rollout.strategy is RolloutStrategy.SHADOW:
+        return replicas_of_arm(rollout, name, replicas)
     if weight_bp == 0 and rollout.steps and rollout.strategy is RolloutStrategy.CANARY:
         weight_bp = rollout.steps[0].weight_bp
-    return replicas_by_worker(weight_bp, replicas) if rollout.by_worker else replicas_for(weight_bp, replicas)
+    find = replicas_by_worker if rollout.by_worker else replicas_beside
+    return find(weight_bp, replicas)
 
 
 def _weights_text(rollout: Rollout, step: int) -> str:

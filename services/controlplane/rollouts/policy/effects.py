@@ -18,6 +18,8 @@ from services.controlplane.rollouts.records import (
 from services.core.records import Deployment
 from services.core.rollouts.routes import WHOLE_BP, ModelRoute, RouteArm
 
+# Traffic on a replica of a candidate over that on a stable one, up to which their latencies are compared.
+MOST_LOAD_RATIO = 1.25
 _STABLE_KV_BP = 2_500
 _FULL = (RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT)
 
@@ -49,12 +51,10 @@ def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
     if everything:
         return max(1, replicas) if name == rollout.final_arm.name else 1
     if rollout.strategy is RolloutStrategy.AB:
-        arm = rollout.arm(name)
-        weight_bp = 0 if arm is None else arm.weight_bp
-        return max(1, replicas) if rollout.target == name else replicas_for(weight_bp, replicas)
+        return max(1, replicas) if rollout.target == name else replicas_of_test(rollout, name, replicas)
     if rollout.strategy is RolloutStrategy.SHADOW:
         return replicas_for(0 if rollout.shadow is None else rollout.shadow.fraction_bp, replicas)
-    return replicas_for(_largest_weight(rollout), replicas)
+    return replicas_beside(_largest_weight(rollout), replicas)
 
 
 def kv_bp_of(rollout: Rollout, name: str) -> int:
@@ -83,6 +83,25 @@ def replicas_for(weight_bp: int, replicas: int) -> int:
     return max(1, math.ceil(replicas * weight_bp / WHOLE_BP))
 
 
+def replicas_beside(weight_bp: int, replicas: int, stable_bp: int | None = None) -> int:
+    """Return the replicas that serve a weight beside ``replicas`` stable ones, which keep ``stable_bp``.
+
+    A replica has at most ``MOST_LOAD_RATIO`` times the traffic of a stable one, as long as no more replicas
+    than stable ones are needed for it. ``stable_bp`` None: the rest of the traffic.
+    """
+    rest_bp = WHOLE_BP - weight_bp if stable_bp is None else stable_bp
+    if rest_bp <= 0:
+        return max(1, replicas)
+    return max(1, min(replicas, math.ceil(replicas * weight_bp / (rest_bp * MOST_LOAD_RATIO))))
+
+
+def replicas_of_test(rollout: Rollout, name: str, replicas: int) -> int:
+    """Return the replicas of an arm of an A/B test while it runs."""
+    arm = rollout.arm(name)
+    stable_bp = WHOLE_BP - sum(one.weight_bp for one in rollout.arms)
+    return replicas_beside(0 if arm is None else arm.weight_bp, replicas, stable_bp)
+
+
 def replicas_by_worker(weight_bp: int, replicas: int) -> int:
     """Return how many of ``replicas`` workers serve a share, where the stable version keeps one until the
     end.
@@ -108,7 +127,8 @@ def weight_of_step(rollout: Rollout, step: int) -> int:
 
 def _weight_while_moving(rollout: Rollout, replicas: int) -> int:
     """Return the candidate's weight while a worker passes from the stable version to it: by the replicas of
-    both that serve meanwhile, so that all of them have the same load.
+    both that serve meanwhile, so that all of them have the same load. ``fit.by_worker`` gives the next
+    step no smaller weight: sessions would go to the candidate and back.
     """
     serving = replicas_by_worker(rollout.weight_bp, replicas)
     return max(rollout.weight_bp, serving * WHOLE_BP // max(1, replicas - 1))
@@ -150,11 +170,14 @@ def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
         ),
     )
     running = rollout.phase is RolloutPhase.RUNNING
+    rules = rollout.rules
+    if rollout.phase is RolloutPhase.SOAKING:  # capped classes change while a rollback is still possible
+        rules = replace(rules, class_caps_bp={})
     return ModelRoute(
         rollout.deployment,
         salt,
         arms,
-        rollout.rules,
+        rules,
         shadow=rollout.shadow if running and rollout.strategy is RolloutStrategy.SHADOW else None,
         step=step_name(rollout) if running else "",
         by_worker=by_worker,

@@ -214,9 +214,11 @@ async def test_an_arm_that_burns_its_budget_raises_an_alert_of_its_own() -> None
     for number in range(40):
         finish(recorder, reason="STREAM_BROKEN" if number % 4 == 0 else "FINISHED")
     await reporter.send()
-    alerts = plane.store.arm_alerts(ARM)
+    alerts = plane.store.arm_alerts(ARM, UNIX_S)
     assert alerts == {(Priority.STANDARD, Sli.COMPLETION): BurnAlert.ACUTE}
-    assert plane.store.arm_alerts(replace(ARM, version_digest="sha256:2")) == {}
+    assert plane.store.arm_alerts(ARM, UNIX_S - 7200.0) == alerts
+    assert plane.store.arm_alerts(ARM, UNIX_S + 60.0) == {}, "of an earlier rollout"
+    assert plane.store.arm_alerts(replace(ARM, version_digest="sha256:2"), UNIX_S) == {}
     await plane.stop()
 
 

@@ -40,6 +40,18 @@ def slower() -> ArmWindow:
     return found
 
 
+def test_latencies_count_while_a_replica_has_no_more_load_than_a_stable_one() -> None:
+    found = {}
+    for replicas in (1, 2):
+        arms = (RouteArm("stable", OLD, 5000, 2), RouteArm("canary", NEW, 5000, replicas))
+        canary = rollout(phase=RolloutPhase.RUNNING, step=3)
+        report = judged(canary, ModelRoute("d", "salt", arms, step="r/3"), {OLD: arm(), NEW: slower()})
+        found[replicas] = {
+            one.metric: one.counted for one in report["canary"].evidence if one.verdict is Verdict.FAIL
+        }
+    assert found == {1: {GateMetric.TTFT_P95: False}, 2: {GateMetric.TTFT_P95: True}}
+
+
 def test_copies_that_wait_longer_are_no_regression() -> None:
     assert verdicts(slower())[GateMetric.TTFT_P95] == (Verdict.FAIL, False)
 

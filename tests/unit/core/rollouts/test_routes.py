@@ -122,6 +122,31 @@ def test_the_weight_of_a_class_is_capped() -> None:
     assert paid < rest
 
 
+@pytest.mark.parametrize(
+    ("weight_bp", "cap_bp"), [(5000, 100), (2500, 2000), (9900, 500), (500, 500), (500, 0)]
+)
+def test_the_compared_sessions_of_a_capped_class_are_split_as_those_of_the_others(
+    weight_bp: int, cap_bp: int
+) -> None:
+    """Else the arms would serve unequal mixes of the classes, and equal versions would seem different."""
+    found = route(weight_bp, SplitRules(class_caps_bp={Priority.INTERACTIVE: cap_bp}))
+    callers = [SplitCaller("acme", f"s{number}", Priority.INTERACTIVE) for number in range(20_000)]
+    compared = [caller for caller in callers if is_drawn(found, caller)]
+    canary = sum(choose_arm(found, caller) is found.arms[1] for caller in compared)
+    assert canary == pytest.approx(cap_bp / WHOLE_BP * len(callers), abs=5 * math.sqrt(cap_bp * 2) + 1)
+    stable = canary * (WHOLE_BP - weight_bp) / weight_bp
+    assert len(compared) - canary == pytest.approx(stable, rel=0.35, abs=30)
+    assert all(is_drawn(found, replace(caller, highest=Priority.STANDARD)) for caller in callers[:100])
+
+
+def test_no_session_of_a_class_that_is_capped_between_several_arms_is_compared() -> None:
+    one = route(5000, SplitRules(class_caps_bp={Priority.INTERACTIVE: 100}))
+    stable, canary = one.arms
+    two = replace(one, arms=(replace(stable, weight_bp=4000), canary, RouteArm("other", OTHER, 1000)))
+    assert not is_drawn(two, SplitCaller("acme", "s", Priority.INTERACTIVE))
+    assert is_drawn(two, SplitCaller("acme", "s"))
+
+
 def test_a_request_names_its_version() -> None:
     found = route(0)
     assert arm_of(found, pin=NEW) == "canary"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.controlplane.objectives.policy.gates import GateMetric, Verdict
 from services.controlplane.rollouts.policy.advance import advance
-from services.controlplane.rollouts.policy.effects import load_ratio
+from services.controlplane.rollouts.policy.effects import MOST_LOAD_RATIO, load_ratio, replicas_beside
 from services.controlplane.rollouts.policy.facts import ArmFacts, facts_of
 from services.controlplane.rollouts.policy.operate import Promotion, abort, pause, promote, resume
 from services.controlplane.rollouts.records import (
@@ -25,8 +25,16 @@ from services.controlplane.rollouts.records import (
     RolloutStrategy,
 )
 from services.core.errors import FailedPrecondition, InvalidInput
-from services.core.records import LoadedVersion, VersionState, Worker
-from services.core.rollouts.routes import ModelRoute, RouteArm, Shadow, split
+from services.core.records import LoadedVersion, Priority, VersionState, Worker
+from services.core.rollouts.routes import (
+    ModelRoute,
+    RouteArm,
+    Shadow,
+    SplitCaller,
+    SplitRules,
+    choose_arm,
+    split,
+)
 from tests.unit.controlplane.policy.test_update import NEW, OLD
 from tests.unit.controlplane.rollouts.policy.driven import STEPS, Driven, rollout
 
@@ -66,16 +74,16 @@ def test_no_traffic_before_the_candidate_is_ready_at_the_weight_s_replicas() -> 
 def test_the_replicas_of_the_next_step_wait_for_the_gate() -> None:
     """Else a replica of the candidate has less traffic than one of the stable version."""
     driven = Driven(rollout())
-    while not (driven.phase is RolloutPhase.RUNNING and driven.rollout.step == 3):
+    while not (driven.phase is RolloutPhase.RUNNING and driven.rollout.step == 2):
         driven.tick()
     driven.verdict = Verdict.INCONCLUSIVE
     driven.tick(30)
-    assert (driven.weight_bp(), driven.fleet.ready(NEW)) == (5000, 1)
+    assert (driven.weight_bp(), driven.fleet.ready(NEW)) == (2500, 1)
     driven.verdict = Verdict.PASS
     driven.tick()
     driven.verdict = Verdict.INCONCLUSIVE  # what passed has passed
-    driven.until(RolloutPhase.SOAKING)
-    assert driven.fleet.ready(NEW) == 2
+    driven.tick(10)
+    assert (driven.weight_bp(), driven.fleet.ready(NEW)) == (5000, 2)
 
 
 @pytest.mark.parametrize("step", range(4))
@@ -267,6 +275,54 @@ def test_a_candidate_without_room_never_costs_the_stable_version_a_replica() -> 
         driven.tick()
         assert driven.fleet.ready(OLD) == 2
     assert driven.phase is RolloutPhase.ABORTED
+
+
+def test_the_time_to_load_the_next_step_counts_from_its_promotion() -> None:
+    """Not from the step before, whose gate may take hours."""
+    driven = Driven(rollout(load_timeout_s=30.0, gate=GateSettings(patience_s=5.0)))
+    while not (driven.phase is RolloutPhase.RUNNING and driven.rollout.step == 2):
+        driven.tick()
+    driven.verdict = Verdict.INCONCLUSIVE
+    driven.tick(500)
+    driven.verdict = Verdict.PASS
+    driven.until(RolloutPhase.SOAKING)
+    assert "LOAD_TIMEOUT" not in driven.whats()
+
+
+def test_replicas_of_the_next_step_that_never_load_roll_it_back() -> None:
+    driven = Driven(rollout(load_timeout_s=30.0), rooms=(2, 1))
+    while not driven.rollout.preparing:
+        driven.tick()
+    driven.tick(25)
+    assert driven.phase is RolloutPhase.RUNNING
+    driven.tick(10)
+    assert driven.whats()[-1] == "LOAD_TIMEOUT"
+
+
+def test_capped_classes_change_while_a_rollback_is_possible() -> None:
+    driven = Driven(rollout(rules=SplitRules(class_caps_bp={Priority.INTERACTIVE: 500})))
+    caller = SplitCaller("acme", "s", Priority.INTERACTIVE)
+    driven.until(RolloutPhase.SOAKING)
+    route = driven.routes[-1]
+    assert route is not None
+    assert choose_arm(route, caller) is route.arm("canary")
+    driven.operate(lambda one: abort(one, "", driven.now_s))
+    assert driven.weight_bp() == 0
+
+
+@pytest.mark.parametrize("replicas", range(1, 21))
+def test_a_replica_has_no_more_load_than_a_stable_one_while_there_are_as_many(replicas: int) -> None:
+    """Up to half of the traffic; the cost counts in the step that halves it."""
+    for weight_bp in (1, 100, 500, 2500, 3400, 5000):
+        needed = replicas_beside(weight_bp, replicas)
+        arms = (
+            RouteArm("stable", OLD, 10_000 - weight_bp, replicas),
+            RouteArm("canary", NEW, weight_bp, needed),
+        )
+        load = load_ratio(ModelRoute("d", "s", arms), "canary")
+        assert load <= MOST_LOAD_RATIO
+        assert weight_bp < 5000 or load >= 1 / MOST_LOAD_RATIO
+    assert replicas_beside(7500, replicas) <= replicas
 
 
 def test_engines_that_crash_roll_the_candidate_back() -> None:

@@ -60,6 +60,20 @@ def test_all_traffic_leaves_the_version_before_on_one_worker(replicas: int) -> N
     assert driven.weight_bp() == WHOLE_BP
 
 
+@pytest.mark.parametrize(
+    ("replicas", "weights"), [(3, (1000, 3400, WHOLE_BP)), (5, (100, 2100, 4100, WHOLE_BP))]
+)
+def test_no_session_returns_to_the_version_before(replicas: int, weights: tuple[int, ...]) -> None:
+    """The weight never falls: not while a worker passes to the candidate, and not after that."""
+    driven, last_bp = Driven(wished(replicas, weights), rooms=(1,) * replicas), 0
+    while driven.phase in (RolloutPhase.LOADING, RolloutPhase.RUNNING):
+        driven.tick()
+        check(driven, replicas)
+        assert driven.weight_bp() >= last_bp
+        last_bp = driven.weight_bp()
+    assert driven.phase is RolloutPhase.SOAKING
+
+
 def test_an_operator_s_promotion_takes_each_worker_in_its_turn() -> None:
     driven = Driven(wished(4), rooms=(1,) * 4)
     driven.verdict = Verdict.INCONCLUSIVE

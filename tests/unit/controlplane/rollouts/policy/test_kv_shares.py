@@ -31,7 +31,7 @@ SHADOW = replace(GREEN, strategy=RolloutStrategy.SHADOW, shadow=Shadow("canary",
     ("rollout", "stable_bp", "arm_bp"),
     [
         (CANARY, 9500, 500),
-        (replace(CANARY, preparing=True), 5000, 5000),
+        (replace(CANARY, preparing_unix_s=1.0), 5000, 5000),
         (replace(CANARY, step=2), 2500, 7500),
         (replace(CANARY, phase=SOAKING, step=2), 2500, 7500),
         (replace(CANARY, phase=RolloutPhase.ROLLING_BACK), 10_000, 0),
