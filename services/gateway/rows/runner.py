@@ -207,6 +207,7 @@ class LeasedRows:
             rows=len(run.rows),
             took_s=took_s,
             trips=tuple(run.trips),
+            target_s=request.target_s,
         )
         self._explanations.add(request.request_id, found)
 
@@ -249,7 +250,8 @@ class LeasedRows:
 
     def _start(self, row: QueuedRow, slots: SlotsHere) -> None:
         request, lease = row.request, slots.lease
-        time_left_s = request.deadline_s - self._clock.monotonic_s()
+        now_s = self._clock.monotonic_s()
+        time_left_s = request.deadline_s - now_s
         spec = RowSpec(
             request_id=request.request_id,
             row=row.row,
@@ -263,8 +265,10 @@ class LeasedRows:
             time_left_s=0.0 if time_left_s == float("inf") else max(0.001, time_left_s),
             traceparent=request.traceparent,
             transport_s=self._transport.level_s(lease.worker_id),
+            target_s=request.target_s,
+            waited_s=now_s - request.received_s if request.target_s else 0.0,
         )
-        sink = _InFlight(self, row, slots, self._clock.monotonic_s())
+        sink = _InFlight(self, row, slots, now_s)
         self._leases.started(slots)
         self._runs[row].sinks[row.row] = sink
         sink.running = self._workers.start_row(lease.address, spec, sink)
