@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -506,7 +507,7 @@ def test_observed_transport_shortens_the_window_and_is_explained() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"target_s": 0.006}, {"target_s": 2.0, "waited_s": 1.995}])
-def test_the_target_of_the_row_bounds_its_linger(fields: dict[str, float]) -> None:
+def test_the_target_of_the_row_bounds_its_linger(fields: dict[str, Any]) -> None:
     scripted = Scripted(SLOW_START)
     scripted.start(target_s=2.0)
     assert not scripted.serving.sent, "waiting pays"
