@@ -641,10 +641,11 @@ class BatchWindow(_message.Message):
     REACHED_ROWS_FIELD_NUMBER: _builtins.int
     RATE_PER_S_FIELD_NUMBER: _builtins.int
     RETURNING_ROWS_FIELD_NUMBER: _builtins.int
+    TARGET_S_FIELD_NUMBER: _builtins.int
     width: _builtins.int
     """Tokens of its length bucket. 0: the model's rows have no length."""
     linger_s: _builtins.float
-    """The most that it might have waited; below 0 it was late: what is left of the objective to its oldest row, less the
+    """The most that it might have waited; below 0 it was late: what is left of the objective to the row due first, less the
     compute quantile and the transport.
     """
     objective_s: _builtins.float
@@ -655,6 +656,8 @@ class BatchWindow(_message.Message):
     rate_per_s: _builtins.float
     """Open arrivals of the bucket, and rows that were on their way back from clients that wait for answers."""
     returning_rows: _builtins.float
+    target_s: _builtins.float
+    """The latency target of the row that was due first, by its objective or the default: objective_s is what was left."""
     def __init__(
         self,
         *,
@@ -666,10 +669,11 @@ class BatchWindow(_message.Message):
         reached_rows: _builtins.int = ...,
         rate_per_s: _builtins.float = ...,
         returning_rows: _builtins.float = ...,
+        target_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "linger_s", b"linger_s", "objective_s", b"objective_s", "rate_per_s", b"rate_per_s", "reached_rows", b"reached_rows", "returning_rows", b"returning_rows", "transport_s", b"transport_s", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "linger_s", b"linger_s", "objective_s", b"objective_s", "rate_per_s", b"rate_per_s", "reached_rows", b"reached_rows", "returning_rows", b"returning_rows", "target_s", b"target_s", "transport_s", b"transport_s", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

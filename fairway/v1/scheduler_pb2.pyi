@@ -425,6 +425,7 @@ class RowsExplanation(_message.Message):
     TOOK_S_FIELD_NUMBER: _builtins.int
     TRIPS_FIELD_NUMBER: _builtins.int
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    TARGET_S_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     model: _builtins.str
     version_digest: _builtins.str
@@ -433,6 +434,8 @@ class RowsExplanation(_message.Message):
     rows: _builtins.int
     took_s: _builtins.float
     gateway_id: _builtins.str
+    target_s: _builtins.float
+    """By the objective of its model and class, from its receipt to its answer. 0: none, the worker's default applied."""
     @_builtins.property
     def trips(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowTrip]:
         """Of its first rows."""
@@ -449,10 +452,11 @@ class RowsExplanation(_message.Message):
         took_s: _builtins.float = ...,
         trips: _abc.Iterable[Global___RowTrip] | None = ...,
         gateway_id: _builtins.str = ...,
+        target_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "model", b"model", "priority", b"priority", "queued_unix_s", b"queued_unix_s", "rows", b"rows", "tenant", b"tenant", "took_s", b"took_s", "trips", b"trips", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "model", b"model", "priority", b"priority", "queued_unix_s", b"queued_unix_s", "rows", b"rows", "target_s", b"target_s", "tenant", b"tenant", "took_s", b"took_s", "trips", b"trips", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -363,6 +363,8 @@ class StartRow(_message.Message):
     TIME_LEFT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TRANSPORT_US_FIELD_NUMBER: _builtins.int
+    TARGET_MS_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The gateway's number on this stream; not in use, neither by a sequence."""
     request_id: _builtins.str
@@ -379,6 +381,11 @@ class StartRow(_message.Message):
     """W3C trace context."""
     transport_us: _builtins.int
     """What 99 of 100 rows of this gateway spend on the way to the worker and back. 0: not known yet."""
+    target_ms: _builtins.int
+    """From the receipt of the request to the row's answer, by the objective of its model and class, and how much of it had
+    passed when the gateway sent the row. 0: no objective.
+    """
+    waited_ms: _builtins.int
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]:
         """Without the batch dimension."""
@@ -403,10 +410,12 @@ class StartRow(_message.Message):
         time_left: _duration_pb2.Duration | None = ...,
         traceparent: _builtins.str = ...,
         transport_us: _builtins.int = ...,
+        target_ms: _builtins.int = ...,
+        waited_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time_left", b"time_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handle", b"handle", "incarnation", b"incarnation", "inputs", b"inputs", "priority", b"priority", "request_id", b"request_id", "route_revision", b"route_revision", "row", b"row", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent", "transport_us", b"transport_us", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handle", b"handle", "incarnation", b"incarnation", "inputs", b"inputs", "priority", b"priority", "request_id", b"request_id", "route_revision", b"route_revision", "row", b"row", "target_ms", b"target_ms", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent", "transport_us", b"transport_us", "version_digest", b"version_digest", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -130,8 +130,8 @@ class BatcherWorld:
         spec, now_s = self._spec, self._loop.now_s
         width = self._rng.choices(*zip(*spec.widths, strict=True))[0] if len(spec.widths) > 1 else 0
         width = width if len(spec.widths) > 1 else spec.widths[0][0]
-        due_s = now_s + spec.objective.latency_s
-        row = WaitingRow(self._sent, "tenant", KEY, width, now_s, due_s)
+        target_s = spec.objective.latency_s
+        row = WaitingRow(self._sent, "tenant", KEY, width, now_s, now_s + target_s, target_s)
         self._sent += 1
         self._shares[width] += 1
         self._profile.arrived(now_s)
@@ -144,7 +144,7 @@ class BatcherWorld:
         self._decision += 1
         if now_s < self._busy_until_s or not len(self._waiting):
             return
-        device = Device(self._curve, self._spec.limits, self._spec.objective)
+        device = Device(self._curve, self._spec.limits, self._spec.objective.level)
         until_s = float("inf")
         for key, group in self._waiting.groups():
             found = self._spec.window.decide(group, device, self._expected(group.width), now_s)

@@ -80,31 +80,37 @@ DECISIONS: Final[tuple[Column[pb.PlacementDecision], ...]] = (
 
 
 @dataclass(frozen=True, slots=True)
-class _RowLine:
+class RowLine:
     """One stay of a row on a worker, and the request that it is of."""
 
     request: pb.RowsExplanation
     trip: pb.RowTrip
 
 
-def _lease(line: _RowLine) -> str:
+def _lease(line: RowLine) -> str:
     trip = line.trip
     return f"{trip.lease_number} of {trip.lease_slots} slots" if trip.epoch else "without a leader"
 
 
-def _window(line: _RowLine) -> str:
+def _objective(line: RowLine) -> str:
+    """The latency target of the request's model and class."""
+    return _ms_of(line.request.target_s) if line.request.target_s else "none"
+
+
+def _window(line: RowLine) -> str:
     """The bound of the window by what it was derived from, and what was expected to arrive."""
     if not line.trip.HasField("window"):
         return ""
     found = line.trip.window
     return (
-        f"{_ms_of(found.linger_s)} = {_ms_of(found.objective_s)} - {_ms_of(found.compute_s)} compute "
+        f"{_ms_of(found.linger_s)} = {_ms_of(found.objective_s)} left of {_ms_of(found.target_s)} "
+        f"- {_ms_of(found.compute_s)} compute "
         f"- {_ms_of(found.transport_s)} transport; {found.rate_per_s:.1f} rows/s, "
         f"{found.returning_rows:.0f} returning"
     )
 
 
-ROWS: Final[tuple[Column[_RowLine], ...]] = (
+ROWS: Final[tuple[Column[RowLine], ...]] = (
     Column("row", lambda line: str(line.trip.row)),
     Column("outcome", lambda line: line.trip.outcome),
     Column("worker", lambda line: line.trip.worker_id),
@@ -114,6 +120,7 @@ ROWS: Final[tuple[Column[_RowLine], ...]] = (
     Column("batch", lambda line: f"{line.trip.batch_rows} rows" if line.trip.batch_rows else ""),
     Column("started by", lambda line: line.trip.batch_cause),
     Column("bucket", lambda line: str(line.trip.window.width or ""), drop=2),
+    Column("objective", _objective, drop=4),
     Column("window", _window, drop=1),
     Column("lease", _lease, drop=3),
     Column("gateway", lambda line: line.request.gateway_id, wide=True),
@@ -225,7 +232,7 @@ def _add_explain(app: typer.Typer) -> None:
         if output in DOCUMENTS:
             write_document(document_of(found), output)
         elif found.rows:
-            lines = [_RowLine(each, trip) for each in found.rows for trip in each.trips]
+            lines = [RowLine(each, trip) for each in found.rows for trip in each.trips]
             show_rows(ROWS, lines, wide=output is Format.WIDE)
         else:
             show_rows(DECISIONS, found.decisions, wide=output is Format.WIDE)

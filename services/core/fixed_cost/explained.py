@@ -39,3 +39,4 @@ class RowsExplanation(Struct, frozen=True):
     took_s: float
     trips: tuple[RowTrip, ...] = ()
     gateway_id: str = ""
+    target_s: float = 0.0  # by the objective of its model and class; 0: none

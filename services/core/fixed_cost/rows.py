@@ -35,6 +35,8 @@ class RowSpec(Struct, frozen=True):
     time_left_s: float = 0.0  # until the client's deadline; 0: none
     traceparent: str = ""
     transport_s: float = 0.0  # of 99 of 100 rows, there and back, as the gateway observed; 0: unknown
+    target_s: float = 0.0  # from the request's receipt to the answer, by the class's objective; 0: none
+    waited_s: float = 0.0  # how much of the target had passed when the row was sent
 
 
 class BatchWindow(Struct, frozen=True, gc=False):
@@ -42,12 +44,13 @@ class BatchWindow(Struct, frozen=True, gc=False):
 
     width: int  # tokens of its length bucket; 0: rows of the model have no length
     linger_s: float  # the most that it might have waited; negative: it was late
-    objective_s: float  # what was left of it to the oldest row
+    objective_s: float  # what was left of it to the row due first
     compute_s: float  # the quantile at the size that it would have reached
     transport_s: float
     reached_rows: int
     rate_per_s: float  # of open arrivals
     returning_rows: float  # on their way back from clients that wait for answers
+    target_s: float = 0.0  # the latency target of the row due first
 
 
 class RowEnd(Struct, frozen=True):
@@ -77,3 +80,5 @@ class RowsRequest(Struct, frozen=True):
     tenant_weight: float = 1.0
     deadline_s: float = float("inf")  # on the injected clock
     traceparent: str = ""
+    target_s: float = 0.0  # from its receipt to its answer, by the class's objective; 0: none
+    received_s: float = 0.0  # on the injected clock; the target counts from it

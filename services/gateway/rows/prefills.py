@@ -164,7 +164,7 @@ class _EmbeddedRow:
             traceparent=request.traceparent,
             deadline_left_s=left_s,
             tenant_weight=request.tenant_weight,
-            ttft_target_s=self._ports.ttft_target_s(request.model, request.priority),
+            ttft_target_s=request.target_s or None,
         )
 
     def _left_s(self) -> float:

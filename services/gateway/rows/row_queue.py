@@ -6,11 +6,16 @@ tenant, so its order among others is the scheduler's; without a leader it is tha
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from services.core.fixed_cost.rows import RowsRequest
+from services.gateway.policy.queue_wait import EndRate, RowsAhead
+
+MOST_LOOKED_AT: Final = 256  # rows ahead of one that arrives
+Order = tuple[int, float, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -21,20 +26,26 @@ class QueuedRow:
     row: int
     number: int  # in the order of arrival at this gateway
     queued_s: float
+    until_s: float  # it waits no longer: its deadline, or the longest wait
     lost_on: str = ""  # the worker on which it was lost, and when
     lost_s: float = 0.0
     excluded: tuple[str, ...] = ()  # that worker, for a while
     over: bool = False
 
     @property
-    def order(self) -> tuple[int, float, int]:
-        return -self.request.priority.rank, self.request.deadline_s, self.number
+    def order(self) -> Order:
+        return order_of(self.request, self.number)
+
+
+def order_of(request: RowsRequest, number: int) -> Order:
+    return -request.priority.rank, request.deadline_s, number
 
 
 @dataclass(slots=True)
 class _Tenant:
-    heap: list[tuple[tuple[int, float, int], QueuedRow]] = field(default_factory=list)
+    entries: list[tuple[Order, QueuedRow]] = field(default_factory=list)  # sorted
     served: float = 0.0  # rows over weight, that were started while no leader answered
+    rate: EndRate = field(default_factory=EndRate)  # of its rows, since some wait
 
 
 class RowQueue:
@@ -53,21 +64,35 @@ class RowQueue:
         if tenant is None:
             floor = min((found.served for found in self._tenants.values()), default=0.0)
             tenant = self._tenants[row.request.tenant_id] = _Tenant(served=floor)
-        heapq.heappush(tenant.heap, (row.order, row))
+        insort(tenant.entries, (row.order, row))
 
     def first(self, tenant: str) -> QueuedRow | None:
         """Return the tenant's next row, which stays; None when it has none."""
         found = self._tenants.get(tenant)
-        while found is not None and found.heap:
-            if not found.heap[0][1].over:
-                return found.heap[0][1]
-            heapq.heappop(found.heap)
+        while found is not None and found.entries:
+            if not found.entries[0][1].over:
+                return found.entries[0][1]
+            del found.entries[0]
         self._tenants.pop(tenant, None)
         return None
 
     def pop(self, tenant: str) -> None:
         """Remove the row that ``first`` returned."""
-        heapq.heappop(self._tenants[tenant].heap)
+        del self._tenants[tenant].entries[0]
+
+    def rate(self, tenant: str) -> EndRate | None:
+        """Return how fast the tenant's rows end since some of them wait; None while none waits."""
+        found = self._tenants.get(tenant)
+        return None if found is None else found.rate
+
+    def ahead(self, tenant: str, order: Order, now_s: float) -> RowsAhead:
+        """Return the tenant's rows that go before this place in the order."""
+        found = self._tenants.get(tenant)
+        entries = [] if found is None else found.entries
+        count = bisect_left(entries, (order,))
+        step = 1 + count // MOST_LOOKED_AT
+        left_s = [row.until_s - now_s for _, row in entries[:count:step] if not row.over]
+        return RowsAhead(count, left_s, step)
 
     def by_service(self) -> list[str]:
         """Return the tenants, the one with the least service without a leader first."""
@@ -80,4 +105,4 @@ class RowQueue:
 
     def rows(self) -> list[QueuedRow]:
         """Return the rows that wait."""
-        return [row for tenant in self._tenants.values() for _, row in tenant.heap if not row.over]
+        return [row for tenant in self._tenants.values() for _, row in tenant.entries if not row.over]

@@ -297,6 +297,8 @@ class RowsRun:
             tenant_weight=payer.tenant.weight,
             deadline_s=received.monotonic_s + self._job.timeout_s,
             traceparent=self._timer.traceparent,
+            target_s=self._ports.ttft_target_s(ready.route.model, checked.priority) or 0.0,
+            received_s=received.monotonic_s,
         )
 
     def _accepted(self, checked: Checked, payer: Payer, ready: _Ready) -> None:

@@ -35,11 +35,12 @@ from services.core.fixed_cost.explained import MAX_TRIPS, RowsExplanation, RowTr
 from services.core.fixed_cost.rows import RowEnd, RowSpec, RowsRequest
 from services.core.generation import NotAdmittedReason
 from services.core.shares import share_of
+from services.gateway.policy.queue_wait import NewRows, late_answer_s
 from services.gateway.policy.retry import EXCLUDED_S
 from services.gateway.rows.demands import RISE_S, SlotDemands
 from services.gateway.rows.explanations import RowExplanations
 from services.gateway.rows.leases import GatewayLeases, SlotsHere
-from services.gateway.rows.row_queue import QueuedRow, RowQueue
+from services.gateway.rows.row_queue import QueuedRow, RowQueue, order_of
 from services.gateway.rows.transport import WorkerTransport
 from services.ports.clock import Clock
 from services.ports.slots import SlotClient
@@ -138,6 +139,7 @@ class LeasedRows:
         if not request.rows:
             return ()
         self._check_room(request)
+        self._check_deadline(request)
         run = self._enter(request)
         self._start_rows(request.version_digest, request.tenant_id)
         try:
@@ -171,9 +173,28 @@ class LeasedRows:
         if len(self._runs) + rows > most:
             raise QueueFull(f"{len(self._runs)} rows are pending here", retry_after_s=1.0)
 
+    def _check_deadline(self, request: RowsRequest) -> None:
+        """Raise DeadlineUnmeetable if the rows ahead take longer than the request has."""
+        queue, tenant = self._queues.get(request.version_digest), request.tenant_id
+        if queue is None or (rate := queue.rate(tenant)) is None or queue.first(tenant) is None:
+            return
+        now_s = self._clock.monotonic_s()
+        new = NewRows(len(request.rows), request.priority, request.deadline_s - now_s)
+        ahead = queue.ahead(tenant, order_of(request, self._numbers), now_s)
+        answer_s = late_answer_s(new, ahead, rate, now_s)
+        if answer_s is not None:
+            raise DeadlineUnmeetable(
+                f"{ahead.rows} rows are ahead: the answer would take about {answer_s:.1f} s; "
+                f"the deadline is in {new.left_s:.1f} s",
+                retry_after_s=min(self._limits.queue_ttl_s, max(1.0, answer_s - new.left_s)),
+            )
+
     def _enter(self, request: RowsRequest) -> _Run:
         now_s = self._clock.monotonic_s()
-        rows = [QueuedRow(request, row, self._numbers + row, now_s) for row in range(len(request.rows))]
+        until_s = min(request.deadline_s, now_s + self._limits.queue_ttl_s)
+        rows = [
+            QueuedRow(request, row, self._numbers + row, now_s, until_s) for row in range(len(request.rows))
+        ]
         self._numbers += len(rows)
         run = _Run(rows, [None] * len(rows), len(rows), asyncio.get_running_loop().create_future())
         queue = self._queues.setdefault(request.version_digest, RowQueue())
@@ -207,6 +228,7 @@ class LeasedRows:
             rows=len(run.rows),
             took_s=took_s,
             trips=tuple(run.trips),
+            target_s=request.target_s,
         )
         self._explanations.add(request.request_id, found)
 
@@ -249,7 +271,8 @@ class LeasedRows:
 
     def _start(self, row: QueuedRow, slots: SlotsHere) -> None:
         request, lease = row.request, slots.lease
-        time_left_s = request.deadline_s - self._clock.monotonic_s()
+        now_s = self._clock.monotonic_s()
+        time_left_s = request.deadline_s - now_s
         spec = RowSpec(
             request_id=request.request_id,
             row=row.row,
@@ -263,8 +286,10 @@ class LeasedRows:
             time_left_s=0.0 if time_left_s == float("inf") else max(0.001, time_left_s),
             traceparent=request.traceparent,
             transport_s=self._transport.level_s(lease.worker_id),
+            target_s=request.target_s,
+            waited_s=now_s - request.received_s if request.target_s else 0.0,
         )
-        sink = _InFlight(self, row, slots, self._clock.monotonic_s())
+        sink = _InFlight(self, row, slots, now_s)
         self._leases.started(slots)
         self._runs[row].sinks[row.row] = sink
         sink.running = self._workers.start_row(lease.address, spec, sink)
@@ -278,6 +303,7 @@ class LeasedRows:
             self._transport.note(worker_id, now_s - sink.started_s - end.stay_s)
         self._landed(sink)
         if not end.lost:
+            self._count(sink, now_s)
             self._settle(row, end)
         elif row.lost_on:
             text = f"the row was lost on {row.lost_on} and on {worker_id}"
@@ -303,6 +329,13 @@ class LeasedRows:
             _fail(self._runs[row], InternalError(f"{worker_id} took the row for out of bounds"))
         else:
             self._queues.setdefault(row.request.version_digest, RowQueue()).push(row)
+
+    def _count(self, sink: _InFlight, now_s: float) -> None:
+        """Count an end for the predictions of those that wait."""
+        request = sink.row.request
+        queue = self._queues.get(request.version_digest)
+        if queue is not None and (rate := queue.rate(request.tenant_id)) is not None:
+            rate.ended(request.priority, now_s - sink.started_s, now_s)
 
     def _landed(self, sink: _InFlight, refusal: NotAdmittedReason | None = None) -> None:
         del self._runs[sink.row].sinks[sink.row.row]

@@ -14,6 +14,7 @@ from services.rpc.convert.times import seconds_of
 from services.rpc.status import by_reason
 
 ENGINE_LOST: Final = "ENGINE_LOST"
+MOST_WAITED_MS: Final = 86_400_000  # the bound of the message
 _TENSOR: Final = Mirror(RawTensor, common_pb2.Tensor)
 _WINDOW: Final = Mirror(BatchWindow, common_pb2.BatchWindow)
 window_to_proto: Final = _WINDOW.to_proto
@@ -22,6 +23,14 @@ window_from_proto: Final = _WINDOW.from_proto
 
 def _microseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e6))
+
+
+def _target_ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000)) if seconds else 0
+
+
+def _waited_ms(seconds: float) -> int:
+    return min(MOST_WAITED_MS, max(0, round(seconds * 1000)))
 
 
 _ROW: Final = Mirror(
@@ -36,6 +45,8 @@ _ROW: Final = Mirror(
             seconds_of,
         ),
         "transport_s": Pair("transport_us", _microseconds, lambda us: us / 1e6),
+        "target_s": Pair("target_ms", _target_ms, lambda ms: ms / 1000),
+        "waited_s": Pair("waited_ms", _waited_ms, lambda ms: ms / 1000),
     },
 )
 

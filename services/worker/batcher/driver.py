@@ -290,10 +290,13 @@ class Batcher:
             if not 1 <= row.length <= most:
                 return InvalidInput(f"the row has {row.length} tokens; the model takes 1 to {most}")
         width = self._arrivals.note(row.length, now_s)
-        due_s = min(now_s + self._objective.latency_s, row.deadline_s)
+        target_s = spec.target_s or self._objective.latency_s
+        answer_by_s = now_s + target_s - spec.waited_s
         self._turns.seen(spec.tenant_id, now_s)
         key = self._keys.of(spec.inputs)
-        waiting = WaitingRow(row.number, spec.tenant_id, key, width, now_s, due_s, row.deadline_s)
+        waiting = WaitingRow(
+            row.number, spec.tenant_id, key, width, now_s, answer_by_s, target_s, row.deadline_s
+        )
         run = self._runs.serving
         busy_until_s = 0.0 if run is None else run.began_s + self.curve.mean_s(run.width, len(run.rows))
         added = self._waiting.add(
@@ -344,14 +347,14 @@ class Batcher:
             return
         now_s = self._clock.monotonic_s()
         shared = self._turns.are_shared(now_s)
-        turn_s = TURN_RATIO * self._objective.latency_s if shared else math.inf
+        least_s = self._waiting.least_target_s(self._objective.latency_s) if shared else math.inf
         device = Device(
             self.curve,
             self.limits,
-            self._objective,
+            self._objective.level,
             transport_s=self._transport_s,
             draining=self._context.draining(),
-            turn_s=turn_s,
+            turn_s=TURN_RATIO * least_s,
         )
         tags = self._turns.tags(self._waiting.by_due(), device.row_s) if shared else None
         chosen = first_to_start(self._decided(device, tags, now_s), self.curve, now_s)
@@ -392,7 +395,8 @@ class Batcher:
         if group.mixed:  # neighbours of one length are computed together
             chosen.sort(key=lambda row: self._live[row.number].length)
         rows = self._taken(chosen, width)
-        window, most_rows = window_of(width, found.bound, decided.expected), device.rows_at(width)[0]
+        window = window_of(width, found.bound, decided.expected, group.target_s)
+        most_rows = device.rows_at(width)[0]
         self._runs.start(RunPlace.SERVING, rows, width, found.cause.value, window=window, most_rows=most_rows)
 
     def _preempt(self, running: BatchRun) -> None:
@@ -408,7 +412,7 @@ class Batcher:
         long_batch = LongBatch(len(running.rows), whole_s, left_s, running.lent_s)
         if not long_batch.most_s:
             return
-        device = Device(self.curve, self.limits, self._objective)
+        device = Device(self.curve, self.limits)
         tags = self._turns.tags(self._waiting.by_due(), device.row_s)
         for key, group in self._waiting.groups(tags):
             most, _ = device.rows_at(group.width)

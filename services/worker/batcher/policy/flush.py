@@ -11,7 +11,6 @@ from typing import Final
 from services.worker.batcher.policy.arrival_profile import LEAST_WAIT_S
 from services.worker.batcher.policy.cost_curve import CostCurve
 from services.worker.batcher.policy.linger import (
-    BatchObjective,
     Expected,
     LingerBound,
     linger_bound,
@@ -72,6 +71,8 @@ class WaitingGroup:
     width: int  # of rows of all widths: of their mean
     rows: int
     oldest_s: float  # when the oldest arrived
+    answer_by_s: float  # the earliest instant at which a row is due by its own latency target
+    target_s: float  # that row's target
     deadline_s: float = float("inf")  # the earliest of the clients
     mixed: bool = False  # of all widths
 
@@ -82,8 +83,8 @@ class Device:
 
     curve: CostCurve
     limits: BatchLimits
-    objective: BatchObjective
-    transport_s: float = 0.0  # of an answer, as observed at the objective's level
+    level: float = 0.99  # share of the rows that must be answered in time
+    transport_s: float = 0.0  # of an answer, as observed at that level
     draining: bool = False
     turn_s: float = math.inf  # what a batch of several rows may take
 
@@ -138,23 +139,22 @@ def decide(group: WaitingGroup, device: Device, expected: Expected, now_s: float
     """Return whether an idle device starts a batch of this group now."""
     most, limit = device.rows_at(group.width)
     rows = min(group.rows, most)
-    target_s = group.oldest_s + device.objective.latency_s
     bound = linger_bound(
         device.curve,
         width=group.width,
         rows=rows,
         most_rows=most,
-        left_s=min(target_s, group.deadline_s) - now_s,
+        left_s=min(group.answer_by_s, group.deadline_s) - now_s,
         transport_s=device.transport_s,
         expected=expected,
-        level=device.objective.level,
+        level=device.level,
     )
     if group.rows >= most:
         return Flush(rows, limit, bound)
     if device.draining:
         return Flush(rows, FlushCause.DRAIN, bound)
     if bound.linger_s < LEAST_WAIT_S:
-        late = FlushCause.DEADLINE if group.deadline_s < target_s else FlushCause.LINGER
+        late = FlushCause.DEADLINE if group.deadline_s < group.answer_by_s else FlushCause.LINGER
         return Flush(rows, late, bound)
     wait_s = worthwhile_wait_s(device.curve, width=group.width, rows=rows, most_rows=most, expected=expected)
     if wait_s <= 0.0:

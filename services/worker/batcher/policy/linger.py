@@ -1,9 +1,9 @@
 """How long a batch may wait for more rows, and whether waiting pays. Pure.
 
-**Bound.** The oldest row of a batch has ``objective`` seconds from its arrival to its answer. What is left
-of them after the computation (the measured quantile at the size that the batch reaches by then, given the
-arrival rate) and the transport (as observed) is the most that the batch may linger. A deadline of a client
-bounds it alike.
+**Bound.** A row has its latency target, from its arrival to its answer; the one that is due first bounds the
+batch. What is left of it after the computation (the measured quantile at the size that the batch reaches by
+then, given the arrival rate) and the transport (as observed) is the most that the batch may linger. A
+deadline of a client bounds it alike.
 
 **Whether waiting pays.** While the device is busy, rows gather at no cost. So the question arises for an
 idle device only, with ``n`` rows waiting, a batch of which takes ``c(n)``. It waits in two cases.
@@ -40,7 +40,7 @@ _ROUNDS: Final = 4  # of the search for the size that a batch reaches
 
 @dataclass(frozen=True, slots=True)
 class BatchObjective:
-    """What answers have to meet."""
+    """What answers have to meet. A row whose model and class have an objective has that latency instead."""
 
     latency_s: float = 0.05  # from a row's arrival to its answer
     level: float = 0.99  # share of the rows that must be answered by then
@@ -59,7 +59,7 @@ class LingerBound:
     """The most that a batch may wait from now on, and what it was derived from."""
 
     linger_s: float  # negative: it is late
-    objective_s: float  # what is left of it to the oldest row
+    objective_s: float  # what is left of it to the row due first
     compute_s: float
     transport_s: float
     rows: int  # that the batch reaches
@@ -76,7 +76,7 @@ def linger_bound(
     expected: Expected,
     level: float,
 ) -> LingerBound:
-    """Return the bound for a batch whose oldest row has ``left_s`` seconds to its answer."""
+    """Return the bound for a batch whose row due first has ``left_s`` seconds to its answer."""
     reached, linger_s, compute_s = rows, 0.0, 0.0
     for _ in range(_ROUNDS):
         compute_s = curve.quantile_s(width, reached, level)
@@ -89,8 +89,8 @@ def linger_bound(
     return LingerBound(linger_s, left_s, compute_s, transport_s, reached)
 
 
-def window_of(width: int, bound: LingerBound, expected: Expected) -> BatchWindow:
-    """Return what explains the bound of a batch that started."""
+def window_of(width: int, bound: LingerBound, expected: Expected, target_s: float) -> BatchWindow:
+    """Return what explains the bound of a batch that started. ``target_s``: of its row due first."""
     return BatchWindow(
         width=width,
         linger_s=bound.linger_s,
@@ -100,6 +100,7 @@ def window_of(width: int, bound: LingerBound, expected: Expected) -> BatchWindow
         reached_rows=bound.rows,
         rate_per_s=expected.rate_per_s,
         returning_rows=expected.returning[-1][1] if expected.returning else 0.0,
+        target_s=target_s,
     )
 
 

@@ -31,8 +31,14 @@ class WaitingRow:
     key: BatchKey
     width: int  # of its bucket
     arrived_s: float
-    due_s: float  # objective or client's deadline, whichever is earlier: the order
+    answer_by_s: float  # when it is due by its latency target
+    target_s: float  # that target
     deadline_s: float = float("inf")  # of the client
+
+    @property
+    def due_s(self) -> float:
+        """By the target or the client's deadline, whichever is earlier: the order."""
+        return min(self.answer_by_s, self.deadline_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,10 @@ class WaitingRows:
 
     def numbers(self) -> tuple[int, ...]:
         return tuple(self._places)
+
+    def least_target_s(self, most_s: float) -> float:
+        """Return the least latency target of the rows, at most ``most_s``."""
+        return min([most_s, *(row.target_s for row in self._places.values())])
 
     def add(
         self,
@@ -221,4 +231,5 @@ def mean_width(rows: Sequence[WaitingRow]) -> float:
 
 def _group_of(rows: Sequence[WaitingRow], width: int, *, mixed: bool = False) -> WaitingGroup:
     oldest_s, deadline_s = min(row.arrived_s for row in rows), min(row.deadline_s for row in rows)
-    return WaitingGroup(width, len(rows), oldest_s, deadline_s, mixed)
+    first = min(rows, key=lambda row: row.answer_by_s)
+    return WaitingGroup(width, len(rows), oldest_s, first.answer_by_s, first.target_s, deadline_s, mixed)

@@ -15,7 +15,7 @@ def queued(
     number: int, tenant: str = "acme", priority: Priority = Priority.STANDARD, deadline_s: float = INF
 ) -> QueuedRow:
     request = RowsRequest("r", tenant, "m", "d", ((),), priority, deadline_s=deadline_s)
-    return QueuedRow(request, 0, number, 0.0)
+    return QueuedRow(request, 0, number, 0.0, deadline_s)
 
 
 def drained(queue: RowQueue, tenant: str) -> list[int]:

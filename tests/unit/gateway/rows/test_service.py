@@ -21,6 +21,7 @@ from services.core.errors import (
     BudgetExceeded,
     ConcurrencyExceeded,
     DeadlineExceeded,
+    DeadlineUnmeetable,
     Draining,
     FairwayError,
     InvalidInput,
@@ -346,6 +347,31 @@ async def test_the_deadline_ends_a_request_and_is_passed_on(gateway: RowsGateway
         await embed(gateway, "dog", timeout_s=0.05)
     assert not gateway.runner.running
     assert gateway.runner.requests[0].deadline_s == pytest.approx(began_s + 0.05, abs=0.04)
+    await at_rest(gateway)
+
+
+async def test_rows_have_the_latency_target_of_their_model_and_class(gateway: RowsGateway) -> None:
+    def target_s(model: str, priority: Priority) -> float | None:
+        return 0.25 if (model, priority) == ("embed", Priority.STANDARD) else None
+
+    object.__setattr__(gateway.ports, "ttft_target_s", target_s)
+    await embed(gateway, "dog", timeout_s=7.0)
+    await embed(gateway, "dog", priority=common_pb2.PRIORITY_BATCH)
+    first, second = gateway.runner.requests
+    assert (first.target_s, second.target_s) == (0.25, 0.0)
+    assert first.received_s == pytest.approx(first.deadline_s - 7.0)
+
+
+async def test_a_request_that_cannot_meet_its_deadline_gives_its_quota_back(gateway: RowsGateway) -> None:
+    gateway.put_tenant(Tenant(Meta("acme"), max_concurrency=1, input_tokens_per_minute=10))
+    gateway.runner.raises = [DeadlineUnmeetable("8000 rows are ahead", retry_after_s=3.0)] * 3
+    for _ in range(3):
+        with pytest.raises(DeadlineUnmeetable) as refused:
+            await embed(gateway, "the fox")
+        assert refused.value.retry_after_s == 3.0
+    found = await embed(gateway, "the fox")
+    assert found.answer.token_rate is not None
+    assert found.answer.token_rate.remaining == 6
     await at_rest(gateway)
 
 

@@ -40,6 +40,8 @@ rows = st.builds(
     epoch=uint64,
     time_left_s=st.integers(0, 86_400 * 64).map(lambda parts: parts / 64),  # exact as nanoseconds too
     traceparent=short,
+    target_s=st.integers(0, 3_600_000).map(lambda ms: ms / 1000),
+    waited_s=st.integers(0, 86_400_000).map(lambda ms: ms / 1000),
 )
 ends = st.builds(
     RowEnd,
@@ -79,6 +81,14 @@ def test_the_error_of_a_row_keeps_its_class_and_text(kind: type[FairwayError]) -
 def test_the_smallest_time_left_is_not_none_at_all() -> None:
     spec = RowSpec("r", 0, "t", "v", (), Priority.BATCH, time_left_s=1e-12)
     assert row_from_proto(row_to_proto(1, spec)).time_left_s > 0
+
+
+def test_a_target_is_within_its_bounds_and_never_none_at_all() -> None:
+    spec = RowSpec("r", 0, "t", "v", (), Priority.BATCH, target_s=1e-6, waited_s=1e6)
+    message = row_to_proto(1, spec)
+    bounds.check(message, "row.")
+    found = row_from_proto(message)
+    assert (found.target_s, found.waited_s) == (0.001, 86_400.0)
 
 
 def test_a_row_out_of_bounds_is_found_alone() -> None:

@@ -203,12 +203,12 @@ def test_demands_and_returns_survive_and_are_within_bounds(
 
 
 def test_explanations_survive_and_are_within_bounds() -> None:
-    window = BatchWindow(32, -0.001, 0.04, 0.03, 0.0, 7, 12.5, 3.0)
+    window = BatchWindow(32, -0.001, 0.04, 0.03, 0.0, 7, 12.5, 3.0, 0.25)
     trips = (
         RowTrip(0, "w1", 7, 3, 16, 0.001, 0.02, outcome="LOST"),
         RowTrip(0, "w2", 7, 4, 16, 0.03, 0.02, 0.004, 7, "idle", window),
     )
-    found = RowsExplanation("acme", "m", "sha256:1", Priority.STANDARD, 5.0, 1, 0.05, trips, "g1")
+    found = RowsExplanation("acme", "m", "sha256:1", Priority.STANDARD, 5.0, 1, 0.05, trips, "g1", 0.5)
     message = convert.slots_to_proto((), (), {"req_1": found, "req_2": None})
     check(message)
     wire = scheduler_pb2.ConnectRequest.FromString(message.SerializeToString())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -503,3 +504,52 @@ def test_observed_transport_shortens_the_window_and_is_explained() -> None:
     assert end.window is not None
     assert end.window.transport_s == pytest.approx(0.02, rel=0.05)
     assert end.stay_s > 0.0
+
+
+@pytest.mark.parametrize("fields", [{"target_s": 0.006}, {"target_s": 2.0, "waited_s": 1.995}])
+def test_the_target_of_the_row_bounds_its_linger(fields: dict[str, Any]) -> None:
+    scripted = Scripted(SLOW_START)
+    scripted.start(target_s=2.0)
+    assert not scripted.serving.sent, "waiting pays"
+    scripted.start(**fields)
+    assert scripted.running() == [2, 1]
+    scripted.answer()
+    window = scripted.ends[2].window
+    assert window is not None
+    assert scripted.ends[2].batch_cause == "linger"
+    assert (window.target_s, window.objective_s) == pytest.approx((fields["target_s"], 0.0055), abs=6e-4)
+
+
+def test_a_row_without_an_objective_has_the_default_target() -> None:
+    scripted = Scripted()
+    scripted.start()
+    scripted.answer()
+    window = scripted.ends[1].window
+    assert window is not None
+    assert (window.target_s, window.objective_s) == pytest.approx((0.05, 0.05))
+
+
+def test_rows_with_a_later_target_go_after_those_without_an_objective() -> None:
+    scripted = Scripted()
+    scripted.start()
+    patient = [scripted.start(target_s=2.0) for _ in range(60)]
+    urgent = [scripted.start() for _ in range(60)]
+    scripted.answer()
+    assert scripted.running() == urgent + patient[:40]
+    scripted.answer()
+    window = scripted.ends[urgent[0]].window
+    assert window is not None
+    assert window.target_s == 0.05, "of the row due first, not of the oldest"
+
+
+def test_a_tight_target_shortens_the_turns_of_tenants() -> None:
+    rows = []
+    for target_s in (0.0, 0.01):
+        scripted = Scripted(costly(VECTORS))
+        scripted.start()
+        for _ in range(80):
+            scripted.start(tenant_id="greedy")
+        scripted.start(target_s=target_s)
+        scripted.answer()
+        rows.append(len(scripted.running()))
+    assert rows[1] < rows[0]

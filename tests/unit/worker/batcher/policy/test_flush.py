@@ -20,7 +20,7 @@ from services.worker.batcher.policy.flush import (
     WaitingGroup,
     decide,
 )
-from services.worker.batcher.policy.linger import BatchObjective, Expected, linger_bound, worthwhile_wait_s
+from services.worker.batcher.policy.linger import Expected, linger_bound, worthwhile_wait_s
 
 NOW_S = 100.0
 COSTLY = CostCurve(CostPrior(10e-3, 0.1e-3, 0.0))  # c(n) = 10 ms + n * 0.1 ms
@@ -31,21 +31,27 @@ BACK = Expected(returning=((1e-3, 10.0), (2e-3, 32.0)))
 def decided(
     group: WaitingGroup, device: Device | None = None, expected: Expected | None = None
 ) -> Flush | Linger:
-    device = device if device is not None else Device(COSTLY, BatchLimits(), BatchObjective())
+    device = device if device is not None else Device(COSTLY, BatchLimits())
     return decide(group, device, expected if expected is not None else Expected(), NOW_S)
 
 
 def cause(group: WaitingGroup, expected: Expected | None = None, **changes: Any) -> FlushCause:
-    device = replace(Device(COSTLY, BatchLimits(), BatchObjective()), **changes)
+    device = replace(Device(COSTLY, BatchLimits()), **changes)
     found = decided(group, device, expected)
     assert isinstance(found, Flush), found
     return found.cause
 
 
 def group(
-    rows: int, *, waited_s: float = 0.0, width: int = 64, deadline_s: float = float("inf")
+    rows: int,
+    *,
+    waited_s: float = 0.0,
+    target_s: float = 0.05,
+    width: int = 64,
+    deadline_s: float = float("inf"),
 ) -> WaitingGroup:
-    return WaitingGroup(width, rows, NOW_S - waited_s, deadline_s)
+    arrived_s = NOW_S - waited_s
+    return WaitingGroup(width, rows, arrived_s, arrived_s + target_s, target_s, deadline_s)
 
 
 def test_every_cause() -> None:
@@ -61,13 +67,13 @@ def test_every_cause() -> None:
 
 @pytest.mark.parametrize("limits", [BatchLimits(rows=7), BatchLimits(padded_tokens=7 * 64 + 5)])
 def test_a_batch_has_no_more_rows_than_its_limits(limits: BatchLimits) -> None:
-    found = decided(group(50), Device(COSTLY, limits, BatchObjective()))
+    found = decided(group(50), Device(COSTLY, limits))
     assert isinstance(found, Flush)
     assert found.rows == 7
 
 
 def test_a_row_beyond_every_limit_runs_alone() -> None:
-    found = decided(group(2), Device(COSTLY, BatchLimits(padded_tokens=10), BatchObjective()))
+    found = decided(group(2), Device(COSTLY, BatchLimits(padded_tokens=10)))
     assert isinstance(found, Flush)
     assert found.rows == 1
 
@@ -129,6 +135,17 @@ def test_a_wait_that_pays_is_cut_at_the_bound() -> None:
     assert isinstance(cut, Linger)
     assert cut.until_s == pytest.approx(NOW_S + cut.bound.linger_s)
     assert cut.bound.linger_s < 4e-3
+
+
+def test_the_target_due_first_bounds_the_wait_whatever_the_oldest_row_is() -> None:
+    late = Expected(returning=((8e-3, 32.0),))
+    patient = decided(group(32, waited_s=0.04, target_s=2.0), expected=late)
+    assert isinstance(patient, Linger)
+    assert patient.until_s == pytest.approx(NOW_S + 8e-3)
+    assert cause(group(32, waited_s=0.04), late) is FlushCause.LINGER
+    joined = replace(group(32, target_s=0.015), oldest_s=NOW_S - 1.0)
+    assert cause(joined, late) is FlushCause.LINGER
+    assert cause(replace(joined, deadline_s=NOW_S + 0.012), late) is FlushCause.DEADLINE
 
 
 def test_a_bound_that_no_clock_can_measure_starts_the_batch() -> None:

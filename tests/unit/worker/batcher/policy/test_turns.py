@@ -11,7 +11,6 @@ from services.core.fleet import TenantSlots
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
 from services.worker.batcher.policy.flush import BatchLimits, Device, FlushCause
-from services.worker.batcher.policy.linger import BatchObjective
 from services.worker.batcher.policy.turns import SHARED_S, TenantTurns
 from services.worker.batcher.policy.waiting import WaitingRow, WaitingRows
 
@@ -35,7 +34,9 @@ def served(widths: dict[str, int], weights: dict[str, float], rows: int) -> dict
     def add(name: str) -> None:
         nonlocal number
         number += 1
-        waiting.add(WaitingRow(number, name, KEY, widths[name], 0.0, rng.random()), CURVE, LIMITS, now_s=0.0)
+        due_s = rng.random()
+        row = WaitingRow(number, name, KEY, widths[name], 0.0, due_s, due_s)
+        waiting.add(row, CURVE, LIMITS, now_s=0.0)
 
     for name in widths:
         for _ in range(10):
@@ -60,7 +61,7 @@ def test_device_time_follows_weights(weight: float) -> None:
 
 
 def row(number: int, tenant: str, due_s: float, width: int = 64) -> WaitingRow:
-    return WaitingRow(number, tenant, KEY, width, 0.0, due_s)
+    return WaitingRow(number, tenant, KEY, width, 0.0, due_s, due_s)
 
 
 def test_a_backlog_does_not_stand_before_a_single_row() -> None:
@@ -114,14 +115,14 @@ def test_a_device_is_shared_for_a_while_after_a_tenants_last_row() -> None:
 def test_a_turn_bounds_the_rows_of_a_batch(turn_s: float, most: int) -> None:
     """A batch costs 0.2 s, and 0.064 s a row: one of 24 costs a tenth more than one of 100."""
     curve = CostCurve(CostPrior(batch_s=0.2, row_s=0.0, token_s=0.001))
-    device = Device(curve, LIMITS, BatchObjective(), turn_s=turn_s)
+    device = Device(curve, LIMITS, turn_s=turn_s)
     assert device.rows_at(64) == (most, FlushCause.TURN)
 
 
 def test_a_turn_has_no_more_rows_than_save_time() -> None:
     """A row of 256 tokens costs next to nothing less in a batch of several."""
     curve = CostCurve(CostPrior(batch_s=0.001, row_s=0.0, token_s=4e-5))
-    device = Device(curve, LIMITS, BatchObjective(), turn_s=0.025)
+    device = Device(curve, LIMITS, turn_s=0.025)
     assert device.rows_at(256) == (1, FlushCause.TURN)
     short, _ = device.rows_at(16)
     assert 0.9 < (curve.mean_s(16, 37) / 37) / (curve.mean_s(16, short) / short) <= 1.0
@@ -129,7 +130,7 @@ def test_a_turn_has_no_more_rows_than_save_time() -> None:
 
 
 def test_a_batch_of_one_tenant_and_one_within_the_turn_have_the_limits_of_the_device() -> None:
-    assert Device(CURVE, LIMITS, BatchObjective()).rows_at(64) == (100, FlushCause.FULL)
+    assert Device(CURVE, LIMITS).rows_at(64) == (100, FlushCause.FULL)
     fixed = CostCurve(CostPrior(batch_s=0.1, row_s=0.0, token_s=1e-9))
-    device = Device(fixed, BatchLimits(rows=5), BatchObjective(), turn_s=0.2)
+    device = Device(fixed, BatchLimits(rows=5), turn_s=0.2)
     assert device.rows_at(1) == (5, FlushCause.FULL)

@@ -26,8 +26,11 @@ LIMITS = BatchLimits(rows=10)
 
 
 def row(number: int, **changes: Any) -> WaitingRow:
-    fields: dict[str, Any] = {"tenant": "t", "key": KEYS[0], "width": 8, "arrived_s": 0.0, "due_s": 1.0}
-    return WaitingRow(number, **(fields | changes))
+    """Return a row that is due ``by_s``; its target counts from its arrival."""
+    fields: dict[str, Any] = {"tenant": "t", "key": KEYS[0], "width": 8, "arrived_s": 0.0, "by_s": 1.0}
+    fields |= changes
+    by_s = fields.pop("by_s")
+    return WaitingRow(number, **fields, answer_by_s=by_s, target_s=by_s - fields["arrived_s"])
 
 
 def add(waiting: WaitingRows, *rows: WaitingRow, **more: float) -> list[Admission]:
@@ -48,8 +51,8 @@ def test_it_is_bounded() -> None:
 
 def test_deadlines_order_rows_within_leases_and_others_fill_the_rest() -> None:
     waiting = WaitingRows()
-    greedy = [row(number, tenant="greedy", due_s=0.1 + number / 100) for number in range(6)]
-    add(waiting, *greedy, row(6, tenant="calm", due_s=5.0), row(7, tenant="calm", due_s=4.0))
+    greedy = [row(number, tenant="greedy", by_s=0.1 + number / 100) for number in range(6)]
+    add(waiting, *greedy, row(6, tenant="calm", by_s=5.0), row(7, tenant="calm", by_s=4.0))
     assert numbers(waiting, greedy=2, calm=4) == [0, 1, 7, 6, 2, 3, 4, 5]
     assert numbers(waiting, 3, greedy=2, calm=4) == [0, 1, 7]
     running = waiting.select(KEYS[0], 8, 2, leases={"greedy": 2, "calm": 4}, running={"greedy": 2})
@@ -63,33 +66,48 @@ def test_what_cannot_be_in_time_is_rejected_with_the_time() -> None:
     assert add(waiting, row(1, deadline_s=0.02)) == [RowAccepted()]
     (found,) = add(waiting, row(2, deadline_s=0.02), busy_until_s=0.015)
     assert isinstance(found, TooLate)
-    ahead = [row(number, due_s=0.5, key=KEYS[1]) for number in range(10, 30)]
+    ahead = [row(number, by_s=0.035, key=KEYS[1]) for number in range(10, 30)]
     add(waiting, *ahead)
-    (found,) = add(waiting, row(3, due_s=0.9, deadline_s=0.04))
+    (found,) = add(waiting, row(3, by_s=0.9, deadline_s=0.04))
     assert isinstance(found, TooLate)
-    assert add(waiting, row(4, due_s=0.4, deadline_s=0.04)) == [RowAccepted()]  # it goes first
+    assert add(waiting, row(4, by_s=0.03, deadline_s=0.04)) == [RowAccepted()]  # it goes first
     assert {each.number for each in waiting.unmeetable(CURVE, now_s=0.015)} == {1}
 
 
 def test_groups_are_in_order_of_their_first_row() -> None:
     waiting = WaitingRows()
     add(
-        waiting, row(0, due_s=3.0), row(1, due_s=2.0, width=16), row(2, due_s=1.0, key=KEYS[1], arrived_s=0.5)
+        waiting,
+        row(0, by_s=3.0),
+        row(1, by_s=2.0, width=16),
+        row(2, by_s=1.0, key=KEYS[1], arrived_s=0.5),
     )
-    add(waiting, row(3, due_s=9.0, width=16, arrived_s=-1.0, deadline_s=50.0))
+    add(waiting, row(3, by_s=9.0, width=16, arrived_s=-1.0, deadline_s=50.0))
     found = [(key, group.width, group.rows) for key, group in waiting.groups()]
     assert found == [(KEYS[1], 8, 1), (KEYS[0], 16, 2), (KEYS[0], 8, 1)]
     wide = next(group for _, group in waiting.groups() if group.width == 16)
     assert (wide.oldest_s, wide.deadline_s) == (-1.0, 50.0)
+    assert (wide.answer_by_s, wide.target_s) == (2.0, 2.0), "of the row due first, not of the oldest"
+    assert waiting.least_target_s(9.0) == 0.5
+    assert waiting.least_target_s(0.1) == 0.1
 
 
 def test_rows_of_all_widths_form_one_group_of_each_key() -> None:
     waiting = WaitingRows()
-    add(waiting, row(0, due_s=3.0), row(1, due_s=2.0, width=32, deadline_s=50.0), row(2, due_s=2.5))
-    add(waiting, row(3, due_s=1.0, key=KEYS[1], width=16), row(4, due_s=2.7, width=32, arrived_s=-1.0))
+    add(
+        waiting,
+        row(0, by_s=3.0),
+        row(1, by_s=2.0, width=32, deadline_s=50.0),
+        row(2, by_s=2.5),
+    )
+    add(
+        waiting,
+        row(3, by_s=1.0, key=KEYS[1], width=16),
+        row(4, by_s=2.7, width=32, arrived_s=-1.0),
+    )
     found = list(waiting.mixed_groups(lambda mean: round(10 * mean)))
     assert [key for key, _ in found] == [KEYS[1], KEYS[0]]
-    assert found[1][1] == WaitingGroup(200, 4, -1.0, 50.0, mixed=True)
+    assert found[1][1] == WaitingGroup(200, 4, -1.0, 2.0, 2.0, 50.0, mixed=True)
     chosen = waiting.select(KEYS[0], None, 3, leases={}, running={})
     assert [each.number for each in chosen] == [1, 2, 4]
 
@@ -120,7 +138,7 @@ def test_no_row_is_lost_or_doubled(steps: list[tuple[bool, int, int, int, float]
     for adds, target, key, width, due_s in steps:
         if adds:
             number += 1
-            (found,) = add(waiting, row(number, key=KEYS[key], width=width, due_s=due_s))
+            (found,) = add(waiting, row(number, key=KEYS[key], width=width, by_s=due_s))
             if found == RowAccepted():
                 expected.add(number)
         else:
