@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fairway.formats.fixed_cost.config import FixedCostConfig
-from fairway.formats.fixed_cost.encoder_config import EncoderConfig
+from fairway.formats.fixed_cost.encoder_config import EncoderConfig, Score
 from fairway.formats.fixed_cost.image_config import VitConfig
 from fairway.formats.fixed_cost.mlp_config import MlpConfig
 from fairway.formats.fixed_cost.pooling import LastToken
@@ -25,6 +25,8 @@ class Signature:
     normalized: bool = False
     may_be_cut: bool = False
     dimensions: tuple[int, ...] = ()  # the only sizes of a cut; empty: any
+    lowercase: bool = False  # texts are lowercased before their tokenizer
+    score: Score = "sigmoid"  # how a score is made of a logit
     # Of a decoder: rows are sequences that end with their prefill.
     by_prefill: bool = False
 
@@ -43,6 +45,7 @@ def signature_of_decoder(hidden_size: int, vocab_size: int, embeds: LastToken) -
         max_tokens=embeds.max_tokens,
         vocab_size=vocab_size,
         normalized=embeds.normalize,
+        lowercase=embeds.lowercase,
         by_prefill=True,
     )
 
@@ -77,7 +80,7 @@ def _of_encoder(config: EncoderConfig) -> Signature:
             operation = Operation.TOKENS
             output = TensorSpec("logits", "FP32", (ANY, config.labels), has_length=True)
         case _:
-            operation = Operation.SCORE if config.labels == 1 else Operation.CLASSIFY
+            operation = Operation.SCORE if config.is_reranker else Operation.CLASSIFY
             output = TensorSpec("logits", "FP32", (config.labels,))
     return Signature(
         operation,
@@ -88,4 +91,6 @@ def _of_encoder(config: EncoderConfig) -> Signature:
         normalized=config.normalize,
         may_be_cut=config.is_matryoshka,
         dimensions=config.matryoshka_dimensions,
+        lowercase=config.lowercase,
+        score=config.score,
     )
