@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fairway.formats.fixed_cost.config import FixedCostConfig
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig, Score
-from fairway.formats.fixed_cost.image_config import VitConfig
+from fairway.formats.fixed_cost.image_config import MAX_TILES, VitConfig
 from fairway.formats.fixed_cost.mlp_config import MlpConfig
 from fairway.formats.fixed_cost.pooling import LastToken
 from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
@@ -19,7 +19,7 @@ class Signature:
     operation: Operation
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    max_tokens: int = 0  # of a row; 0: rows have no tokens
+    max_tokens: int = 0  # of a row, or tiles of an image; 0: rows have no length
     vocab_size: int = 0
     # Of an embedding: whether it has length 1, and the sizes that it may be cut to.
     normalized: bool = False
@@ -62,10 +62,12 @@ def signature_of(config: FixedCostConfig) -> Signature:
                 (TensorSpec("output", "FP32", (config.layers[-1].size,)),),
             )
     size = config.image_size if isinstance(config, VitConfig) else (ANY, ANY)
+    is_free = ANY in size
     return Signature(
         Operation.CLASSIFY,
-        (TensorSpec("pixel_values", "FP32", (config.channels, *size)),),
+        (TensorSpec("pixel_values", "FP32", (config.channels, *size), is_image=is_free),),
         (TensorSpec("logits", "FP32", (config.labels,)),),
+        max_tokens=MAX_TILES if is_free else 0,
     )
 
 
