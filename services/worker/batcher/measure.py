@@ -15,7 +15,7 @@ from services.worker.batcher.models.loading import row_of_zeros
 from services.worker.batcher.models.model import FixedCostModel
 from services.worker.batcher.models.rows import Padded
 from services.worker.batcher.policy.flush import MOST_BATCH_BYTES, MOST_PADDED_TOKENS, MOST_ROWS
-from services.worker.engine.load.memory_meter import meter_for
+from services.worker.engine.load.memory_meter import MemoryMeter
 from services.worker.engine_protocol import RowCosts
 
 ROWS: Final = 8  # of the larger batches
@@ -36,9 +36,9 @@ class MeasuredModel:
 
 
 def measure(
-    model: FixedCostModel, device: str, *, now_s: Callable[[], float] = time.perf_counter
+    model: FixedCostModel, meter: Callable[[], MemoryMeter], *, now_s: Callable[[], float] = time.perf_counter
 ) -> MeasuredModel:
-    """Return the costs after some runs of ``model``.
+    """Return the costs after some runs of ``model``. ``meter``: of the memory of the device that it runs on.
 
     Rows with a length, in tokens or in tiles of an image, are measured at two lengths.
     """
@@ -47,13 +47,13 @@ def measure(
     alone_s, several_s = _least_s(model, alone, now_s), _least_s(model, several, now_s)
     row_s = max(0.0, several_s - alone_s) / (ROWS - 1)
     if not facts.max_tokens:
-        row_bytes = max(LEAST_ROW_BYTES, _peak_bytes(model, several, device) // ROWS)
+        row_bytes = max(LEAST_ROW_BYTES, _peak_bytes(model, several, meter) // ROWS)
         costs = RowCosts(max(0.0, alone_s - row_s), row_s, 0.0, row_bytes, 0)
         return MeasuredModel(costs, row_bytes, MOST_ROWS * row_bytes, alone_s + MOST_ROWS * row_s)
     longest = min(facts.max_tokens, LARGEST if any(spec.is_image for spec in facts.inputs) else LONGEST)
     long = _batch(model, 1, longest)
     token_s = max(0.0, _least_s(model, long, now_s) - alone_s) / max(1, longest - 1)
-    token_bytes = max(1, _peak_bytes(model, long, device) // longest)
+    token_bytes = max(1, _peak_bytes(model, long, meter) // longest)
     costs = RowCosts(max(0.0, alone_s - row_s), row_s, token_s, LEAST_ROW_BYTES, token_bytes)
     sent_bytes = sum(tensor.nbytes for tensor in long.rows[0].values())
     most_tokens = max(facts.max_tokens, min(MOST_PADDED_TOKENS, MOST_BATCH_BYTES * longest // sent_bytes))
@@ -76,8 +76,8 @@ def _least_s(model: FixedCostModel, batch: Padded, now_s: Callable[[], float]) -
     return found
 
 
-def _peak_bytes(model: FixedCostModel, batch: Padded, device: str) -> int:
-    with meter_for(device) as meter:
+def _peak_bytes(model: FixedCostModel, batch: Padded, new_meter: Callable[[], MemoryMeter]) -> int:
+    with new_meter() as meter:
         meter.begin()
         meter.run(lambda: model.run(batch))
         return meter.peak_bytes
