@@ -71,7 +71,7 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class RankedDocument:
-    """``index``: its place in the request. ``score``: 0..1, how well it matches the query."""
+    """``index``: its place in the request. ``score``: how well it matches the query."""
 
     index: int
     score: float

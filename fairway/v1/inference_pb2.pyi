@@ -1158,7 +1158,7 @@ class RankedDocument(_message.Message):
     index: _builtins.int
     """Its place among the documents of the request."""
     score: _builtins.float
-    """0..1: the sigmoid of the model's logit."""
+    """The model's logit, or its sigmoid, as the version declares."""
     def __init__(
         self,
         *,
@@ -1291,7 +1291,7 @@ class ScoreResponse(_message.Message):
     """Whether this is the answer of an earlier request with the same idempotency key."""
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Of each pair, 0..1: the sigmoid of the model's logit."""
+        """Of each pair: the model's logit, or its sigmoid, as the version declares."""
 
     @_builtins.property
     def usage(self) -> _common_pb2.Usage: ...

@@ -152,7 +152,8 @@ class RunBatch(EngineMessage, frozen=True):
 
     number: int  # of the batch
     rows: list[tuple[RawTensor, ...]]
-    width: int = 0  # tokens to which rows are padded; 0: rows of the model have no length
+    # Tokens to which rows are padded, or tiles of each image; 0: rows of the model have no length.
+    width: int = 0
 
 
 class Shutdown(EngineMessage, frozen=True):
@@ -173,7 +174,7 @@ class Progress(EngineMessage, frozen=True):
 
 class RowCosts(msgspec.Struct, frozen=True):
     """What the warm-up measured. Seconds and bytes of working memory, of a batch with one row, of a row more,
-    of a token more."""
+    of a token more, or of a tile more of an image whose size is free."""
 
     batch_s: float
     row_s: float
@@ -188,10 +189,15 @@ class RowModel(msgspec.Struct, frozen=True):
     operation: Operation
     dtype: str  # of the computation
     inputs: tuple[TensorSpec, ...]
-    max_tokens: int  # of a row; 0: rows have no length
+    max_tokens: int  # of a row, or tiles of an image; 0: rows have no length
     packs: bool  # it computes no padding
     costs: RowCosts
     pauses: bool = False  # other batches may run between its layers
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a row's length is its tokens, so that rows of different lengths may share a batch."""
+        return any(spec.has_length for spec in self.inputs)
 
 
 class Ready(EngineMessage, frozen=True):

@@ -44,9 +44,9 @@ def embedding_version(folder: Path, **overrides: Any) -> Path:
     return folder
 
 
-def reranker_version(folder: Path) -> Path:
+def reranker_version(folder: Path, **overrides: Any) -> Path:
     """Write a cross-encoder with one label."""
-    fixed_cost.save("Bert", "ForSequenceClassification", folder, num_labels=1)
+    fixed_cost.save("Bert", "ForSequenceClassification", folder, num_labels=1, **overrides)
     tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 

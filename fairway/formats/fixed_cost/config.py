@@ -19,7 +19,7 @@ from fairway.formats.fixed_cost.image_config import (
     parse_vit,
 )
 from fairway.formats.fixed_cost.mlp_config import MLP, MlpConfig, parse_mlp
-from fairway.formats.fixed_cost.pooling import max_tokens, pooled
+from fairway.formats.fixed_cost.pooling import max_tokens, pooled, require_case
 
 FixedCostConfig = EncoderConfig | ResNetConfig | VitConfig | MlpConfig
 
@@ -69,4 +69,6 @@ def parse_fixed_cost(names: Collection[str], read: Callable[[str], bytes]) -> Fi
         raise UnsupportedModel(f"{CONFIG}: {refused.field}", refused.value) from refused
     if config.head == "embedding":
         config = pooled(config, names, value_of)
+    else:
+        require_case(names, value_of)
     return replace(config, max_tokens=max_tokens(config.max_positions, names, value_of))

@@ -1,7 +1,8 @@
 """Converts the ``config.json`` of a text encoder to its shape, or rejects it with the field and its value.
 
 Families: BERT (MiniLM, BGE, E5 among them), RoBERTa, XLM-RoBERTa and DistilBERT. Heads: an embedding, logits
-of a sequence, logits of each token. A sequence model with one label is a reranker: it returns a score.
+of a sequence, logits of each token. A sequence model with one label is a reranker: it returns a score, which
+is the logit or its sigmoid, by the fields that sentence-transformers and vLLM read.
 Defaults are those of the transformers configuration of each family.
 """
 
@@ -16,11 +17,20 @@ from fairway.formats.decoder_config import MAX_LAYERS
 
 Head = Literal["embedding", "sequence", "tokens"]
 Pooling = Literal["mean", "cls"]
+Score = Literal["sigmoid", "logit"]
 
 ACTIVATIONS: Final = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 MAX_LABELS: Final = 1 << 16
 DEFAULT_LABELS: Final = 2
 MAX_CUTS: Final = 64
+
+# How a reranker's score is made of its logit, by the module that its configuration names.
+SCORES: Final[Mapping[str, Score]] = {
+    "torch.nn.Sigmoid": "sigmoid",
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+    "torch.nn.Identity": "logit",
+    "torch.nn.modules.linear.Identity": "logit",
+}
 
 # Fields that change the computation of these families. Any other value is rejected.
 INERT_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -91,13 +101,19 @@ class EncoderConfig:
     activation: str
     # Of a sequence or a token; 0 for an embedding.
     labels: int
+    score: Score = "sigmoid"  # of a reranker
     # Of an embedding.
     pooling: Pooling = "mean"
     normalize: bool = False
+    lowercase: bool = False  # texts are lowercased before their tokenizer
     max_tokens: int = 0  # of a row; special tokens count
     # Whether an embedding may be cut to its first dimensions, and to which numbers; empty: any.
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
+
+    @property
+    def is_reranker(self) -> bool:
+        return self.head == "sequence" and self.labels == 1
 
     @property
     def max_positions(self) -> int:
@@ -136,6 +152,8 @@ def parse_encoder(fields: Mapping[str, Any]) -> EncoderConfig:
     )
     if config.max_positions < 1:
         raise UnsupportedModel("max_position_embeddings", config.position_rows)
+    if config.is_reranker:
+        config = replace(config, score=score_of(fields))
     return _with_cuts(config, fields)
 
 
@@ -160,6 +178,26 @@ def labels_of(fields: Mapping[str, Any]) -> int:
     if not isinstance(named, dict) or not 0 < len(named) <= MAX_LABELS:
         raise UnsupportedModel("id2label", named)
     return len(named)
+
+
+def score_of(fields: Mapping[str, Any]) -> Score:
+    """Return how a reranker's score is made of its logit; a sigmoid where nothing is declared.
+
+    ``sentence_transformers.activation_fn`` comes before the older field, as in sentence-transformers. Raises
+    UnsupportedModel.
+    """
+    name, newer = "sbert_ce_default_activation_function", fields.get("sentence_transformers")
+    value = fields.get(name)
+    if newer is not None:
+        if not isinstance(newer, dict):
+            raise UnsupportedModel("sentence_transformers", newer)
+        if "activation_fn" in newer:
+            name, value = "sentence_transformers.activation_fn", newer["activation_fn"]
+    if value is None:
+        return "sigmoid"
+    if not isinstance(value, str) or value not in SCORES:
+        raise UnsupportedModel(name, value)
+    return SCORES[value]
 
 
 def activation_of(fields: Mapping[str, Any], name: str, *, default: str = "gelu") -> str:

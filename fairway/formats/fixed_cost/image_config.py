@@ -18,6 +18,7 @@ from fairway.formats.fixed_cost.encoder_config import activation_of, labels_of
 
 MAX_EXTENT: Final = 16_384  # of an image, in pixels
 MAX_CHANNELS: Final = 1 << 16
+MAX_TILES: Final = 512  # of 32 x 32 pixels, of an image whose size is free
 RESNET: Final = "ResNetForImageClassification"
 VIT: Final = "ViTForImageClassification"
 _INERT: Final[Mapping[str, tuple[Any, ...]]] = {"quantization_config": (None,), "auto_map": (None,)}
@@ -34,7 +35,7 @@ class ResNetStage:
 
 @dataclass(frozen=True, slots=True)
 class ResNetConfig:
-    """A residual network. Images of one batch have one size; any size is computed."""
+    """A residual network. Images of one batch have one size; any size up to ``MAX_TILES`` is computed."""
 
     channels: int  # of an image
     stem_channels: int

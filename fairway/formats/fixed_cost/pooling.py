@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from fairway.formats.config_fields import UnsupportedModel, positive_int
+from fairway.formats.config_fields import UnsupportedModel, flag, positive_int
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig, Pooling
 
 MODULES: Final = "modules.json"
@@ -28,7 +28,7 @@ Read = Callable[[str], Any]  # the JSON value in a file of this name
 
 
 def pooled(config: EncoderConfig, names: Collection[str], read: Read) -> EncoderConfig:
-    """Return the encoder with its pooling, normalisation and most tokens. Raises UnsupportedModel."""
+    """Return the encoder with its pooling, normalisation and case of texts. Raises UnsupportedModel."""
     if MODULES not in names:
         raise UnsupportedModel(
             f"{MODULES}, which declares how an embedding is pooled (mean or CLS)", "missing"
@@ -36,7 +36,8 @@ def pooled(config: EncoderConfig, names: Collection[str], read: Read) -> Encoder
     mode, normalize = _declared(config.hidden_size, names, read)
     if mode not in _POOLINGS:
         raise UnsupportedModel(f"{POOLING}: pooling_mode", mode)
-    return replace(config, pooling=_POOLINGS[mode], normalize=normalize)
+    lowercase = lowercases(names, read)
+    return replace(config, pooling=_POOLINGS[mode], normalize=normalize, lowercase=lowercase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class LastToken:
 
     normalize: bool
     max_tokens: int
+    lowercase: bool = False  # texts are lowercased before their tokenizer
 
 
 def last_token(hidden_size: int, max_positions: int, names: Collection[str], read: Read) -> LastToken | None:
@@ -54,18 +56,36 @@ def last_token(hidden_size: int, max_positions: int, names: Collection[str], rea
     mode, normalize = _declared(hidden_size, names, read)
     if mode != LAST_TOKEN:
         raise UnsupportedModel(f"{POOLING}: pooling_mode of a decoder", mode)
-    return LastToken(normalize, max_tokens(max_positions, names, read))
+    return LastToken(normalize, max_tokens(max_positions, names, read), lowercases(names, read))
 
 
 def max_tokens(max_positions: int, names: Collection[str], read: Read) -> int:
     """Return the most tokens of a row: ``max_seq_length`` within the positions, else all positions."""
-    fields = _fields(SENTENCES, read(SENTENCES)) if SENTENCES in names else {}
+    fields = _sentences(names, read)
     if fields.get("max_seq_length") is None:
         return max_positions
     try:
         return min(max_positions, positive_int(fields, "max_seq_length"))
     except UnsupportedModel as refused:
         raise UnsupportedModel(f"{SENTENCES}: {refused.field}", refused.value) from refused
+
+
+def lowercases(names: Collection[str], read: Read) -> bool:
+    """Return ``do_lower_case``: whether texts are lowercased. Raises UnsupportedModel."""
+    try:
+        return flag(_sentences(names, read), "do_lower_case")
+    except UnsupportedModel as refused:
+        raise UnsupportedModel(f"{SENTENCES}: {refused.field}", refused.value) from refused
+
+
+def require_case(names: Collection[str], read: Read) -> None:
+    """Return if texts keep their case: what is no embedding has no such setting. Raises UnsupportedModel."""
+    if lowercases(names, read):
+        raise UnsupportedModel(f"{SENTENCES}: do_lower_case", True)
+
+
+def _sentences(names: Collection[str], read: Read) -> Mapping[str, Any]:
+    return _fields(SENTENCES, read(SENTENCES)) if SENTENCES in names else {}
 
 
 def _modules(value: Any) -> list[str]:

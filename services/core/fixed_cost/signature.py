@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fairway.formats.fixed_cost.config import FixedCostConfig
-from fairway.formats.fixed_cost.encoder_config import EncoderConfig
-from fairway.formats.fixed_cost.image_config import VitConfig
+from fairway.formats.fixed_cost.encoder_config import EncoderConfig, Score
+from fairway.formats.fixed_cost.image_config import MAX_TILES, VitConfig
 from fairway.formats.fixed_cost.mlp_config import MlpConfig
 from fairway.formats.fixed_cost.pooling import LastToken
 from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
@@ -19,12 +19,14 @@ class Signature:
     operation: Operation
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    max_tokens: int = 0  # of a row; 0: rows have no tokens
+    max_tokens: int = 0  # of a row, or tiles of an image; 0: rows have no length
     vocab_size: int = 0
     # Of an embedding: whether it has length 1, and the sizes that it may be cut to.
     normalized: bool = False
     may_be_cut: bool = False
     dimensions: tuple[int, ...] = ()  # the only sizes of a cut; empty: any
+    lowercase: bool = False  # texts are lowercased before their tokenizer
+    score: Score = "sigmoid"  # how a score is made of a logit
     # Of a decoder: rows are sequences that end with their prefill.
     by_prefill: bool = False
 
@@ -43,6 +45,7 @@ def signature_of_decoder(hidden_size: int, vocab_size: int, embeds: LastToken) -
         max_tokens=embeds.max_tokens,
         vocab_size=vocab_size,
         normalized=embeds.normalize,
+        lowercase=embeds.lowercase,
         by_prefill=True,
     )
 
@@ -59,10 +62,12 @@ def signature_of(config: FixedCostConfig) -> Signature:
                 (TensorSpec("output", "FP32", (config.layers[-1].size,)),),
             )
     size = config.image_size if isinstance(config, VitConfig) else (ANY, ANY)
+    is_free = ANY in size
     return Signature(
         Operation.CLASSIFY,
-        (TensorSpec("pixel_values", "FP32", (config.channels, *size)),),
+        (TensorSpec("pixel_values", "FP32", (config.channels, *size), is_image=is_free),),
         (TensorSpec("logits", "FP32", (config.labels,)),),
+        max_tokens=MAX_TILES if is_free else 0,
     )
 
 
@@ -77,7 +82,7 @@ def _of_encoder(config: EncoderConfig) -> Signature:
             operation = Operation.TOKENS
             output = TensorSpec("logits", "FP32", (ANY, config.labels), has_length=True)
         case _:
-            operation = Operation.SCORE if config.labels == 1 else Operation.CLASSIFY
+            operation = Operation.SCORE if config.is_reranker else Operation.CLASSIFY
             output = TensorSpec("logits", "FP32", (config.labels,))
     return Signature(
         operation,
@@ -88,4 +93,6 @@ def _of_encoder(config: EncoderConfig) -> Signature:
         normalized=config.normalize,
         may_be_cut=config.is_matryoshka,
         dimensions=config.matryoshka_dimensions,
+        lowercase=config.lowercase,
+        score=config.score,
     )

@@ -16,10 +16,14 @@ MAX_REQUEST_TOKENS: Final = 1_048_576  # of all its rows
 
 
 class PreparedRows(Struct, frozen=True):
-    """Rows that the model accepts. ``tokens``: of each row; 1 for a row without tokens."""
+    """Rows that the model accepts. ``tokens``: of each row; 1 for a row without tokens.
+
+    ``tiles``: of each image whose size is free; empty: of other rows.
+    """
 
     rows: tuple[tuple[RawTensor, ...], ...]
     tokens: tuple[int, ...]
+    tiles: tuple[int, ...] = ()
 
     @property
     def total_tokens(self) -> int:

@@ -52,12 +52,13 @@ def embedding_output(ends: Sequence[RowEnd], dimensions: int, signature: Signatu
     return RawTensor("embedding", "FP32", found.shape, found.tobytes())
 
 
-def score_output(ends: Sequence[RowEnd]) -> RawTensor:
-    """Return the sigmoid of each row's logit, as sentence-transformers and vLLM return it for one label."""
-    logits = _floats(ends)[:, 0].astype(np.float64)
-    # Both forms are exact for their sign, and neither overflows.
-    small = np.exp(-np.abs(logits))
-    found = np.where(logits >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
+def score_output(ends: Sequence[RowEnd], signature: Signature) -> RawTensor:
+    """Return each row's logit or its sigmoid, as the version declares."""
+    found = _floats(ends)[:, 0].astype(np.float64)
+    if signature.score == "sigmoid":
+        # Both forms are exact for their sign, and neither overflows.
+        small = np.exp(-np.abs(found))
+        found = np.where(found >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
     return RawTensor("score", "FP64", found.shape, found.tobytes())
 
 
@@ -67,7 +68,7 @@ def vectors(output: RawTensor) -> list[Vector]:
 
 
 def scores(output: RawTensor) -> list[float]:
-    """Return the score of each row, 0..1."""
+    """Return the score of each row."""
     found: list[float] = np.frombuffer(output.data, np.float64).tolist()
     return found
 

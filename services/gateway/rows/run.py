@@ -307,7 +307,7 @@ class RowsRun:
         arm, zone = ArmKey(route.model, route.version_digest), self._ports.telemetry.slis.zone
         key = SliKey(arm, payer.tenant.meta.name, checked.priority, zone)
         session_key = session_key_of(self._job.principal, self._job.message)
-        widths = ready.rows.tokens[:_SHAPED_ROWS]
+        widths = (ready.rows.tiles or ready.rows.tokens)[:_SHAPED_ROWS]
         shapes = tuple(RequestShape(tokens, 0, SamplingKind.ROW) for tokens in widths)
         self._telemetry.accepted_as(subject_of(key, session_key, route.step, ready.rows.total_tokens, shapes))
 

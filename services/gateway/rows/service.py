@@ -110,7 +110,7 @@ class RowsService:
         received: Received,
         timeout_s: float | None = None,
     ) -> Scores:
-        """Return how well each pair matches, 0..1. Cancelling the call cancels the request."""
+        """Return how well each pair matches. Cancelling the call cancels the request."""
 
         async def prepare(model: TextModel, signature: Signature) -> PreparedRows:
             firsts, seconds = request.firsts, request.seconds
@@ -205,8 +205,8 @@ class RowsService:
         return await self._runs.answer(RowsJob(principal, request, received, within_s, work))
 
 
-def _scored(ends: Sequence[RowEnd], _signature: Signature) -> tuple[RawTensor, ...]:
-    return (score_output(ends),)
+def _scored(ends: Sequence[RowEnd], signature: Signature) -> tuple[RawTensor, ...]:
+    return (score_output(ends, signature),)
 
 
 def _cut_to(

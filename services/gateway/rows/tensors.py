@@ -11,7 +11,7 @@ import numpy as np
 from services.core.errors import InternalError, InvalidInput, UnsupportedFeature
 from services.core.fixed_cost.rows import RawTensor, RowEnd
 from services.core.fixed_cost.signature import Signature
-from services.core.fixed_cost.tensors import ANY, TensorSpec
+from services.core.fixed_cost.tensors import ANY, TILES, TensorSpec, tiles_of
 from services.gateway.rows.inputs import PreparedRows, check_count, check_ids, check_length, check_total
 
 ELEMENT_BYTES: Final = {
@@ -50,7 +50,7 @@ def tensor_rows(tensors: Sequence[BatchTensor], signature: Signature) -> Prepare
     count = _check_names(tensors, specs)
     check_count(count, "inputs")
     sliced: list[list[RawTensor]] = [[] for _ in range(count)]
-    length = 0
+    length = tiles = 0
     for tensor in tensors:
         field, shape = f"inputs.{tensor.name}", tuple(tensor.shape)
         spec = specs[tensor.name]
@@ -61,6 +61,8 @@ def tensor_rows(tensors: Sequence[BatchTensor], signature: Signature) -> Prepare
                     f"{field} has length {shape[1]}, another input has {length}", field=f"{field}.shape"
                 )
             length = shape[1]
+        if spec.is_image:
+            tiles = _check_image(shape, signature.max_tokens, field)
         if signature.vocab_size and tensor.name == "input_ids":
             check_length(length, signature.max_tokens, field)
             check_total(length * count, field)
@@ -69,7 +71,7 @@ def tensor_rows(tensors: Sequence[BatchTensor], signature: Signature) -> Prepare
         for index, row in enumerate(sliced):
             data = tensor.data[index * size : (index + 1) * size]
             row.append(RawTensor(tensor.name, tensor.datatype, shape[1:], data))
-    return PreparedRows(tuple(map(tuple, sliced)), (length or 1,) * count)
+    return PreparedRows(tuple(map(tuple, sliced)), (length or 1,) * count, (tiles,) * count if tiles else ())
 
 
 def output_tensors(
@@ -112,6 +114,20 @@ def _check_names(tensors: Sequence[BatchTensor], specs: dict[str, TensorSpec]) -
         if name not in seen and not spec.optional:
             raise InvalidInput(f"the input {name} is missing", field="inputs")
     return tensors[0].shape[0] if tensors and tensors[0].shape else 0
+
+
+def _check_image(shape: tuple[int, ...], most: int, field: str) -> int:
+    """Return the tiles of each image. Raises InvalidInput for more than ``most``."""
+    tiles, (height, width) = tiles_of(shape), shape[-2:]
+    if tiles > most:
+        raise InvalidInput(
+            f"{field} has images of {height} x {width} pixels, which are {tiles} {TILES}; "
+            f"the model takes at most {most}",
+            field=f"{field}.shape",
+            tiles=tiles,
+            max_tiles=most,
+        )
+    return tiles
 
 
 def _check_tensor(

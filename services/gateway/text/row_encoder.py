@@ -39,7 +39,8 @@ class RowEncoder:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise UnsupportedFeature("this model takes tensors, not texts", field="inputs")
-        inputs = list(zip(rows.texts, rows.seconds, strict=True)) if rows.seconds else list(rows.texts)
+        texts, seconds = self._cased(rows.texts), self._cased(rows.seconds)
+        inputs = list(zip(texts, seconds, strict=True)) if seconds else texts
         if rows.most_tokens:
             tokenizer.enable_truncation(rows.most_tokens)
         try:
@@ -62,6 +63,11 @@ class RowEncoder:
         if ids and max(ids) >= self.model.vocab_size:
             raise InvalidInput("the text holds a token that the model has no embedding for", field="inputs")
         return EncodedRows(lengths, ids.tobytes(), types.tobytes())
+
+    def _cased(self, texts: Sequence[str]) -> list[str]:
+        """Return the texts in the case that the tokenizer reads, as sentence-transformers does."""
+        signature = self.model.signature
+        return [text.lower() for text in texts] if signature and signature.lowercase else list(texts)
 
 
 def load_version(folder: Path, version_digest: str, clock: Clock) -> TextEncoder | RowEncoder:

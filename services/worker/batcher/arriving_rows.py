@@ -16,10 +16,10 @@ FIRST_ROWS: Final = 64  # rows before the first choice
 class ArrivingRows:
     """Single writer: the batcher. ``now_s`` never falls."""
 
-    def __init__(self, max_tokens: int) -> None:
-        """``max_tokens`` 0: rows have no length, and one width, 0."""
+    def __init__(self, max_tokens: int, *, pads: bool = True) -> None:
+        """``max_tokens`` 0: rows have no length, and one width, 0. Without ``pads`` a width is a length."""
         self._profile = ArrivalProfile()
-        self._histogram = LengthHistogram(max_tokens) if max_tokens else None
+        self._histogram = LengthHistogram(max_tokens) if max_tokens and pads else None
         self._widths: tuple[int, ...] = (max_tokens,)
         self._counts: Counter[int] = Counter()  # by width, since the widths were chosen
         self._until_choice = FIRST_ROWS
@@ -33,15 +33,21 @@ class ArrivingRows:
         self._profile.arrived(now_s)
         if self._histogram is not None:
             self._histogram.note(length)
-            self._until_choice -= 1
-            if not self._until_choice:
-                self._until_choice = ROWS_PER_CHOICE
-                if (widths := choose_widths(self._histogram)) != self._widths:
-                    self._widths = widths
-                    self._counts.clear()
-        width = width_of(self._widths, length)
+        self._until_choice -= 1
+        if not self._until_choice:
+            self._until_choice = ROWS_PER_CHOICE
+            self._choose()
+        width = length if self._histogram is None else width_of(self._widths, length)
         self._counts[width] += 1
         return width
+
+    def _choose(self) -> None:
+        """Choose the widths of padded rows again; otherwise halve the counts, so that old sizes go."""
+        if self._histogram is None:
+            self._counts = Counter({width: rows // 2 for width, rows in self._counts.items() if rows > 1})
+        elif (widths := choose_widths(self._histogram)) != self._widths:
+            self._widths = widths
+            self._counts.clear()
 
     def ended(self, rows: int, now_s: float) -> None:
         """Count a batch whose answers are on their way."""

@@ -41,7 +41,7 @@ class RowCharges:
         request.live += 1
 
     def ran(self, rows: Sequence[LiveRow], run_s: float) -> None:
-        """Share the time of a batch over these rows by their tokens."""
+        """Share the time of a batch over these rows by their lengths."""
         whole = sum(max(1, row.length) for row in rows)
         for row in rows:
             share_s = run_s * max(1, row.length) / whole
@@ -49,7 +49,7 @@ class RowCharges:
             self._tally.add_rows(self._key_of(row), 0, share_s)
             request = self._requests[row.spec.request_id]
             request.device_s += share_s
-            request.tokens += row.length
+            request.tokens += row.tokens
         if self._device is not None:
             self._device.busy_s += run_s
             self._device.attributed_s += run_s if rows else 0.0

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Final, Protocol
 
 import structlog
@@ -18,6 +19,7 @@ from msgspec import structs
 
 from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, PoisonedInput, QueueFull
 from services.core.fixed_cost.rows import RowEnd, RowSpec
+from services.core.fixed_cost.tensors import TILES, tiles_of
 from services.core.fleet import PoolSnapshot, TenantSlots
 from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
@@ -26,6 +28,7 @@ from services.worker.batcher.charges import RowCharges
 from services.worker.batcher.policy.batch_key import BatchKey, BatchKeys
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
 from services.worker.batcher.policy.flush import (
+    MOST_BATCH_BYTES,
     MOST_PADDED_TOKENS,
     BatchLimits,
     Device,
@@ -58,7 +61,6 @@ from services.worker.streams.outbox import Outbox
 log = structlog.get_logger()
 
 SLOTS_PER_BATCH: Final = 4  # rows in flight, in full batches: one runs, others gather and travel
-MOST_BATCH_BYTES: Final = 32 * 1024 * 1024  # of the inputs of one batch
 _LOOKS: Final = 8  # in vain, at most, for rows to run between the layers of one batch
 _TRANSPORT_GAIN: Final = 0.02  # weight of a row in the mean
 RESTART_S: Final = 30.0  # longest wait of rows for a process that starts again
@@ -115,12 +117,14 @@ class Batcher:
         self.row_slots = SLOTS_PER_BATCH * self.limits.rows
         self.curve = CostCurve(CostPrior(costs.batch_s, costs.row_s, costs.token_s))
         self._objective = BatchObjective()
-        self._arrivals = ArrivingRows(model.max_tokens)
+        self._has_tokens = model.has_tokens
+        self._length_of: Callable[[Sequence[int]], int] = itemgetter(0) if self._has_tokens else tiles_of
+        self._arrivals = ArrivingRows(model.max_tokens, pads=self._has_tokens)
         self._waiting = WaitingRows()
         self._turns = TenantTurns()
         self._transport_s = 0.0  # of answers, a mean of what gateways observe
         self._live: dict[int, LiveRow] = {}
-        self._keys = BatchKeys(version_digest, model.operation, model.dtype, has_length=model.max_tokens > 0)
+        self._keys = BatchKeys(version_digest, model.operation, model.dtype, has_length=self._has_tokens)
         self._searches: list[RowSearch] = []  # the oldest first
         self._runs = BatchRuns(self.curve, self._clock)
         self._last_number = self._decision = 0
@@ -285,10 +289,12 @@ class Batcher:
         """Let the row wait, or return why it cannot."""
         spec, most = row.spec, self._model.max_tokens
         if most:
-            lengths = [tensor.shape[0] for tensor in spec.inputs if tensor.shape]
+            lengths = [self._length_of(tensor.shape) for tensor in spec.inputs if tensor.shape]
             row.length = max(lengths, default=0)
             if not 1 <= row.length <= most:
-                return InvalidInput(f"the row has {row.length} tokens; the model takes 1 to {most}")
+                unit = "tokens" if self._has_tokens else TILES
+                return InvalidInput(f"the row has {row.length} {unit}; the model takes 1 to {most}")
+            row.tokens = row.length if self._has_tokens else 0
         width = self._arrivals.note(row.length, now_s)
         target_s = spec.target_s or self._objective.latency_s
         answer_by_s = now_s + target_s - spec.waited_s
@@ -521,7 +527,7 @@ class Batcher:
         if self._context.telemetry is not None:
             self._context.telemetry.ran(
                 lengths=[row.length for row in ran],
-                width=0 if self._model.packs else run.width,
+                width=run.width if self._has_tokens and not self._model.packs else 0,
                 most_rows=run.most_rows or self.limits.rows_at(run.width)[0],
                 cause=run.cause,
             )

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +34,7 @@ from services.worker.batcher.models.model import FixedCostModel, Outputs
 from services.worker.batcher.models.rows import DTYPES, Packed, Padded, Row
 from services.worker.engine import process
 from services.worker.engine.load.loading import Report
+from services.worker.engine.load.memory_meter import meter_for
 from services.worker.engine.unsupported import TooLittleMemory
 from services.worker.engine_protocol import (
     BatchRaised,
@@ -180,7 +182,7 @@ def load(
     report("weights", 0.0)
     model = load_model(Path(config.model_dir), device=config.device, dtype=config.dtype)
     report("warm_up", 0.0)
-    measured = measure(model, config.device)
+    measured = measure(model, partial(meter_for, config.device))
     facts, is_cpu = model.facts, config.device == "cpu"
     least_bytes = measured.largest_row_bytes
     if config.memory_bytes and config.kv_memory_bytes < least_bytes:

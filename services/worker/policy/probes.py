@@ -20,7 +20,7 @@ from services.core.estimates.traffic_shapes import (
     SamplingKind,
 )
 from services.core.fixed_cost.rows import RawTensor
-from services.core.fixed_cost.tensors import ANY, TensorSpec
+from services.core.fixed_cost.tensors import TensorSpec
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.worker.engine_protocol import Ready, RowCosts, Submit
 
@@ -30,7 +30,6 @@ SLACK_S: Final = 10.0  # of the deadline: for a machine that is busy with other 
 DEADLINE_FACTOR: Final = 10.0  # of the estimated time
 MOST_DEADLINE_S: Final = 600.0
 MOST_ROW_TOKENS: Final = 4096  # of the batch of rows, with padding
-_FREE_EXTENT: Final = 32  # of an image whose size is free
 
 _SAMPLING: Final = {
     SamplingKind.GREEDY: Sampling(seed=13, temperature=0.0),
@@ -148,7 +147,8 @@ def plan_row_probe(
 ) -> RowProbePlan:
     """Return a batch of the recorded widths, the longest first, as many as the memory of a batch allows.
 
-    ``max_tokens``: of a row; 0: rows have no length. ``memory_bytes`` 0: no bound.
+    Images have one size, the largest. ``max_tokens``: of a row, or tiles of an image; 0: rows have no length.
+    ``memory_bytes`` 0: no bound.
     """
     fitting = tuple(shape for shape in shapes if shape.sampling is SamplingKind.ROW) or DEFAULT_ROWS
     lengths = sorted({max(1, min(shape.input_tokens, max_tokens or 1)) for shape in fitting}, reverse=True)
@@ -156,7 +156,8 @@ def plan_row_probe(
     most = max(1, MOST_ROW_TOKENS // width)
     if memory_bytes:
         most = min(most, max(1, memory_bytes // max(1, costs.row_bytes + width * costs.token_bytes)))
-    lengths = lengths[:most] if max_tokens else [1] * min(most, len(fitting))
+    varies = any(spec.has_length for spec in inputs)
+    lengths = lengths[:most] if varies else [width] * min(most, len(fitting))
     estimate_s = costs.batch_s + len(lengths) * (costs.row_s + width * costs.token_s)
     rows = tuple(tuple(_tensor(spec, length) for spec in inputs if not spec.optional) for length in lengths)
     return RowProbePlan(rows, width if max_tokens else 0, _deadline_s(estimate_s))
@@ -164,7 +165,6 @@ def plan_row_probe(
 
 def _tensor(spec: TensorSpec, length: int) -> RawTensor:
     """Return zeros: an id that every vocabulary has, a picture without anything on it."""
-    free = length if spec.has_length else _FREE_EXTENT
-    shape = tuple(free if extent == ANY else extent for extent in spec.shape)
+    shape = spec.shape_of(length)
     width = 8 if spec.datatype == "INT64" else 4
     return RawTensor(spec.name, spec.datatype, shape, bytes(math.prod(shape) * width))

@@ -23,7 +23,8 @@ class LiveRow:
     number: int  # the batcher's
     accepted_s: float  # monotonic
     deadline_s: float  # monotonic; inf: none
-    length: int = 0  # tokens; 0: rows of the model have no length
+    length: int = 0  # tokens, or tiles of an image; 0: rows of the model have no length
+    tokens: int = 0
     device_s: float = 0.0  # its shares of batches so far
     dropped: bool = False  # cancelled: nothing is sent
 

@@ -92,6 +92,39 @@ def test_pooling_and_lengths_are_those_that_are_declared() -> None:
     assert (config.labels, config.max_tokens) == (1, 64)
 
 
+IDENTITY = "torch.nn.modules.linear.Identity"
+SIGMOID = "torch.nn.modules.activation.Sigmoid"
+TANH = "torch.nn.modules.activation.Tanh"
+OLDER = "sbert_ce_default_activation_function"
+
+
+@pytest.mark.parametrize(
+    ("declared", "score"),
+    [
+        ({}, "sigmoid"),
+        ({OLDER: None}, "sigmoid"),
+        ({OLDER: IDENTITY}, "logit"),
+        ({OLDER: SIGMOID}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": IDENTITY, "version": "4.0.1"}}, "logit"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.Identity"}, OLDER: SIGMOID}, "logit"),
+        ({"sentence_transformers": {"activation_fn": None}, OLDER: IDENTITY}, "sigmoid"),
+        ({"sentence_transformers": {"version": "4.0.1"}, OLDER: IDENTITY}, "logit"),
+        ({"id2label": None, OLDER: TANH}, "sigmoid"),  # two labels: no reranker
+    ],
+)
+def test_a_reranker_scores_by_the_activation_that_it_declares(declared: dict[str, Any], score: str) -> None:
+    assert parsed(ROBERTA | declared).score == score
+
+
+def test_texts_of_an_embedding_are_lowercased_where_that_is_declared() -> None:
+    files = {name: FOLDER[name] for name in list(FOLDER)[1:4]}
+    assert not parsed(BERT, **files).lowercase
+    for value in (True, False, None):
+        sentences = {"max_seq_length": 32, "do_lower_case": value}
+        config = parsed(BERT, **files | {"sentence_bert_config.json": sentences})
+        assert (config.lowercase, config.max_tokens) == (value is True, 32)
+
+
 def with_module(index: int, **changes: Any) -> dict[str, Any]:
     modules = [module | (changes if place == index else {}) for place, module in enumerate(MODULES)]
     return FOLDER | {"modules.json": modules}
@@ -118,6 +151,18 @@ def with_config(fields: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (with_pooling(word_embedding_dimension=25), "word_embedding_dimension: 25"),
         (with_pooling(pooling_mode="lasttoken"), "pooling_mode: lasttoken"),
         (FOLDER | {"sentence_bert_config.json": {"max_seq_length": 0}}, "max_seq_length: 0"),
+        (FOLDER | {"sentence_bert_config.json": {"do_lower_case": 1}}, "config.json: do_lower_case: 1"),
+        (
+            with_config(ROBERTA) | {"sentence_bert_config.json": {"do_lower_case": True}},
+            "sentence_bert_config.json: do_lower_case: True is not",
+        ),
+        (with_config(ROBERTA, **{OLDER: TANH}), f"config.json: {OLDER}: {TANH} is not"),
+        (with_config(ROBERTA, **{OLDER: ["torch"]}), f"{OLDER}: ['torch']"),
+        (
+            with_config(ROBERTA, sentence_transformers={"activation_fn": "my.Act"}),
+            "config.json: sentence_transformers.activation_fn: my.Act is not",
+        ),
+        (with_config(ROBERTA, sentence_transformers=7), "sentence_transformers: 7"),
         (FOLDER | {"config_sentence_transformers.json": {"default_prompt_name": "query"}}, "query is not"),
         (FOLDER | {"tokenizer.json": ...}, "tokenizer.json is missing"),
         (FOLDER | {"model.safetensors": ...}, "model.safetensors is missing"),

@@ -14,7 +14,7 @@ from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.fixed_cost.config import FixedCostConfig, parse_fixed_cost
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
 from fairway.formats.fixed_cost.image_config import ResNetConfig, VitConfig
-from services.core.fixed_cost.tensors import ANY, TensorSpec
+from services.core.fixed_cost.tensors import TensorSpec
 from services.worker.batcher.models.blocks import TensorSource
 from services.worker.batcher.models.encoder_tensors import encoder_layout
 from services.worker.batcher.models.mlp import MlpModel, mlp_layout
@@ -30,7 +30,7 @@ from services.worker.engine.load.weights import Checkpoint, TensorLayout
 from services.worker.engine.unsupported import BadCheckpoint
 
 AnyModel = TokenModel | VitModel | ResNetModel | MlpModel
-WARM_UP_EXTENT: Final = 32  # of a row's length, and of an image whose size is free
+WARM_UP_WIDTH: Final = 32  # to which a row of one token is padded
 
 
 def load_model(model_dir: Path, *, device: str = "cpu", dtype: str = "float32") -> FixedCostModel:
@@ -51,7 +51,7 @@ def load_model(model_dir: Path, *, device: str = "cpu", dtype: str = "float32") 
 
         model = _model_of(config, tensor, where)
     model.facts = replace(model.facts, dtype=dtype, weight_bytes=loaded_bytes)
-    outputs = model.run(Padded([row_of_zeros(model.facts.inputs)], WARM_UP_EXTENT))
+    outputs = model.run(Padded([row_of_zeros(model.facts.inputs)], WARM_UP_WIDTH))
     if not all(np.isfinite(values).all() for values in outputs[0].values()):
         raise BadCheckpoint("the outputs are not finite in the warm-up: the weights are at fault")
     return model
@@ -84,12 +84,7 @@ def _model_of(config: FixedCostConfig, tensor: TensorSource, device: torch.devic
 
 def row_of_zeros(specs: Sequence[TensorSpec], length: int = 1) -> Row:
     """Return a row of zeros; a length of 1 fits any model."""
-    row = {}
-    for spec in specs:
-        free = length if spec.has_length else WARM_UP_EXTENT
-        shape = [free if extent == ANY else extent for extent in spec.shape]
-        row[spec.name] = np.zeros(shape, DTYPES[spec.datatype])
-    return row
+    return {spec.name: np.zeros(spec.shape_of(length), DTYPES[spec.datatype]) for spec in specs}
 
 
 def _small_file(path: Path) -> bytes:

@@ -27,7 +27,7 @@ class ModelFacts:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     dtype: str  # of the computation
-    max_tokens: int = 0  # of a row; 0: rows have no length
+    max_tokens: int = 0  # of a row, or tiles of an image; 0: rows have no length
     accepts_packed: bool = False
     pauses: bool = False  # between its layers
     weight_bytes: int = 0

@@ -88,7 +88,7 @@ def resnet_layout(config: ResNetConfig) -> TensorLayout:
 
 
 class ResNetModel:
-    """Implements ``FixedCostModel``. Images of any size; those of one batch have one size."""
+    """Implements ``FixedCostModel``. Images of up to ``MAX_TILES``; those of one batch have one size."""
 
     def __init__(self, config: ResNetConfig, tensor: TensorSource, *, device: torch.device) -> None:
         self._device = device
@@ -96,11 +96,13 @@ class ResNetModel:
         self._blocks = tuple(_Block(block, tensor) for block in blocks_of(config))
         self._classify = linear(tensor, "classifier.1")
         signature = signature_of(config)
-        self.facts = ModelFacts(signature.operation, signature.inputs, signature.outputs, "float32")
+        self.facts = ModelFacts(
+            signature.operation, signature.inputs, signature.outputs, "float32", signature.max_tokens
+        )
 
     def problem(self, row: Row) -> str:
         """See ``FixedCostModel``."""
-        return row_problem(row, self.facts.inputs)
+        return row_problem(row, self.facts.inputs, max_length=self.facts.max_tokens)
 
     @torch.inference_mode()
     def run(self, batch: Batch, pause: Pause = no_pause) -> list[Outputs]:

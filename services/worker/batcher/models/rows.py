@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.core.fixed_cost.tensors import ANY, TensorSpec
+from services.core.fixed_cost.tensors import ANY, TILES, TensorSpec, tiles_of
 
 Row = Mapping[str, NDArray[Any]]  # by name of the tensor, without a batch dimension
 
@@ -27,7 +27,7 @@ class Padded:
     """Rows of at most ``width`` tokens; the model fills each up."""
 
     rows: Sequence[Row]
-    width: int = 0  # of a model whose rows have a length
+    width: int = 0  # of a model whose rows have a length; of images in tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ def row_problem(row: Row, specs: Sequence[TensorSpec], *, max_length: int = 0) -
             if length not in (None, len(tensor)):
                 return f"{spec.name} has length {len(tensor)}, another input of the row has {length}"
             length = len(tensor)
+        if spec.is_image and (tiles := tiles_of(tensor.shape)) > max_length:
+            return f"the row has {tiles} {TILES}; the model takes at most {max_length}"
     if max_length and length is not None and length > max_length:
         return f"the row has {length} tokens; the model takes at most {max_length}"
     return ""

@@ -35,7 +35,7 @@ UNMEASURED_RATIO: Final = 1.5  # of a high quantile over the mean
 
 @dataclass(frozen=True, slots=True)
 class CostPrior:
-    """Seconds before anything is measured."""
+    """Seconds before anything is measured: of a batch, of a row more, of a token or tile more."""
 
     batch_s: float = 2e-3
     row_s: float = 1e-4
@@ -133,8 +133,17 @@ class CostCurve:
         return mean_s * UNMEASURED_RATIO
 
     def limit_s(self, width: int, size: int) -> float:
-        """Return after how long a run hangs and is ended."""
-        return max(LEAST_LIMIT_S, LIMIT_FACTOR * self.quantile_s(width, size, 0.99))
+        """Return after how long a run hangs and is ended.
+
+        Where nothing was measured the prior counts too: a fit to one width does not show what others take.
+        """
+        expected_s = self.quantile_s(width, size, 0.99)
+        found = self._widths.get(width, {}).get(_class_of(size))
+        if found is None or found.seconds.count < MIN_SAMPLES:
+            prior = self._prior
+            prior_s = prior.batch_s + size * (prior.row_s + width * prior.token_s)
+            expected_s = max(expected_s, UNMEASURED_RATIO * prior_s)
+        return max(LEAST_LIMIT_S, LIMIT_FACTOR * expected_s)
 
     def _classes(self, width: int) -> dict[int, _SizeClass]:
         classes = self._widths.pop(width, None)

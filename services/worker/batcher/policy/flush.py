@@ -19,6 +19,7 @@ from services.worker.batcher.policy.linger import (
 
 MOST_ROWS: Final = 100
 MOST_PADDED_TOKENS: Final = 16_384
+MOST_BATCH_BYTES: Final = 32 * 1024 * 1024  # of the inputs of one batch
 TURN_LOSS_RATIO: Final = 0.1  # of a device's throughput, that shorter turns of tenants may cost
 
 

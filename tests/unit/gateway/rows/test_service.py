@@ -62,7 +62,7 @@ from services.gateway.requests.quotas import RequestQuotas, settled
 from services.gateway.rows.service import Embeddings, Scores
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded
-from tests.support.row_versions import tokenizer
+from tests.support.row_versions import reranker_version, tokenizer
 from tests.support.rows_gateway import CLOCK, KEY_HASH, PRICE, SECRET, RowsGateway, digest_of, rows_gateway
 from tests.unit.gateway.conftest import View
 
@@ -124,6 +124,19 @@ async def test_a_pair_is_scored_with_its_token_types(gateway: RowsGateway, folde
         assert score == pytest.approx(1 / (1 + np.exp(-logit)), abs=1e-6)
     assert [found.scores[index] for index in found.best_first(0)] == sorted(found.scores, reverse=True)
     assert len(found.best_first(2)) == 2
+
+
+async def test_scores_are_logits_of_a_version_that_declares_the_identity(tmp_path: Path) -> None:
+    declared = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}
+    folder = reranker_version(tmp_path, **declared)
+    encoded = tokenizer().encode("the fox", "the lazy dog")
+    row = {"input_ids": np.array(encoded.ids), "token_type_ids": np.array(encoded.type_ids)}
+    logit = float(load_model(folder).run(Padded([row], len(encoded.ids)))[0]["logits"][0])
+    async with rows_gateway({"rerank": folder}) as gateway:
+        assert (await rerank(gateway, "the fox", "the lazy dog")).scores == [pytest.approx(logit, abs=1e-6)]
+        request = pb.ScoreRequest(model="rerank", firsts=["the fox"], seconds=["the lazy dog"])
+        found = await gateway.rows.score(gateway.principal, request, received=gateway.received())
+        assert found.scores == [pytest.approx(logit, abs=1e-6)]
 
 
 async def test_pairs_are_one_first_with_every_second_or_one_each(gateway: RowsGateway) -> None:

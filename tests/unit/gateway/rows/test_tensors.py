@@ -72,6 +72,25 @@ def test_tensors_that_do_not_fit_are_refused(
         tensor_rows(tensors, TOKENS)
 
 
+PIXELS = TensorSpec("pixel_values", "FP32", (3, ANY, ANY), is_image=True)
+IMAGES = Signature(Operation.CLASSIFY, (PIXELS,), (), max_tokens=512)
+
+
+def test_images_of_any_size_are_counted_in_tiles_and_charged_as_one_token() -> None:
+    found = tensor_rows([tensor("pixel_values", np.zeros((2, 3, 224, 200), np.float32))], IMAGES)
+    assert (found.tokens, found.tiles) == ((1, 1), (49, 49))
+
+
+@pytest.mark.parametrize(("height", "width", "tiles"), [(736, 736, 529), (1, 16_385, 513)])
+def test_an_image_beyond_the_largest_is_refused(height: int, width: int, tiles: int) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        tensor_rows([tensor("pixel_values", np.zeros((1, 3, height, width), np.float32))], IMAGES)
+    assert refused.value.message == (
+        f"inputs.pixel_values has images of {height} x {width} pixels, which are {tiles} tiles of 32 x 32 "
+        "pixels; the model takes at most 512"
+    )
+
+
 def test_outputs_of_rows_become_one_tensor() -> None:
     arrays = [np.full((3, 2), value, np.float32) for value in range(2)]
     ends = [RowEnd((tensor("logits", array),)) for array in arrays]

@@ -78,9 +78,25 @@ def test_a_decoder_encodes_rows_where_its_files_declare_an_embedding(tmp_path: P
     encoded = rows_of(found).encode_rows(RowTexts(["the quick fox", "dog"]))
     assert list(encoded.lengths) == [5, 3]
     assert rows_of(found).encode_rows(RowTexts(["dog " * 70])).lengths[0] == 72, "longer than it takes"
+    (tmp_path / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    lowered = load_version(tmp_path, DIGEST, CLOCK).model.of_rows.signature
+    assert lowered is not None
+    assert lowered.lowercase
     save_pooling(tmp_path, mode="mean_tokens", width=32)
     with pytest.raises(FailedPrecondition, match="pooling_mode of a decoder"):
         load_version(tmp_path, DIGEST, CLOCK)
+
+
+def test_texts_are_lowercased_where_the_version_declares_it(tmp_path: Path) -> None:
+    folder = embedding_version(tmp_path)
+    cased = tokenizer()
+    cased.normalizer = None
+    cased.save(str(folder / "tokenizer.json"))
+    settings, unknown = folder / "sentence_bert_config.json", 1
+    for declared, words in ((False, [unknown, unknown]), (True, [4, 7])):
+        settings.write_text(json.dumps({"max_seq_length": 16, "do_lower_case": declared}))
+        found = encoder(folder).encode_rows(RowTexts(["The FOX"]))
+        assert np.frombuffer(found.ids, np.int64).tolist() == [2, *words, 3]
 
 
 def test_a_row_is_cut_with_its_special_tokens(tmp_path: Path) -> None:

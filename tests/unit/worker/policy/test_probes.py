@@ -136,9 +136,19 @@ def test_rows_stay_within_the_memory_of_a_batch() -> None:
 
 
 def test_rows_of_pictures_have_no_width() -> None:
-    picture = (TensorSpec("pixel_values", "FP32", (3, ANY, ANY)),)
+    picture = (TensorSpec("pixel_values", "FP32", (3, 32, 32)),)
     plan = plan_row_probe(rows(0), picture, picture_costs(), max_tokens=0, memory_bytes=0)
     assert (plan.width, plan.rows[0][0].shape) == (0, (3, 32, 32))
+
+
+def test_pictures_of_any_size_have_the_largest_recorded_one_in_one_batch() -> None:
+    picture = (TensorSpec("pixel_values", "FP32", (3, ANY, ANY), is_image=True),)
+    costs = RowCosts(0.001, 0.0001, 0.01, 4096, 1 << 20)
+    plan = plan_row_probe(rows(49, 1), picture, costs, max_tokens=512, memory_bytes=0)
+    assert (plan.width, [row[0].shape for row in plan.rows]) == (49, [(3, 224, 224)] * 2)
+    assert plan.deadline_s > 10 * 2 * 49 * 0.01
+    tight = plan_row_probe(rows(49, 1), picture, costs, max_tokens=512, memory_bytes=50 << 20)
+    assert len(tight.rows) == 1
 
 
 def picture_costs() -> RowCosts:

@@ -126,6 +126,18 @@ def test_a_row_that_does_not_fit_is_named(row: Row, words: str, tmp_path_factory
     assert re.search(words, found), found
 
 
+def test_an_image_beyond_the_largest_is_named_and_one_below_runs(tmp_path: Path) -> None:
+    save("ResNet", "ForImageClassification", tmp_path)
+    model, rng = load_model(tmp_path), np.random.default_rng(0)
+    (largest,), (beyond,) = images(rng, 1, 512, 1024), images(rng, 1, 736, 736)
+    assert not model.problem(largest)
+    assert model.problem(beyond) == "the row has 529 tiles of 32 x 32 pixels; the model takes at most 512"
+    for side in (1, 33):
+        (row,) = images(rng, 1, side, side)
+        assert not model.problem(row)
+        assert np.isfinite(model.run(Padded([row]))[0]["logits"]).all()
+
+
 def test_images_of_another_size_are_named(tmp_path: Path) -> None:
     save("ViT", "ForImageClassification", tmp_path)
     (row,) = images(np.random.default_rng(0), 1, 8, 12)

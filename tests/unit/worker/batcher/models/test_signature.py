@@ -66,7 +66,9 @@ def test_operations_and_outputs_are_those_of_the_loaded_model(
     fixed_cost.save(family, kind, tmp_path, **fields)
     found = signature(tmp_path)
     assert (found.operation, found.outputs[0].shape) == (operation, shape)
+    assert found.max_tokens == {"Bert": 40, "ResNet": 512, "ViT": 0}[family]
     facts = load_model(tmp_path).facts
+    assert facts.max_tokens == found.max_tokens
     assert (facts.operation, facts.inputs, facts.outputs) == (found.operation, found.inputs, found.outputs)
 
 

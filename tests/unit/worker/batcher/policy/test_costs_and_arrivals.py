@@ -55,6 +55,17 @@ def test_a_hang_is_cut_at_a_multiple_of_what_was_measured() -> None:
     assert curve.limit_s(1, 10) == pytest.approx(16.0, rel=0.05)
 
 
+def test_what_was_not_measured_has_at_least_the_prior_s_time_to_hang() -> None:
+    curve = CostCurve(CostPrior(1e-3, 1e-3, 2e-3))
+    for size in (1, 8) * 50:
+        curve.note(1, size, 0.005)
+    assert curve.mean_s(512, 1) < 0.1, "one width does not show what longer rows take"
+    assert curve.limit_s(512, 1) == pytest.approx(8 * 1.5 * (2e-3 + 512 * 2e-3))
+    for _ in range(30):
+        curve.note(512, 1, 0.3)
+    assert curve.limit_s(512, 1) == pytest.approx(8 * 0.3, rel=0.05)
+
+
 def test_two_curves_merge_into_one_of_all_samples() -> None:
     one, other = measured((16,), seed=1), measured((64,), seed=2)
     one.merge(other)
