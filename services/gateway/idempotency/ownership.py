@@ -70,8 +70,8 @@ class RecordOwnership:
         """Record the acceptance before any client receives it. Returns it, or that of an earlier run.
 
         ``resumed``: the record contains it already. A second call, or one with another version, replaces the
-        acceptance of a request without output, whose version was withdrawn. Raises StoreUnavailable, also when the ownership is
-        fenced.
+        acceptance of a request without output, whose version was withdrawn. Raises StoreUnavailable, also
+        when the ownership is fenced.
         """
         earlier = None if self.accepted else self._broadcast.terms
         if earlier is not None and earlier.version_digest != terms.version_digest:
