@@ -304,7 +304,7 @@ def charged_otherwise(stack: Stack, lines: Mapping[str, Used]) -> list[str]:
             records, problems = [], [f"no ledger: {error}"]
         if not problems or time.monotonic() >= deadline_s:
             nameless = sum(int(record.get("requests", 0)) for record in records if not record.get("user"))
-            print(f"charged: {len(records)} users, {nameless} requests from workers' reports", flush=True)
+            print(f"charged: {len(lines)} answers, {nameless} of them from workers' reports", flush=True)
             return problems
         time.sleep(2.0)
 

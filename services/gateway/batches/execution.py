@@ -339,7 +339,7 @@ class BatchExecution:
             await clock.sleep(times.commit_s)
             while window.ready:
                 await self._commit(window.take(self._ports.part_bytes))
-            if self._stop is None and window.waits_s(clock.monotonic_s()) >= times.early_s:
+            if window.has_unstored and window.waits_s(clock.monotonic_s()) >= times.early_s:
                 await self._store_early()
 
     async def _commit(self, taken: list[LineResult]) -> None:

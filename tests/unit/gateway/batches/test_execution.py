@@ -235,7 +235,7 @@ async def test_kills_lose_and_double_nothing(seed: int) -> None:
     assert set(rig.calls.runs.values()) == {1}
     assert len(rig.calls.runs) == 60
     record = await rig.record()
-    assert (record.completed, record.failed) == (len(output), len(failed))
+    assert (record.completed, record.failed, record.early) == (len(output), len(failed), ())
     assert kills > 0
 
 
