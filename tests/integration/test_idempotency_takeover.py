@@ -47,16 +47,18 @@ async def test_a_version_that_is_gone_ends_the_record(redis_url: str, fleet: Fle
 
 
 @pytest.mark.parametrize("asked", [{}, {"max_output_tokens": None}], ids=["asked", "left-out"])
+@pytest.mark.parametrize("unloaded", [True, False])
 async def test_a_record_without_output_moves_to_the_present_version(
-    redis_url: str, fleet: Fleet, asked: dict[str, Any]
+    redis_url: str, fleet: Fleet, asked: dict[str, Any], unloaded: bool
 ) -> None:
-    """It timed out in the queue; then the deployment was updated, and its version unloaded."""
+    """It timed out in the queue; then the deployment was updated, and its version unloaded, or not yet."""
     fleet.place_error = errors.QueueTimeout("no place in time", retry_after_s=1.0)
     async with gateways(redis_url, fleet, 2) as (left, right):
         refused = await left.ask("k", **asked)
         assert isinstance(refused.error, errors.QueueTimeout)
         assert refused.accepted is not None, "its acceptance is recorded"
-        fleet.gone, fleet.digest, fleet.place_error = {fleet.digest}, "sha256:two", None
+        fleet.gone = {fleet.digest} if unloaded else set()
+        fleet.digest, fleet.place_error = "sha256:two", None
         answer = await right.ask("k", **asked)
         assert answer.accepted is not None, answer.error
         tokens = 20 if not asked else 8

@@ -303,7 +303,8 @@ class Gateway:
                 async for event in events:
                     if isinstance(event, Accepted):
                         before = answer.accepted
-                        assert before is None or before.version_digest in self.fleet.gone, "accepted twice"
+                        replaced = before is not None and before.version_digest != event.version_digest
+                        assert before is None or replaced, "accepted twice"
                         answer.accepted = event
                     elif isinstance(event, Tokens):
                         _add(answer, event)

@@ -121,8 +121,8 @@ class IdempotentService(GatewayService):
     ) -> tuple[Request, asyncio.Task[None]]:
         """Start or resume a request. Its clients have deadlines; the request has the server's.
 
-        A resumed request keeps its terms, including those of a first run under pressure. Without output it
-        leaves a version that is gone for the deployment's present one.
+        A resumed request keeps its terms, including those of a first run under pressure. Without output the
+        deployment's present version runs it: its own may be gone.
         """
         resume = None
         if earlier is not None:

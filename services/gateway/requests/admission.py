@@ -15,7 +15,7 @@ from functools import partial
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import FairwayError, VersionGone
+from services.core.errors import FairwayError
 from services.core.generation import GenerationSpec, Principal
 from services.core.limits import Claim, Price
 from services.core.outputs.forms import OutputForm
@@ -128,13 +128,12 @@ class RequestAdmission:
         """Return the route of a request, and the form that its outputs keep."""
         if resume is None:
             return self._validator.check(principal, generation), None
-        try:
+        if not resume.replaceable:
             return self._validator.check(principal, generation, pinned=resume.version), resume.form
-        except VersionGone:
-            if not resume.replaceable:
-                raise
-        log.info("request.rerouted", model=generation.model, version_digest=resume.version.version_digest)
-        return self._validator.check(principal, generation), None
+        found = self._validator.check(principal, generation)
+        route = replace(found.route, step="")  # counted, and copied for a shadow version, when it began
+        same = route.version_digest == resume.version.version_digest
+        return Checked(route, found.priority), resume.form if same else None
 
     def _short(
         self,

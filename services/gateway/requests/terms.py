@@ -42,7 +42,7 @@ class Resume:
     degradations: tuple[Degradation, ...]
     # How its outputs are written; None: as its version and its deployment declare.
     form: OutputForm | None = None
-    # Whether the deployment's present version may run it instead: nothing of it was produced.
+    # Whether the deployment's present version runs it: nothing of it was produced.
     replaceable: bool = False
 
 

@@ -314,6 +314,22 @@ async def test_only_what_has_no_output_leaves_a_version_that_is_gone(
     await gateway.limiter.settle(admitted.reservation, Usage(1, 1))
 
 
+async def test_what_has_no_output_gets_the_arm_of_a_split_and_is_not_counted_in_its_step_again(
+    gateway: Gateway, fleet: Any
+) -> None:
+    test_splits.load(fleet)
+    test_splits.put(fleet, WHOLE_BP, revision=50)
+    generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=2)
+    resume = Resume(PinnedVersion(test_splits.OLD, 1), (), (), replaceable=True)
+    terms = RunTerms(gateway.received(), 20.0, resume=resume)
+    telemetry = GatewayTelemetry().begin(terms.received)
+    admission = gateway.service._admission
+    admitted = await admission.admit(who("free"), generation, telemetry.timer(), terms, telemetry)
+    spec = admitted.spec
+    assert (spec.version_digest, spec.route_revision, spec.step) == (test_splits.NEW, 50, "")
+    await gateway.limiter.settle(admitted.reservation, Usage(1, 1))
+
+
 async def test_a_resumed_request_is_charged_the_tokens_that_it_adds(gateway: Gateway) -> None:
     generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=30)
     earlier = Resume(PinnedVersion(DIGEST, 1), (Produced((7,) * 10, 10),), ())
