@@ -176,3 +176,11 @@ async def test_a_batch_needs_its_input(kit: BatchKit) -> None:
         await kit.store.add_batch(replace(kit.batch, batch_id=f"batch_{1:024x}"), found)
     with pytest.raises(NotFound):
         await kit.store.batch(kit.tenant, f"batch_{1:024x}")
+
+
+async def test_parts_that_a_batch_names_are_kept(kit: BatchKit) -> None:
+    held = await kit.claimed()
+    parts = [FilePart("sha256:" + f"{number:064x}", 10) for number in range(1, 4)]
+    record = replace(held.record, output=(parts[0],), errors=(parts[1],), early=(parts[2],))
+    await kit.store.advance(held, record)
+    assert {part.digest for part in parts} <= await kit.store.named_parts()

@@ -1,13 +1,18 @@
 """`make drill-batch`: a batch on three gateways and two workers, with kills of every role. Exits 0 if each
-line has exactly one result and interactive requests are as fast as without the batch.
+line has exactly one result and one charge, and interactive requests are as fast as without the batch.
 
 One interactive client per gateway streams all the time. The first part is without the batch, the second
 with it, both without kills: ``interactive_ttft_ratio`` is the 95th percentile of the second over that of the
 first. Then the clients stop, and a random process of a random role is killed every few seconds until the
 batch ends.
 
-``missing``: lines in neither file; ``doubled``: results beyond the first of a line. The last line is
-``RESULT {json}``.
+The batch advances in each slice of the second part, else the ratio shows nothing. Interactive requests are
+answered, or refused by 429 or 503 with a retry delay. Each line names itself as the end user, so the usage
+ledger shows what it was charged: one request, with the tokens that its answer states.
+
+``missing``: lines in neither file; ``doubled``: results beyond the first of a line; ``charged_otherwise``:
+differences between answers and ledger; ``lines_beside``: results in the second part. Whatever is wrong is
+printed. The last line is ``RESULT {json}``.
 """
 
 from __future__ import annotations
@@ -24,9 +29,10 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +50,10 @@ KILL_EVERY_S: Final = 8.0
 ENDS_WITHIN_S: Final = 3000.0
 MAX_RATIO: Final = 1.1
 THINK_S: Final = 0.3
+SLICES: Final = 4
+# A request without its gateway is charged after 30 s.
+LEDGER_WITHIN_S: Final = 180.0
+TENANT: Final = "batch"
 # What the command line of each role's processes contains.
 ROLES: Final = {
     "gateway": "services gateway",
@@ -60,6 +70,22 @@ SETTINGS: Final = {
 }
 
 
+@dataclass(frozen=True)
+class Used:
+    """What lines report, or were charged."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def __add__(self, other: Used) -> Used:
+        return Used(
+            self.requests + other.requests,
+            self.prompt_tokens + other.prompt_tokens,
+            self.output_tokens + other.output_tokens,
+        )
+
+
 @dataclass
 class Interactive:
     """A client of one gateway: a short stream, a pause, and again."""
@@ -69,6 +95,8 @@ class Interactive:
     model: str
     rng: random.Random
     ttft_s: list[tuple[float, float]] = field(default_factory=list)
+    # Stated: with a status and a delay by which a client tries again.
+    refusals: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
 
     def run(self, stop: threading.Event) -> None:
@@ -78,7 +106,9 @@ class Interactive:
                 self.ttft_s.append((began_s, self._first_token_s(began_s)))
             except urllib.error.HTTPError as error:
                 with error:
-                    self.failures[f"{error.code} {error.read(200)!r}"] += 1
+                    stated = error.code in (429, 503) and error.headers.get("retry-after")
+                    counts = self.refusals if stated else self.failures
+                    counts[f"{error.code} {error.read(200)!r}"] += 1
             except (OSError, http.client.HTTPException, ValueError) as error:
                 self.failures[repr(error)] += 1
             stop.wait(self.rng.uniform(0.5, 1.5) * THINK_S)
@@ -92,16 +122,23 @@ class Interactive:
             "priority": "interactive",
             "ignore_eos": True,
         }
-        first_s = 0.0
         with urllib.request.urlopen(
             request_of(self.url + "/v1/completions", self.key, body), timeout=30
         ) as answer:
-            for line in answer:
-                if line.startswith(b"data: {") and not first_s:
-                    first_s = time.monotonic() - began_s
-        if not first_s:
-            raise ValueError("a stream without a token")
-        return first_s
+            return first_token_s(answer, began_s)
+
+
+def first_token_s(stream: Iterable[bytes], began_s: float) -> float:
+    """Return when the first event came. Raises ValueError for a stream that has none, fails, or is cut."""
+    first_s = 0.0
+    for line in stream:
+        if line.startswith(b"data: {"):
+            if "error" in json.loads(line.removeprefix(b"data: ")):
+                raise ValueError(f"a stream that fails: {line[:200]!r}")
+            first_s = first_s or time.monotonic() - began_s
+        elif line.startswith(b"data: [DONE]") and first_s:
+            return first_s
+    raise ValueError("a stream without a token" if not first_s else "a stream without an end")
 
 
 def request_of(url: str, key: str, body: Any = None) -> urllib.request.Request:
@@ -159,6 +196,7 @@ def lines_of(count: int, model: str) -> bytes:
                 # One in a hundred is invalid, and belongs to the error file.
                 "max_tokens": OUTPUT_TOKENS if number % 100 else -1,
                 "ignore_eos": True,
+                "user": f"line-{number}",
             },
         }
         for number in range(count)
@@ -174,11 +212,11 @@ def gateway_urls(stack: Stack) -> list[str]:
     )
 
 
-def interactive_key(stack: Stack) -> str:
-    """Return a key of a tenant whose requests may be interactive."""
+def key_of(stack: Stack, tenant: str, *options: str) -> str:
+    """Return a key of a new tenant."""
     cli = CommandLine(stack.state)
-    cli("tenants", "create", "chat", "--max-priority", "interactive")
-    return cli("keys", "create", "chat-key", "--tenant", "chat").out.strip()
+    cli("tenants", "create", tenant, *options)
+    return cli("keys", "create", f"{tenant}-key", "--tenant", tenant).out.strip()
 
 
 def kill_one(stack: Stack, rng: random.Random, kills: Counter[str]) -> None:
@@ -210,13 +248,87 @@ def until_ended(
     raise AssertionError(f"the batch did not end within {ENDS_WITHIN_S:g} s")
 
 
-def results_of(api: Api, batch: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
-    """Return how often each line is in the output, and in the error file."""
+def results_of(api: Api, batch: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the lines of the output, and of the error file."""
     found = []
     for name in ("output_file_id", "error_file_id"):
         data = api.call(f"/v1/files/{batch[name]}/content") if batch[name] else b""
-        found.append(Counter(json.loads(line)["custom_id"] for line in data.splitlines()))
+        found.append([json.loads(line) for line in data.splitlines()])
     return found[0], found[1]
+
+
+def names_in(lines: Iterable[dict[str, Any]]) -> Counter[str]:
+    return Counter(line["custom_id"] for line in lines)
+
+
+def reported(output: Iterable[dict[str, Any]]) -> dict[str, Used]:
+    """Return what each line reports that it used."""
+    usages = ((line["custom_id"], line["response"]["body"]["usage"]) for line in output)
+    return {name: Used(1, usage["prompt_tokens"], usage["completion_tokens"]) for name, usage in usages}
+
+
+def charge_problems(lines: Mapping[str, Used], records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return how the ledger's records by end user differ from what the lines report.
+
+    A line whose gateway died before it reported is charged from the workers' reports, without its user.
+    Such charges together must be those of the lines that are charged under no name.
+    """
+    charged: dict[str, Used] = {}
+    for record in records:
+        used = Used(*(int(record.get(name, 0)) for name in Used.__dataclass_fields__))
+        name = str(record.get("user", ""))
+        charged[name] = charged.get(name, Used()) + used
+    nameless = charged.pop("", Used())
+    problems = [
+        f"{name} was charged {used}, and reports {lines.get(name, 'no answer')}"
+        for name, used in sorted(charged.items())
+        if used != lines.get(name)
+    ]
+    without = [used for name, used in lines.items() if name not in charged]
+    if (rest := sum(without, Used())) != nameless:
+        problems.append(
+            f"{len(without)} lines were charged {nameless} without their names, and report {rest}"
+        )
+    return problems
+
+
+def charged_otherwise(stack: Stack, lines: Mapping[str, Used]) -> list[str]:
+    """Return how charges and answers differ once the ledger is complete, or has had its time."""
+    cli, deadline_s = CommandLine(stack.state), time.monotonic() + LEDGER_WITHIN_S
+    while True:
+        try:
+            listed = cli("usage", "--tenant", TENANT, "--by", "user", "--since", "1d", "-o", "json").json
+            records = listed["records"]
+            problems = charge_problems(lines, records)
+        except AssertionError as error:  # no control plane leads yet
+            records, problems = [], [f"no ledger: {error}"]
+        if not problems or time.monotonic() >= deadline_s:
+            nameless = sum(int(record.get("requests", 0)) for record in records if not record.get("user"))
+            print(f"charged: {len(lines)} answers, {nameless} of them from workers' reports", flush=True)
+            return problems
+        time.sleep(2.0)
+
+
+def progress(api: Api, batch_id: str, part_s: float) -> list[int]:
+    """Return how many lines have results, at the beginning and after each slice of a time."""
+    found, began_s = [], time.monotonic()
+    for number in range(SLICES + 1):
+        time.sleep(max(0.0, began_s + part_s * number / SLICES - time.monotonic()))
+        counts = json.loads(api.call(f"/v1/batches/{batch_id}"))["request_counts"]
+        found.append(counts["completed"] + counts["failed"])
+    return found
+
+
+def problems_beside(
+    done: Sequence[int], lines: int, failures: Counter[str], kills: Counter[str]
+) -> list[str]:
+    """Return what makes the measurement void: ``done`` as ``progress`` returns it."""
+    found = [f"an interactive request failed {count} times: {why}" for why, count in failures.items()]
+    if any(after == before for before, after in pairwise(done)):
+        found.append(f"the batch did not advance beside interactive requests: {list(done)} of {lines} lines")
+    if not kills.total():
+        found.append("the batch ended before anything was killed")
+    return found
 
 
 def p95(clients: Sequence[Interactive], since_s: float, until_s: float) -> float:
@@ -224,14 +336,26 @@ def p95(clients: Sequence[Interactive], since_s: float, until_s: float) -> float
     return quantile(found, 0.95)
 
 
-def drill(stack: Stack, options: argparse.Namespace) -> dict[str, Any]:
-    rng, kills = random.Random(options.seed), Counter[str]()
-    urls = gateway_urls(stack)
-    key = interactive_key(stack)
+@dataclass
+class Beside:
+    """The two parts with interactive clients, one of them beside the batch."""
+
+    batch_id: str
+    # 95th percentiles of the time to the first token.
+    alone_s: float
+    beside_s: float
+    # Lines with results, by slice.
+    done: list[int]
+    refusals: Counter[str]
+    failures: Counter[str]
+
+
+def measured(stack: Stack, api: Api, urls: Sequence[str], options: argparse.Namespace) -> Beside:
+    """Start the batch, and return how interactive requests are served without and beside it."""
+    key = key_of(stack, "chat", "--max-priority", "interactive")
     clients = [Interactive(url, key, stack.model, random.Random(number)) for number, url in enumerate(urls)]
     stop = threading.Event()
     threads = [threading.Thread(target=client.run, args=(stop,)) for client in clients]
-    api = Api(urls, stack.api_key)
     for thread in threads:
         thread.start()
     try:
@@ -244,35 +368,54 @@ def drill(stack: Stack, options: argparse.Namespace) -> dict[str, Any]:
             "completion_window": "24h",
         }
         until_s = time.monotonic()
-        batch = json.loads(api.call("/v1/batches", body))
-        time.sleep(WARM_S / 2)
+        batch_id = json.loads(api.call("/v1/batches", body))["id"]
+        time.sleep(min(WARM_S, options.part_s) / 2)
         beside_s = time.monotonic()
-        time.sleep(options.part_s)
-        counts = json.loads(api.call(f"/v1/batches/{batch['id']}"))["request_counts"]
+        done = progress(api, batch_id, options.part_s)
         kills_s = time.monotonic()
-        ttft = p95(clients, alone_s, until_s), p95(clients, beside_s, kills_s)
-        failed = sum((client.failures for client in clients), Counter[str]())
-        print(
-            f"interactive TTFT p95 {ttft[0] * 1e3:.1f} ms alone, {ttft[1] * 1e3:.1f} ms beside the batch, "
-            f"failed: {dict(failed)}; lines then {counts}",
-            flush=True,
-        )
     finally:
         stop.set()
         for thread in threads:
             thread.join()
-    batch = until_ended(api, batch["id"], stack, rng, kills)
+    return Beside(
+        batch_id,
+        p95(clients, alone_s, until_s),
+        p95(clients, beside_s, kills_s),
+        done,
+        sum((client.refusals for client in clients), Counter[str]()),
+        sum((client.failures for client in clients), Counter[str]()),
+    )
+
+
+def drill(stack: Stack, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return the result, and what is wrong."""
+    rng, kills = random.Random(options.seed), Counter[str]()
+    urls = gateway_urls(stack)
+    api = Api(urls, key_of(stack, TENANT))
+    beside = measured(stack, api, urls, options)
+    print(
+        f"interactive TTFT p95 {beside.alone_s * 1e3:.1f} ms alone, {beside.beside_s * 1e3:.1f} ms beside "
+        f"the batch, refused: {dict(beside.refusals)}, failed: {dict(beside.failures)}; lines {beside.done}",
+        flush=True,
+    )
+    batch = until_ended(api, beside.batch_id, stack, rng, kills)
     output, errors = results_of(api, batch)
-    every = output + errors
+    every = names_in(output) + names_in(errors)
     print(f"{batch['status']}: {batch['request_counts']}, killed {dict(kills)}", flush=True)
     assert batch["request_counts"]["total"] == options.lines
-    assert errors.keys() == {f"line-{number}" for number in range(0, options.lines, 100)}
-    return {
+    assert names_in(errors).keys() == {f"line-{number}" for number in range(0, options.lines, 100)}
+    charges = charged_otherwise(stack, reported(output))
+    result = {
         "lines": options.lines,
         "missing": sum(f"line-{number}" not in every for number in range(options.lines)),
         "doubled": sum(count - 1 for count in every.values()),
-        "interactive_ttft_ratio": round(ttft[1] / ttft[0], 2),
+        "charged_otherwise": len(charges),
+        "interactive_ttft_ratio": round(beside.beside_s / beside.alone_s, 2),
+        "interactive_refused": beside.refusals.total(),
+        "interactive_failed": beside.failures.total(),
+        "lines_beside": beside.done[-1] - beside.done[0],
     }
+    return result, charges + problems_beside(beside.done, options.lines, beside.failures, kills)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -292,10 +435,12 @@ def main(arguments: Sequence[str]) -> int:
             options=("--schedulers", "2", "--controlplanes", "2"),
         ) as stack,
     ):
-        result = drill(stack, options)
+        result, problems = drill(stack, options)
+    for problem in problems:
+        print(f"WRONG: {problem}")
     print("RESULT", json.dumps(result))
-    ok = not result["missing"] and not result["doubled"] and result["interactive_ttft_ratio"] <= MAX_RATIO
-    return 0 if ok else 1
+    once = not result["missing"] and not result["doubled"]
+    return 0 if once and not problems and result["interactive_ttft_ratio"] <= MAX_RATIO else 1
 
 
 if __name__ == "__main__":

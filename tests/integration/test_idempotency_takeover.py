@@ -46,6 +46,30 @@ async def test_a_version_that_is_gone_ends_the_record(redis_url: str, fleet: Fle
         assert fleet.engine_tokens <= 10
 
 
+@pytest.mark.parametrize("asked", [{}, {"max_output_tokens": None}], ids=["asked", "left-out"])
+@pytest.mark.parametrize("unloaded", [True, False])
+async def test_a_record_without_output_moves_to_the_present_version(
+    redis_url: str, fleet: Fleet, asked: dict[str, Any], unloaded: bool
+) -> None:
+    """It timed out in the queue; then the deployment was updated, and its version unloaded, or not yet."""
+    fleet.place_error = errors.QueueTimeout("no place in time", retry_after_s=1.0)
+    async with gateways(redis_url, fleet, 2) as (left, right):
+        refused = await left.ask("k", **asked)
+        assert isinstance(refused.error, errors.QueueTimeout)
+        assert refused.accepted is not None, "its acceptance is recorded"
+        fleet.gone = {fleet.digest} if unloaded else set()
+        fleet.digest, fleet.place_error = "sha256:two", None
+        answer = await right.ask("k", **asked)
+        assert answer.accepted is not None, answer.error
+        tokens = 20 if not asked else 8
+        assert answer.ids == {0: expected(answer, tokens)}
+        assert answer.accepted.version_digest == "sha256:two"
+        same = [(one.request_id, one.accepted.seed) for one in (refused, answer) if one.accepted]
+        assert same[0] == same[1]
+        assert (await left.ask("k", **asked)).same_as(answer), "the record has the version that ran"
+        assert await usage(left) == Usage(5, tokens)
+
+
 async def test_a_takeover_keeps_version_seed_and_id(redis_url: str, fleet: Fleet) -> None:
     """The owner stops writing, as a frozen one does: it is replaced, and what it does then counts nothing."""
     fleet.hold_at = 10

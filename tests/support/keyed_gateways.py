@@ -109,6 +109,8 @@ class Validator:
         if model == "none":
             raise errors.ModelNotFound("no model none", model="none")
         version = pinned or PinnedVersion(self._fleet.digests.get(model, self._fleet.digest), 1)
+        if version.version_digest in self._fleet.gone:
+            raise errors.VersionGone("the version is gone", version_digest=version.version_digest)
         return checked_of(model, version)
 
     def resolve_short(self, *_: Any) -> None:
@@ -124,8 +126,6 @@ class Validator:
         accepted: OutputForm | None = None,
     ) -> GenerationSpec:
         digest = checked.route.version_digest
-        if digest in self._fleet.gone:
-            raise errors.VersionGone("the version is gone", version_digest=digest)
         asked, form = generation.sampling, accepted or self._fleet.form
         return GenerationSpec(
             request_id=request_id,
@@ -138,7 +138,7 @@ class Validator:
                 temperature=asked.temperature if asked.HasField("temperature") else 1.0,
                 logprobs=generation.logprobs if generation.HasField("logprobs") else None,
             ),
-            limits=OutputLimits(generation.max_output_tokens or 8),
+            limits=OutputLimits(generation.max_output_tokens or generation.default_output_tokens or 8),
             choices=max(1, generation.choices),
             form=form if generation.parts else None,
             constrained_form=None if generation.parts else form,
@@ -302,7 +302,9 @@ class Gateway:
             async with aclosing(self.stream(key, **values)) as events:
                 async for event in events:
                     if isinstance(event, Accepted):
-                        assert answer.accepted is None, "accepted twice"
+                        before = answer.accepted
+                        replaced = before is not None and before.version_digest != event.version_digest
+                        assert before is None or replaced, "accepted twice"
                         answer.accepted = event
                     elif isinstance(event, Tokens):
                         _add(answer, event)

@@ -15,9 +15,9 @@ from services.adapters.blobs.sealed import SealedParts
 from services.adapters.record_cipher import RecordCipher
 from services.app.environment import Environment
 from services.core.records import Gateway
-from services.gateway.batches.execution import BatchPorts, BatchTimes
 from services.gateway.batches.files import FileLimits, FileService
 from services.gateway.batches.owner import BatchOwner, OwnerLimits, OwnerRecord
+from services.gateway.batches.ports import BatchPorts, BatchTimes
 from services.gateway.batches.records import (
     BATCH_OWNERS,
     BATCHES,

@@ -2,8 +2,9 @@
 
 Every line runs under an idempotency key of its own, so that a line which a former owner started is joined or
 replayed, and charged once. Results become parts of the output and error files, which the record names: parts
-first, then one compare-and-swap of files and progress together. A gateway that takes over continues at the
-record's next line.
+first, then one compare-and-swap of files and progress together. Results that wait long for an earlier line
+are stored apart. A gateway that takes over continues at the record's next line, and runs no line whose result
+is stored.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from random import Random
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import structlog
 
@@ -40,9 +40,9 @@ from services.gateway.batches.lines import (
     parse_line,
 )
 from services.gateway.batches.output_lines import EarlyEnd, LineAnswer, output_line
+from services.gateway.batches.ports import BatchPorts
 from services.gateway.batches.records import (
     MAX_LINES,
-    OUTPUT_PART_BYTES,
     BatchProblem,
     BatchRecord,
     BatchStatus,
@@ -51,11 +51,16 @@ from services.gateway.batches.records import (
     StoredFile,
     size_of,
 )
-from services.gateway.batches.results import LineResult, OpenFile, ResultWindow, advanced
-from services.gateway.batches.store import BatchStore, OwnedBatch
+from services.gateway.batches.results import (
+    LineResult,
+    OpenFile,
+    ResultWindow,
+    advanced,
+    early_bytes,
+    early_results,
+)
+from services.gateway.batches.store import OwnedBatch
 from services.gateway.policy.batch_turns import BatchPace, BatchProgress, is_temporary
-from services.ports.blob_store import PartStore
-from services.ports.clock import Clock
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -67,53 +72,6 @@ _LOOK_S: Final = 0.5
 # Of the input that is split at once.
 _PIECE_BYTES: Final = 64 * 1024
 _NOBODY: Final = Meta("nobody")
-
-
-class LineCalls(Protocol):
-    """Runs bodies of lines as the HTTP API does, in the lowest class."""
-
-    async def run(self, principal: Principal, endpoint: str, body: bytes, key: str) -> LineAnswer:
-        """Return the answer of a body under an idempotency key. Raises the tree of ``core/errors.py``."""
-
-    def refusal(self, error: FairwayError) -> LineAnswer:
-        """Return the answer that states an error."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTimes:
-    """In seconds."""
-
-    # Between two commits of results.
-    commit_s: float = 1.0
-    # For lines that run when the batch is cancelled or expires.
-    grace_s: float = 30.0
-    # That result files are kept.
-    retention_s: float = 30 * 86_400.0
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPorts:
-    """What batches act through."""
-
-    store: BatchStore
-    parts: PartStore
-    calls: LineCalls
-    clock: Clock
-    rng: Random
-    # Returns the tenant of a caller while its key is valid. Raises Unauthenticated.
-    tenant_of: Callable[[Principal], Tenant]
-    # Returns the batch's status as far as it is known here.
-    status_of: Callable[[BatchRecord], BatchStatus]
-    # Counts a line by its outcome.
-    count: Callable[[str], None]
-    # Returns how many bytes the tenant may store beside its files.
-    room_bytes: Callable[[str], int]
-    max_line_bytes: int
-    times: BatchTimes = BatchTimes()
-    # Of a result file's parts.
-    part_bytes: int = OUTPUT_PART_BYTES
-    # Lines that are read ahead of the first one without a result.
-    ahead_lines: int = 512
 
 
 class BatchExecution:
@@ -193,11 +151,19 @@ class BatchExecution:
             for failed, file in self._files.items():
                 if (part := file.tail_part) is not None:
                     file.tail = await self._part(self._file_id(failed), len(file.parts) - 1, part)
+            await self._restore_early(self._held.record)
         except (NotFound, IntegrityError) as error:
             log.error("batch.output_lost", batch_id=self._held.record.batch_id, error=error.message)
             self._stop = EarlyEnd(BatchStatus.FAILED, "output_unreadable", "the results cannot be read")
             return False
         return True
+
+    async def _restore_early(self, record: BatchRecord) -> None:
+        """Hold the results that an earlier owner stored apart. Raises NotFound, IntegrityError."""
+        parts = enumerate(record.early)
+        data = b"".join([await self._part(record.batch_id, index, part) for index, part in parts])
+        if data:
+            self._held_bytes += self._window.restore(await asyncio.to_thread(early_results, data))
 
     async def _execute(self) -> None:
         """Return once every line has its result in the files. Raises OwnershipLost."""
@@ -217,10 +183,11 @@ class BatchExecution:
             async with aclosing(self._lines(self._held.record.next_offset)) as portions:
                 async for portion in portions:
                     for line in portion:
-                        await self._until(partial(self._may_read, index))
-                        self._waiting += 1
-                        self._held_bytes += len(line.data)
-                        group.create_task(self._run_line(index, line))
+                        if not self._window.has(index):
+                            await self._until(partial(self._may_read, index))
+                            self._waiting += 1
+                            self._held_bytes += len(line.data)
+                            group.create_task(self._run_line(index, line))
                         index += 1
         except (NotFound, IntegrityError, LineTooLong, TooManyLines) as error:
             log.warning("batch.input_lost", batch_id=self._held.record.batch_id, error=str(error))
@@ -249,7 +216,7 @@ class BatchExecution:
         data = output_line(name, found.custom_id, outcome)
         failed = isinstance(outcome, EarlyEnd) or outcome.failed
         self._held_bytes += len(data) - len(line.data)
-        self._window.add(index, LineResult(line.end, data, failed))
+        self._window.add(index, LineResult(line.end, data, failed), self._ports.clock.monotonic_s())
         self._progress.result()
         self._notify()
 
@@ -364,13 +331,16 @@ class BatchExecution:
 
     async def _write_results(self) -> None:
         """Commit results as they come; return when the last line has its own."""
+        clock, times, window = self._ports.clock, self._ports.times, self._window
         while self._held.record.next_line < self._last:
-            await self._until(lambda: self._window.ready or self._window.first >= self._last)
-            if not self._window.ready:
+            await self._until(lambda: window.ready or window.first >= self._last or window.has_unstored)
+            if window.first >= self._last and not window.ready:
                 return
-            await self._ports.clock.sleep(self._ports.times.commit_s)
-            while self._window.ready:
-                await self._commit(self._window.take(self._ports.part_bytes))
+            await clock.sleep(times.commit_s)
+            while window.ready:
+                await self._commit(window.take(self._ports.part_bytes))
+            if window.has_unstored and window.waits_s(clock.monotonic_s()) >= times.early_s:
+                await self._store_early()
 
     async def _commit(self, taken: list[LineResult]) -> None:
         """Write the results' parts, then the record that names them."""
@@ -383,6 +353,9 @@ class BatchExecution:
                 if file.tail_part is not None:
                     replaced.append(file.tail_part.digest)
         record = advanced(self._held.record, taken, files[False].parts, files[True].parts)
+        if not self._window.has_stored:
+            replaced += [part.digest for part in record.early]
+            record = replace(record, early=())
         # The last results and the end are one write: another owner could not find out why lines ended early.
         await (self._finish(record) if record.next_line >= self._last else self._advance(record))
         self._files = files
@@ -390,22 +363,40 @@ class BatchExecution:
         for result in taken:
             self._ports.count("failed" if result.failed else "completed")
         self._notify()
+        await self._discard(replaced)
+
+    async def _store_early(self) -> None:
+        """Store all results that wait for earlier ones, in place of those stored so before.
+
+        The records of their keys do not last as long as a line may be tried.
+        """
+        results, before = self._window.held(), self._held.record.early
+        contents = await asyncio.to_thread(_cut, results, self._ports.part_bytes)
+        parts = await self._stored(self._held.record.batch_id, (), contents)
+        await self._advance(replace(self._held.record, early=parts))
+        self._window.stored(results)
+        await self._discard([part.digest for part in before])
+
+    async def _discard(self, digests: list[str]) -> None:
+        """Delete parts that the record named before."""
         try:
-            await self._ports.parts.discard(replaced)
+            await self._ports.parts.discard(digests)
         except StoreUnavailable as error:  # the sweep deletes them
             log.info("batch.parts_left", error=error.message)
 
     async def _appended(self, failed: bool, file: OpenFile, data: bytes) -> OpenFile:
         kept, contents = file.plan(data)
-        parts = list(kept)
-        for content in contents:
-            digest = await self._stored(failed, len(parts), content)
-            parts.append(FilePart(digest, len(content)))
-        return file.after(tuple(parts), contents[-1])
+        return file.after(await self._stored(self._file_id(failed), kept, contents), contents[-1])
 
-    async def _stored(self, failed: bool, index: int, content: bytes) -> str:
-        put = self._ports.parts.put
-        return await self._retried(lambda: put(self._tenant, self._file_id(failed), index, content))
+    async def _stored(
+        self, file_id: str, kept: tuple[FilePart, ...], contents: list[bytes]
+    ) -> tuple[FilePart, ...]:
+        """Return the parts of a file once those behind ``kept`` are stored."""
+        put, parts = self._ports.parts.put, list(kept)
+        for content in contents:
+            call = partial(put, self._tenant, file_id, len(parts), content)
+            parts.append(FilePart(await self._retried(call), len(content)))
+        return tuple(parts)
 
     async def _finish(self, record: BatchRecord) -> None:
         """Write the end of the batch and its files together."""
@@ -428,7 +419,8 @@ class BatchExecution:
             for failed, parts in ((False, record.output), (True, record.errors))
             if parts
         ]
-        await self._advance(replace(record, status=status, problems=problems, end_unix_s=now_s), files)
+        ended = replace(record, status=status, problems=problems, end_unix_s=now_s, early=())
+        await self._advance(ended, files)
         log.info("batch.ended", batch_id=record.batch_id, status=status, failed=record.failed)
 
     async def _advance(self, record: BatchRecord, files: list[StoredFile] | None = None) -> None:
@@ -483,6 +475,12 @@ class BatchExecution:
 
 def _fed(splitter: LineSplitter, piece: bytes) -> list[InputLine]:
     return list(splitter.feed(piece))
+
+
+def _cut(results: dict[int, LineResult], part_bytes: int) -> list[bytes]:
+    """Return the contents of the parts of results that are stored apart."""
+    _, contents = OpenFile(part_bytes=part_bytes).plan(early_bytes(results))
+    return contents
 
 
 def _check_all(check: InputCheck, lines: list[InputLine]) -> None:

@@ -18,7 +18,8 @@ from typing import Final
 import structlog
 
 from services.core.errors import StoreUnavailable
-from services.gateway.batches.execution import BatchExecution, BatchPorts
+from services.gateway.batches.execution import BatchExecution
+from services.gateway.batches.ports import BatchPorts
 from services.gateway.batches.records import (
     BATCH_OWNERS,
     BatchRecord,

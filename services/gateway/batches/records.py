@@ -1,7 +1,8 @@
 """Records of uploaded files and of batches, as etcd has them. The bytes are in the blob store.
 
 A file is a list of parts, which are sealed blobs of their own: no two files share one. A batch advances by
-whole lines of its input: what comes before ``next_line`` is in the output or in the errors, once.
+whole lines of its input: what comes before ``next_line`` is in the output or in the errors, once. The lines
+that have a result behind it, at most the present window of them, are in ``early``.
 """
 
 from __future__ import annotations
@@ -118,6 +119,9 @@ class BatchRecord:
     failed: int = 0
     output: tuple[FilePart, ...] = ()
     errors: tuple[FilePart, ...] = ()
+    # Results of lines behind ``next_line`` that waited long, not yet in a file; their parts have the batch's
+    # id in place of a file's. Some may be in a file meanwhile.
+    early: tuple[FilePart, ...] = ()
     problems: tuple[BatchProblem, ...] = ()
     run_unix_s: float = 0.0
     cancel_unix_s: float = 0.0

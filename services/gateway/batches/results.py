@@ -1,14 +1,19 @@
 """Which lines of a batch have their result, and how results become parts of its files. Pure.
 
 Lines end in any order. Results leave the window as a prefix without a gap, so that one number states which
-lines are done. A gateway that takes the batch over continues at it.
+lines are in the files. Results behind a gap are stored apart. A gateway that takes the batch over continues
+with both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
+import msgspec
+
+from services.core.errors import IntegrityError
 from services.gateway.batches.records import MAX_PARTS, OUTPUT_PART_BYTES, BatchRecord, FilePart
 
 
@@ -21,21 +26,58 @@ class LineResult:
     failed: bool
 
 
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(dict[int, LineResult]).decode
+
+
 @dataclass(slots=True)
 class ResultWindow:
     """Results of the lines from ``first`` on."""
 
     first: int
     _held: dict[int, LineResult] = field(default_factory=dict)
+    # When each result came that is stored nowhere, in monotonic seconds, the oldest first.
+    _came_s: dict[int, float] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
         return self.first in self._held
 
-    def add(self, index: int, result: LineResult) -> None:
+    @property
+    def has_unstored(self) -> bool:
+        return bool(self._came_s)
+
+    @property
+    def has_stored(self) -> bool:
+        """Whether a result that is held is stored apart."""
+        return len(self._held) > len(self._came_s)
+
+    def has(self, index: int) -> bool:
+        """Whether a line has its result."""
+        return index < self.first or index in self._held
+
+    def waits_s(self, now_s: float) -> float:
+        """Return how long the oldest result waits that is stored nowhere."""
+        return now_s - next(iter(self._came_s.values()), now_s)
+
+    def add(self, index: int, result: LineResult, now_s: float) -> None:
         assert index >= self.first, f"line {index} has its result already"
         assert index not in self._held, f"line {index} has two results"
         self._held[index] = result
+        self._came_s[index] = now_s
+
+    def held(self) -> dict[int, LineResult]:
+        return dict(self._held)
+
+    def stored(self, lines: Iterable[int]) -> None:
+        """The results of these lines are stored apart now."""
+        for index in lines:
+            self._came_s.pop(index, None)
+
+    def restore(self, results: Mapping[int, LineResult]) -> int:
+        """Hold results that are stored apart, except those in the files; return their bytes."""
+        self._held |= {index: result for index, result in results.items() if index >= self.first}
+        return sum(len(result.data) for result in self._held.values())
 
     def take(self, most_bytes: int) -> list[LineResult]:
         """Return the results without a gap, at least one if it is there, and move past them."""
@@ -43,6 +85,7 @@ class ResultWindow:
         size = 0
         while self.ready and (not taken or size < most_bytes):
             taken.append(self._held.pop(self.first))
+            self._came_s.pop(self.first, None)
             size += len(taken[-1].data)
             self.first += 1
         return taken
@@ -76,6 +119,19 @@ class OpenFile:
     def after(self, parts: tuple[FilePart, ...], last: bytes) -> OpenFile:
         """Return the file with these parts. ``last``: the content of the last one."""
         return replace(self, parts=parts, tail=last if len(last) < self.part_bytes else b"")
+
+
+def early_bytes(results: Mapping[int, LineResult]) -> bytes:
+    """Return results by line, as they are stored apart."""
+    return _encode(results)
+
+
+def early_results(data: bytes) -> dict[int, LineResult]:
+    """Return what ``early_bytes`` encoded. Raises IntegrityError."""
+    try:
+        return _decode(data)
+    except msgspec.DecodeError as error:
+        raise IntegrityError("the results that were stored apart cannot be read") from error
 
 
 def advanced(

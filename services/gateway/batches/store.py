@@ -214,7 +214,7 @@ class BatchStore:
             found.update(part.digest for part in load(entry.value, StoredFile).parts)
         for entry in (await self._store.list(BATCHES)).entries:
             batch = load(entry.value, BatchRecord)
-            found.update(part.digest for part in (*batch.output, *batch.errors))
+            found.update(part.digest for part in (*batch.output, *batch.errors, *batch.early))
         return found
 
     async def _changed(self, operations: Sequence[Put | Delete], conditions: Sequence[Condition]) -> None:

@@ -69,11 +69,13 @@ class RecordOwnership:
     async def accept(self, terms: AcceptedTerms, *, resumed: bool) -> AcceptedTerms:
         """Record the acceptance before any client receives it. Returns it, or that of an earlier run.
 
-        ``resumed``: the record contains it already. A second call replaces the acceptance of a request
-        without output, whose version was withdrawn. Raises StoreUnavailable, also when the ownership is
-        fenced.
+        ``resumed``: the record contains it already. A second call, or one with another version, replaces the
+        acceptance of a request without output, whose version was withdrawn. Raises StoreUnavailable, also
+        when the ownership is fenced.
         """
         earlier = None if self.accepted else self._broadcast.terms
+        if earlier is not None and earlier.version_digest != terms.version_digest:
+            earlier = None
         terms = earlier or terms
         entry = Resumed() if resumed and earlier is not None else terms
         (answer,) = await self._ports.store.append([Addition(self.hold, encode([entry]))])

@@ -121,7 +121,8 @@ class IdempotentService(GatewayService):
     ) -> tuple[Request, asyncio.Task[None]]:
         """Start or resume a request. Its clients have deadlines; the request has the server's.
 
-        A resumed request keeps its terms, including those of a first run under pressure.
+        A resumed request keeps its terms, including those of a first run under pressure. Without output the
+        deployment's present version runs it: its own may be gone.
         """
         resume = None
         if earlier is not None:
@@ -136,11 +137,16 @@ class IdempotentService(GatewayService):
             generation.CopyFrom(own)
             generation.model = accepted.model
             generation.sampling.seed = accepted.seed
-            generation.max_output_tokens = accepted.max_output_tokens
+            begun = any(found.ids or found.chars for found in earlier.produced)
+            if begun or own.HasField("max_output_tokens"):
+                generation.max_output_tokens = accepted.max_output_tokens
+            else:  # another version's context may have less room
+                generation.default_output_tokens = accepted.max_output_tokens
             generation.parts = accepted.form is not None
             version = PinnedVersion(accepted.version_digest, accepted.route_revision)
             form = accepted.form or accepted.constrained_form
-            resume = Resume(version, earlier.produced, degraded_out(accepted.degraded), form)
+            degraded = degraded_out(accepted.degraded)
+            resume = Resume(version, earlier.produced, degraded, form, replaceable=not begun)
         longest_s = min(self.limits.max_timeout_s, self.max_timeout_s(principal, generation))
 
         async def accept(spec: GenerationSpec, degradations: Sequence[Degradation]) -> None:

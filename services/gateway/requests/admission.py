@@ -18,6 +18,7 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.generation import GenerationSpec, Principal
 from services.core.limits import Claim, Price
+from services.core.outputs.forms import OutputForm
 from services.core.records import Priority, Tenant
 from services.gateway.catalog import ModelCatalog
 from services.gateway.policy.claims import (
@@ -30,7 +31,7 @@ from services.gateway.policy.claims import (
 from services.gateway.policy.degrade import Degradation, DegradationKind, output_cap, smaller_model
 from services.gateway.requests.quotas import RequestQuotas, check_timeout
 from services.gateway.requests.stage_timer import Stage, StageTimer
-from services.gateway.requests.terms import Admitted, RunTerms
+from services.gateway.requests.terms import Admitted, Resume, RunTerms
 from services.gateway.requests.validate import Checked, Validator, session_key_of
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
@@ -70,10 +71,9 @@ class RequestAdmission:
         telemetry: RequestTelemetry,
     ) -> Admitted:
         resume, request_id = terms.resume, terms.received.request_id
-        pinned, form = (resume.version, resume.form) if resume is not None else (None, None)
         if self._catalog.has(generation.model):
             telemetry.addressed(principal.tenant_id, generation.model, class_of(generation))
-        checked = self._validator.check(principal, generation, pinned=pinned)
+        checked, form = self._checked(principal, generation, resume)
         route = checked.route
         telemetry.routed(principal.tenant_id, route, checked.priority, session_key_of(principal, generation))
         payer = self._quotas.payer(principal, generation.user)
@@ -121,6 +121,19 @@ class RequestAdmission:
         )
         reroute = partial(self._reroute, principal, generation, bounds)
         return replace(admitted, price=price, reroute=reroute)
+
+    def _checked(
+        self, principal: Principal, generation: inference_pb2.Generation, resume: Resume | None
+    ) -> tuple[Checked, OutputForm | None]:
+        """Return the route of a request, and the form that its outputs keep."""
+        if resume is None:
+            return self._validator.check(principal, generation), None
+        if not resume.replaceable:
+            return self._validator.check(principal, generation, pinned=resume.version), resume.form
+        found = self._validator.check(principal, generation)
+        route = replace(found.route, step="")  # counted, and copied for a shadow version, when it began
+        same = route.version_digest == resume.version.version_digest
+        return Checked(route, found.priority), resume.form if same else None
 
     def _short(
         self,

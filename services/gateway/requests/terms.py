@@ -42,6 +42,8 @@ class Resume:
     degradations: tuple[Degradation, ...]
     # How its outputs are written; None: as its version and its deployment declare.
     form: OutputForm | None = None
+    # Whether the deployment's present version runs it: nothing of it was produced.
+    replaceable: bool = False
 
 
 class Record(Protocol):

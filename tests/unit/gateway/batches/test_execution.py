@@ -15,8 +15,9 @@ import pytest
 from services.core import errors
 from services.core.generation import Principal
 from services.core.records import KeyRole, Meta, Tenant
-from services.gateway.batches.execution import BatchExecution, BatchPorts, BatchTimes
+from services.gateway.batches.execution import BatchExecution
 from services.gateway.batches.output_lines import LineAnswer
+from services.gateway.batches.ports import BatchPorts, BatchTimes
 from services.gateway.batches.records import BatchRecord, BatchStatus, StoredFile, batch_key, owner_key
 from services.gateway.batches.store import BatchStore, OwnedBatch, OwnershipLost
 from services.ports.store import Committed, Condition, ConditionFailed, Operation
@@ -213,11 +214,13 @@ async def test_a_line_above_the_bound_is_named() -> None:
 
 @pytest.mark.parametrize("seed", range(25))
 async def test_kills_lose_and_double_nothing(seed: int) -> None:
-    """Owners are killed at random moments, refusals come, and parts are small."""
+    """Owners are killed at random moments, refusals come, parts are small, and every other time all results
+    that wait are stored at once."""
     rng = Random(seed)
     rig = await rig_of(lines_of([{"n": number, "bad": rng.random() < 0.2} for number in range(60)]))
     rig.calls.rng, rig.calls.temporary = rng, 0.1
-    rig.ports = replace(rig.ports, part_bytes=400)
+    times = replace(rig.ports.times, early_s=0.0 if seed % 2 else 5.0)
+    rig.ports = replace(rig.ports, part_bytes=400, times=times)
     kills = 0
     while not (await rig.record()).status.is_over:
         owner = asyncio.create_task(rig.run(share=rng.randrange(1, 12)))
@@ -232,8 +235,36 @@ async def test_kills_lose_and_double_nothing(seed: int) -> None:
     assert set(rig.calls.runs.values()) == {1}
     assert len(rig.calls.runs) == 60
     record = await rig.record()
-    assert (record.completed, record.failed) == (len(output), len(failed))
+    assert (record.completed, record.failed, record.early) == (len(output), len(failed), ())
     assert kills > 0
+
+
+@pytest.mark.parametrize("keys", ["answers-expired", "gone"])
+async def test_results_behind_a_line_without_a_worker_outlive_the_records_of_their_keys(keys: str) -> None:
+    rig = await rig_of(lines_of([{"n": number, "away": number in (0, 30)} for number in range(60)]))
+    rig.ports = replace(rig.ports, part_bytes=400)
+    execution = BatchExecution(await rig.claim(), rig.ports, lambda: 4)
+    owner = asyncio.create_task(execution.run())
+    async with asyncio.timeout(10):
+        while len(rig.calls.runs) < 58 or execution._window.has_unstored:
+            await asyncio.sleep(0.001)
+    owner.cancel()
+    await asyncio.gather(owner, return_exceptions=True)
+    assert (await rig.record()).next_line == 0
+    if keys == "gone":
+        rig.calls.answers.clear()
+    else:
+        rig.calls.answers = dict.fromkeys(rig.calls.answers, errors.ResultExpired("not stored any more"))
+    rig.calls.unavailable = ""
+    ended = await rig.run()
+    assert (ended.status, ended.completed, ended.failed, ended.early) == (BatchStatus.COMPLETED, 60, 0, ())
+    output, failed = await rig.written()
+    assert [line["custom_id"] for line in output] == [f"id-{number}" for number in range(60)]
+    assert failed == []
+    assert set(rig.calls.runs.values()) == {1}, "each line is charged once"
+    stored = {blob.digest async for page in rig.stack.blobs.stored() for blob in page}
+    file = await rig.stack.files.file("acme", ended.input_file_id)
+    assert stored == {part.digest for part in (*ended.output, *file.parts)}, "nothing is left"
 
 
 async def test_a_frozen_owner_writes_nothing_after_another_took_over() -> None:

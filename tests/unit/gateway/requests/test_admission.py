@@ -23,6 +23,7 @@ from services.core.errors import (
     RequestRateExceeded,
     ShareExceeded,
     TokenRateExceeded,
+    VersionGone,
 )
 from services.core.generation import (
     Constraint,
@@ -293,6 +294,40 @@ async def test_what_goes_on_is_not_counted_against_the_rate_again(gateway: Gatew
     await gateway.limiter.settle(admitted.reservation, Usage(1, 1))
     with pytest.raises(RequestRateExceeded):
         await gateway.ask()
+
+
+@pytest.mark.parametrize("replaceable", [True, False])
+async def test_only_what_has_no_output_leaves_a_version_that_is_gone(
+    gateway: Gateway, replaceable: bool
+) -> None:
+    generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=2)
+    resume = Resume(PinnedVersion("sha256:" + "cd" * 32, 1), (), (), replaceable=replaceable)
+    terms = RunTerms(gateway.received(), 20.0, resume=resume)
+    telemetry = GatewayTelemetry().begin(terms.received)
+    admit = gateway.service._admission.admit(who(), generation, telemetry.timer(), terms, telemetry)
+    if not replaceable:
+        with pytest.raises(VersionGone):
+            await admit
+        return
+    admitted = await admit
+    assert admitted.spec.version_digest == DIGEST
+    await gateway.limiter.settle(admitted.reservation, Usage(1, 1))
+
+
+async def test_what_has_no_output_gets_the_arm_of_a_split_and_is_not_counted_in_its_step_again(
+    gateway: Gateway, fleet: Any
+) -> None:
+    test_splits.load(fleet)
+    test_splits.put(fleet, WHOLE_BP, revision=50)
+    generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=2)
+    resume = Resume(PinnedVersion(test_splits.OLD, 1), (), (), replaceable=True)
+    terms = RunTerms(gateway.received(), 20.0, resume=resume)
+    telemetry = GatewayTelemetry().begin(terms.received)
+    admission = gateway.service._admission
+    admitted = await admission.admit(who("free"), generation, telemetry.timer(), terms, telemetry)
+    spec = admitted.spec
+    assert (spec.version_digest, spec.route_revision, spec.step) == (test_splits.NEW, 50, "")
+    await gateway.limiter.settle(admitted.reservation, Usage(1, 1))
 
 
 async def test_a_resumed_request_is_charged_the_tokens_that_it_adds(gateway: Gateway) -> None:

@@ -1,0 +1,66 @@
+"""What batches act through, and their times and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from services.core.errors import FairwayError
+from services.core.generation import Principal
+from services.core.records import Tenant
+from services.gateway.batches.output_lines import LineAnswer
+from services.gateway.batches.records import OUTPUT_PART_BYTES, BatchRecord, BatchStatus
+from services.gateway.batches.store import BatchStore
+from services.ports.blob_store import PartStore
+from services.ports.clock import Clock
+
+
+class LineCalls(Protocol):
+    """Runs bodies of lines as the HTTP API does, in the lowest class."""
+
+    async def run(self, principal: Principal, endpoint: str, body: bytes, key: str) -> LineAnswer:
+        """Return the answer of a body under an idempotency key. Raises the tree of ``core/errors.py``."""
+
+    def refusal(self, error: FairwayError) -> LineAnswer:
+        """Return the answer that states an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """In seconds."""
+
+    # Between two commits of results.
+    commit_s: float = 1.0
+    # That a result waits for an earlier line before it is stored apart. Far below what keys keep answers.
+    early_s: float = 5.0
+    # For lines that run when the batch is cancelled or expires.
+    grace_s: float = 30.0
+    # That result files are kept.
+    retention_s: float = 30 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPorts:
+    """What batches act through."""
+
+    store: BatchStore
+    parts: PartStore
+    calls: LineCalls
+    clock: Clock
+    rng: Random
+    # Returns the tenant of a caller while its key is valid. Raises Unauthenticated.
+    tenant_of: Callable[[Principal], Tenant]
+    # Returns the batch's status as far as it is known here.
+    status_of: Callable[[BatchRecord], BatchStatus]
+    # Counts a line by its outcome.
+    count: Callable[[str], None]
+    # Returns how many bytes the tenant may store beside its files.
+    room_bytes: Callable[[str], int]
+    max_line_bytes: int
+    times: BatchTimes = BatchTimes()
+    # Of a result file's parts.
+    part_bytes: int = OUTPUT_PART_BYTES
+    # Lines that are read ahead of the first one without a result.
+    ahead_lines: int = 512
