@@ -26,6 +26,7 @@ from services.worker.batcher.charges import RowCharges
 from services.worker.batcher.policy.batch_key import BatchKey, BatchKeys
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
 from services.worker.batcher.policy.flush import (
+    MOST_BATCH_BYTES,
     MOST_PADDED_TOKENS,
     BatchLimits,
     Device,
@@ -44,6 +45,7 @@ from services.worker.batcher.policy.waiting import (
     TooManyRows,
     WaitingRow,
     WaitingRows,
+    fitting,
     mean_width,
 )
 from services.worker.batcher.policy.window import Decided, DerivedWindow, Window, first_to_start
@@ -58,7 +60,6 @@ from services.worker.streams.outbox import Outbox
 log = structlog.get_logger()
 
 SLOTS_PER_BATCH: Final = 4  # rows in flight, in full batches: one runs, others gather and travel
-MOST_BATCH_BYTES: Final = 32 * 1024 * 1024  # of the inputs of one batch
 _LOOKS: Final = 8  # in vain, at most, for rows to run between the layers of one batch
 _TRANSPORT_GAIN: Final = 0.02  # weight of a row in the mean
 RESTART_S: Final = 30.0  # longest wait of rows for a process that starts again
@@ -111,6 +112,7 @@ class Batcher:
             memory_bytes=memory_bytes,
             row_bytes=costs.row_bytes,
             token_bytes=costs.token_bytes,
+            input_bytes=MOST_BATCH_BYTES,
         )
         self.row_slots = SLOTS_PER_BATCH * self.limits.rows
         self.curve = CostCurve(CostPrior(costs.batch_s, costs.row_s, costs.token_s))
@@ -293,7 +295,8 @@ class Batcher:
         due_s = min(now_s + self._objective.latency_s, row.deadline_s)
         self._turns.seen(spec.tenant_id, now_s)
         key = self._keys.of(spec.inputs)
-        waiting = WaitingRow(row.number, spec.tenant_id, key, width, now_s, due_s, row.deadline_s)
+        size = sum(len(tensor.data) for tensor in spec.inputs)
+        waiting = WaitingRow(row.number, spec.tenant_id, key, width, now_s, due_s, row.deadline_s, size)
         run = self._runs.serving
         busy_until_s = 0.0 if run is None else run.began_s + self.curve.mean_s(run.width, len(run.rows))
         added = self._waiting.add(
@@ -387,13 +390,15 @@ class Batcher:
     def _flush(self, decided: Decided, found: Flush, tags: Tags | None, device: Device) -> None:
         group = decided.group
         chosen = self._select(decided.key, None if group.mixed else group.width, found.rows, tags)
-        chosen = chosen[: self._fitting(chosen)]
+        count, cut = fitting(chosen, self.limits)
+        chosen, cause = chosen[:count], cut or found.cause
         width = mixed_width(mean_width(chosen)) if group.mixed else group.width
         if group.mixed:  # neighbours of one length are computed together
             chosen.sort(key=lambda row: self._live[row.number].length)
         rows = self._taken(chosen, width)
-        window, most_rows = window_of(width, found.bound, decided.expected), device.rows_at(width)[0]
-        self._runs.start(RunPlace.SERVING, rows, width, found.cause.value, window=window, most_rows=most_rows)
+        window = window_of(width, found.bound, decided.expected)
+        most_rows = device.rows_of(group)[0] if cut is None else count
+        self._runs.start(RunPlace.SERVING, rows, width, cause.value, window=window, most_rows=most_rows)
 
     def _preempt(self, running: BatchRun) -> None:
         """Run rows of other tenants between the layers of a batch, the least tag first, if that pays."""
@@ -413,8 +418,9 @@ class Batcher:
         for key, group in self._waiting.groups(tags):
             most, _ = device.rows_at(group.width)
             found = self._select(key, group.width, most, tags, without=own)
-            fitting = self._fitting(found, beside=running)
-            if count := long_batch.rows_between(self.curve, width=group.width, rows=fitting):
+            others = len(running.rows)
+            rest, _ = fitting(found, self.limits, others=others, other_tokens=others * running.width)
+            if count := long_batch.rows_between(self.curve, width=group.width, rows=rest):
                 rows = self._taken(found[:count], group.width)
                 self._runs.start_between(rows, group.width, FlushCause.BETWEEN.value)
                 return
@@ -436,22 +442,6 @@ class Batcher:
         self._waiting.remove(row.number for row in rows)
         self._charge_turns(rows, width)
         return rows
-
-    def _fitting(self, rows: Sequence[WaitingRow], beside: BatchRun | None = None) -> int:
-        """Return how many of the first rows fit a batch by what each of them has, at least one.
-
-        ``beside``: a batch that they share the memory with; none may fit then.
-        """
-        others = 0 if beside is None else len(beside.rows)
-        tokens, size = others * (0 if beside is None else beside.width), 0
-        for count, each in enumerate(rows):
-            tokens += each.width
-            size += sum(len(tensor.data) for tensor in self._live[each.number].spec.inputs)
-            if count + others and (
-                size > MOST_BATCH_BYTES or not self.limits.fits(count + others + 1, tokens)
-            ):
-                return count
-        return len(rows)
 
     def _charge_turns(self, rows: Sequence[LiveRow], width: int) -> None:
         row_s = self.curve.mean_s(width, len(rows)) / len(rows)

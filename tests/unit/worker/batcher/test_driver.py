@@ -8,10 +8,14 @@ from collections import Counter
 import pytest
 from msgspec import structs
 
+from services.core.fixed_cost.rows import RawTensor
 from services.core.fleet import TenantSlots
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
+from services.runtime.telemetry.metrics import Metrics
 from services.worker.batcher.driver import RESTART_S
+from services.worker.batcher.policy.flush import MOST_BATCH_BYTES
+from services.worker.batcher.telemetry import BatcherTelemetry, BatchInstruments
 from services.worker.engine_protocol import BatchRan, RowCosts, RowModel
 from tests.unit.worker.batcher.scripted import (
     DIGEST,
@@ -188,7 +192,26 @@ def test_a_batch_of_all_widths_keeps_the_budget_of_tokens() -> None:
     scripted.answer()
     assert lengths_of(scripted) == [9000], "two of them are above the budget, though the mean is not"
     scripted.answer()
+    assert [end.batch_cause for end in scripted.ends.values() if end.batch_rows == 1][-1] == "tokens"
     assert len(lengths_of(scripted)) > 20
+
+
+def test_a_batch_that_the_bytes_of_its_inputs_limit_is_full_by_them() -> None:
+    metrics = Metrics()
+    scripted = Scripted(telemetry=BatcherTelemetry(BatchInstruments(metrics), "m"))
+    scripted.start()
+    large = (RawTensor("x", "FP32", (1,), bytes(MOST_BATCH_BYTES // 40)),)
+    for inputs in [large] * 60 + [vector()] * 140:
+        scripted.start(inputs)
+    scripted.answer()
+    fill = "fairway_worker_batch_fill_ratio_sum", {"model": "m"}
+    before = metrics.registry.get_sample_value(*fill) or 0.0
+    assert len(scripted.serving.sent[-1].rows) == 40, "of the mean a hundred fit, of the first rows fewer"
+    scripted.answer()
+    assert {end.batch_cause for end in scripted.ends.values() if end.batch_rows == 40} == {"bytes"}
+    assert metrics.registry.get_sample_value(*fill) == before + 1.0
+    scripted.answer()
+    assert {end.batch_cause for end in scripted.ends.values() if end.batch_rows == 100} == {"full"}
 
 
 def test_a_row_with_a_problem_is_refused_alone_and_is_not_charged(scripted: Scripted) -> None:
