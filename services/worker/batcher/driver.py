@@ -16,13 +16,14 @@ from typing import Any, Final, Protocol
 import structlog
 from msgspec import structs
 
-from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, PoisonedInput, QueueFull
+from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, QueueFull
 from services.core.fixed_cost.rows import RowEnd, RowSpec
 from services.core.fleet import PoolSnapshot, TenantSlots
 from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
 from services.worker.batcher.arriving_rows import ArrivingRows
 from services.worker.batcher.charges import RowCharges
+from services.worker.batcher.condemned import CondemnedRows
 from services.worker.batcher.policy.batch_key import BatchKey, BatchKeys
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
 from services.worker.batcher.policy.flush import (
@@ -63,16 +64,11 @@ SLOTS_PER_BATCH: Final = 4  # rows in flight, in full batches: one runs, others 
 _LOOKS: Final = 8  # in vain, at most, for rows to run between the layers of one batch
 _TRANSPORT_GAIN: Final = 0.02  # weight of a row in the mean
 RESTART_S: Final = 30.0  # longest wait of rows for a process that starts again
-_FAILED: Final = {
-    RunFailure.RAISED: "raised an exception in the model",
-    RunFailure.DIED: "ended the process of the model",
-    RunFailure.KILLED: "ran while the process of the model was killed",
-    RunFailure.HUNG: "did not end within the time limit",
-}
+SEARCH_RESTART_S: Final = 300.0  # of suspects: they would end a process of another worker too
 
 
 class Sacrifice(Protocol):
-    """The process in which suspects run. Answers by ``Batcher.attach``, or ``give_up_searches``."""
+    """The process in which suspects run. Answers by ``Batcher.attach``, or ``search_in_serving``."""
 
     def start(self) -> None:
         """Start it, unless it runs or starts."""
@@ -124,6 +120,8 @@ class Batcher:
         self._live: dict[int, LiveRow] = {}
         self._keys = BatchKeys(version_digest, model.operation, model.dtype, has_length=model.max_tokens > 0)
         self._searches: list[RowSearch] = []  # the oldest first
+        self._condemned = CondemnedRows(version_digest)
+        self._healthy_first = False  # the serving process ran suspects: rows that wait have their turn
         self._runs = BatchRuns(self.curve, self._clock)
         self._last_number = self._decision = 0
         self._detached_s = 0.0
@@ -199,8 +197,12 @@ class Batcher:
             late = DeadlineUnmeetable("the deadline passes before the row is computed")
             self._end(self._live[found.number], RowEnd(error=late), late.reason)
         self._runs.kill_hung(now_s)
-        if not self.ready and len(self._waiting) and now_s - self._detached_s > RESTART_S:
+        away_s = 0.0 if self.ready else now_s - self._detached_s
+        if len(self._waiting) and away_s > RESTART_S:
             self._lose([self._live[number] for number in self._waiting.numbers()])
+        for search in self._searches_in(RunPlace.SERVING) if away_s > SEARCH_RESTART_S else ():
+            self._searches.remove(search)
+            self._lose(search.unanswered())
 
     def reset_silence(self) -> None:
         """See ``RowTable``."""
@@ -241,10 +243,12 @@ class Batcher:
 
     def detach(self, place: RunPlace, exit_: EngineExit) -> None:
         """Search the rows of its batch after a process ended by itself; they are lost if it was stopped."""
-        self._detached_s = self._clock.monotonic_s()
+        now_s = self._clock.monotonic_s()
+        if place is RunPlace.SERVING:
+            self._detached_s = now_s
         runs = self._runs.ended(place)
         if runs:
-            self._context.charges.wasted(self._detached_s - runs[0].began_s)
+            self._context.charges.wasted(now_s - runs[0].began_s)
         for run in runs:
             if isinstance(exit_, Crashed):
                 if place is RunPlace.SACRIFICIAL and self._context.telemetry is not None:
@@ -268,12 +272,12 @@ class Batcher:
             self._answer(run, event, now_s)
         self._proceed()
 
-    def give_up_searches(self, reason: str) -> None:
-        """End the rows of searches as lost: no process can be sacrificed."""
-        for search in [each for each in self._searches if each.place is RunPlace.SACRIFICIAL]:
-            log.warning("search.given_up", digest=self._digest, reason=reason)
-            self._searches.remove(search)
-            self._lose(search.unanswered())
+    def search_in_serving(self, reason: str) -> None:
+        """Search in the process that serves, once it is up: no process can be sacrificed."""
+        for search in self._searches_in(RunPlace.SACRIFICIAL):
+            log.warning("search.not_apart", digest=self._digest, reason=reason)
+            search.go_on_in_serving()
+        self._proceed()
 
     def lose_all(self) -> None:
         """End every row as lost: no process will run."""
@@ -286,6 +290,8 @@ class Batcher:
     def _admit(self, row: LiveRow, now_s: float) -> FairwayError | None:
         """Let the row wait, or return why it cannot."""
         spec, most = row.spec, self._model.max_tokens
+        if (condemned := self._condemned.find(spec.inputs, now_s)) is not None:
+            return condemned
         if most:
             lengths = [tensor.shape[0] for tensor in spec.inputs if tensor.shape]
             row.length = max(lengths, default=0)
@@ -324,13 +330,13 @@ class Batcher:
         for abandoned in [each for each in self._searches if each.place is None and each not in running]:
             self._settle(abandoned)
         self._decide()
-        search = next((each for each in self._searches if each.place is RunPlace.SACRIFICIAL), None)
-        if search is None:
+        apart = self._searches_in(RunPlace.SACRIFICIAL)
+        if not apart:
             self._context.sacrifice.stop()
         elif RunPlace.SACRIFICIAL not in self._runs.processes:
             self._context.sacrifice.start()
         elif RunPlace.SACRIFICIAL not in self._runs:
-            self._search_on(search)
+            self._search_on(apart[0])
         self._context.changed()
 
     def _decide(self) -> None:
@@ -341,9 +347,10 @@ class Batcher:
         if (running := self._runs.serving) is not None:
             self._preempt(running)
             return
-        search = next((each for each in self._searches if each.place is RunPlace.SERVING), None)
-        if search is not None:
-            self._search_on(search)
+        searches = self._searches_in(RunPlace.SERVING)
+        if searches and not (searches[0].deadly and self._healthy_first and len(self._waiting)):
+            self._healthy_first = searches[0].deadly
+            self._search_on(searches[0])
             return
         now_s = self._clock.monotonic_s()
         shared = self._turns.are_shared(now_s)
@@ -398,6 +405,7 @@ class Batcher:
         rows = self._taken(chosen, width)
         window = window_of(width, found.bound, decided.expected)
         most_rows = device.rows_of(group)[0] if cut is None else count
+        self._healthy_first = False
         self._runs.start(RunPlace.SERVING, rows, width, cause.value, window=window, most_rows=most_rows)
 
     def _preempt(self, running: BatchRun) -> None:
@@ -446,6 +454,9 @@ class Batcher:
     def _charge_turns(self, rows: Sequence[LiveRow], width: int) -> None:
         row_s = self.curve.mean_s(width, len(rows)) / len(rows)
         self._turns.started(Counter(row.spec.tenant_id for row in rows), row_s, self._clock.monotonic_s())
+
+    def _searches_in(self, place: RunPlace) -> list[RowSearch]:
+        return [search for search in self._searches if search.place is place]
 
     def _search_on(self, search: RowSearch) -> None:
         assert search.place is not None, "the search is over"
@@ -527,12 +538,11 @@ class Batcher:
 
     def _settle(self, search: RowSearch) -> None:
         """End the rows that a search condemned, and the search when it is over."""
-        for row in search.take_condemned():
-            error = PoisonedInput(
-                f"this input {_FAILED[search.failure]} of version {self._digest}, alone in its batch",
-                version_digest=self._digest,
-            )
-            log.error("row.condemned", request_id=row.spec.request_id, failure=search.failure.value)
+        for row, deaths in search.take_condemned():
+            now_s = self._clock.monotonic_s()
+            error = self._condemned.add(row.spec.inputs, search.failure, deaths, now_s)
+            request_id, failure = row.spec.request_id, search.failure.value
+            log.error("row.condemned", request_id=request_id, failure=failure, deaths=deaths)
             self._end(row, RowEnd(error=error, device_s=row.device_s), error.reason)
         if search.place is None:
             self._searches.remove(search)
