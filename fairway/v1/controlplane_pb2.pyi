@@ -1640,9 +1640,9 @@ class QuarantinedInput(_message.Message):
     fingerprint: _builtins.str
     """Of prompt and sampling, keyed by a secret of the installation."""
     model: _builtins.str
-    """The deployment whose request ended engines."""
+    """The deployment of the request."""
     deaths: _builtins.int
-    """How many engines it ended alone."""
+    """How many engines it ended alone. 0: a row of a fixed-cost model that only raised an exception."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(

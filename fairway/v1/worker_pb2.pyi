@@ -581,6 +581,7 @@ class RowFinished(_message.Message):
     BATCH_CAUSE_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     STAY_US_FIELD_NUMBER: _builtins.int
+    DEATHS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     error_reason: _builtins.str
     """Reason of the error tree, such as INVALID_INPUT, QUEUE_FULL, DEADLINE_UNMEETABLE, POISONED_INPUT or ENGINE_LOST: of
@@ -595,6 +596,8 @@ class RowFinished(_message.Message):
     batch_cause: _builtins.str
     stay_us: _builtins.int
     """From its arrival on the worker until its end."""
+    deaths: _builtins.int
+    """Of POISONED_INPUT: how many processes ended while they computed this row alone; 0: it only raised."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]:
         """Without the batch dimension."""
@@ -616,12 +619,15 @@ class RowFinished(_message.Message):
         batch_cause: _builtins.str = ...,
         window: _common_pb2.BatchWindow | None = ...,
         stay_us: _builtins.int = ...,
+        deaths: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deaths", b"_deaths", "deaths", b"deaths", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_cause", b"batch_cause", "batch_rows", b"batch_rows", "device_us", b"device_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "outputs", b"outputs", "stay_us", b"stay_us", "wait_us", b"wait_us", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deaths", b"_deaths", "batch_cause", b"batch_cause", "batch_rows", b"batch_rows", "deaths", b"deaths", "device_us", b"device_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "outputs", b"outputs", "stay_us", b"stay_us", "wait_us", b"wait_us", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__deaths: _TypeAlias = _typing.Literal["deaths"]  # noqa: Y015
+    _WhichOneofArgType__deaths: _TypeAlias = _typing.Literal["_deaths", b"_deaths"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deaths) -> _WhichOneofReturnType__deaths | None: ...
 
 Global___RowFinished: _TypeAlias = RowFinished  # noqa: Y015
 

@@ -138,7 +138,8 @@ class VersionGone(FailedPrecondition):
 
 
 class PoisonedInput(FailedPrecondition):
-    """The input ends the process that computes it, and is refused on this version for a while."""
+    """The input ends the process that computes it, or raises in a fixed-cost model, and is refused on this
+    version for a while. ``deaths`` in the metadata: processes that it ended alone."""
 
     reason = "POISONED_INPUT"
 

@@ -81,9 +81,11 @@ class PoisonGate:
             return
         self._telemetry.poisoned(model, digest, "refused")
         left_s = max(1, round(found.until_unix_s - self._clock.unix_s()))
+        ended = f"ended the engine of version {digest} on {found.deaths} tries"
+        if not found.deaths:
+            ended = f"raised an exception in the model of version {digest}, alone in its batch"
         raise PoisonedInput(
-            f"this input ended the engine of version {digest} on {found.deaths} tries; it is refused on this "
-            f"version for another {left_s} s",
+            f"this input {ended}; it is refused on this version for another {left_s} s",
             version_digest=digest,
             model=model,
             deaths=found.deaths,

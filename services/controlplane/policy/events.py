@@ -230,7 +230,8 @@ def _quarantined(before: Quarantined | None, after: Quarantined | None) -> Itera
     assert entry is not None
     where = f"input {entry.fingerprint} of {_short(entry.version_digest)}"
     if before is None:
-        message = f"{where} ended {entry.deaths} engines alone"
+        ended = f"ended {entry.deaths} engines" if entry.deaths else "raised an exception"
+        message = f"{where} {ended} alone"
         yield FleetEvent(EventKind.DEPLOYMENT, entry.model, "INPUT_QUARANTINED", message, warning=True)
     elif after is None:
         message = f"{where} is admitted again: lifted, displaced, or its time is over"

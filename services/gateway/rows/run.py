@@ -322,7 +322,7 @@ class RowsRun:
                 route.model,
                 route.version_digest,
                 row,
-                int(end.error.metadata.get("deaths", "1")),
+                int(end.error.metadata.get("deaths", "1")),  # a worker of an earlier release sends none
             )
             for row, end in zip(ready.rows.rows, ends, strict=False)
             if isinstance(end.error, PoisonedInput)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """One input, refused on one version. ``deaths``: how many processes it ended alone."""
+    """One input, refused on one version. ``deaths``: how many processes it ended alone; 0: it only raised."""
 
     version_digest: str
     fingerprint: str

@@ -80,15 +80,20 @@ def row_end_to_proto(handle: int, end: RowEnd) -> worker_pb2.RowFinished:
         message.error_reason = ENGINE_LOST
     elif end.error is not None:
         message.error_reason, message.error_message = end.error.reason, end.error.message
+        if (deaths := end.error.metadata.get("deaths")) is not None:
+            message.deaths = int(deaths)
     return message
 
 
 def row_end_from_proto(message: worker_pb2.RowFinished) -> RowEnd:
     reason = message.error_reason
     lost = reason == ENGINE_LOST
+    error = by_reason(reason, message.error_message) if reason and not lost else None
+    if error is not None and message.HasField("deaths"):
+        error.metadata["deaths"] = str(message.deaths)
     return RowEnd(
         outputs=tuple(map(_TENSOR.from_proto, message.outputs)),
-        error=by_reason(reason, message.error_message) if reason and not lost else None,
+        error=error,
         lost=lost,
         device_s=message.device_us / 1e6,
         wait_s=message.wait_us / 1e6,

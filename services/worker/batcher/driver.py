@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import structlog
 from msgspec import structs
 
-from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, PoisonedInput, QueueFull
+from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, QueueFull
 from services.core.fixed_cost.rows import RowEnd, RowSpec
 from services.core.fixed_cost.tensors import TILES, tiles_of
 from services.core.fleet import PoolSnapshot, TenantSlots
@@ -25,6 +25,7 @@ from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
 from services.worker.batcher.arriving_rows import ArrivingRows
 from services.worker.batcher.charges import RowCharges
+from services.worker.batcher.condemned import CondemnedRows
 from services.worker.batcher.policy.batch_key import BatchKey, BatchKeys
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
 from services.worker.batcher.policy.flush import (
@@ -47,6 +48,7 @@ from services.worker.batcher.policy.waiting import (
     TooManyRows,
     WaitingRow,
     WaitingRows,
+    fitting,
     mean_width,
 )
 from services.worker.batcher.policy.window import Decided, DerivedWindow, Window, first_to_start
@@ -64,16 +66,11 @@ SLOTS_PER_BATCH: Final = 4  # rows in flight, in full batches: one runs, others 
 _LOOKS: Final = 8  # in vain, at most, for rows to run between the layers of one batch
 _TRANSPORT_GAIN: Final = 0.02  # weight of a row in the mean
 RESTART_S: Final = 30.0  # longest wait of rows for a process that starts again
-_FAILED: Final = {
-    RunFailure.RAISED: "raised an exception in the model",
-    RunFailure.DIED: "ended the process of the model",
-    RunFailure.KILLED: "ran while the process of the model was killed",
-    RunFailure.HUNG: "did not end within the time limit",
-}
+SEARCH_RESTART_S: Final = 300.0  # of suspects: they would end a process of another worker too
 
 
 class Sacrifice(Protocol):
-    """The process in which suspects run. Answers by ``Batcher.attach``, or ``give_up_searches``."""
+    """The process in which suspects run. Answers by ``Batcher.attach``, or ``search_in_serving``."""
 
     def start(self) -> None:
         """Start it, unless it runs or starts."""
@@ -113,6 +110,7 @@ class Batcher:
             memory_bytes=memory_bytes,
             row_bytes=costs.row_bytes,
             token_bytes=costs.token_bytes,
+            input_bytes=MOST_BATCH_BYTES,
         )
         self.row_slots = SLOTS_PER_BATCH * self.limits.rows
         self.curve = CostCurve(CostPrior(costs.batch_s, costs.row_s, costs.token_s))
@@ -126,6 +124,8 @@ class Batcher:
         self._live: dict[int, LiveRow] = {}
         self._keys = BatchKeys(version_digest, model.operation, model.dtype, has_length=self._has_tokens)
         self._searches: list[RowSearch] = []  # the oldest first
+        self._condemned = CondemnedRows(version_digest)
+        self._healthy_first = False  # the serving process ran suspects: rows that wait have their turn
         self._runs = BatchRuns(self.curve, self._clock)
         self._last_number = self._decision = 0
         self._detached_s = 0.0
@@ -201,8 +201,12 @@ class Batcher:
             late = DeadlineUnmeetable("the deadline passes before the row is computed")
             self._end(self._live[found.number], RowEnd(error=late), late.reason)
         self._runs.kill_hung(now_s)
-        if not self.ready and len(self._waiting) and now_s - self._detached_s > RESTART_S:
+        away_s = 0.0 if self.ready else now_s - self._detached_s
+        if len(self._waiting) and away_s > RESTART_S:
             self._lose([self._live[number] for number in self._waiting.numbers()])
+        for search in self._searches_in(RunPlace.SERVING) if away_s > SEARCH_RESTART_S else ():
+            self._searches.remove(search)
+            self._lose(search.unanswered())
 
     def reset_silence(self) -> None:
         """See ``RowTable``."""
@@ -243,10 +247,12 @@ class Batcher:
 
     def detach(self, place: RunPlace, exit_: EngineExit) -> None:
         """Search the rows of its batch after a process ended by itself; they are lost if it was stopped."""
-        self._detached_s = self._clock.monotonic_s()
+        now_s = self._clock.monotonic_s()
+        if place is RunPlace.SERVING:
+            self._detached_s = now_s
         runs = self._runs.ended(place)
         if runs:
-            self._context.charges.wasted(self._detached_s - runs[0].began_s)
+            self._context.charges.wasted(now_s - runs[0].began_s)
         for run in runs:
             if isinstance(exit_, Crashed):
                 if place is RunPlace.SACRIFICIAL and self._context.telemetry is not None:
@@ -270,12 +276,12 @@ class Batcher:
             self._answer(run, event, now_s)
         self._proceed()
 
-    def give_up_searches(self, reason: str) -> None:
-        """End the rows of searches as lost: no process can be sacrificed."""
-        for search in [each for each in self._searches if each.place is RunPlace.SACRIFICIAL]:
-            log.warning("search.given_up", digest=self._digest, reason=reason)
-            self._searches.remove(search)
-            self._lose(search.unanswered())
+    def search_in_serving(self, reason: str) -> None:
+        """Search in the process that serves, once it is up: no process can be sacrificed."""
+        for search in self._searches_in(RunPlace.SACRIFICIAL):
+            log.warning("search.not_apart", digest=self._digest, reason=reason)
+            search.go_on_in_serving()
+        self._proceed()
 
     def lose_all(self) -> None:
         """End every row as lost: no process will run."""
@@ -288,6 +294,8 @@ class Batcher:
     def _admit(self, row: LiveRow, now_s: float) -> FairwayError | None:
         """Let the row wait, or return why it cannot."""
         spec, most = row.spec, self._model.max_tokens
+        if (condemned := self._condemned.find(spec.inputs, now_s)) is not None:
+            return condemned
         if most:
             lengths = [self._length_of(tensor.shape) for tensor in spec.inputs if tensor.shape]
             row.length = max(lengths, default=0)
@@ -300,8 +308,9 @@ class Batcher:
         answer_by_s = now_s + target_s - spec.waited_s
         self._turns.seen(spec.tenant_id, now_s)
         key = self._keys.of(spec.inputs)
+        size = sum(len(tensor.data) for tensor in spec.inputs)
         waiting = WaitingRow(
-            row.number, spec.tenant_id, key, width, now_s, answer_by_s, target_s, row.deadline_s
+            row.number, spec.tenant_id, key, width, now_s, answer_by_s, target_s, row.deadline_s, size
         )
         run = self._runs.serving
         busy_until_s = 0.0 if run is None else run.began_s + self.curve.mean_s(run.width, len(run.rows))
@@ -330,13 +339,13 @@ class Batcher:
         for abandoned in [each for each in self._searches if each.place is None and each not in running]:
             self._settle(abandoned)
         self._decide()
-        search = next((each for each in self._searches if each.place is RunPlace.SACRIFICIAL), None)
-        if search is None:
+        apart = self._searches_in(RunPlace.SACRIFICIAL)
+        if not apart:
             self._context.sacrifice.stop()
         elif RunPlace.SACRIFICIAL not in self._runs.processes:
             self._context.sacrifice.start()
         elif RunPlace.SACRIFICIAL not in self._runs:
-            self._search_on(search)
+            self._search_on(apart[0])
         self._context.changed()
 
     def _decide(self) -> None:
@@ -347,9 +356,10 @@ class Batcher:
         if (running := self._runs.serving) is not None:
             self._preempt(running)
             return
-        search = next((each for each in self._searches if each.place is RunPlace.SERVING), None)
-        if search is not None:
-            self._search_on(search)
+        searches = self._searches_in(RunPlace.SERVING)
+        if searches and not (searches[0].deadly and self._healthy_first and len(self._waiting)):
+            self._healthy_first = searches[0].deadly
+            self._search_on(searches[0])
             return
         now_s = self._clock.monotonic_s()
         shared = self._turns.are_shared(now_s)
@@ -396,14 +406,16 @@ class Batcher:
     def _flush(self, decided: Decided, found: Flush, tags: Tags | None, device: Device) -> None:
         group = decided.group
         chosen = self._select(decided.key, None if group.mixed else group.width, found.rows, tags)
-        chosen = chosen[: self._fitting(chosen)]
+        count, cut = fitting(chosen, self.limits)
+        chosen, cause = chosen[:count], cut or found.cause
         width = mixed_width(mean_width(chosen)) if group.mixed else group.width
         if group.mixed:  # neighbours of one length are computed together
             chosen.sort(key=lambda row: self._live[row.number].length)
         rows = self._taken(chosen, width)
         window = window_of(width, found.bound, decided.expected, group.target_s)
-        most_rows = device.rows_at(width)[0]
-        self._runs.start(RunPlace.SERVING, rows, width, found.cause.value, window=window, most_rows=most_rows)
+        most_rows = device.rows_of(group)[0] if cut is None else count
+        self._healthy_first = False
+        self._runs.start(RunPlace.SERVING, rows, width, cause.value, window=window, most_rows=most_rows)
 
     def _preempt(self, running: BatchRun) -> None:
         """Run rows of other tenants between the layers of a batch, the least tag first, if that pays."""
@@ -423,8 +435,9 @@ class Batcher:
         for key, group in self._waiting.groups(tags):
             most, _ = device.rows_at(group.width)
             found = self._select(key, group.width, most, tags, without=own)
-            fitting = self._fitting(found, beside=running)
-            if count := long_batch.rows_between(self.curve, width=group.width, rows=fitting):
+            others = len(running.rows)
+            rest, _ = fitting(found, self.limits, others=others, other_tokens=others * running.width)
+            if count := long_batch.rows_between(self.curve, width=group.width, rows=rest):
                 rows = self._taken(found[:count], group.width)
                 self._runs.start_between(rows, group.width, FlushCause.BETWEEN.value)
                 return
@@ -447,25 +460,12 @@ class Batcher:
         self._charge_turns(rows, width)
         return rows
 
-    def _fitting(self, rows: Sequence[WaitingRow], beside: BatchRun | None = None) -> int:
-        """Return how many of the first rows fit a batch by what each of them has, at least one.
-
-        ``beside``: a batch that they share the memory with; none may fit then.
-        """
-        others = 0 if beside is None else len(beside.rows)
-        tokens, size = others * (0 if beside is None else beside.width), 0
-        for count, each in enumerate(rows):
-            tokens += each.width
-            size += sum(len(tensor.data) for tensor in self._live[each.number].spec.inputs)
-            if count + others and (
-                size > MOST_BATCH_BYTES or not self.limits.fits(count + others + 1, tokens)
-            ):
-                return count
-        return len(rows)
-
     def _charge_turns(self, rows: Sequence[LiveRow], width: int) -> None:
         row_s = self.curve.mean_s(width, len(rows)) / len(rows)
         self._turns.started(Counter(row.spec.tenant_id for row in rows), row_s, self._clock.monotonic_s())
+
+    def _searches_in(self, place: RunPlace) -> list[RowSearch]:
+        return [search for search in self._searches if search.place is place]
 
     def _search_on(self, search: RowSearch) -> None:
         assert search.place is not None, "the search is over"
@@ -547,12 +547,11 @@ class Batcher:
 
     def _settle(self, search: RowSearch) -> None:
         """End the rows that a search condemned, and the search when it is over."""
-        for row in search.take_condemned():
-            error = PoisonedInput(
-                f"this input {_FAILED[search.failure]} of version {self._digest}, alone in its batch",
-                version_digest=self._digest,
-            )
-            log.error("row.condemned", request_id=row.spec.request_id, failure=search.failure.value)
+        for row, deaths in search.take_condemned():
+            now_s = self._clock.monotonic_s()
+            error = self._condemned.add(row.spec.inputs, search.failure, deaths, now_s)
+            request_id, failure = row.spec.request_id, search.failure.value
+            log.error("row.condemned", request_id=request_id, failure=failure, deaths=deaths)
             self._end(row, RowEnd(error=error, device_s=row.device_s), error.reason)
         if search.place is None:
             self._searches.remove(search)

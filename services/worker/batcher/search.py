@@ -22,10 +22,20 @@ class RowSearch:
 
     @property
     def place(self) -> RunPlace | None:
-        """Where the next run takes place; None: the search is over."""
-        if (run := self._state.next_run) is None or all(row.dropped for row in self._left()):
+        """Where the next run takes place; None: the search is over.
+
+        Suspects that were dropped are searched to the end: the next client that sends the cause would end
+        another process. Rows of which nothing is known do not run for no one.
+        """
+        run = self._state.next_run
+        if run is None or (not self._state.suspects and all(row.dropped for row in self._left())):
             return None
         return run.place
+
+    @property
+    def deadly(self) -> bool:
+        """Whether its failures end the process."""
+        return self._state.deadly
 
     @property
     def rows(self) -> tuple[LiveRow, ...]:
@@ -38,10 +48,15 @@ class RowSearch:
         self.failure = failure or self.failure
         self._state = self._state.after(failure)
 
-    def take_condemned(self) -> list[LiveRow]:
-        """Return the rows that were condemned since the last call."""
+    def go_on_in_serving(self) -> None:
+        """Run what is left in the process that serves: no sacrificial one can run."""
+        self._state = self._state.in_serving()
+
+    def take_condemned(self) -> list[tuple[LiveRow, int]]:
+        """Return the rows that were condemned since the last call, and how many processes each ended."""
         taken, self._taken = self._taken, len(self._state.condemned)
-        return [self._rows[number] for number in self._state.condemned[taken:]]
+        found = zip(self._state.condemned[taken:], self._state.deaths[taken:], strict=True)
+        return [(self._rows[number], deaths) for number, deaths in found]
 
     def unanswered(self) -> list[LiveRow]:
         """Return the rows that the search leaves, when it is given up or over."""

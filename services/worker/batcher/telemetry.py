@@ -27,7 +27,7 @@ class BatchInstruments:
         )
         self.fill = metrics.histogram(
             "fairway_worker_batch_fill_ratio",
-            "Rows of a batch over the most that its width may have",
+            "Rows of a batch over the most that its limits allow",
             _BY_MODEL,
             bounds=_RATIOS,
         )

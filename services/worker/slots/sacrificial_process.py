@@ -1,7 +1,8 @@
 """The process in which suspects of a fixed-cost version run, so that they end none that serves.
 
 It exists while a failed batch is searched, holds memory of its own in the ledger, and starts again when a
-suspect ended it. Where the memory does not suffice for it beside the serving process, there is no search.
+suspect ended it. Where the memory does not suffice for it beside the serving process, or it does not load,
+the batcher searches in the serving one.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class SacrificialProcess:
 
     def _give_up(self, reason: str) -> None:
         if (batcher := self._batcher()) is not None:
-            batcher.give_up_searches(reason)
+            batcher.search_in_serving(reason)
 
     def _release(self) -> None:
         self._context.ledger.release(self._digest + _SUFFIX)

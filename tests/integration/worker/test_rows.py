@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded
 from services.worker.batcher.policy.isolation import RunPlace
 from tests.integration.worker.harness import eventually
-from tests.integration.worker.row_worker import RowWorker, raw
+from tests.integration.worker.row_worker import SETTINGS, RowWorker, raw
 from tests.support.fixed_cost import save, save_pooling, token_row
 from tests.support.poisoned_batcher import POISON, RowFault
 from tests.unit.worker.batcher.models.test_loading import save_mlp
@@ -173,6 +174,46 @@ async def test_one_bad_row_is_condemned_and_its_neighbours_are_answered(
     async with asyncio.timeout(20.0):  # until the sacrificial process holds no memory
         while held_bytes + (await worker.harness.registered()).memory_free_bytes != 2 * 1024**3:
             await asyncio.sleep(0.05)
+
+
+async def test_a_bad_row_is_condemned_where_no_second_process_fits(
+    tmp_path: Path, workers: list[RowWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", FAULTS)
+    net = save_mlp(tmp_path)
+    kv_bytes = 512 * 1024
+    settings = replace(SETTINGS, kv_memory_bytes=kv_bytes, crash_backoff_most_s=0.2)
+    worker = await RowWorker.started(tmp_path, settings, memory_bytes=kv_bytes + 128 * 1024)
+    workers.append(worker)
+    values = [index / 10 for index in range(100)]
+    rows = [vector(value) for value in values]
+    rows.insert(60, poison(RowFault.SEGFAULTS))
+    found = await worker.run(rows, timeout_s=120.0)
+    condemned = found.pop(60).answer.error
+    assert isinstance(condemned, PoisonedInput)
+    assert condemned.metadata["deaths"] == "2"
+    outputs = np.stack([reader.outputs["output"] for reader in found])
+    np.testing.assert_allclose(outputs, expected(net, values), atol=1e-5)
+    assert 2 <= worker.restarts <= 5
+    assert worker.batcher.places <= {RunPlace.SERVING}
+
+
+async def test_a_client_that_returns_after_its_row_hung_is_refused_at_once(
+    tmp_path: Path, workers: list[RowWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", FAULTS)
+    save_mlp(tmp_path)
+    worker = await RowWorker.started(tmp_path)
+    workers.append(worker)
+    _, row = worker.start_row(poison(RowFault.HANGS))
+    await eventually(lambda: worker.batcher.running == 1)
+    row.cancel()
+    await eventually(lambda: len(worker.batcher) == 0, 120.0)
+    await worker.ready()
+    again = await worker.start(poison(RowFault.HANGS)).wait(1.0)
+    assert isinstance(again.answer.error, PoisonedInput)
+    assert again.answer.error.metadata["deaths"] == "3"
+    assert worker.restarts == 1
 
 
 async def test_a_stopped_version_gives_its_rows_back(tmp_path: Path, workers: list[RowWorker]) -> None:

@@ -29,6 +29,7 @@ class FlushCause(StrEnum):
     FULL = "full"  # as many rows as a batch may have
     TOKENS = "tokens"  # one row more would exceed the budget of padded tokens
     MEMORY = "memory"  # one row more would exceed the memory
+    BYTES = "bytes"  # one row more would exceed the bytes of inputs
     LINGER = "linger"  # the objective leaves no time to wait
     DEADLINE = "deadline"  # a client's deadline leaves no time to wait
     IDLE = "idle"  # the device is idle and waiting does not pay
@@ -47,22 +48,39 @@ class BatchLimits:
     # Working memory of a batch, measured when the model was loaded.
     row_bytes: int = 0
     token_bytes: int = 0
+    # Of all inputs of a batch.
+    input_bytes: int = 0
 
     def rows_at(self, width: int) -> tuple[int, FlushCause]:
         """Return the most rows of this width, at least 1, and which limit it is."""
+        return self.rows_like(1, width, 0)
+
+    def rows_like(self, rows: int, tokens: int, input_bytes: int) -> tuple[int, FlushCause]:
+        """Return the most rows like these, at least 1, and which limit it is.
+
+        These ``rows`` have so many padded tokens and bytes of inputs in all. A batch of all of them is within
+        the limits if the answer is at least ``rows``.
+        """
         found, cause = self.rows, FlushCause.FULL
-        if self.padded_tokens and width and self.padded_tokens // width < found:
-            found, cause = self.padded_tokens // width, FlushCause.TOKENS
-        each = self.row_bytes + width * self.token_bytes
-        if self.memory_bytes and each and self.memory_bytes // each < found:
-            found, cause = self.memory_bytes // each, FlushCause.MEMORY
+        for budget, used, limit in self._budgets(rows, tokens, input_bytes):
+            if budget and used and budget * rows // used < found:
+                found, cause = budget * rows // used, limit
         return max(1, found), cause
 
-    def fits(self, rows: int, tokens: int) -> bool:
-        """Whether a batch of rows with so many tokens in all is within the budgets of tokens and memory."""
-        if self.padded_tokens and tokens > self.padded_tokens:
-            return False
-        return not self.memory_bytes or rows * self.row_bytes + tokens * self.token_bytes <= self.memory_bytes
+    def exceeded(self, rows: int, tokens: int, input_bytes: int) -> FlushCause | None:
+        """Return the budget that a batch of so many rows, tokens and bytes in all exceeds; None: none."""
+        for budget, used, limit in self._budgets(rows, tokens, input_bytes):
+            if budget and used > budget:
+                return limit
+        return None
+
+    def _budgets(self, rows: int, tokens: int, input_bytes: int) -> tuple[tuple[int, int, FlushCause], ...]:
+        """Return each budget, what these rows use of it, and the cause that names it."""
+        return (
+            (self.padded_tokens, tokens, FlushCause.TOKENS),
+            (self.memory_bytes, rows * self.row_bytes + tokens * self.token_bytes, FlushCause.MEMORY),
+            (self.input_bytes, input_bytes, FlushCause.BYTES),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +94,8 @@ class WaitingGroup:
     target_s: float  # that row's target
     deadline_s: float = float("inf")  # the earliest of the clients
     mixed: bool = False  # of all widths
+    tokens: int = 0  # of mixed rows, in all
+    input_bytes: int = 0  # of all its rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +111,14 @@ class Device:
 
     def rows_at(self, width: int) -> tuple[int, FlushCause]:
         """Return the most rows of this width, at least 1, and which limit it is."""
-        most, cause = self.limits.rows_at(width)
+        return self._within_turn(width, *self.limits.rows_at(width))
+
+    def rows_of(self, group: WaitingGroup) -> tuple[int, FlushCause]:
+        """Return the most rows like those of the group, at least 1, and which limit it is."""
+        tokens = group.tokens if group.mixed else group.width * group.rows
+        return self._within_turn(group.width, *self.limits.rows_like(group.rows, tokens, group.input_bytes))
+
+    def _within_turn(self, width: int, most: int, cause: FlushCause) -> tuple[int, FlushCause]:
         if most == 1 or self.turn_s == math.inf:
             return most, cause
         turn = self._turn_rows(width, most)
@@ -138,7 +165,7 @@ class Linger:
 
 def decide(group: WaitingGroup, device: Device, expected: Expected, now_s: float) -> Flush | Linger:
     """Return whether an idle device starts a batch of this group now."""
-    most, limit = device.rows_at(group.width)
+    most, limit = device.rows_of(group)
     rows = min(group.rows, most)
     bound = linger_bound(
         device.curve,

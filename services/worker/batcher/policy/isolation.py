@@ -1,16 +1,18 @@
 """Which rows of a failed batch run next, and where, until each is answered or condemned. Pure.
 
 A batch that raises is searched in the process that serves. One that ends its process, or hangs, is searched
-in a *sacrificial* process, while the serving one goes on with healthy rows: a suspect returns to it never. A
-search divides its suspects. The part that runs decides for both: if it fails, it has a cause and the other
+in a *sacrificial* process, while the serving one goes on with healthy rows: a suspect returns to it never.
+Where no sacrificial process can run, it is searched in the serving one once that is up again. A search
+divides its suspects. The part that runs decides for both: if it fails, it has a cause and the other
 part is set aside; if it succeeds, its rows are answered and the other part has a cause, without a run. A row
 that fails alone runs alone until it failed as often as condemning takes (``core.poison.suspicion``: faults
 and kills differ). Then what was set aside runs as one batch, and is searched if that fails.
 
-Where the process that serves runs, the parts are halves. A sacrificial process takes seconds to start, a
-successful run milliseconds: there a search of ``ceil(log2(n)) + SPARE_RUNS`` runs divides so that the fewest
-of them fail. With ``f`` failures in ``r`` runs one cause is found among ``sum(C(r, i), i = 0..f)`` rows: the
-part that runs has as many as ``f - 1`` failures in ``r - 1`` runs find (the puzzle of two eggs, for ``f``).
+While failures leave the process up, the parts are halves. A process takes seconds to start, a successful run
+milliseconds: where failures end it, a search of ``ceil(log2(n)) + SPARE_RUNS`` runs divides so that the
+fewest of them fail. With ``f`` failures in ``r`` runs one cause is found among ``sum(C(r, i), i = 0..f)``
+rows: the part that runs has as many as ``f - 1`` failures in ``r - 1`` runs find (the puzzle of two eggs, for
+``f``).
 
 One cause among 100 rows takes at most 9 runs, 3 of the row alone, and one of the rest: 13, of which at most 5
 fail, instead of 9 by halves. ``d`` causes take at most ``d`` times as many. Beyond ``most_runs`` the rows
@@ -71,17 +73,20 @@ class Isolation:
     answered: tuple[int, ...] = ()
     condemned: tuple[int, ...] = ()
     unresolved: tuple[int, ...] = ()
-    place: RunPlace = RunPlace.SERVING
+    deaths: tuple[int, ...] = ()  # processes that each condemned row ended alone
+    deadly: bool = False  # its failures end the process
+    apart: bool = True  # a sacrificial process can run
     lone_failures: int = 0  # of the only suspect
+    lone_deaths: int = 0  # those of them that ended the process
     runs: int = 0
-    left: int = 0  # runs of this search in a sacrificial process
+    left: int = 0  # runs of a deadly search
     most_runs: int = MOST_RUNS
 
     @staticmethod
     def begin(rows: Sequence[int], failure: RunFailure, *, most_runs: int = MOST_RUNS) -> Isolation:
         """Return the search after a batch of these rows failed."""
-        place = _place_after(RunPlace.SERVING, failure)
-        state = Isolation(tuple(rows), place=place, left=_runs_of(len(rows)), most_runs=most_runs)
+        deadly = failure is not RunFailure.RAISED
+        state = Isolation(tuple(rows), deadly=deadly, left=_runs_of(len(rows)), most_runs=most_runs)
         return state._failed_alone(failure) if len(rows) == 1 else state
 
     @property
@@ -89,9 +94,17 @@ class Isolation:
         """The next run; None: the search is over."""
         if self.suspects:
             count = len(self.suspects)
-            part = count // 2 if self.place is RunPlace.SERVING else _part(count, self.left)
-            return IsolationRun(self.suspects[: max(1, part)], self.place)
-        return IsolationRun(self.aside, self.place) if self.aside else None
+            part = _part(count, self.left) if self.deadly else count // 2
+            return IsolationRun(self.suspects[: max(1, part)], self._place)
+        return IsolationRun(self.aside, self._place) if self.aside else None
+
+    @property
+    def _place(self) -> RunPlace:
+        return RunPlace.SACRIFICIAL if self.deadly and self.apart else RunPlace.SERVING
+
+    def in_serving(self) -> Isolation:
+        """Return the state in which every run takes place in the process that serves."""
+        return replace(self, apart=False)
 
     def after(self, failure: RunFailure | None) -> Isolation:
         """Return the state after the next run; ``failure`` is None if its rows were answered."""
@@ -106,10 +119,12 @@ class Isolation:
                 suspects=others,
                 aside=self.aside if self.suspects else (),
                 lone_failures=0,
+                lone_deaths=0,
             )
         else:
-            state = replace(state, place=_place_after(self.place, failure), suspects=ran)
-            if not self.suspects or state.place is not self.place:  # another search begins
+            deadly = self.deadly or failure is not RunFailure.RAISED
+            state = replace(state, deadly=deadly, suspects=ran)
+            if not self.suspects or deadly is not self.deadly:  # another search begins
                 state = replace(state, left=_runs_of(len(ran)))
             state = replace(state, aside=self.aside + others if self.suspects else ())
             if len(ran) == 1:
@@ -118,9 +133,17 @@ class Isolation:
 
     def _failed_alone(self, failure: RunFailure) -> Isolation:
         failures = self.lone_failures + 1
+        deaths = self.lone_deaths + (failure is not RunFailure.RAISED)
         if failures < LONE_FAILURES[failure]:
-            return replace(self, lone_failures=failures)
-        return replace(self, condemned=self.condemned + self.suspects, suspects=(), lone_failures=0)
+            return replace(self, lone_failures=failures, lone_deaths=deaths)
+        return replace(
+            self,
+            condemned=self.condemned + self.suspects,
+            deaths=(*self.deaths, deaths),
+            suspects=(),
+            lone_failures=0,
+            lone_deaths=0,
+        )
 
     def _stopped(self) -> Isolation:
         return replace(self, unresolved=self.suspects + self.aside, suspects=(), aside=())
@@ -142,7 +165,3 @@ def _part(rows: int, runs: int) -> int:
         if _reach(failures, runs) >= rows:
             return min(rows - 1, _reach(failures - 1, runs - 1))
     return rows // 2
-
-
-def _place_after(place: RunPlace, failure: RunFailure) -> RunPlace:
-    return place if failure is RunFailure.RAISED else RunPlace.SACRIFICIAL

@@ -17,7 +17,7 @@ from typing import Final
 
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve
-from services.worker.batcher.policy.flush import BatchLimits, WaitingGroup
+from services.worker.batcher.policy.flush import BatchLimits, FlushCause, WaitingGroup
 
 MOST_WAITING: Final = 4096  # rows
 
@@ -34,6 +34,7 @@ class WaitingRow:
     answer_by_s: float  # when it is due by its latency target
     target_s: float  # that target
     deadline_s: float = float("inf")  # of the client
+    input_bytes: int = 0
 
     @property
     def due_s(self) -> float:
@@ -164,7 +165,8 @@ class WaitingRows:
             found.setdefault(key, []).append(entries)
         for key, parts in sorted(found.items(), key=lambda item: min(part[0][:2] for part in item[1])):
             rows = [row for part in parts for _, _, row in part]
-            yield key, _group_of(rows, width_of(mean_width(rows)), mixed=True)
+            tokens = sum(row.width for row in rows)
+            yield key, _group_of(rows, width_of(tokens / len(rows)), mixed=True, tokens=tokens)
 
     def select(
         self,
@@ -229,7 +231,37 @@ def mean_width(rows: Sequence[WaitingRow]) -> float:
     return sum(row.width for row in rows) / len(rows)
 
 
-def _group_of(rows: Sequence[WaitingRow], width: int, *, mixed: bool = False) -> WaitingGroup:
+def fitting(
+    rows: Sequence[WaitingRow], limits: BatchLimits, *, others: int = 0, other_tokens: int = 0
+) -> tuple[int, FlushCause | None]:
+    """Return how many of the first rows fit a batch by what each of them has, and which budget leaves the
+    next one out; None: all fit.
+
+    At least one fits, unless ``others`` share the memory with the batch: rows with so many tokens.
+    """
+    tokens, size = other_tokens, 0
+    for count, row in enumerate(rows):
+        tokens += row.width
+        size += row.input_bytes
+        cause = limits.exceeded(count + others + 1, tokens, size)
+        if cause is not None and count + others:
+            return count, cause
+    return len(rows), None
+
+
+def _group_of(
+    rows: Sequence[WaitingRow], width: int, *, mixed: bool = False, tokens: int = 0
+) -> WaitingGroup:
     oldest_s, deadline_s = min(row.arrived_s for row in rows), min(row.deadline_s for row in rows)
     first = min(rows, key=lambda row: row.answer_by_s)
-    return WaitingGroup(width, len(rows), oldest_s, first.answer_by_s, first.target_s, deadline_s, mixed)
+    return WaitingGroup(
+        width,
+        len(rows),
+        oldest_s,
+        first.answer_by_s,
+        first.target_s,
+        deadline_s,
+        mixed,
+        tokens,
+        sum(row.input_bytes for row in rows),
+    )

@@ -36,7 +36,7 @@ class FixedWindow:
     window_s: float
 
     def decide(self, group: WaitingGroup, device: Device, expected: Expected, now_s: float) -> Flush | Linger:
-        most, limit = device.rows_at(group.width)
+        most, limit = device.rows_of(group)
         until_s = group.oldest_s + self.window_s
         bound = LingerBound(until_s - now_s, 0.0, 0.0, 0.0, group.rows)
         if group.rows >= most:

@@ -67,6 +67,12 @@ def reasons(key: str, before: Observed | None, after: Observed | None) -> list[s
     return [one.reason for one in events_between(old, new, (key,))]
 
 
+@pytest.mark.parametrize(("deaths", "text"), [(2, "ended 2 engines alone"), (0, "raised an exception alone")])
+def test_the_event_of_a_quarantined_input_has_what_it_did(deaths: int, text: str) -> None:
+    (event,) = events_between({}, {QUARANTINE + "v/f": replace(POISON, deaths=deaths)}, (QUARANTINE + "v/f",))
+    assert event.message.endswith(text)
+
+
 @pytest.mark.parametrize(
     ("key", "before", "after", "told"),
     [

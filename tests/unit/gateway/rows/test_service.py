@@ -316,17 +316,22 @@ async def test_a_row_lost_twice_fails_the_request(gateway: RowsGateway) -> None:
     assert gateway.reported[0].usage.prompt_tokens == 0
 
 
-async def test_a_poisonous_row_is_quarantined_and_refused_from_then_on(gateway: RowsGateway) -> None:
-    gateway.runner.ends = {1: RowEnd(error=PoisonedInput("it ends the process", deaths=3))}
+@pytest.mark.parametrize(
+    ("deaths", "text"), [(3, "ended the engine .* on 3 tries"), (0, "raised an exception in the model")]
+)
+async def test_a_poisonous_row_is_quarantined_and_refused_from_then_on(
+    gateway: RowsGateway, deaths: int, text: str
+) -> None:
+    gateway.runner.ends = {1: RowEnd(error=PoisonedInput("it ends the process", deaths=deaths))}
     with pytest.raises(PoisonedInput):
         await embed(gateway, "the fox", "dog")
     row = gateway.runner.requests[0].rows[1]
     entry = gateway.quarantine.find(digest_of("embed"), fingerprint_of_row(row, SECRET))
     assert entry is not None
-    assert entry.deaths == 3
+    assert entry.deaths == deaths
     gateway.runner.ends = {}
     await embed(gateway, "the fox")
-    with pytest.raises(PoisonedInput, match="refused on this"):
+    with pytest.raises(PoisonedInput, match=f"{text}.*; it is refused on this"):
         await embed(gateway, "quick", "dog")
     assert len(gateway.runner.requests) == 2
     await at_rest(gateway)

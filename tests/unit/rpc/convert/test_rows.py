@@ -78,6 +78,15 @@ def test_the_error_of_a_row_keeps_its_class_and_text(kind: type[FairwayError]) -
     assert structs.replace(found, error=None) == RowEnd()
 
 
+@pytest.mark.parametrize("metadata", [{"deaths": 3}, {"deaths": 0}, {}])
+def test_a_condemned_row_arrives_with_the_processes_that_it_ended(metadata: dict[str, int]) -> None:
+    error = PoisonedInput("why", **metadata)
+    message = worker_pb2.RowFinished.FromString(row_end_to_proto(1, RowEnd(error=error)).SerializeToString())
+    found = row_end_from_proto(message).error
+    assert found is not None
+    assert found.metadata == error.metadata
+
+
 def test_the_smallest_time_left_is_not_none_at_all() -> None:
     spec = RowSpec("r", 0, "t", "v", (), Priority.BATCH, time_left_s=1e-12)
     assert row_from_proto(row_to_proto(1, spec)).time_left_s > 0

@@ -16,6 +16,7 @@ from services.worker.batcher.arriving_rows import FIRST_ROWS
 from services.worker.batcher.charges import RowCharges
 from services.worker.batcher.driver import Batcher, BatcherContext
 from services.worker.batcher.policy.isolation import RunPlace
+from services.worker.batcher.telemetry import BatcherTelemetry
 from services.worker.engine_protocol import BatchRaised, BatchRan, Command, RowCosts, RowModel, RunBatch
 from services.worker.slots.engine_process import Crashed, Stopped
 from services.worker.streams.device_time import DeviceKind, DeviceTime
@@ -107,6 +108,7 @@ class Scripted:
     ends: dict[int, RowEnd] = field(default_factory=dict)
     draining: bool = False
     memory_bytes: int = 0
+    telemetry: BatcherTelemetry | None = None
     sent: int = 0
 
     def __post_init__(self) -> None:
@@ -119,6 +121,7 @@ class Scripted:
             draining=lambda: self.draining,
             charges=RowCharges(DIGEST, "m", self.tally, self.device),
             sacrifice=self.sacrifice,
+            telemetry=self.telemetry,
         )
         self.batcher = Batcher(DIGEST, self.model, memory_bytes=self.memory_bytes, context=context)
         self.processes: dict[RunPlace, ScriptedProcess] = {}

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from services.core.fixed_cost.rows import RawTensor
 from services.core.fleet import TenantSlots
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
-from services.worker.batcher.driver import RESTART_S
-from services.worker.engine_protocol import BatchRan, RowCosts, RowModel
+from services.runtime.telemetry.metrics import Metrics
+from services.worker.batcher.policy.flush import MOST_BATCH_BYTES
+from services.worker.batcher.telemetry import BatcherTelemetry, BatchInstruments
+from services.worker.engine_protocol import RowCosts, RowModel
 from tests.unit.worker.batcher.scripted import (
     DIGEST,
     LAYERS,
@@ -189,7 +192,26 @@ def test_a_batch_of_all_widths_keeps_the_budget_of_tokens() -> None:
     scripted.answer()
     assert lengths_of(scripted) == [9000], "two of them are above the budget, though the mean is not"
     scripted.answer()
+    assert [end.batch_cause for end in scripted.ends.values() if end.batch_rows == 1][-1] == "tokens"
     assert len(lengths_of(scripted)) > 20
+
+
+def test_a_batch_that_the_bytes_of_its_inputs_limit_is_full_by_them() -> None:
+    metrics = Metrics()
+    scripted = Scripted(telemetry=BatcherTelemetry(BatchInstruments(metrics), "m"))
+    scripted.start()
+    large = (RawTensor("x", "FP32", (1,), bytes(MOST_BATCH_BYTES // 40)),)
+    for inputs in [large] * 60 + [vector()] * 140:
+        scripted.start(inputs)
+    scripted.answer()
+    fill = "fairway_worker_batch_fill_ratio_sum", {"model": "m"}
+    before = metrics.registry.get_sample_value(*fill) or 0.0
+    assert len(scripted.serving.sent[-1].rows) == 40, "of the mean a hundred fit, of the first rows fewer"
+    scripted.answer()
+    assert {end.batch_cause for end in scripted.ends.values() if end.batch_rows == 40} == {"bytes"}
+    assert metrics.registry.get_sample_value(*fill) == before + 1.0
+    scripted.answer()
+    assert {end.batch_cause for end in scripted.ends.values() if end.batch_rows == 100} == {"full"}
 
 
 def test_a_row_with_a_problem_is_refused_alone_and_is_not_charged(scripted: Scripted) -> None:
@@ -272,155 +294,6 @@ def test_the_report_counts_rows_and_what_one_takes(scripted: Scripted) -> None:
     assert (pool.kv_blocks_total, pool.max_sequences, pool.steps) == (0, 0, 1)
 
 
-# --- failures ----------------------------------------------------------------------------------------
-
-
-def test_a_row_that_raises_is_found_in_the_process_that_serves(scripted: Scripted) -> None:
-    rows = fill(scripted, 8)
-    poison, runs = rows[5], 0
-    scripted.raises()
-    while poison not in scripted.ends:
-        runs += 1
-        scripted.raises() if poison in scripted.running() else scripted.answer()
-    while len(scripted.ends) < 9:
-        scripted.answer()
-        runs += 1
-    assert scripted.errors() == {poison: "POISONED_INPUT"}
-    assert scripted.answered() == [1, *(row for row in rows if row != poison)]
-    assert runs <= 5
-    assert not scripted.sacrifice.wanted
-    assert scripted.device.attributed_s < scripted.device.busy_s
-
-
-def test_a_row_that_ends_its_process_is_found_in_another_while_others_go_on(scripted: Scripted) -> None:
-    rows = fill(scripted, 4)
-    healthy = scripted.start()
-    scripted.dies()
-    assert scripted.sacrifice.wanted
-    assert not scripted.batcher.ready
-    scripted.attach(SERVING)
-    assert scripted.running() == [healthy]
-    scripted.answer()
-    assert scripted.answered() == [1, healthy]
-    deaths = 0
-    while rows[0] not in scripted.ends:
-        assert scripted.sacrifice.wanted
-        if SACRIFICIAL not in scripted.processes:
-            scripted.attach(SACRIFICIAL)
-        if rows[0] in scripted.running(SACRIFICIAL):
-            deaths += 1
-            scripted.dies(SACRIFICIAL)
-        else:
-            scripted.answer(SACRIFICIAL)
-    assert deaths == 2  # both alone: a part of one row, since its failures cost the most
-    assert scripted.errors() == {rows[0]: "POISONED_INPUT"}
-    scripted.attach(SACRIFICIAL)
-    scripted.answer(SACRIFICIAL)
-    assert len(scripted.ends) == 6
-    assert not scripted.sacrifice.wanted
-    assert scripted.serving.sent[-1].number != 0
-    assert not any(row in scripted.running() for row in rows), "a suspect ran in the serving process"
-
-
-def test_kills_from_outside_condemn_no_row(scripted: Scripted) -> None:
-    rows = fill(scripted, 4)
-    scripted.dies(cause=LossCause.OUTSIDE)
-    scripted.attach(SACRIFICIAL)
-    scripted.dies(SACRIFICIAL, cause=LossCause.OUTSIDE)
-    scripted.attach(SACRIFICIAL)
-    while len(scripted.ends) < 5:
-        scripted.answer(SACRIFICIAL)
-    assert scripted.answered() == [1, *rows]
-
-
-def test_a_batch_that_hangs_is_cut_once_at_its_limit(scripted: Scripted) -> None:
-    fill(scripted, 1)
-    scripted.sweep(1.9)
-    assert not scripted.serving.kills
-    scripted.sweep(0.2)
-    scripted.sweep(0.2)
-    assert len(scripted.serving.kills) == 1
-    for _ in range(3):
-        scripted.dies(SACRIFICIAL if SACRIFICIAL in scripted.processes else SERVING, LossCause.OUTSIDE)
-        if 2 in scripted.ends:
-            break
-        scripted.attach(SACRIFICIAL)
-        scripted.sweep(2.1)
-        assert scripted.processes[SACRIFICIAL].kills
-    assert scripted.errors() == {2: "POISONED_INPUT"}
-
-
-def test_the_limit_follows_what_batches_take(scripted: Scripted) -> None:
-    for _ in range(25):
-        scripted.start()
-        scripted.answer(run_s=1.0)
-    scripted.start()
-    scripted.sweep(7.5)
-    assert not scripted.serving.kills
-    scripted.sweep(1.5)
-    assert scripted.serving.kills
-
-
-def test_an_answer_of_another_batch_is_ignored(scripted: Scripted) -> None:
-    fill(scripted, 2)
-    earlier = scripted.serving.sent[0]
-    scripted.batcher.on_batch(SERVING, BatchRan(earlier.number, 0.001, list(earlier.rows)))
-    scripted.collect()
-    assert scripted.answered() == [1]
-    scripted.answer()
-    assert scripted.answered() == [1, 2, 3]
-
-
-def test_a_pause_of_the_agent_is_not_a_hang(scripted: Scripted) -> None:
-    scripted.start()
-    scripted.clock.now_s += 60.0
-    scripted.batcher.reset_silence()
-    scripted.sweep(0.0)
-    assert not scripted.serving.kills
-
-
-def test_without_a_process_to_sacrifice_the_rows_are_lost(scripted: Scripted) -> None:
-    rows = fill(scripted, 3)
-    scripted.dies()
-    scripted.batcher.give_up_searches("no memory")
-    scripted.collect()
-    assert scripted.lost() == rows
-    assert len(scripted.batcher) == 0
-
-
-def test_rows_of_a_stopped_process_are_lost_and_late_messages_ignored(scripted: Scripted) -> None:
-    rows = fill(scripted, 2)
-    scripted.stops()
-    assert scripted.lost() == rows
-    process = scripted.attach(SERVING)
-    scripted.start()
-    scripted.batcher.lose_all()
-    scripted.collect()
-    assert scripted.lost() == [*rows, scripted.sent]
-    assert process.sent
-    scripted.answer()
-    assert len(scripted.ends) == 4
-
-
-def test_rows_do_not_wait_for_a_process_without_end(scripted: Scripted) -> None:
-    scripted.stops()
-    waiting = scripted.start()
-    scripted.sweep(RESTART_S - 1.0)
-    assert waiting not in scripted.ends
-    scripted.sweep(1.1)
-    assert scripted.lost() == [waiting]
-
-
-def test_a_search_whose_gateway_is_gone_ends(scripted: Scripted) -> None:
-    rows = fill(scripted, 3)
-    scripted.dies()
-    scripted.cancel(*rows)
-    scripted.attach(SACRIFICIAL)
-    assert not scripted.processes[SACRIFICIAL].sent
-    assert len(scripted.batcher) == 0
-    assert not scripted.sacrifice.wanted
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_every_row_ends_once_whatever_fails(seed: int) -> None:
     """Rows, cancels and failures at random: no row is lost from sight, and time is charged once."""
@@ -443,7 +316,10 @@ def test_every_row_ends_once_whatever_fails(seed: int) -> None:
             case 4 if SERVING not in scripted.processes:
                 scripted.attach(SERVING)
             case 5 if scripted.sacrifice.wanted and SACRIFICIAL not in scripted.processes:
-                scripted.attach(SACRIFICIAL)
+                if rng.random() < 0.2:
+                    scripted.batcher.search_in_serving("no memory")
+                else:
+                    scripted.attach(SACRIFICIAL)
             case 8:
                 scripted.fire()
             case _:

@@ -21,6 +21,7 @@ from services.worker.batcher.policy.flush import (
     decide,
 )
 from services.worker.batcher.policy.linger import Expected, linger_bound, worthwhile_wait_s
+from services.worker.batcher.policy.window import FixedWindow
 
 NOW_S = 100.0
 COSTLY = CostCurve(CostPrior(10e-3, 0.1e-3, 0.0))  # c(n) = 10 ms + n * 0.1 ms
@@ -43,15 +44,10 @@ def cause(group: WaitingGroup, expected: Expected | None = None, **changes: Any)
 
 
 def group(
-    rows: int,
-    *,
-    waited_s: float = 0.0,
-    target_s: float = 0.05,
-    width: int = 64,
-    deadline_s: float = float("inf"),
+    rows: int, *, waited_s: float = 0.0, target_s: float = 0.05, width: int = 64, **fields: Any
 ) -> WaitingGroup:
     arrived_s = NOW_S - waited_s
-    return WaitingGroup(width, rows, arrived_s, arrived_s + target_s, target_s, deadline_s)
+    return WaitingGroup(width, rows, arrived_s, arrived_s + target_s, target_s, **fields)
 
 
 def test_every_cause() -> None:
@@ -59,6 +55,7 @@ def test_every_cause() -> None:
     assert cause(group(100)) is FlushCause.FULL
     assert cause(group(16), limits=BatchLimits(padded_tokens=1024)) is FlushCause.TOKENS
     assert cause(group(15), limits=memory) is FlushCause.MEMORY
+    assert cause(group(3, input_bytes=3 << 10), limits=BatchLimits(input_bytes=3 << 10)) is FlushCause.BYTES
     assert cause(group(3), BACK, draining=True) is FlushCause.DRAIN
     assert cause(group(3, waited_s=0.04), BACK) is FlushCause.LINGER
     assert cause(group(3, deadline_s=NOW_S + 0.012), BACK) is FlushCause.DEADLINE
@@ -70,6 +67,25 @@ def test_a_batch_has_no_more_rows_than_its_limits(limits: BatchLimits) -> None:
     found = decided(group(50), Device(COSTLY, limits))
     assert isinstance(found, Flush)
     assert found.rows == 7
+
+
+def test_a_group_whose_inputs_leave_no_room_starts_at_once_by_their_bytes() -> None:
+    device = Device(COSTLY, BatchLimits(input_bytes=1000))
+    assert isinstance(decided(group(60, input_bytes=600), device, BACK), Linger)
+    found = decided(group(60, input_bytes=1090), device, BACK)
+    assert isinstance(found, Flush)
+    assert (found.rows, found.cause) == (55, FlushCause.BYTES)
+    fixed = FixedWindow(1.0).decide(group(60, input_bytes=1090), device, BACK, NOW_S)
+    assert isinstance(fixed, Flush)
+    assert (fixed.rows, fixed.cause) == (55, FlushCause.BYTES)
+
+
+def test_mixed_rows_count_by_their_tokens_and_not_by_the_width_that_stands_for_them() -> None:
+    device = Device(COSTLY, BatchLimits(padded_tokens=1000))
+    assert isinstance(decided(group(20, width=64, mixed=True, tokens=400), device, BACK), Linger)
+    found = decided(group(20, width=32, mixed=True, tokens=960), device, BACK)
+    assert isinstance(found, Flush)
+    assert (found.rows, found.cause) == (20, FlushCause.TOKENS)
 
 
 def test_a_row_beyond_every_limit_runs_alone() -> None:

@@ -54,17 +54,22 @@ def test_one_cause_in_a_hundred_takes_at_most_fourteen_runs(failure: RunFailure)
         assert lost <= 1
 
 
+@pytest.mark.parametrize("place", list(RunPlace))
 @pytest.mark.parametrize("failure", FAILURES[1:])
-def test_few_runs_of_a_search_end_their_process(failure: RunFailure) -> None:
+def test_few_runs_of_a_search_end_their_process(failure: RunFailure, place: RunPlace) -> None:
     """Each takes seconds until the next process has started; by halves seven would, and those of the row."""
     for cause in range(100):
         state, failed = Isolation.begin(tuple(range(100)), failure), 0
+        if place is RunPlace.SERVING:
+            state = state.in_serving()
         while (run := state.next_run) is not None:
+            assert run.place is place
             fails = cause in run.rows
             failed += fails
             state = state.after(failure if fails else None)
         assert state.condemned == (cause,)
         assert failed <= 2 + LONE_FAILURES[failure]
+        assert state.runs <= 14
 
 
 @settings(deadline=None, max_examples=150)
@@ -105,6 +110,32 @@ def test_a_row_alone_is_condemned_only_after_enough_failures() -> None:
     assert state.after(RunFailure.DIED).condemned == (7,)
     assert state.after(None).answered == (7,)
     assert Isolation.begin((7,), RunFailure.RAISED).condemned == (7,)
+
+
+@pytest.mark.parametrize(
+    ("failures", "deaths"),
+    [
+        ([RunFailure.RAISED], 0),
+        ([RunFailure.DIED] * 2, 2),
+        ([RunFailure.KILLED, RunFailure.HUNG, RunFailure.KILLED], 3),
+        ([RunFailure.HUNG, RunFailure.RAISED], 1),
+    ],
+)
+def test_a_condemned_row_has_the_processes_that_it_ended_alone(
+    failures: list[RunFailure], deaths: int
+) -> None:
+    state = Isolation.begin((7,), failures[0])
+    for failure in failures[1:]:
+        state = state.after(failure)
+    assert (state.condemned, state.deaths) == ((7,), (deaths,))
+
+
+def test_what_other_rows_ended_is_not_counted() -> None:
+    state, dead = Isolation.begin(tuple(range(16)), RunFailure.DIED), {3, 9}
+    while (run := state.next_run) is not None:
+        state = state.after(RunFailure.DIED if dead.intersection(run.rows) else None)
+    assert sorted(state.condemned) == [3, 9]
+    assert state.deaths == (2, 2)
 
 
 def test_the_runs_are_bounded() -> None:

@@ -107,7 +107,7 @@ def test_rows_of_all_widths_form_one_group_of_each_key() -> None:
     )
     found = list(waiting.mixed_groups(lambda mean: round(10 * mean)))
     assert [key for key, _ in found] == [KEYS[1], KEYS[0]]
-    assert found[1][1] == WaitingGroup(200, 4, -1.0, 2.0, 2.0, 50.0, mixed=True)
+    assert found[1][1] == WaitingGroup(200, 4, -1.0, 2.0, 2.0, 50.0, mixed=True, tokens=80)
     chosen = waiting.select(KEYS[0], None, 3, leases={}, running={})
     assert [each.number for each in chosen] == [1, 2, 4]
 
