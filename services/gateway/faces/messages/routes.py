@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from fairway.v1 import inference_pb2
 from services.core.generation import Principal
@@ -22,6 +23,7 @@ from services.gateway.faces.messages.types import (
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.transport.answer_stream import GenerationStreams, add_headers, collect, relay
+from services.gateway.faces.transport.event_numbers import keyed_numbers
 from services.ports.clock import Clock
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -37,11 +39,20 @@ class MessagesCalls(GenerationStreams, Protocol):
 class MessagesFace:
     """The handlers of the routes."""
 
-    def __init__(self, service: MessagesCalls, clock: Clock, limits: HttpLimits, bodies: BodyReader) -> None:
+    def __init__(
+        self,
+        service: MessagesCalls,
+        clock: Clock,
+        limits: HttpLimits,
+        bodies: BodyReader,
+        event_secret: bytes,
+    ) -> None:
+        """``event_secret`` keys the ids of events; the same on every gateway."""
         self._service = service
         self._clock = clock
         self._limits = limits
         self._bodies = bodies
+        self._event_secret = event_secret
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         return (
@@ -80,13 +91,14 @@ class MessagesFace:
             del body
         generation = request.generations[0]
         exchange.headers.apply_to(generation)
-        frames = MessageFrames(exchange.received.request_id)
+        numbers = keyed_numbers(exchange, self._event_secret, "messages", stream=request.stream)
+        frames = MessageFrames(exchange.received.request_id, numbers)
         if request.stream:
             exchange.headers.check_stream()
         source = self._service.stream(
             exchange.caller,
             generation,
-            received=exchange.received,
+            received=replace(exchange.received, delivered=numbers.delivered),
             timeout_s=timeout_s,
             withdraws=exchange.withdrawn,
         )

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from structlog.contextvars import bound_contextvars
 
-from services.core.errors import FairwayError, InternalError, InvalidInput, PermissionDenied
+from services.core.errors import FairwayError, InternalError, PermissionDenied
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.batches.service import BatchService
@@ -37,7 +37,7 @@ from services.gateway.faces.openai.answers import (
 )
 from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
 from services.gateway.faces.openai.errors import NOT_PRINTABLE, Header, HttpProblem, error_body, named
-from services.gateway.faces.openai.event_ids import HEADER, AnswerPosition
+from services.gateway.faces.openai.event_ids import AnswerPosition, without_stream
 from services.gateway.faces.openai.event_stream import (
     CACHE_HIT,
     REPLAYED,
@@ -175,8 +175,8 @@ def endpoints_of(
         *OpenAiFace(service, clock, limits, bodies, not_ready, event_secret).endpoints(),
         *TokensFace(service, limits, bodies).endpoints(),
         *RowsFace(rows, clock, limits, bodies).endpoints(),
-        *ResponsesFace(service, responses, clock, limits, bodies).endpoints(),
-        *MessagesFace(service, clock, limits, bodies).endpoints(),
+        *ResponsesFace(service, responses, clock, limits, bodies, event_secret).endpoints(),
+        *MessagesFace(service, clock, limits, bodies, event_secret).endpoints(),
         *BatchesFace(batches, limits, bodies).endpoints(),
         *PredictFace(rows, limits, bodies, not_ready).endpoints(),
     )
@@ -298,10 +298,7 @@ class OpenAiFace:
         for generation in request.generations:
             exchange.headers.apply_to(generation)
         if exchange.headers.last_event_id() and not (request.stream and key):
-            raise InvalidInput(
-                f"{HEADER} continues a stream with an idempotency key; send it with both, or not at all",
-                field=HEADER,
-            )
+            raise without_stream()
         names = request.names.items()
         if request.stream:
             exchange.headers.check_stream()

@@ -27,6 +27,7 @@ from services.gateway.faces.responses.errors import responses_error
 from services.gateway.faces.responses.queries import items_query, stream_query
 from services.gateway.faces.responses.types import DeletedResponse, InputItems, ModelResponse
 from services.gateway.faces.transport.answer_stream import GenerationStreams, relay
+from services.gateway.faces.transport.event_numbers import EventNumbers
 from services.gateway.faces.transport.queries import ListQuery, page_of
 from services.gateway.responses.store import ResponseStore, StoredResponse
 from services.ports.clock import Clock
@@ -148,7 +149,7 @@ class Retrievals:
             await exchange.reply.json(200, _encode(response))
         elif stored.answer is not None:
             await exchange.reply.start_events()
-            events = ResponseEvents(after=after, with_ids=True)
+            events = ResponseEvents(EventNumbers(after=after, with_ids=True))
             await exchange.reply.write(replayed(current(stored), events), last=True)
         else:
             await self._follow(exchange, response_id, stored, run, after)
@@ -204,7 +205,7 @@ class Retrievals:
             return True
 
         generation = generation_of(response_id, stored.begun)
-        events = ResponseEvents(after=after, with_ids=True)
+        events = ResponseEvents(EventNumbers(after=after, with_ids=True))
         frames = ResponseFrames(
             response_of(stored.begun.response),
             request_id=stored.begun.request_id,
@@ -259,7 +260,9 @@ async def _end(
         raise NotFound("response_id: the response was deleted meanwhile", field="response_id")
     else:
         await reply.start_events()
-        await reply.write(replayed(current(stored), ResponseEvents(after=after, with_ids=True)), last=True)
+        await reply.write(
+            replayed(current(stored), ResponseEvents(EventNumbers(after=after, with_ids=True))), last=True
+        )
 
 
 def _id_of(exchange: Exchange) -> str:
