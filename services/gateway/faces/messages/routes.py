@@ -20,12 +20,13 @@ from services.gateway.faces.messages.types import (
     MessagesErrorBody,
     TokensCount,
 )
-from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.endpoint import JSON, STREAM_HEADERS, Access, Endpoint, Exchange
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.transport.answer_stream import GenerationStreams, add_headers, collect, relay
 from services.gateway.faces.transport.event_numbers import keyed_numbers
 from services.ports.clock import Clock
 
+_VERSION: Final = ("anthropic-version",)
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -65,6 +66,8 @@ class MessagesFace:
                 error_body=messages_error,
                 error_event="error",
                 body=MessagesBody,
+                takes=(JSON,),
+                headers=(*STREAM_HEADERS, *_VERSION),
                 answer=Message,
                 error=MessagesErrorBody,
                 streams=True,
@@ -77,6 +80,8 @@ class MessagesFace:
                 "what decides the prompt of such a request; returns its tokens",
                 error_body=messages_error,
                 body=CountBody,
+                takes=(JSON,),
+                headers=_VERSION,
                 answer=TokensCount,
                 error=MessagesErrorBody,
             ),

@@ -35,7 +35,7 @@ from services.gateway.faces.openai.answers import (
     ModelList,
     TextCompletion,
 )
-from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.endpoint import JSON, STREAM_HEADERS, Access, Endpoint, Exchange
 from services.gateway.faces.openai.errors import NOT_PRINTABLE, Header, HttpProblem, error_body, named
 from services.gateway.faces.openai.event_ids import AnswerPosition, without_stream
 from services.gateway.faces.openai.event_stream import (
@@ -212,6 +212,8 @@ class OpenAiFace:
                 self.chat,
                 "a chat request; `stream: true` returns server-sent events",
                 body=ChatBody,
+                takes=(JSON,),
+                headers=(*STREAM_HEADERS, "x-stage-clock"),
                 answer=ChatCompletion,
                 streams=True,
             ),
@@ -222,6 +224,8 @@ class OpenAiFace:
                 self.completions,
                 "a completion request, streamed likewise",
                 body=CompletionBody,
+                takes=(JSON,),
+                headers=(*STREAM_HEADERS, "x-stage-clock"),
                 answer=TextCompletion,
                 streams=True,
             ),
@@ -250,6 +254,7 @@ class OpenAiFace:
                 Access.TENANT,
                 self.socket,
                 "the handshake of a WebSocket ([messages](../streaming.md#websocket)); without one 426",
+                returns=(),
             ),
             Endpoint("GET", "/version", Access.TENANT, self.version, "no body; the version of the server"),
         )

@@ -14,7 +14,7 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, IdempotencyConflict, InvalidInput
 from services.core.generation import Principal
 from services.gateway.catalog import Route
-from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.endpoint import JSON, STREAM_HEADERS, Access, Endpoint, Exchange
 from services.gateway.faces.openai.event_ids import HEADER
 from services.gateway.faces.openai.event_stream import REPLAYED
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
@@ -115,6 +115,8 @@ class ResponsesFace:
                 error_body=responses_error,
                 error_event="error",
                 body=ResponsesBody,
+                takes=(JSON,),
+                headers=STREAM_HEADERS,
                 answer=ModelResponse,
                 streams=True,
             ),
@@ -126,6 +128,7 @@ class ResponsesFace:
                 "what decides the prompt of such a request; returns its tokens",
                 error_body=responses_error,
                 body=PromptFields,
+                takes=(JSON,),
                 answer=InputTokens,
             ),
             *self._retrievals.endpoints(),
