@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
 import msgspec
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from services.core.errors import FairwayError, InternalError
-from services.core.generation import FinishReason, Usage
+from services.core.generation import FinishReason
 from services.gateway.events import Accepted, Finished, Tokens
 from services.gateway.faces.openai.errors import public_message
 from services.gateway.faces.openai.event_stream import original
@@ -175,7 +175,7 @@ class ResponseFrames:
             incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
             completed_at=None if cut else int(self._now_s()),
             output=self._items(),
-            usage=_usage(event.usage),
+            usage=_usage(event),
         )
         if self.response.store and not await self._keep(self.response):
             self.response = structs.replace(self.response, store=False)
@@ -248,11 +248,12 @@ def _item_id(response_id: str, index: int, block: Block) -> str:
     return f"{_ITEM_PREFIXES[block.kind]}{response_id.removeprefix(ANSWER_PREFIXES['responses'])}_{index}"
 
 
-def _usage(usage: Usage) -> ResponsesUsage:
+def _usage(finished: Finished) -> ResponsesUsage:
+    usage, reasoning = finished.usage, finished.choices[0].reasoning_tokens
     return ResponsesUsage(
         usage.prompt_tokens,
         InputTokensDetails(usage.cached_tokens),
         usage.output_tokens,
-        OutputTokensDetails(),
+        OutputTokensDetails(UNSET if reasoning is None else reasoning),
         usage.prompt_tokens + usage.output_tokens,
     )

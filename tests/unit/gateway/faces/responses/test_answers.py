@@ -173,6 +173,17 @@ async def test_a_response_that_could_not_be_stored_states_it() -> None:
     )
 
 
+@pytest.mark.parametrize("count", [None, 0, 4])
+async def test_the_tokens_of_reasoning_are_stated_where_they_are_counted(count: int | None) -> None:
+    frames = unstored()
+    frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
+    result = (ChoiceResult(0, FinishReason.STOP, "", 9, reasoning_tokens=count),)
+    await frames.ending(Finished(result, Usage(3, 9), StageClock(0)))
+    usage = json.loads(msgspec.json.encode(frames.response))["usage"]
+    assert usage["output_tokens_details"] == ({} if count is None else {"reasoning_tokens": count})
+    assert msgspec.json.decode(msgspec.json.encode(frames.response), type=ModelResponse) == frames.response
+
+
 def test_a_failure_ends_a_stream_by_name() -> None:
     frames = unstored()
     frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
