@@ -21,20 +21,16 @@ PATTERNS: Final = ("^[a-z]{1,4}$", "^[0-9]{2}-[0-9]{2}$", "^(on|off)$")
 FORMATS: Final = ("date", "time", "ipv4", "uuid")
 KEYS: Final = ("^[a-c]$", "^k[0-9]$")
 DEPTH: Final = 2
-# The package's own checker has neither the time of RFC 3339 nor the dates of the year 0.
-_CHECKER: Final = jsonschema.FormatChecker(("ipv4", "uuid"))
 _TIME: Final = re.compile(
     r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII | re.IGNORECASE
 )
 _DATE: Final = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
 
 
-@_CHECKER.checks("time")
 def _is_time(value: object) -> bool:
     return not isinstance(value, str) or _TIME.fullmatch(value) is not None
 
 
-@_CHECKER.checks("date", raises=ValueError)
 def _is_date(value: object) -> bool:
     if not isinstance(value, str):
         return True
@@ -42,6 +38,20 @@ def _is_date(value: object) -> bool:
         return False
     leap = "2000" if value.startswith("0000") else value[:4]
     return bool(date.fromisoformat(leap + value[4:]))
+
+
+def _checker() -> jsonschema.FormatChecker:
+    """Return the checks of the drawn formats.
+
+    The package's own has neither the time of RFC 3339 nor the dates of the year 0.
+    """
+    checker = jsonschema.FormatChecker(("ipv4", "uuid"))
+    checker.checks("time")(_is_time)
+    checker.checks("date", raises=ValueError)(_is_date)
+    return checker
+
+
+_CHECKER: Final = _checker()
 
 
 def is_valid(text: str, schema: Schema) -> bool:
