@@ -1,7 +1,7 @@
 """What structured output costs, and whether it holds: ``make bench-guided``, about ten minutes on two cores.
 
 - ``valid_ratio``: of drawn schemas whose outputs ended by ``stop``, those whose text is valid, by the package
-  jsonschema. ``ended`` and ``refused`` count the others.
+  jsonschema with its formats. ``ended`` and ``refused`` count the others.
 - ``identical_resume_ratio``: outputs that another engine resumed at a random token and that came out equal.
 - ``throughput_ratio``: tokens per second of 32 constrained streams over 32 free ones, of a random model with
   131,072 tokens.
@@ -25,11 +25,10 @@ from queue import Empty, SimpleQueue
 from random import Random
 from typing import Final
 
-import jsonschema
 import numpy as np
 
 from bench.guided.engines import BUNDLED, engine_of, run, submit, tokenizer_of, write_large
-from bench.guided.schemas import drawn, hostile
+from bench.guided.schemas import drawn, hostile, is_valid
 from services.core.errors import FairwayError
 from services.core.generation import Constraint, ConstraintKind
 from services.gateway.text.pool import TextProcesses
@@ -73,7 +72,7 @@ def validity(schemas: int) -> dict[str, float]:
     submits = [submit(n, ids, max_tokens=OUTPUT, constraint=each) for n, each in enumerate(constraints)]
     whole = run(engine, submits)
     ended = [handle for handle, reason in whole.finished.items() if reason == "stop"]
-    valid = sum(_is_valid(tokenizer.decode(whole.tokens[handle]), drawn(handle)) for handle in ended)
+    valid = sum(is_valid(tokenizer.decode(whole.tokens[handle]), drawn(handle)) for handle in ended)
     rng = Random(1)
     cuts = {handle: rng.randrange(len(tokens)) for handle, tokens in whole.tokens.items()}
     resumed = run(
@@ -97,14 +96,6 @@ def validity(schemas: int) -> dict[str, float]:
         "valid_ratio": valid / max(1, len(ended)),
         "identical_resume_ratio": equal / max(1, len(cuts)),
     }
-
-
-def _is_valid(text: str, schema: dict[str, object]) -> bool:
-    try:
-        jsonschema.validate(json.loads(text), schema)
-    except (ValueError, jsonschema.ValidationError):
-        return False
-    return True
 
 
 def throughput_ratio(engine: Engine, ids: list[int], *, tokens: int, rounds: int) -> float:

@@ -132,6 +132,8 @@ class ChoiceResult:
     output_tokens: int
     # Where the request wants parts: the last of them, which the end made final.
     parts: tuple[OutputPart, ...] = ()
+    # Where the request wants parts: tokens to the end of the reasoning, its mark included; None: not counted.
+    reasoning_tokens: int | None = None
 
 
 class Finished(Struct, frozen=True):

@@ -18,8 +18,10 @@ from tests.support.keyed_faces import Faces, keyed_faces
 from tests.support.keyed_gateways import token
 
 CUTS = 20  # of each form
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 24}
-TEXT = {"model": "m", "prompt": "hello", "stream": True, "max_tokens": 24}
+MESSAGES = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 24}
+CHAT = {**MESSAGES, "seed": 7}
+TEXT = {"model": "m", "prompt": "hello", "stream": True, "max_tokens": 24, "seed": 7}
+RESPONSE = {"model": "m", "input": "hi", "stream": True, "max_output_tokens": 24, "seed": 7}
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", CHAT),
     "chat n=2 usage": (
@@ -29,7 +31,14 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat logprobs": ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 1}),
     "completions logprobs": ("/v1/completions", {**TEXT, "logprobs": 1, "temperature": 0}),
     "prompts n=2": ("/v1/completions", {**TEXT, "prompt": ["one", "three"], "n": 2, "max_tokens": 9}),
+    "messages": ("/v1/messages", MESSAGES),
+    "responses": ("/v1/responses", {**RESPONSE, "store": False}),
+    "stored responses": ("/v1/responses", RESPONSE),
 }
+ONE_OF_EACH = ("chat", "messages", "stored responses")
+# The last events of streams without [DONE], and what differs between two answers of the same output.
+LAST = ("message_stop", "response.incomplete")
+OWN = ("sequence_number", "created_at", "completed_at")
 
 
 @dataclass
@@ -85,7 +94,9 @@ class EventSource:
             writer.close()
 
     def joined(self) -> dict[Any, Any]:
-        """Return per choice its text and entries, and how often each frame came."""
+        """Return per choice its text and entries, and how often each frame came; see ``joined_events``."""
+        if self.path in ("/v1/messages", "/v1/responses"):
+            return joined_events(self.events)
         found: dict[Any, Any] = {"usage": [], "done": 0, "ids": set()}
         for event in self.events:
             if event == b"[DONE]":
@@ -110,6 +121,31 @@ class EventSource:
         return found
 
 
+def joined_events(events: list[bytes]) -> dict[Any, Any]:
+    """Return typed events without what is an answer's own, the deltas of a block put together."""
+    first = json.loads(events[0])
+    name = (first.get("message") or first["response"])["id"].partition("_")[2]
+    found: list[Any] = []
+    for event in events:
+        frame = json.loads(event.replace(name.encode(), b"ID"), object_pairs_hook=_without_own)
+        assert frame["type"] not in ("error", "response.failed"), frame
+        kind = frame["type"]
+        if kind == "content_block_delta" or (kind.startswith("response.") and kind.endswith(".delta")):
+            last, text = found[-1], frame.pop("delta")
+            text = text["text"] if isinstance(text, dict) else text
+            if last[0] == frame:
+                found[-1] = (frame, last[1] + text)
+                continue
+            found.append((frame, text))
+        else:
+            found.append((frame, ""))
+    return {"events": found, "done": sum(frame["type"] in LAST for frame, _ in found)}
+
+
+def _without_own(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in pairs if name not in OWN}
+
+
 @pytest_asyncio.fixture
 async def faces(redis_url: str) -> AsyncIterator[Faces]:
     async with keyed_faces(redis_url) as found:
@@ -120,7 +156,6 @@ async def faces(redis_url: str) -> AsyncIterator[Faces]:
 async def test_cut_streams_are_whole(faces: Faces, form: str) -> None:
     """Each is cut one to four times, while it runs and after it ended, and goes on at a drawn gateway."""
     path, body = FORMS[form]
-    body = {**body, "seed": 7}
     whole = EventSource(path, body)
     await whole.read(faces.urls[0])
     expected = whole.joined()
@@ -137,27 +172,33 @@ async def test_cut_streams_are_whole(faces: Faces, form: str) -> None:
                 resumed_late += 1
         await source.read(rng.choice(faces.urls))
         assert source.status == 200
-        assert source.joined() == expected, number
+        again = EventSource(path, body, source.key)
+        await again.read(rng.choice(faces.urls))
+        assert source.joined() == again.joined(), number
+        assert "seed" not in body or source.joined() == expected, number
     assert resumed_late
 
 
-async def test_an_answer_that_was_received_whole_has_nothing_left(faces: Faces) -> None:
-    source = EventSource(*FORMS["chat"])
+@pytest.mark.parametrize("form", FORMS)
+async def test_an_answer_that_was_received_whole_has_nothing_left(faces: Faces, form: str) -> None:
+    source = EventSource(*FORMS[form])
     await source.read(faces.urls[0])
     count = len(source.events)
     await source.read(faces.urls[1])
     assert (source.status, len(source.events)) == (200, count)
 
 
-async def test_without_a_key_events_have_no_ids(faces: Faces) -> None:
-    source = EventSource(*FORMS["chat"], key="")
+@pytest.mark.parametrize("form", ONE_OF_EACH)
+async def test_without_a_key_events_have_no_ids(faces: Faces, form: str) -> None:
+    source = EventSource(*FORMS[form], key="")
     await source.read(faces.urls[0])
-    assert source.events[-1] == b"[DONE]"
+    assert source.joined()["done"] == 1
     assert source.last_id == ""
 
 
-async def test_an_id_that_is_not_of_the_request_is_refused_by_name(faces: Faces) -> None:
-    path, body = FORMS["chat"]
+@pytest.mark.parametrize("form", ONE_OF_EACH)
+async def test_an_id_that_is_not_of_the_request_is_refused_by_name(faces: Faces, form: str) -> None:
+    path, body = FORMS[form]
     source = EventSource(path, body)
     await source.read(faces.urls[0], 3)
     mine = source.last_id
@@ -174,21 +215,48 @@ async def test_an_id_that_is_not_of_the_request_is_refused_by_name(faces: Faces)
         ("another", mine, body),
         ("", mine, body),
         (source.key, mine, {**body, "stream": False}),
-        (source.key, mine, {**body, "n": 2}),
+        *([(source.key, mine, {**body, "n": 2})] if form == "chat" else []),
     ):
         other = EventSource(path, asked, key, event_id)
         await other.read(faces.urls[1])
         assert other.status == 400, event_id
-        assert json.loads(other.answer)["error"]["param"] == "last-event-id"
+        assert param_of(other) == "last-event-id"
     assert faces.fleet.engine_tokens <= computed + 24
-    other = EventSource(path, {**body, "max_tokens": 23}, source.key, mine)
+    bound = "max_output_tokens" if "responses" in form else "max_tokens"
+    other = EventSource(path, {**body, bound: 23}, source.key, mine)
     await other.read(faces.urls[1])
     assert other.status == 409
 
 
-async def test_a_key_that_is_free_again_is_not_continued(faces: Faces, redis_url: str) -> None:
+def param_of(source: EventSource) -> str:
+    """Return the field that an error names."""
+    error = json.loads(source.answer)["error"]
+    found: str = error.get("details", error)["param"]
+    return found
+
+
+async def test_an_id_is_of_one_route(faces: Faces) -> None:
+    """Two routes may have the same generation under a key: the ids of their events are not exchanged."""
+    source = EventSource("/v1/chat/completions", MESSAGES)
+    await source.read(faces.urls[0], 3)
+    other = EventSource("/v1/messages", MESSAGES, source.key, source.last_id)
+    await other.read(faces.urls[0])
+    assert (other.status, param_of(other)) == (400, "last-event-id")
+
+
+async def test_a_response_in_the_background_continues_by_its_id(faces: Faces) -> None:
+    body = {**RESPONSE, "background": True}
+    source = EventSource("/v1/responses", body)
+    await source.read(faces.urls[0], 3)
+    await source.read(faces.urls[0])
+    assert (source.status, param_of(source)) == (400, "last-event-id")
+    assert "GET" in json.loads(source.answer)["error"]["message"]
+
+
+@pytest.mark.parametrize("form", ONE_OF_EACH)
+async def test_a_key_that_is_free_again_is_not_continued(faces: Faces, redis_url: str, form: str) -> None:
     """Its record is gone, so what the client has is of another request; the new one ends at once."""
-    source = EventSource(*FORMS["chat"])
+    source = EventSource(*FORMS[form])
     await source.read(faces.urls[0])
     await faces.gateways[0].at_rest()
     async with redis.asyncio.Redis.from_url(redis_url) as client:
@@ -197,27 +265,33 @@ async def test_a_key_that_is_free_again_is_not_continued(faces: Faces, redis_url
     faces.fleet.hold_at = 2
     await source.read(faces.urls[1])
     assert source.status == 400
-    assert json.loads(source.answer)["error"]["param"] == "last-event-id"
+    assert param_of(source) == "last-event-id"
     await faces.gateways[1].at_rest(2.0)
 
 
+@pytest.mark.parametrize("form", ONE_OF_EACH)
 @pytest.mark.parametrize("diverge", [False, True])
-async def test_a_client_is_ahead_of_the_record_of_a_dead_gateway(faces: Faces, diverge: bool) -> None:
-    path, body = FORMS["chat"]
-    source = EventSource(path, {**body, "seed": 7})
+async def test_a_client_is_ahead_of_the_record_of_a_dead_gateway(
+    faces: Faces, diverge: bool, form: str
+) -> None:
+    path, body = FORMS[form]
+    source = EventSource(path, body)
     faces.fleet.step_s = 0.01
     await source.read(faces.urls[0], 11)
+    received = [*source.events]
     await faces.gateways[0].supervisor.close()
-    text = "".join(f"{token(7, 0, position)} " for position in range(24))
     faces.fleet.diverge = diverge
     await asyncio.sleep(1.1)  # the lease
     await source.read(faces.urls[1])
     if not diverge:
-        assert source.joined()[0]["text"] == text
+        again = EventSource(path, body, source.key)
+        await again.read(faces.urls[1])
+        assert source.joined() == again.joined()
+        if form == "chat":
+            text = "".join(f"{token(7, 0, position)} " for position in range(24))
+            assert source.joined()[0]["text"] == text
         return
     # Nothing was sent on this connection yet, so the answer is an error and no stream with one.
     assert source.status == 503
-    assert json.loads(source.answer)["error"]["code"] == "stream_broken"
-    received = [json.loads(event) for event in source.events[:-1]]
-    sent = "".join(choice["delta"].get("content", "") for each in received for choice in each["choices"])
-    assert text.startswith(sent), "output of another run was sent behind what the client had"
+    assert b"stream_broken" in source.answer
+    assert source.events == received, "output of another run was sent behind what the client had"

@@ -42,3 +42,5 @@ class OutputForm:
     held: bool = False
     # Of calls that nothing holds: the names that they may have; empty: any.
     names: tuple[str, ...] = ()
+    # The token that closes the reasoning; None: it is not one token of the version.
+    reasoning_end: int | None = None

@@ -47,6 +47,7 @@ class OutputSplitter:
         self._parts: list[OutputPart] = []
         self._scan = _ObjectScan()
         self._at = _At.REASONING if form.thinking and form.reasoning is not None else _At.START
+        self.reasons = self._at is _At.REASONING  # whether the output has reasoning
         self._fresh = True  # nothing of the part has been sent
         self._steps: Final = {
             _At.START: self._start,
@@ -89,6 +90,11 @@ class OutputSplitter:
         parts, self._parts = tuple(self._parts), []
         return parts
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the output so far ends within its reasoning."""
+        return self._at is _At.REASONING
+
     # Each step returns whether another one can follow with what is held.
 
     def _start(self) -> bool:
@@ -98,6 +104,7 @@ class OutputSplitter:
             return self._go(_At.CONTENT if marked else _At.PLAIN, self._held)
         if reasoning is not None:
             if text.startswith(reasoning.open):
+                self.reasons = True
                 return self._go(_At.REASONING, text[len(reasoning.open) :])
             if reasoning.open.startswith(text):
                 return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -39,6 +39,38 @@ def call_id(request_id: str, choice: int, id_chars: int, index: int) -> str:
     return digest[:id_chars] if id_chars else f"call_{digest[:_ID_CHARS]}"
 
 
+@dataclass(slots=True)
+class _ReasoningEnds:
+    """Where the token that ends the reasoning is in one choice, and how often its text is.
+
+    The texts of single tokens are not known. Where the mark is written as often as its token is sampled, the
+    first of both are the same; otherwise other tokens spell it, and the reasoning is not counted.
+    """
+
+    close: str
+    token: int | None
+    tokens: int = 0
+    places: list[int] = field(default_factory=list)
+    texts: int = 0
+    tail: str = ""
+
+    def add(self, ids: Sequence[int], text: str) -> None:
+        if self.token in ids:
+            self.places += [self.tokens + at for at, token in enumerate(ids) if token == self.token]
+        self.tokens += len(ids)
+        read = self.tail + text
+        self.texts += read.count(self.close)
+        self.tail = read[max(0, len(read) - len(self.close) + 1) :]
+
+    def counted(self, output_tokens: int, *, is_open: bool) -> int | None:
+        """Return the tokens of the reasoning; ``is_open``: the output ended within it."""
+        prompt = max(0, self.tokens - output_tokens)  # precedes the output where its scores are requested
+        places = [place - prompt for place in self.places if place >= prompt]
+        if len(places) != self.texts:
+            return None
+        return output_tokens if is_open else places[0] + 1
+
+
 class OutputSplit:
     """Splits the outputs of one accepted request, choice by choice."""
 
@@ -46,11 +78,18 @@ class OutputSplit:
         self._request_id = accepted.request_id
         self._form = accepted.form or _WHOLE
         self._splitters: dict[int, OutputSplitter] = {}
+        self._ends: dict[int, _ReasoningEnds] = {}
 
-    def feed(self, choice: int, text: str) -> list[OutputPart]:
-        """Return what became final with the next text of a choice."""
+    def feed(self, choice: int, ids: Sequence[int], text: str) -> list[OutputPart]:
+        """Return what became final with the next tokens and text of a choice."""
         if self._form.calls is None and self._form.reasoning is None:
             return [ContentText(text)] if text else []
+        if self._form.reasoning is not None:
+            ends = self._ends.get(choice)
+            if ends is None:
+                ends = _ReasoningEnds(self._form.reasoning.close, self._form.reasoning_end)
+                self._ends[choice] = ends
+            ends.add(ids, text)
         return self._splitter(choice).feed(text)
 
     def finished(self, finished: Finished) -> Finished:
@@ -62,7 +101,10 @@ class OutputSplit:
         parts, reason = splitter.finish(), result.finish_reason
         if splitter.calls and reason is FinishReason.STOP:
             reason = FinishReason.TOOL_CALLS
-        return replace(result, finish_reason=reason, parts=parts)
+        ends, counted = self._ends.get(result.choice), 0 if not splitter.reasons else None
+        if ends is not None and splitter.reasons:
+            counted = ends.counted(result.output_tokens, is_open=splitter.is_reasoning)
+        return replace(result, finish_reason=reason, parts=parts, reasoning_tokens=counted)
 
     def _splitter(self, choice: int) -> OutputSplitter:
         found = self._splitters.get(choice)
@@ -93,7 +135,7 @@ async def in_parts(
                     rest = had[event.choice].rest(event, split) if event.choice < len(had) else event
                     if rest is None:
                         continue
-                    rest.parts = split.feed(rest.choice, rest.text)
+                    rest.parts = split.feed(rest.choice, rest.ids, rest.text)
                     event = rest
                 case Finished():
                     assert split is not None, "an end before its acceptance"
@@ -122,7 +164,7 @@ class _Had:
         ids: Sequence[int] = event.ids[: max(0, tokens)]
         text = event.text[: max(0, chars)]
         self._seen = self._seen.after(ids, text)
-        split.feed(event.choice, text)
+        split.feed(event.choice, ids, text)
         if self._seen.tokens == self._choice.tokens and self._seen.checksum != self._choice.checksum:
             raise broken("its output differs from what was sent")
         if len(ids) == len(event.ids) and len(text) == len(event.text):

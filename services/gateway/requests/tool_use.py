@@ -269,7 +269,8 @@ def declared_form(
         text == reasoning.open and tail and tuple(ids[-len(tail) :]) == tuple(tail)
         for text, tail in model.openings
     )
-    return replace(form, thinking=thinking)
+    ends = (mark.id for mark in model.marks if reasoning is not None and mark.text == reasoning.close)
+    return replace(form, thinking=thinking, reasoning_end=next(ends, None))
 
 
 def spelled_ids(form: OutputForm, model: TextModel) -> tuple[int, ...]:

@@ -86,6 +86,18 @@ def is_weather(arguments: object) -> None:
     check(found["city"] in CITIES and 1 <= found["days"] <= 7, found)
 
 
+def is_text_or_calls(content: object, calls: list[tuple[str, str]], finish: str | None) -> None:
+    """Return if an answer is text, or calls of the tool, by name and arguments, for which it ended."""
+    for name, arguments in calls:
+        same(name, "get_weather")
+        is_weather(arguments)
+    if calls:
+        same(finish, "tool_calls")
+    else:
+        check(isinstance(content, str) and content.strip(), content)
+        check(finish in ("stop", "length"), finish)
+
+
 def raised(kind: type[BaseException], call: Callable[[], object]) -> Any:
     """Return the error that a call raises. Raises Wrong where it raises none."""
     try:

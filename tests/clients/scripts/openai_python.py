@@ -17,6 +17,7 @@ from harness import (
     WEATHER,
     Features,
     check,
+    is_text_or_calls,
     is_weather,
     limited,
     raised,
@@ -226,10 +227,12 @@ def tool_call() -> None:
 @FEATURES.shows("tool_auto")
 def tool_auto() -> None:
     for mode in ("auto", "none"):
-        choice = CLIENT.chat.completions.create(**{**CALLING, "tool_choice": mode, "max_tokens": 24}).choices[
-            0
-        ]
-        check(choice.message.content or choice.message.tool_calls, choice)
+        asked: Any = {**CALLING, "tool_choice": mode, "max_tokens": 24}
+        choice = CLIENT.chat.completions.create(**asked).choices[0]
+        made = choice.message.tool_calls or []
+        calls = [(call.function.name, call.function.arguments) for call in made]
+        is_text_or_calls(choice.message.content, calls, choice.finish_reason)
+        check(mode == "auto" or not calls, calls)
 
 
 @FEATURES.shows("tool_stream")

@@ -121,3 +121,35 @@ def test_every_client_has_a_script_of_its_own() -> None:
     assert len({client.script for client in CLIENTS}) == len(CLIENTS)
     assert all((SCRIPTS / client.script).exists() for client in CLIENTS)
     assert all("==" in one or "@" in one for client in CLIENTS for one in client.packages)
+
+
+@pytest.mark.parametrize(
+    ("answer", "holds"),
+    [
+        (("hi", [], "stop"), True),
+        (("hi", [], "length"), True),
+        ((None, [("get_weather", '{"city":"Oslo","days":2}')], "tool_calls"), True),
+        ((None, [("get_weather", '{"city":"Oslo","days":2}')], "stop"), False),
+        ((None, [("get_weather", '{"city":"Oslo"}')], "tool_calls"), False),
+        ((None, [("get_weather", '{"city":"Oslo","days":9}')], "tool_calls"), False),
+        ((None, [("get_weather", '{"city":"Oslo","da')], "tool_calls"), False),
+        ((None, [("other", "{}")], "tool_calls"), False),
+        (("hi", [], "tool_calls"), False),
+        (("", [], "stop"), False),
+        ((None, [], "stop"), False),
+    ],
+)
+def test_an_answer_to_tools_is_text_or_valid_calls(answer: tuple[object, ...], holds: bool) -> None:
+    """As the feature tool_auto judges it."""
+    script = """
+import json, sys
+sys.path.insert(0, sys.argv[2])
+from harness import is_text_or_calls
+content, calls, finish = json.loads(sys.argv[3])
+is_text_or_calls(content, [tuple(each) for each in calls], finish)
+"""
+    target = dict.fromkeys(("url", "key", "model", "agent", "embedder", "reranker", "limited_key"), "")
+    target |= dict.fromkeys(("paced_key", "checkpoint", "scratch"), "")
+    command = [sys.executable, "-c", script, json.dumps(target), str(SCRIPTS), json.dumps(answer)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode == 0) is holds, done.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -13,26 +13,27 @@ from services.gateway.batches.records import FilePurpose, StoredFile
 from services.gateway.batches.service import BatchService
 from services.gateway.faces.batches.types import (
     BatchBody,
+    BatchesQuery,
     BatchList,
     BatchObject,
     DeletedFile,
     FileList,
     FileObject,
+    FilesQuery,
+    UploadForm,
     batch_object,
     file_object,
 )
 from services.gateway.faces.batches.uploads import FORM_BYTES, UPLOAD_TIMEOUT_S, read_form
-from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.endpoint import BYTES, FORM, JSON, Access, Endpoint, Exchange, Handler
 from services.gateway.faces.openai.errors import HttpProblem
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, expect_body, read_body
 from services.gateway.faces.openai.types import parse_body
-from services.gateway.faces.transport.queries import list_query, page_of, query_fields
+from services.gateway.faces.transport.queries import page_of, read_query
 
 log = structlog.get_logger()
 _encode: Final = msgspec.json.Encoder().encode
-# The usual and the longest page, as OpenAI has them.
-_FILES_PAGE: Final = (1000, 1000)
-_BATCHES_PAGE: Final = (20, 100)
+_KEY: Final = ("idempotency-key",)
 _PIECE_BYTES: Final = 64 * 1024
 
 
@@ -45,30 +46,26 @@ class BatchesFace:
         self._bodies = bodies
 
     def endpoints(self) -> tuple[Endpoint, ...]:
-        tenant = Access.TENANT
-        files = (
-            ("POST", "", self.upload, "a form: `file`, and `purpose` batch", FileObject),
-            ("GET", "", self.files, "no body; the files, newest first", FileList),
-            ("GET", "/{file_id}", self.file, "no body; a file", FileObject),
-            ("GET", "/{file_id}/content", self.content, "no body; its bytes", None),
-            ("DELETE", "/{file_id}", self.delete, "no body; deletes it", DeletedFile),
+        a_file, a_batch = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
+        form: dict[str, Any] = {"takes": (FORM,), "body": UploadForm, "headers": _KEY, "answer": FileObject}
+        order: dict[str, Any] = {"takes": (JSON,), "body": BatchBody, "headers": _KEY, "answer": BatchObject}
+        files: dict[str, Any] = {"answer": FileList, "query": FilesQuery}
+        batches: dict[str, Any] = {"answer": BatchList, "query": BatchesQuery}
+        routes: tuple[tuple[str, str, Handler, str, dict[str, Any]], ...] = (
+            ("POST", "/v1/files", self.upload, "a form: `file`, and `purpose` batch", form),
+            ("GET", "/v1/files", self.files, "no body; the files, newest first", files),
+            ("GET", a_file, self.file, "no body; a file", {"answer": FileObject}),
+            ("GET", f"{a_file}/content", self.content, "no body; its bytes", {"returns": (BYTES,)}),
+            ("DELETE", a_file, self.delete, "no body; deletes it", {"answer": DeletedFile}),
+            ("POST", "/v1/batches", self.create, "an uploaded file", order),
+            ("GET", "/v1/batches", self.batches, "no body; the batches, newest first", batches),
+            ("GET", a_batch, self.batch, "no body; a batch", {"answer": BatchObject}),
+            ("POST", f"{a_batch}/cancel", self.cancel, "no body; cancels it", {"answer": BatchObject}),
         )
-        batches = (
-            ("POST", "", self.create, "an uploaded file", BatchBody),
-            ("GET", "", self.batches, "no body; the batches, newest first", None),
-            ("GET", "/{batch_id}", self.batch, "no body; a batch", None),
-            ("POST", "/{batch_id}/cancel", self.cancel, "no body; cancels it", None),
+        return tuple(
+            Endpoint(method, path, Access.TENANT, handler, accepts, **declared)
+            for method, path, handler, accepts, declared in routes
         )
-        found = [
-            Endpoint(method, f"/v1/files{path}", tenant, handler, accepts, answer=answer)
-            for method, path, handler, accepts, answer in files
-        ]
-        for method, path, handler, accepts, body in batches:
-            answer = BatchList if handler == self.batches else BatchObject
-            found.append(
-                Endpoint(method, f"/v1/batches{path}", tenant, handler, accepts, body=body, answer=answer)
-            )
-        return tuple(found)
 
     async def upload(self, exchange: Exchange) -> None:
         try:
@@ -98,13 +95,12 @@ class BatchesFace:
             await upload.close()
 
     async def files(self, exchange: Exchange) -> None:
-        fields = query_fields(exchange.scope, ("after", "limit", "order", "purpose"))
-        query = list_query(fields, *_FILES_PAGE)
+        query = read_query(exchange.scope, FilesQuery)
         found = self._service.files.files(exchange.caller.tenant_id)
-        if not query.descending:
+        if query.order == "asc":
             found.reverse()
-        if "purpose" in fields:
-            found = [file for file in found if file.purpose == fields["purpose"]]
+        if query.purpose is not None:
+            found = [file for file in found if file.purpose == query.purpose]
         page, more = page_of(found, lambda file: file.file_id, query)
         data = [file_object(file) for file in page]
         first, last = (data[0].id, data[-1].id) if data else (None, None)
@@ -152,7 +148,7 @@ class BatchesFace:
         await exchange.reply.json(200, _encode(batch_object(batch)))
 
     async def batches(self, exchange: Exchange) -> None:
-        query = list_query(query_fields(exchange.scope, ("after", "limit")), *_BATCHES_PAGE)
+        query = read_query(exchange.scope, BatchesQuery)
         found = self._service.batches(exchange.caller.tenant_id)
         page, more = page_of(found, lambda batch: batch.batch_id, query)
         data = [batch_object(batch) for batch in page]

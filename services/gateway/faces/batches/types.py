@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Meta, Struct
 
 from services.gateway.batches.records import BatchProblem, BatchRecord, BatchStatus, StoredFile
 from services.gateway.faces.openai.types import Metadata, Short, Unserved
+from services.gateway.faces.transport.queries import OrderedQuery, PageQuery
 
 
 class FileObject(Struct, frozen=True, kw_only=True):
@@ -20,6 +21,22 @@ class FileObject(Struct, frozen=True, kw_only=True):
     purpose: str
     object: Literal["file"] = "file"
     status: Literal["processed"] = "processed"
+
+
+class UploadForm(Struct, frozen=True):
+    """The form of an upload: each field once, the file's bytes as they are."""
+
+    file: Annotated[str, Meta(extra_json_schema={"contentMediaType": "application/octet-stream"})]
+    purpose: Literal["batch"]
+
+
+class FilesQuery(OrderedQuery, frozen=True, kw_only=True):
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 1000
+    purpose: str | None = None
+
+
+class BatchesQuery(PageQuery, frozen=True, kw_only=True):
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
 
 
 class DeletedFile(Struct, frozen=True):

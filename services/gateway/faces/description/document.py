@@ -13,7 +13,7 @@ from typing import Any, Final, get_args
 import msgspec
 from msgspec import Raw, Struct, structs
 
-from services.gateway.faces.openai.endpoint import Access, Endpoint
+from services.gateway.faces.openai.endpoint import BYTES, JSON, Access, Endpoint
 from services.gateway.faces.openai.types import HINTS, neutral_values
 
 OPENAPI: Final = "3.1.0"
@@ -21,6 +21,8 @@ NOT_OFFERED: Final = "Not offered: accepted at these values only."
 NO_EFFECT: Final = "A hint, no effect."
 _REFERENCE: Final = "#/components/schemas/{name}"
 _PARAMETER: Final = re.compile(r"\{([a-z_]+)(?::path)?\}")
+# Headers that every route reads.
+_COMMON: Final = ("x-request-id", "x-fairway-attempt", "traceparent")
 # Headers that OpenAPI describes otherwise, or that every HTTP client sets itself.
 _UNLISTED: Final = ("authorization", "x-api-key", "content-encoding")
 
@@ -36,7 +38,7 @@ def document_of(
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         found = paths.setdefault(path_of(endpoint), {})
-        found[endpoint.method.lower()] = _operation(endpoint, listed)
+        found[endpoint.method.lower()] = _operation(endpoint)
     return {
         "openapi": OPENAPI,
         "info": {"title": title, "version": version},
@@ -91,30 +93,45 @@ def _structs_within(kinds: Iterable[Any]) -> Iterator[type[Struct]]:
         waiting += [inner for inner in get_args(kind) if inner not in seen]
 
 
-def _operation(endpoint: Endpoint, headers: Mapping[str, str]) -> dict[str, Any]:
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
     path = path_of(endpoint)
     name = re.sub(r"[^a-z0-9]+", "_", f"{endpoint.method} {path}".lower()).strip("_")
-    parameters: list[dict[str, Any]] = [
-        {"name": found, "in": "path", "required": True, "schema": {"type": "string"}}
-        for found in _PARAMETER.findall(endpoint.path)
-    ]
     operation: dict[str, Any] = {"operationId": name, "summary": endpoint.accepts, "security": []}
     if endpoint.access is Access.TENANT:
         operation["security"] = [{"bearer": []}, {"key": []}]
-    if endpoint.method == "POST":
-        parameters += [{"$ref": f"#/components/parameters/{header}"} for header in headers]
-        operation["requestBody"] = {"required": True, "content": _json(endpoint.body)}
-    content = _json(endpoint.answer)
+    if endpoint.takes:
+        operation["requestBody"] = {"required": True, "content": _content(endpoint.takes, endpoint.body)}
+    operation["parameters"] = [
+        *(
+            {"name": found, "in": "path", "required": True, "schema": {"type": "string"}}
+            for found in _PARAMETER.findall(endpoint.path)
+        ),
+        *_query(endpoint.query),
+        *({"$ref": f"#/components/parameters/{header}"} for header in (*endpoint.headers, *_COMMON)),
+    ]
+    content = _content(endpoint.returns, endpoint.answer)
     if endpoint.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    operation["parameters"] = parameters
+    answer = {"description": "The answer.", "content": content}
     operation["responses"] = {
-        "200": {"description": "The answer.", "content": content},
-        "default": {"description": "An error.", "content": _json(endpoint.error)},
+        **({"200": answer} if content else {"101": {"description": "The WebSocket."}}),
+        "default": {"description": "An error.", "content": _content((JSON,), endpoint.error)},
     }
     return operation
 
 
-def _json(kind: type[Struct] | None) -> dict[str, Any]:
-    schema = {"type": "object"} if kind is None else {"$ref": _REFERENCE.format(name=kind.__name__)}
-    return {"application/json": {"schema": schema}}
+def _query(kind: type[Struct] | None) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of a query string."""
+    if kind is None:
+        return
+    properties = schemas_of([kind])[kind.__name__]["properties"]
+    for name, found in properties.items():
+        schema = {key: value for key, value in found.items() if key != "description"}
+        about = {"description": found["description"]} if "description" in found else {}
+        yield {"name": name, "in": "query", "required": False, **about, "schema": schema}
+
+
+def _content(kinds: Sequence[str], described: type[Struct] | None) -> dict[str, Any]:
+    """Return the content of these media types; a type describes what is no plain bytes."""
+    schema = {"type": "object"} if described is None else {"$ref": _REFERENCE.format(name=described.__name__)}
+    return {kind: {"schema": {} if kind == BYTES else schema} for kind in kinds}

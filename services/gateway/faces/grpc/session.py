@@ -55,7 +55,7 @@ class SessionStream:
     def on_tokens(
         self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
-        parts = self._split.feed(choice, text) if self._split is not None else ()
+        parts = self._split.feed(choice, ids, text) if self._split is not None else ()
         self._session.add_tokens(self._base + choice, offset, ids, text, logprobs, parts)
 
     def on_finished(self, finished: Finished) -> None:

@@ -29,6 +29,7 @@ from services.gateway.faces.transport.blocks import (
     BlockKind,
     BlockOpened,
 )
+from services.gateway.faces.transport.event_numbers import EventNumbers
 from services.runtime.ids import ANSWER_PREFIXES
 
 _REASONS: Final = {
@@ -56,8 +57,9 @@ class MessageFrames:
 
     keep_alive: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, numbers: EventNumbers) -> None:
         self._request_id = request_id
+        self._numbers = numbers
         self._blocks = AnswerBlocks()
         self._accepted: Accepted | None = None
         self._finished: Finished | None = None
@@ -66,9 +68,10 @@ class MessageFrames:
         self._accepted = accepted
         if accepted.received_unix_us:
             self._request_id, _ = original(accepted, 0)
+        self._numbers.on_accepted(accepted.request_id)
 
     def opening(self) -> bytes:
-        return _event("message_start", message=self.message())
+        return self._event("message_start", message=self.message())
 
     def output(self, event: Tokens) -> bytes:
         return self._events(self._blocks.add(event))
@@ -78,8 +81,8 @@ class MessageFrames:
         self._finished = event
         message = self.message()
         delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
-        end = _event("message_delta", delta=delta, usage=message.usage)
-        return last + end + _event("message_stop")
+        end = self._event("message_delta", delta=delta, usage=message.usage)
+        return last + end + (self._written("message_stop") if self._numbers.end("message_stop") else b"")
 
     def failed(self, error: FairwayError) -> bytes:
         return b"event: error\ndata: " + messages_error(error) + b"\n\n"
@@ -102,19 +105,27 @@ class MessageFrames:
         )
 
     def _events(self, events: Iterable[BlockEvent]) -> bytes:
-        return b"".join(map(_block_event, events))
+        return b"".join(map(self._block_event, events))
 
+    def _block_event(self, event: BlockEvent) -> bytes:
+        if isinstance(event, BlockOpened):
+            opened = _opened(event.block)
+            return self._event(
+                "content_block_start", event.block.name, index=event.index, content_block=opened
+            )
+        if isinstance(event, BlockDelta):
+            text = self._numbers.rest(event.text)
+            delta = _delta(event.block.kind, text)
+            return self._written("content_block_delta", index=event.index, delta=delta) if text else b""
+        return self._event("content_block_stop", index=event.index)
 
-def _block_event(event: BlockEvent) -> bytes:
-    if isinstance(event, BlockOpened):
-        return _event("content_block_start", index=event.index, content_block=_opened(event.block))
-    if isinstance(event, BlockDelta):
-        return _event("content_block_delta", index=event.index, delta=_delta(event.block.kind, event.text))
-    return _event("content_block_stop", index=event.index)
+    def _event(self, name: str, /, mark: str = "", **fields: Any) -> bytes:
+        """Return an event of more than a delta. ``mark``: what else two of the name differ by."""
+        return self._written(name, **fields) if self._numbers.counts(f"{name} {mark}") else b""
 
-
-def _event(name: str, /, **fields: Any) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + _encode({"type": name, **fields}) + b"\n\n"
+    def _written(self, name: str, /, **fields: Any) -> bytes:
+        body = _encode({"type": name, **fields})
+        return self._numbers.id_line() + b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
 
 
 def _opened(block: Block) -> AnswerBlock:

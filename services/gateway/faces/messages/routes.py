@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from fairway.v1 import inference_pb2
 from services.core.generation import Principal
@@ -19,11 +20,13 @@ from services.gateway.faces.messages.types import (
     MessagesErrorBody,
     TokensCount,
 )
-from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.endpoint import JSON, STREAM_HEADERS, Access, Endpoint, Exchange
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.transport.answer_stream import GenerationStreams, add_headers, collect, relay
+from services.gateway.faces.transport.event_numbers import keyed_numbers
 from services.ports.clock import Clock
 
+_VERSION: Final = ("anthropic-version",)
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -37,11 +40,20 @@ class MessagesCalls(GenerationStreams, Protocol):
 class MessagesFace:
     """The handlers of the routes."""
 
-    def __init__(self, service: MessagesCalls, clock: Clock, limits: HttpLimits, bodies: BodyReader) -> None:
+    def __init__(
+        self,
+        service: MessagesCalls,
+        clock: Clock,
+        limits: HttpLimits,
+        bodies: BodyReader,
+        event_secret: bytes,
+    ) -> None:
+        """``event_secret`` keys the ids of events; the same on every gateway."""
         self._service = service
         self._clock = clock
         self._limits = limits
         self._bodies = bodies
+        self._event_secret = event_secret
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         return (
@@ -54,6 +66,8 @@ class MessagesFace:
                 error_body=messages_error,
                 error_event="error",
                 body=MessagesBody,
+                takes=(JSON,),
+                headers=(*STREAM_HEADERS, *_VERSION),
                 answer=Message,
                 error=MessagesErrorBody,
                 streams=True,
@@ -66,6 +80,8 @@ class MessagesFace:
                 "what decides the prompt of such a request; returns its tokens",
                 error_body=messages_error,
                 body=CountBody,
+                takes=(JSON,),
+                headers=_VERSION,
                 answer=TokensCount,
                 error=MessagesErrorBody,
             ),
@@ -80,13 +96,14 @@ class MessagesFace:
             del body
         generation = request.generations[0]
         exchange.headers.apply_to(generation)
-        frames = MessageFrames(exchange.received.request_id)
+        numbers = keyed_numbers(exchange, self._event_secret, "messages", stream=request.stream)
+        frames = MessageFrames(exchange.received.request_id, numbers)
         if request.stream:
             exchange.headers.check_stream()
         source = self._service.stream(
             exchange.caller,
             generation,
-            received=exchange.received,
+            received=replace(exchange.received, delivered=numbers.delivered),
             timeout_s=timeout_s,
             withdraws=exchange.withdrawn,
         )

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType, structs
 
 from fairway.formats.answers import AssistantAnswer, CallDelta, ContentText, OutputPart, answer_of
-from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
+from services.core.generation import FinishReason, StageClock, TokenLogprobs
 from services.gateway.events import Finished, Tokens
 from services.gateway.faces.openai.completions.logprobs import (
     CompletionLogprobs,
@@ -46,11 +46,19 @@ class PromptDetails(Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionDetails(Struct, frozen=True):
+    """``reasoning_tokens``: to the end of the reasoning, its mark included."""
+
+    reasoning_tokens: int
+
+
 class UsageBody(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    # Of chat; absent where several tokens spell the mark that ends the reasoning.
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class _RunningUsage(Struct, frozen=True):
@@ -229,12 +237,16 @@ def _degraded(degradations: Sequence[Degradation]) -> list[DegradedBody] | Unset
     return found or UNSET
 
 
-def usage_body(usages: Sequence[Usage]) -> UsageBody:
+def usage_body(finished: Sequence[Finished]) -> UsageBody:
     """Return the sum over the generations of one answer."""
+    usages = [each.usage for each in finished]
     prompt = sum(usage.prompt_tokens for usage in usages)
     output = sum(usage.output_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages)
-    return UsageBody(prompt, output, prompt + output, PromptDetails(cached))
+    counts = [result.reasoning_tokens for each in finished for result in each.choices]
+    known = [count for count in counts if count is not None]
+    details = CompletionDetails(sum(known)) if len(known) == len(counts) else UNSET
+    return UsageBody(prompt, output, prompt + output, PromptDetails(cached), details)
 
 
 def finish_reasons(finished: Finished) -> dict[int, str]:
@@ -267,7 +279,7 @@ def whole_answer(
                 yield
     common: dict[str, Any] = {
         **structs.asdict(head),
-        "usage": usage_body([completion.finished.usage for completion in completions]),
+        "usage": usage_body([completion.finished for completion in completions]),
         "stage_clock": [one.finished.clock for one in completions] if request.stage_clock else UNSET,
         "degraded": _degraded([found for one in completions for found in one.accepted.degradations]),
     }
@@ -438,11 +450,11 @@ class Frames:
             return self._frame(_ChatChunkChoice(index, _delta(parts), finish_reason=reason))
         return self._frame(TextChoice(index, self._echoes.pop(index, ""), finish_reason=reason))
 
-    def usage(self, usages: Sequence[Usage]) -> bytes:
+    def usage(self, finished: Sequence[Finished]) -> bytes:
         """The frame of the whole answer's usage; empty unless requested."""
         if not self._request.include_usage:
             return b""
-        return self._before + b'],"usage":' + _encode(usage_body(usages)) + b"}\n\n"
+        return self._before + b'],"usage":' + _encode(usage_body(finished)) + b"}\n\n"
 
     def stage_clock(self, clocks: Sequence[StageClock]) -> bytes:
         """The frame of the stage times, per generation; empty unless requested."""

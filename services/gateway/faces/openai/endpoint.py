@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from msgspec import Struct
 
@@ -13,6 +14,13 @@ from services.core.generation import Principal
 from services.gateway.events import Received, never
 from services.gateway.faces.openai.errors import ErrorBody, error_body
 from services.gateway.faces.openai.exchange import Headers, Receive, Reply, Scope, offered_by
+
+JSON: Final = "application/json"
+FORM: Final = "multipart/form-data"
+BYTES: Final = "application/octet-stream"
+# Request headers of routes that run something, and of those of them that stream.
+RUN_HEADERS: Final = ("idempotency-key", "x-request-timeout-s", "x-session-key", "x-model-version")
+STREAM_HEADERS: Final = ("last-event-id", *RUN_HEADERS)
 
 
 class Access(StrEnum):
@@ -48,7 +56,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A route, its access rule, and a description of its input, for docs/reference/http.md."""
+    """A route, its access rule, and what it takes and returns, for its description."""
 
     method: str
     path: str
@@ -62,6 +70,12 @@ class Endpoint:
     # What its body is read as, and what its answer and its errors are written from; None: not described.
     body: type[Struct] | None = None
     answer: type[Struct] | None = None
+    # The media types of its body, none: it has no body; and those of its answer beside events.
+    takes: tuple[str, ...] = ()
+    returns: tuple[str, ...] = (JSON,)
+    # The fields of its query string, and the request headers that it reads beside those of every route.
+    query: type[Struct] | None = None
+    headers: tuple[str, ...] = ()
     error: type[Struct] | None = ErrorBody
     # Whether the answer may be server-sent events.
     streams: bool = False

@@ -24,6 +24,35 @@ _MAX_CHARS: Final = 16_384
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
+class EventSeal:
+    """Makes ids of positions in one answer, and takes those of no other: ``context`` names the answer."""
+
+    def __init__(self, secret: bytes, context: bytes) -> None:
+        self._key = secret[: hashlib.blake2b.MAX_KEY_SIZE]
+        self._context = context
+
+    def close(self, position: bytes) -> bytes:
+        """Return the id of a position."""
+        return base64.urlsafe_b64encode(self._mac(position) + position).rstrip(b"=")
+
+    def open(self, event_id: str) -> bytes:
+        """Return the position of an id. Raises InvalidInput unless it is one of this answer."""
+        padded = event_id + "=" * (-len(event_id) % 4)
+        try:
+            data = base64.b64decode(padded, b"-_", validate=True) if len(event_id) <= _MAX_CHARS else b""
+        except ValueError:
+            data = b""
+        mac, position = data[:_MAC_BYTES], data[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(position)):
+            raise InvalidInput("last-event-id is not of this request", field=HEADER)
+        return position
+
+    def _mac(self, position: bytes) -> bytes:
+        return hashlib.blake2b(
+            self._context + position, digest_size=_MAC_BYTES, key=self._key, person=b"fairway event id"
+        ).digest()
+
+
 class _Choice(msgspec.Struct, array_like=True):
     tokens: int = 0
     chars: int = 0
@@ -55,31 +84,21 @@ class AnswerPosition:
     """What the client of one streamed answer has. The stream advances it before it writes an event."""
 
     def __init__(self, request: ApiRequest, secret: bytes, tenant_id: str) -> None:
-        self._key = secret[: hashlib.blake2b.MAX_KEY_SIZE]
-        self._context = _context_of(request, tenant_id)
+        self._seal = EventSeal(secret, _context_of(request, tenant_id))
         self._position = _Position(
             [_Part(b"", 0, 0, [_Choice() for _ in range(request.choices)]) for _ in request.generations], 0
         )
 
     def resume(self, event_id: str) -> None:
         """Continue behind an event. Raises InvalidInput unless it is one of this answer."""
-        padded = event_id + "=" * (-len(event_id) % 4)
-        try:
-            data = base64.b64decode(padded, b"-_", validate=True) if len(event_id) <= _MAX_CHARS else b""
-        except ValueError:
-            data = b""
-        mac, encoded = data[:_MAC_BYTES], data[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(encoded)):
-            raise InvalidInput("last-event-id is not of this request", field=HEADER)
-        self._position = _decode(encoded)
+        self._position = _decode(self._seal.open(event_id))
 
     @property
     def tail(self) -> int:
         return self._position.tail
 
     def event_id(self) -> bytes:
-        encoded = _encode(self._position)
-        return base64.urlsafe_b64encode(self._mac(encoded) + encoded).rstrip(b"=")
+        return self._seal.close(_encode(self._position))
 
     def delivered(self, number: int) -> Delivered | None:
         """Return what the client has of a generation; None: nothing."""
@@ -118,10 +137,17 @@ class AnswerPosition:
     def on_tail(self) -> None:
         self._position.tail += 1
 
-    def _mac(self, encoded: bytes) -> bytes:
-        return hashlib.blake2b(
-            self._context + encoded, digest_size=_MAC_BYTES, key=self._key, person=b"fairway event id"
-        ).digest()
+
+def without_stream() -> InvalidInput:
+    """Return the error for an id in a request whose answer has none."""
+    return InvalidInput(
+        f"{HEADER} continues a stream with an idempotency key; send it with both, or not at all", field=HEADER
+    )
+
+
+def answer_seal(secret: bytes, tenant_id: str, idempotency_key: str, form: str) -> EventSeal:
+    """Return the seal of the answer to a key in a form, of a dialect with one answer per request."""
+    return EventSeal(secret, _encode((tenant_id, idempotency_key, form)))
 
 
 def _context_of(request: ApiRequest, tenant_id: str) -> bytes:

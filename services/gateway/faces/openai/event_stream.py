@@ -20,7 +20,6 @@ from contextlib import aclosing
 from typing import Final
 
 from fairway.task_group import TaskGroup
-from services.core.generation import StageClock, Usage
 from services.gateway.events import Accepted, Event, Finished, Tokens
 from services.gateway.faces.openai.answers import AnswerHead, Frames, finish_reasons, served_tier
 from services.gateway.faces.openai.event_ids import AnswerPosition
@@ -70,8 +69,7 @@ class EventStream:
         self._frames: Frames | None = None
         self._begun: dict[int, None] = {}  # the generations whose role frames were made
         self._accepted: list[Accepted] = []
-        self._usages: list[Usage] = []
-        self._clocks: list[StageClock] = []
+        self._finished: list[Finished] = []
 
     async def run(self, sources: Sequence[AsyncGenerator[Event, None]]) -> None:
         """Return once the answer is complete. Raises the first error of a generation, the others ended."""
@@ -169,8 +167,7 @@ class EventStream:
         await self._reply.start_events()
 
     async def _on_finished(self, number: int, event: Finished, frames: Frames) -> None:
-        self._usages.append(event.usage)
-        self._clocks.append(event.clock)
+        self._finished.append(event)
         first, position = number * self._request.choices, self._position
         parts = self._roles(number, frames)
         reasons = finish_reasons(event)
@@ -179,9 +176,10 @@ class EventStream:
                 position.on_end(number)
             frame = frames.finish(first + result.choice, reasons[result.choice], result.parts)
             parts.append(self._with_id(frame))
-        last = len(self._usages) == len(self._request.generations)
+        last = len(self._finished) == len(self._request.generations)
         if last:
-            tail = filter(None, (frames.stage_clock(self._clocks), frames.usage(self._usages), DONE))
+            clocks = frames.stage_clock([each.clock for each in self._finished])
+            tail = filter(None, (clocks, frames.usage(self._finished), DONE))
             for frame in list(tail)[position.tail if position is not None else 0 :]:
                 if position is not None:
                     position.on_tail()

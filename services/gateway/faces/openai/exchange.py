@@ -57,6 +57,7 @@ REQUEST_HEADERS: Final = {
     "x-stage-clock": "`1` adds the time of each stage to the answer",
     "x-fairway-attempt": "how often the client sent the request before",
     "traceparent": "W3C trace context, continued",
+    "inference-header-content-length": "of `infer`: the bytes of the JSON before binary data",
 }
 
 

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from structlog.contextvars import bound_contextvars
 
-from services.core.errors import FairwayError, InternalError, InvalidInput, PermissionDenied
+from services.core.errors import FairwayError, InternalError, PermissionDenied
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.batches.service import BatchService
@@ -35,9 +35,9 @@ from services.gateway.faces.openai.answers import (
     ModelList,
     TextCompletion,
 )
-from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.endpoint import JSON, STREAM_HEADERS, Access, Endpoint, Exchange
 from services.gateway.faces.openai.errors import NOT_PRINTABLE, Header, HttpProblem, error_body, named
-from services.gateway.faces.openai.event_ids import HEADER, AnswerPosition
+from services.gateway.faces.openai.event_ids import AnswerPosition, without_stream
 from services.gateway.faces.openai.event_stream import (
     CACHE_HIT,
     REPLAYED,
@@ -175,8 +175,8 @@ def endpoints_of(
         *OpenAiFace(service, clock, limits, bodies, not_ready, event_secret).endpoints(),
         *TokensFace(service, limits, bodies).endpoints(),
         *RowsFace(rows, clock, limits, bodies).endpoints(),
-        *ResponsesFace(service, responses, clock, limits, bodies).endpoints(),
-        *MessagesFace(service, clock, limits, bodies).endpoints(),
+        *ResponsesFace(service, responses, clock, limits, bodies, event_secret).endpoints(),
+        *MessagesFace(service, clock, limits, bodies, event_secret).endpoints(),
         *BatchesFace(batches, limits, bodies).endpoints(),
         *PredictFace(rows, limits, bodies, not_ready).endpoints(),
     )
@@ -212,6 +212,8 @@ class OpenAiFace:
                 self.chat,
                 "a chat request; `stream: true` returns server-sent events",
                 body=ChatBody,
+                takes=(JSON,),
+                headers=(*STREAM_HEADERS, "x-stage-clock"),
                 answer=ChatCompletion,
                 streams=True,
             ),
@@ -222,6 +224,8 @@ class OpenAiFace:
                 self.completions,
                 "a completion request, streamed likewise",
                 body=CompletionBody,
+                takes=(JSON,),
+                headers=(*STREAM_HEADERS, "x-stage-clock"),
                 answer=TextCompletion,
                 streams=True,
             ),
@@ -250,6 +254,7 @@ class OpenAiFace:
                 Access.TENANT,
                 self.socket,
                 "the handshake of a WebSocket ([messages](../streaming.md#websocket)); without one 426",
+                returns=(),
             ),
             Endpoint("GET", "/version", Access.TENANT, self.version, "no body; the version of the server"),
         )
@@ -298,10 +303,7 @@ class OpenAiFace:
         for generation in request.generations:
             exchange.headers.apply_to(generation)
         if exchange.headers.last_event_id() and not (request.stream and key):
-            raise InvalidInput(
-                f"{HEADER} continues a stream with an idempotency key; send it with both, or not at all",
-                field=HEADER,
-            )
+            raise without_stream()
         names = request.names.items()
         if request.stream:
             exchange.headers.check_stream()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
-from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from msgspec import Struct
+
+from services.gateway.faces.openai.endpoint import JSON, RUN_HEADERS, Access, Endpoint, Exchange, Handler
 from services.gateway.faces.openai.errors import named
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.openai.row_answers import (
@@ -51,25 +53,19 @@ class RowsFace:
         self._bodies = bodies
 
     def endpoints(self) -> tuple[Endpoint, ...]:
-        embeddings = Endpoint(
-            "POST",
-            "/v1/embeddings",
-            Access.TENANT,
-            self.embeddings,
-            "texts or token ids to embed",
-            body=EmbeddingsBody,
-        )
-        rerank = [
+        routes: list[tuple[str, Handler, str, type[Struct]]] = [
+            ("/v1/embeddings", self.embeddings, "texts or token ids to embed", EmbeddingsBody)
+        ]
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
+            routes.append((path, self.rerank, "a query and documents to order", RerankBody))
+        for path in ("/v1/score", "/score"):
+            routes.append((path, self.score, "pairs of texts to score", ScoreBody))
+        return tuple(
             Endpoint(
-                "POST", path, Access.TENANT, self.rerank, "a query and documents to order", body=RerankBody
+                "POST", path, Access.TENANT, handler, accepts, body=body, takes=(JSON,), headers=RUN_HEADERS
             )
-            for path in ("/v1/rerank", "/rerank", "/v2/rerank")
-        ]
-        score = [
-            Endpoint("POST", path, Access.TENANT, self.score, "pairs of texts to score", body=ScoreBody)
-            for path in ("/v1/score", "/score")
-        ]
-        return (embeddings, *rerank, *score)
+            for path, handler, accepts, body in routes
+        )
 
     async def embeddings(self, exchange: Exchange) -> None:
         request: EmbeddingsCall = await self._read(exchange, embeddings_request)

@@ -13,7 +13,7 @@ from services.core.errors import InvalidInput
 from services.core.generation import Principal
 from services.gateway.catalog import Route
 from services.gateway.faces.openai.chat.tools import offer
-from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.endpoint import JSON, Access, Endpoint, Exchange
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.openai.requests import set_chat
 from services.gateway.faces.openai.types import ChatTurn, OfferedTool, UInt32, Unserved, parse_body
@@ -83,6 +83,7 @@ class TokensFace:
                 tenant,
                 self.tokenize,
                 "a prompt or messages; returns token ids",
+                takes=(JSON,),
                 body=TokenizeBody,
                 answer=TokenizeAnswer,
             ),
@@ -92,6 +93,7 @@ class TokensFace:
                 tenant,
                 self.detokenize,
                 "token ids; returns their text",
+                takes=(JSON,),
                 body=DetokenizeBody,
                 answer=DetokenizeAnswer,
             ),

@@ -385,7 +385,7 @@ def parse_body(
     try:
         body = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as exc:
-        raise _invalid(str(exc)) from exc
+        raise invalid_fields(str(exc)) from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise InvalidInput("the body is not valid JSON in UTF-8") from exc
     except RecursionError:
@@ -439,7 +439,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> None:
             seen.add(name)
 
 
-def _invalid(text: str) -> InvalidInput:
+def invalid_fields(text: str) -> InvalidInput:
+    """Return the error for fields of a request that are not as declared; ``text`` is msgspec's."""
     path = _PATH.search(text)
     field = path[1] if path is not None else ""
     if (found := _UNKNOWN.search(text)) is not None:

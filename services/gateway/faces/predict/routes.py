@@ -10,7 +10,14 @@ import msgspec
 
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, InvalidInput
-from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange, Handler
+from services.gateway.faces.openai.endpoint import (
+    BYTES,
+    JSON,
+    Access,
+    Endpoint,
+    Exchange,
+    Handler,
+)
 from services.gateway.faces.openai.errors import public_message
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.openai.row_answers import replay_headers
@@ -21,6 +28,15 @@ from services.gateway.rows.calls import RowsCalls
 
 _encode: Final = msgspec.json.Encoder().encode
 _HEAD_LENGTH: Final = b"inference-header-content-length"
+_INFERS: Final = "an inference request of the protocol v2"
+_KINDS: Final = (JSON, BYTES)
+_VERSION: Final = ("x-model-version",)
+_INFER_HEADERS: Final = (
+    "idempotency-key",
+    "x-request-timeout-s",
+    "x-session-key",
+    "inference-header-content-length",
+)
 _NUMBER: Final = re.compile(rb"\d{1,9}")
 _MODEL: Final = "/v2/models/{model:path}"
 
@@ -50,18 +66,26 @@ class PredictFace:
     def endpoints(self) -> tuple[Endpoint, ...]:
         """The longer paths come first: a model's name may contain a slash."""
         tenant, public = Access.TENANT, Access.PUBLIC
-        routes: list[tuple[str, str, Access, Handler, str]] = [
-            ("GET", "/v2/health/live", public, self.live, "no body; 200 while the process runs"),
-            ("GET", "/v2/health/ready", public, self.ready, "no body; 200, or 503 with the reason"),
+        routes: list[tuple[str, str, Access, Handler, str, dict[str, Any]]] = [
+            ("GET", "/v2/health/live", public, self.live, "no body; 200 while the process runs", {}),
+            ("GET", "/v2/health/ready", public, self.ready, "no body; 200, or 503 with the reason", {}),
         ]
-        for path in (_MODEL + "/versions/{version}", _MODEL):
+        # A version in the path precedes that of the header.
+        for path, named in ((_MODEL + "/versions/{version}", ()), (_MODEL, _VERSION)):
+            own: dict[str, Any] = {"headers": named}
+            infer = {"takes": _KINDS, "returns": _KINDS, "headers": (*_INFER_HEADERS, *named)}
+            ready = "no body; 200 while a replica serves it"
             routes += [
-                ("POST", path + "/infer", tenant, self.infer, "an inference request of the protocol v2"),
-                ("GET", path + "/ready", tenant, self.model_ready, "no body; 200 while a replica serves it"),
-                ("GET", path, tenant, self.model, "no body; the tensors of a fixed-cost model"),
+                ("POST", path + "/infer", tenant, self.infer, _INFERS, infer),
+                ("GET", path + "/ready", tenant, self.model_ready, ready, own),
+                ("GET", path, tenant, self.model, "no body; the tensors of a fixed-cost model", own),
             ]
-        routes.append(("GET", "/v2", tenant, self.server, "no body; what the server supports"))
-        return tuple(Endpoint(*route, error_body=predict_error, error=PredictError) for route in routes)
+        routes.append(("GET", "/v2", tenant, self.server, "no body; what the server supports", {}))
+        errors: dict[str, Any] = {"error_body": predict_error, "error": PredictError}
+        return tuple(
+            Endpoint(method, path, access, handler, accepts, **errors, **declared)
+            for method, path, access, handler, accepts, declared in routes
+        )
 
     async def live(self, exchange: Exchange) -> None:
         await exchange.reply.json(200, b'{"live":true}')

@@ -1,7 +1,6 @@
 """Answers in the Responses dialect: whole, and as the numbered events of a stream.
 
-The number of an event depends only on the output: an event counts one, and a delta as many as it has
-characters. So a stream that is read again, on any gateway, continues behind any number.
+Their numbers are those of ``EventNumbers``, by which a stream that is read again, on any gateway, continues.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
 import msgspec
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from services.core.errors import FairwayError, InternalError
-from services.core.generation import FinishReason, Usage
+from services.core.generation import FinishReason
 from services.gateway.events import Accepted, Finished, Tokens
 from services.gateway.faces.openai.errors import public_message
 from services.gateway.faces.openai.event_stream import original
@@ -40,6 +39,7 @@ from services.gateway.faces.transport.blocks import (
     BlockKind,
     BlockOpened,
 )
+from services.gateway.faces.transport.event_numbers import EventNumbers
 from services.runtime.ids import ANSWER_PREFIXES
 
 _DELTAS: Final = {
@@ -55,13 +55,13 @@ Keep = Callable[[ModelResponse], Awaitable[bool]]
 
 
 class ResponseEvents:
-    """Writes the numbered events of one response, those beyond the number ``after``."""
+    """Writes the numbered events of one response, those that its client lacks."""
 
-    def __init__(self, *, after: int = -1, with_ids: bool = False) -> None:
-        """``with_ids``: the number is also the id of the server-sent event."""
-        self._after = after
-        self._with_ids = with_ids
-        self._number = -1
+    def __init__(self, numbers: EventNumbers) -> None:
+        self._numbers = numbers
+
+    def on_accepted(self, request_id: str) -> None:
+        self._numbers.on_accepted(request_id)
 
     def opening(self, response: ModelResponse) -> bytes:
         begun = self._event("response.created", response=response)
@@ -74,14 +74,21 @@ class ResponseEvents:
             return self._delta(event.block.kind, place, event.text)
         item = _item(response_id, event.index, event.block, is_open=isinstance(event, BlockOpened))
         if isinstance(event, BlockOpened):
-            added = self._event("response.output_item.added", output_index=event.index, item=item)
+            added = self._event(
+                "response.output_item.added", event.block.name, output_index=event.index, item=item
+            )
             return added + self._part("response.content_part.added", place, event.block.kind, "")
         return self._closed(event, place, item)
 
     def end(self, response: ModelResponse) -> bytes:
-        """Return the last event, whatever its number."""
-        self._number = max(self._number, self._after)
-        return self._event(f"response.{response.status}", response=response)
+        """Return the last event, also to a client that has others of its number."""
+        name = f"response.{response.status}"
+        return self._written(name, response=response) if self._numbers.end(name) else b""
+
+    def failure(self, response: ModelResponse) -> bytes:
+        """Return the end of a stream that an error ends."""
+        self._numbers.fail()
+        return self._written(f"response.{response.status}", response=response)
 
     def _closed(self, event: BlockClosed, place: dict[str, Any], item: OutputItem) -> bytes:
         block, text = event.block, event.block.text
@@ -103,26 +110,22 @@ class ResponseEvents:
         return self._event(name, **place, content_index=0, part=part)
 
     def _delta(self, kind: BlockKind, place: dict[str, Any], text: str) -> bytes:
-        beyond = self._number + len(text) - self._after
-        if beyond < len(text):  # the client has the beginning, or all of it
-            self._number += len(text) - max(beyond, 0)
-            text = text[len(text) - beyond :] if beyond > 0 else ""
+        text = self._numbers.rest(text)
         if not text:
             return b""
-        self._number += len(text) - 1
         if kind is not BlockKind.CALL:
             place = {**place, "content_index": 0}
         if kind is BlockKind.TEXT:
             place["logprobs"] = ()
-        return self._event(f"{_DELTAS[kind]}.delta", **place, delta=text)
+        return self._written(f"{_DELTAS[kind]}.delta", **place, delta=text)
 
-    def _event(self, name: str, /, **fields: Any) -> bytes:
-        self._number += 1
-        if self._number <= self._after:
-            return b""
-        body = _encode({"type": name, "sequence_number": self._number, **fields})
-        number = b"id: %d\n" % self._number if self._with_ids else b""
-        return number + b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
+    def _event(self, name: str, /, mark: str = "", **fields: Any) -> bytes:
+        """Return an event of more than a delta. ``mark``: what else two of the name differ by."""
+        return self._written(name, **fields) if self._numbers.counts(f"{name} {mark}") else b""
+
+    def _written(self, name: str, /, **fields: Any) -> bytes:
+        body = _encode({"type": name, "sequence_number": self._numbers.number, **fields})
+        return self._numbers.id_line() + b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
 
 
 class ResponseFrames:
@@ -155,6 +158,7 @@ class ResponseFrames:
                 request_id, created_unix_s = original(accepted, 0)
             found |= {"id": ANSWER_PREFIXES["responses"] + request_id, "created_at": created_unix_s}
         self.response = structs.replace(self.response, **found)
+        self._out.on_accepted(accepted.request_id)
 
     def opening(self) -> bytes:
         return self._out.opening(self.response)
@@ -171,14 +175,14 @@ class ResponseFrames:
             incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
             completed_at=None if cut else int(self._now_s()),
             output=self._items(),
-            usage=_usage(event.usage),
+            usage=_usage(event),
         )
         if self.response.store and not await self._keep(self.response):
             self.response = structs.replace(self.response, store=False)
         return last + self._out.end(self.response)
 
     def failed(self, error: FairwayError) -> bytes:
-        return self._out.end(failed_response(self.response, error))
+        return self._out.failure(failed_response(self.response, error))
 
     def _events(self, events: Iterable[BlockEvent]) -> bytes:
         return b"".join(self._out.block(self.response.id, event) for event in events)
@@ -244,11 +248,12 @@ def _item_id(response_id: str, index: int, block: Block) -> str:
     return f"{_ITEM_PREFIXES[block.kind]}{response_id.removeprefix(ANSWER_PREFIXES['responses'])}_{index}"
 
 
-def _usage(usage: Usage) -> ResponsesUsage:
+def _usage(finished: Finished) -> ResponsesUsage:
+    usage, reasoning = finished.usage, finished.choices[0].reasoning_tokens
     return ResponsesUsage(
         usage.prompt_tokens,
         InputTokensDetails(usage.cached_tokens),
         usage.output_tokens,
-        OutputTokensDetails(),
+        OutputTokensDetails(UNSET if reasoning is None else reasoning),
         usage.prompt_tokens + usage.output_tokens,
     )

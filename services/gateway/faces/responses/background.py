@@ -33,6 +33,7 @@ from services.gateway.faces.openai.exchange import primary_failure
 from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames, failed_response
 from services.gateway.faces.responses.types import ModelResponse
 from services.gateway.faces.transport.answer_stream import GenerationStreams, collect
+from services.gateway.faces.transport.event_numbers import EventNumbers
 from services.gateway.incidents import incident_of
 from services.gateway.responses.store import BegunResponse, ResponseAnswer, ResponseStore
 from services.gateway.service_types import subtract
@@ -203,7 +204,7 @@ class BackgroundResponses:
             response_of(begun.response),
             request_id=begun.request_id,
             keep=keep,
-            events=ResponseEvents(),
+            events=ResponseEvents(EventNumbers()),
             now_s=self._clock.unix_s,
         )
         received = Received(

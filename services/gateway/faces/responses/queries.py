@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Annotated
+
+from msgspec import Meta, Struct, field
 
 from services.core.errors import InvalidInput
 from services.gateway.faces.openai.exchange import Scope
-from services.gateway.faces.transport.queries import ListQuery, list_query, query_fields, query_number
+from services.gateway.faces.openai.types import About
+from services.gateway.faces.transport.queries import OrderedQuery, query_number, read_query
 
-_MAX_ITEMS: Final = 100
-_ITEMS: Final = 20
-
-
-@dataclass(frozen=True, slots=True)
-class StreamQuery:
-    """How a response is retrieved: as a stream of the events beyond a number, or whole."""
-
-    stream: bool
-    after: int
+_MAX_NUMBER = 2**53 - 1
 
 
-def stream_query(scope: Scope, last_event_id: str) -> StreamQuery:
-    """Return the query of a retrieval. Raises InvalidInput.
+class StreamQuery(Struct, frozen=True, kw_only=True):
+    """How a response is retrieved: whole, or as a stream of the events beyond a number."""
+
+    stream: bool = False
+    starting_after: Annotated[int, Meta(ge=0, le=_MAX_NUMBER)] | None = None
+    include: Annotated[str | None, About("No effect.")] = None
+    included: Annotated[str | None, About("No effect.")] = field(default=None, name="include[]")
+    include_obfuscation: Annotated[bool | None, About("No effect.")] = None
+
+
+class ItemsQuery(OrderedQuery, frozen=True, kw_only=True):
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    include: Annotated[str | None, About("No effect.")] = None
+    included: Annotated[str | None, About("No effect.")] = field(default=None, name="include[]")
+
+
+def stream_query(scope: Scope, last_event_id: str) -> tuple[bool, int]:
+    """Return whether a response is retrieved as a stream, and beyond which number. Raises InvalidInput.
 
     ``last_event_id``: the header that a client of server-sent events sends; the number is the id.
     """
-    found = query_fields(scope, ("stream", "starting_after", "include", "include[]", "include_obfuscation"))
-    stream = found.get("stream", "false")
-    if stream not in ("true", "false"):
-        raise InvalidInput("stream must be true or false", field="stream")
-    if "starting_after" in found and stream == "false":
-        raise InvalidInput("starting_after needs stream=true", field="starting_after")
-    name = "starting_after" if "starting_after" in found else "last-event-id"
-    given = found.get("starting_after") or last_event_id
-    return StreamQuery(stream == "true", query_number(given, name) if given else -1)
-
-
-def items_query(scope: Scope) -> ListQuery:
-    """Return the query of a list of items. Raises InvalidInput."""
-    found = query_fields(scope, ("limit", "order", "after", "include", "include[]"))
-    return list_query(found, _ITEMS, _MAX_ITEMS)
+    found = read_query(scope, StreamQuery)
+    if found.starting_after is not None:
+        if not found.stream:
+            raise InvalidInput("starting_after needs stream=true", field="starting_after")
+        return True, found.starting_after
+    return found.stream, query_number(last_event_id, "last-event-id") if last_event_id else -1

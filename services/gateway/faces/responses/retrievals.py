@@ -24,10 +24,11 @@ from services.gateway.faces.responses.background import (
 )
 from services.gateway.faces.responses.conversations import Conversations, current
 from services.gateway.faces.responses.errors import responses_error
-from services.gateway.faces.responses.queries import items_query, stream_query
+from services.gateway.faces.responses.queries import ItemsQuery, StreamQuery, stream_query
 from services.gateway.faces.responses.types import DeletedResponse, InputItems, ModelResponse
 from services.gateway.faces.transport.answer_stream import GenerationStreams, relay
-from services.gateway.faces.transport.queries import ListQuery, page_of
+from services.gateway.faces.transport.event_numbers import EventNumbers
+from services.gateway.faces.transport.queries import page_of, read_query
 from services.gateway.responses.store import ResponseStore, StoredResponse
 from services.ports.clock import Clock
 
@@ -85,6 +86,8 @@ class Retrievals:
                 answer=ModelResponse,
                 streams=True,
                 error_event="error",
+                query=StreamQuery,
+                headers=("last-event-id",),
                 **common,
             ),
             Endpoint(
@@ -112,17 +115,18 @@ class Retrievals:
                 self.items,
                 "the id of a response; `?limit=&order=&after=` pages through its input",
                 answer=InputItems,
+                query=ItemsQuery,
                 **common,
             ),
         )
 
     async def retrieve(self, exchange: Exchange) -> None:
-        query = stream_query(exchange.scope, exchange.headers.last_event_id())
-        if query.stream:
+        stream, after = stream_query(exchange.scope, exchange.headers.last_event_id())
+        if stream:
             exchange.headers.check_stream()
         response_id = _id_of(exchange)
         stored = await self._conversations.find(exchange.caller, response_id)
-        work = self.answer(exchange, response_id, stored, stream=query.stream, after=query.after)
+        work = self.answer(exchange, response_id, stored, stream=stream, after=after)
         await unless_disconnected(exchange.receive, exchange.reply, work)
 
     async def answer(
@@ -148,7 +152,7 @@ class Retrievals:
             await exchange.reply.json(200, _encode(response))
         elif stored.answer is not None:
             await exchange.reply.start_events()
-            events = ResponseEvents(after=after, with_ids=True)
+            events = ResponseEvents(EventNumbers(after=after, with_ids=True))
             await exchange.reply.write(replayed(current(stored), events), last=True)
         else:
             await self._follow(exchange, response_id, stored, run, after)
@@ -174,7 +178,7 @@ class Retrievals:
         await exchange.reply.json(200, _encode(current(stored)))
 
     async def items(self, exchange: Exchange) -> None:
-        query = items_query(exchange.scope)
+        query = read_query(exchange.scope, ItemsQuery)
         stored = await self._conversations.find(exchange.caller, _id_of(exchange))
         await exchange.reply.json(200, _encode(_page(_items(stored.begun.items), query)))
 
@@ -204,7 +208,7 @@ class Retrievals:
             return True
 
         generation = generation_of(response_id, stored.begun)
-        events = ResponseEvents(after=after, with_ids=True)
+        events = ResponseEvents(EventNumbers(after=after, with_ids=True))
         frames = ResponseFrames(
             response_of(stored.begun.response),
             request_id=stored.begun.request_id,
@@ -259,7 +263,9 @@ async def _end(
         raise NotFound("response_id: the response was deleted meanwhile", field="response_id")
     else:
         await reply.start_events()
-        await reply.write(replayed(current(stored), ResponseEvents(after=after, with_ids=True)), last=True)
+        await reply.write(
+            replayed(current(stored), ResponseEvents(EventNumbers(after=after, with_ids=True))), last=True
+        )
 
 
 def _id_of(exchange: Exchange) -> str:
@@ -267,8 +273,8 @@ def _id_of(exchange: Exchange) -> str:
     return found
 
 
-def _page(items: list[Raw], query: ListQuery) -> InputItems:
-    ordered = items[::-1] if query.descending else items
+def _page(items: list[Raw], query: ItemsQuery) -> InputItems:
+    ordered = items[::-1] if query.order == "desc" else items
     page, more = page_of(ordered, _id_of_item, query)
     first, last = (_id_of_item(page[0]), _id_of_item(page[-1])) if page else (None, None)
     return InputItems(list(page), first, last, more)

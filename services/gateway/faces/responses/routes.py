@@ -14,7 +14,8 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, IdempotencyConflict, InvalidInput
 from services.core.generation import Principal
 from services.gateway.catalog import Route
-from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.endpoint import JSON, STREAM_HEADERS, Access, Endpoint, Exchange
+from services.gateway.faces.openai.event_ids import HEADER
 from services.gateway.faces.openai.event_stream import REPLAYED
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames
@@ -41,6 +42,7 @@ from services.gateway.faces.responses.types import (
     ResponsesBody,
 )
 from services.gateway.faces.transport.answer_stream import GenerationStreams, add_headers, collect, relay
+from services.gateway.faces.transport.event_numbers import EventNumbers, keyed_numbers
 from services.gateway.responses.store import BegunResponse, ResponseStore, StoredResponse, begin_chunk
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
@@ -80,7 +82,10 @@ class ResponsesFace:
         clock: Clock,
         limits: HttpLimits,
         bodies: BodyReader,
+        event_secret: bytes,
     ) -> None:
+        """``event_secret`` keys the ids of events; the same on every gateway."""
+        self._event_secret = event_secret
         self._service = service
         self._store = parts.store
         self._clock = clock
@@ -110,6 +115,8 @@ class ResponsesFace:
                 error_body=responses_error,
                 error_event="error",
                 body=ResponsesBody,
+                takes=(JSON,),
+                headers=STREAM_HEADERS,
                 answer=ModelResponse,
                 streams=True,
             ),
@@ -121,6 +128,7 @@ class ResponsesFace:
                 "what decides the prompt of such a request; returns its tokens",
                 error_body=responses_error,
                 body=PromptFields,
+                takes=(JSON,),
                 answer=InputTokens,
             ),
             *self._retrievals.endpoints(),
@@ -128,10 +136,6 @@ class ResponsesFace:
 
     async def create(self, exchange: Exchange) -> None:
         timeout_s = exchange.headers.timeout_s()
-        if exchange.headers.last_event_id():
-            raise InvalidInput(
-                "a stream continues by GET of its response, with stream=true", field="last-event-id"
-            )
         with self._bodies.account(exchange.caller.tenant_id) as hold:
             data = await read_body(exchange.headers, exchange.receive, self._limits, hold)
             body = await self._bodies.parse(responses_body, data)
@@ -143,6 +147,10 @@ class ResponsesFace:
         if body.stream:
             exchange.headers.check_stream()
         if body.background:
+            if exchange.headers.last_event_id():
+                raise InvalidInput(
+                    "a response in the background continues by GET of it, with stream=true", field=HEADER
+                )
             if timeout_s is not None:
                 raise InvalidInput(
                     "x-request-timeout-s: a response in the background has no deadline; cancel it instead",
@@ -152,11 +160,12 @@ class ResponsesFace:
                 exchange.receive, exchange.reply, self._begin(exchange, request, bool(body.stream))
             )
             return
-        frames = self._frames(exchange, request)
+        numbers = keyed_numbers(exchange, self._event_secret, "responses", stream=bool(body.stream))
+        frames = self._frames(exchange, request, numbers)
         source = self._service.stream(
             exchange.caller,
             request.generation,
-            received=exchange.received,
+            received=structs.replace(exchange.received, delivered=numbers.delivered),
             timeout_s=timeout_s,
             withdraws=exchange.withdrawn,
         )
@@ -180,7 +189,7 @@ class ResponsesFace:
         _, tokens = await unless_disconnected(exchange.receive, exchange.reply, work)
         await exchange.reply.json(200, _encode(InputTokens(tokens)))
 
-    def _frames(self, exchange: Exchange, request: ResponsesRequest) -> ResponseFrames:
+    def _frames(self, exchange: Exchange, request: ResponsesRequest, numbers: EventNumbers) -> ResponseFrames:
         """Return the frames of a response that ends with its client, and that is stored at its end."""
         tenant_id = exchange.caller.tenant_id
         if request.head.store:  # raises before anything runs
@@ -196,7 +205,7 @@ class ResponsesFace:
             request.head,
             request_id=exchange.received.request_id,
             keep=keep,
-            events=ResponseEvents(),
+            events=ResponseEvents(numbers),
             now_s=self._clock.unix_s,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from services.gateway.faces.openai.types import About, Metadata, Schema, Short, TopK, UInt32, Unserved
 
@@ -190,9 +190,10 @@ class InputTokensDetails(Struct, frozen=True):
 
 
 class OutputTokensDetails(Struct, frozen=True):
-    """Reasoning is not counted apart."""
+    """``reasoning_tokens``: to the end of the reasoning, its mark included; absent where several tokens spell
+    the mark."""
 
-    reasoning_tokens: int = 0
+    reasoning_tokens: int | UnsetType = UNSET
 
 
 class ResponsesUsage(Struct, frozen=True):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -149,3 +151,66 @@ def test_ids_of_calls_depend_on_the_request_alone() -> None:
     short = call_id("r1", 0, 9, 0)
     assert len(short) == 9
     assert short.isalnum()
+
+
+START, END = (7, "<think>"), (9, "</think>")
+THINK = OutputForm(REASONING_FORMS["think"], reasoning_end=END[0])
+A, B, HI = (1, "a"), (2, " b"), (3, "hi")
+SPELLED = ((4, "</thi"), (5, "nk>"))
+
+
+async def sampled(
+    tokens: Sequence[tuple[int, str]], form: OutputForm, rng: Random, prompt: Sequence[int] = ()
+) -> AsyncGenerator[Event, None]:
+    """Yield an output whose tokens are put together at random, and whose text lags behind them."""
+    yield Accepted("r1", "m", "sha256:1", 1, 1, len(prompt), form=form)
+    ids, text, offset = [*prompt, *(token for token, _ in tokens)], "".join(text for _, text in tokens), 0
+    seen = 0
+    while offset < len(ids):
+        size = rng.randint(1, 3)
+        ready = len("".join(text for _, text in tokens[: max(0, offset + size - len(prompt))]))
+        shown = max(seen, ready - rng.randrange(4)) if offset + size < len(ids) else len(text)
+        yield Tokens(0, offset, ids[offset : offset + size], text[seen:shown])
+        offset, seen = offset + size, shown
+    result = ChoiceResult(0, FinishReason.STOP, "", len(tokens))
+    yield Finished((result,), Usage(len(prompt), len(tokens)), StageClock(0))
+
+
+async def reasoning_of(stream: AsyncGenerator[Event, None]) -> int | None:
+    async for event in stream:
+        if isinstance(event, Finished):
+            return event.choices[0].reasoning_tokens
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "form", "count"),
+    [
+        ([START, A, B, END, HI], THINK, 4),
+        ([START, END, HI], THINK, 2),
+        ([A, END, B], replace(THINK, thinking=True), 2),
+        ([START, A, END, HI, END, HI], THINK, 3),
+        ([START, A, B], THINK, 3),
+        ([HI, A, B], THINK, 0),
+        ([HI, A, B], OutputForm(), 0),
+        ([HI, END, B], THINK, 0),
+        # The mark is not one token, or other tokens spell it: the texts of single tokens are not known.
+        ([START, A, *SPELLED, HI], THINK, None),
+        ([START, A, *SPELLED, HI, END], THINK, None),
+        ([START, A, END, HI], replace(THINK, reasoning_end=None), None),
+        ([START, A, B], replace(THINK, reasoning_end=None), 3),
+    ],
+)
+async def test_the_tokens_of_reasoning_are_counted_where_that_is_exact(
+    tokens: list[tuple[int, str]], form: OutputForm, count: int | None
+) -> None:
+    for seed in range(40):
+        stream = sampled(tokens, form, Random(seed))
+        assert await reasoning_of(in_parts(stream, None)) == count, seed
+        scored = sampled(tokens, form, Random(seed), prompt=[END[0], 1, END[0]])
+        assert await reasoning_of(in_parts(scored, None)) == count, seed
+        kept, ids = Random(seed).randrange(len(tokens) + 1), [token for token, _ in tokens]
+        text = "".join(text for _, text in tokens[:kept])
+        delivered = Delivered(request_tag("r1"), (DeliveredChoice().after(ids[:kept], text),))
+        stream = sampled(tokens, form, Random(seed))
+        assert await reasoning_of(in_parts(stream, delivered)) == count, (seed, kept)

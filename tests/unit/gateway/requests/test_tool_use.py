@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -17,6 +18,7 @@ from services.core.outputs.families import CALL_FORMS, REASONING_FORMS
 from services.core.outputs.forms import OutputForm
 from services.core.outputs.tools import Tool
 from services.core.records import DEPLOYMENTS, Deployment, KeyRole, Meta
+from services.gateway.outputs.forms import MarkToken
 from services.gateway.requests.tool_use import (
     MAX_TOOL_BYTES,
     check_tools,
@@ -278,3 +280,6 @@ def test_the_files_show_form_marks_and_openings(make_folder: Any, clock: Any) ->
         ids = encoder.encode_chat([ChatMessage("user", "hi")], variables, [Tool("f", "", OBJECT)])
         assert declared_form(asked, tool_use(turns), deployment, model, ids).thinking == thinking
     assert spelled_ids(model.form, model) == ()
+    for marks, end in (((), None), ((MarkToken("<think>", 6, False), MarkToken("</think>", 7, False)), 7)):
+        marked = declared_form(asked, tool_use(turns), deployment, replace(model, marks=marks), [])
+        assert marked.reasoning_end == end, "of a mark that is one token"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from fairway.v1 import inference_pb2
 from services.core import errors
@@ -71,14 +72,22 @@ def test_held_back_text_makes_no_frame_unless_its_logprobs_are_wanted() -> None:
 def test_with_usage_every_frame_has_the_field() -> None:
     frames = Frames(wanted(include_usage=True), IDENTITY)
     assert frame(frames.role(0))["usage"] is None
-    last = frame(frames.usage([Usage(3, 4, 1), Usage(1, 1, 0)]))
+    first, second = (
+        Finished((ChoiceResult(0, FinishReason.STOP, "", 4, reasoning_tokens=count),), usage, StageClock(0))
+        for usage, count in ((Usage(3, 4, 1), 3), (Usage(1, 1, 0), 1))
+    )
+    last = frame(frames.usage([first, second]))
     assert last["choices"] == []
     assert last["usage"] == {
         "prompt_tokens": 4,
         "completion_tokens": 5,
         "total_tokens": 9,
         "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 4},
     }
+    uncounted = replace(second.choices[0], reasoning_tokens=None)
+    last = frame(frames.usage([first, structs.replace(second, choices=(uncounted,))]))
+    assert "completion_tokens_details" not in last["usage"]
     assert "usage" not in frame(Frames(wanted(), IDENTITY).role(0))
     assert Frames(wanted(), IDENTITY).usage([]) == b""
 

@@ -17,6 +17,7 @@ from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens
 from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames, replayed
 from services.gateway.faces.responses.requests import responses_body, responses_request
 from services.gateway.faces.responses.types import ModelResponse
+from services.gateway.faces.transport.event_numbers import EventNumbers
 
 # Reasoning, text, two calls, text: every kind of item and every change between them.
 OUTPUT: Sequence[OutputPart] = (
@@ -67,7 +68,7 @@ async def streamed(events: list[list[OutputPart]], after: int = -1) -> tuple[byt
         HEAD,
         request_id="req_1",
         keep=keep,
-        events=ResponseEvents(after=after, with_ids=True),
+        events=ResponseEvents(EventNumbers(after=after, with_ids=True)),
         now_s=lambda: 7.0,
     )
     frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
@@ -108,7 +109,9 @@ async def test_the_numbers_depend_on_the_output_alone(seed: int) -> None:
     split, again = await streamed(pieces(Random(seed)))
     assert joined(parsed(split)) == joined(parsed(whole))
     assert msgspec.json.encode(again) == msgspec.json.encode(response)
-    assert joined(parsed(replayed(response, ResponseEvents(with_ids=True)))) == joined(parsed(whole))
+    assert joined(parsed(replayed(response, ResponseEvents(EventNumbers(with_ids=True))))) == joined(
+        parsed(whole)
+    )
     numbers = [event["sequence_number"] for event in parsed(split)]
     assert numbers == sorted(set(numbers))
 
@@ -122,12 +125,12 @@ async def test_a_stream_continues_behind_every_number() -> None:
         seen = [each for each in first if each["sequence_number"] <= after]
         for data in (
             (await streamed(pieces(Random(after)), after))[0],
-            replayed(response, ResponseEvents(after=after, with_ids=True)),
+            replayed(response, ResponseEvents(EventNumbers(after=after, with_ids=True))),
         ):
             rest = parsed(data)
             assert all(each["sequence_number"] > after for each in rest)
             assert joined(seen + rest) == joined(first), after
-    beyond = parsed(replayed(response, ResponseEvents(after=last + 5, with_ids=True)))
+    beyond = parsed(replayed(response, ResponseEvents(EventNumbers(after=last + 5, with_ids=True))))
     assert [each["type"] for each in beyond] == ["response.completed"], "a stream always has an end"
 
 
@@ -152,8 +155,13 @@ async def lost(_: ModelResponse) -> bool:
     return False
 
 
+def unstored() -> ResponseFrames:
+    events = ResponseEvents(EventNumbers())
+    return ResponseFrames(HEAD, request_id="req_1", keep=lost, events=events, now_s=lambda: 7.0)
+
+
 async def test_a_response_that_could_not_be_stored_states_it() -> None:
-    frames = ResponseFrames(HEAD, request_id="req_1", keep=lost, events=ResponseEvents(), now_s=lambda: 7.0)
+    frames = unstored()
     frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
     result = (ChoiceResult(0, FinishReason.LENGTH, "", 9),)
     end = await frames.ending(Finished(result, Usage(3, 9), StageClock(0)))
@@ -165,8 +173,19 @@ async def test_a_response_that_could_not_be_stored_states_it() -> None:
     )
 
 
+@pytest.mark.parametrize("count", [None, 0, 4])
+async def test_the_tokens_of_reasoning_are_stated_where_they_are_counted(count: int | None) -> None:
+    frames = unstored()
+    frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
+    result = (ChoiceResult(0, FinishReason.STOP, "", 9, reasoning_tokens=count),)
+    await frames.ending(Finished(result, Usage(3, 9), StageClock(0)))
+    usage = json.loads(msgspec.json.encode(frames.response))["usage"]
+    assert usage["output_tokens_details"] == ({} if count is None else {"reasoning_tokens": count})
+    assert msgspec.json.decode(msgspec.json.encode(frames.response), type=ModelResponse) == frames.response
+
+
 def test_a_failure_ends_a_stream_by_name() -> None:
-    frames = ResponseFrames(HEAD, request_id="req_1", keep=lost, events=ResponseEvents(), now_s=lambda: 7.0)
+    frames = unstored()
     frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
     frames.opening()
     event = json.loads(frames.failed(NoWorkerAvailable("no worker", retry_after_s=1.0)).split(b"data: ")[1])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import InvalidInput
-from services.gateway.faces.transport.queries import ListQuery, list_query, page_of, query_fields
+from services.gateway.faces.responses.queries import ItemsQuery
+from services.gateway.faces.transport.queries import page_of, read_query
 
-KNOWN = ("limit", "order", "after")
 
-
-def asked(text: str) -> ListQuery:
-    return list_query(query_fields({"query_string": text.encode()}, KNOWN), 20, 100)
+def asked(text: str) -> ItemsQuery:
+    return read_query({"query_string": text.encode()}, ItemsQuery)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def test_a_query_has_a_bound_of_fields() -> None:
 
 
 def test_pages_have_every_item_once() -> None:
-    assert asked("") == asked("after=") == ListQuery(20, "", descending=True)
+    assert asked("") == asked("after=") == ItemsQuery(limit=20, after="", order="desc")
     items, after = [f"i{number}" for number in range(5)], ""
     found: list[str] = []
     for pages in range(3):

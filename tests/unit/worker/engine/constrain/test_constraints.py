@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
-from bench.guided.schemas import drawn
+from bench.guided.schemas import FORMATS, drawn, is_valid
 from services.core.generation import JSON_OBJECT, Constraint, ConstraintKind
 from services.worker.engine.core import Engine
 from services.worker.engine.load.loading import load
@@ -217,6 +217,12 @@ def test_log_probabilities_are_those_of_the_allowed_tokens(engine: Engine) -> No
         (of_schema({"$ref": "https://example.com/schema.json"}), "example.com"),
         (Constraint(ConstraintKind.CHOICE, "[1]"), "strings"),
         (Constraint(ConstraintKind.JSON_SCHEMA, "{"), "EOF"),
+        # Keywords that are not held to: ``drawn`` has none of them.
+        (of_schema({"type": "array", "uniqueItems": True, "maxItems": 2}), "uniqueItems"),
+        (of_schema({"type": "array", "contains": {"const": 1}}), "contains"),
+        (of_schema({"not": {"const": 1}}), "not"),
+        (of_schema({"type": "string", "format": "idn-email"}), "idn-email"),
+        (of_schema({"oneOf": [{"type": "integer", "minimum": 1}, {"type": "number"}]}), "oneOf"),
     ],
 )
 def test_a_refused_constraint_fails_its_sequence_alone(
@@ -267,8 +273,60 @@ def test_outputs_of_drawn_schemas_are_valid_whole_and_resumed(engine: Engine) ->
     ended = [handle for handle, reason in whole.finished.items() if reason == "stop"]
     assert len(ended) > len(schemas) / 2
     for handle in ended:
-        jsonschema.validate(json.loads(whole.text(handle)), schemas[handle])
+        assert is_valid(whole.text(handle), schemas[handle]), (whole.text(handle), schemas[handle])
     halves = {handle: tokens[: len(tokens) // 2] for handle, tokens in whole.tokens.items()}
     again = [submit(n, of_schema(schemas[n]), produced_ids=half, **drawing) for n, half in halves.items()]
     resumed = run(engine, again)
     assert {n: half + resumed.tokens[n] for n, half in halves.items()} == whole.tokens
+
+
+# Of each keyword that ``drawn`` has, and each format.
+KEYWORDS: Final[Mapping[str, dict[str, Any]]] = {
+    **{name: {"type": "string", "format": name} for name in FORMATS},
+    "allOf": {"allOf": [{"type": "integer", "minimum": -9}, {"maximum": 40}]},
+    "oneOf": {"oneOf": [{"type": "integer", "maximum": 3, "minimum": 0}, {"type": "string", "maxLength": 2}]},
+    "prefixItems": {
+        "type": "array",
+        "prefixItems": [{"type": "boolean"}, {"enum": ["a", 1]}],
+        "items": False,
+        "minItems": 1,
+    },
+    "patternProperties": {
+        "type": "object",
+        "patternProperties": {"^[a-c]$": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "additionalProperties": False,
+    },
+    "multipleOf": {"type": "integer", "multipleOf": 7, "minimum": -20, "maximum": 60},
+}
+
+
+def test_each_drawn_keyword_and_format_is_held_to(engine: Engine) -> None:
+    assert all(any(word in json.dumps(drawn(seed)) for seed in range(200)) for word in KEYWORDS)
+    asked = [(name, schema) for name, schema in KEYWORDS.items() for _ in range(6)]
+    submits = [submit(n, of_schema(schema), temperature=1.0, seed=n) for n, (_, schema) in enumerate(asked)]
+    found = run(engine, submits)
+    assert found.errors == {}
+    ended = {handle for handle, reason in found.finished.items() if reason == "stop"}
+    assert {asked[handle][0] for handle in ended} == set(KEYWORDS)
+    for handle in ended:
+        assert is_valid(found.text(handle), asked[handle][1]), (asked[handle][0], found.text(handle))
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        ("date", ("2024-02-29", "0000-02-29"), ("2023-02-30", "2023-2-3", "20230203", "2023-W01-1")),
+        (
+            "time",
+            ("23:59:60Z", "12:00:00.25+01:30"),
+            ("12:00:00", "24:00:00Z", "12:60:00Z", "12:00:00+24:00"),
+        ),
+        ("ipv4", ("127.0.0.1",), ("1.2.3", "1.2.3.256")),
+        ("uuid", ("123e4567-e89b-12d3-a456-426614174000",), ("123e4567e89b12d3a456426614174000", "x")),
+    ],
+)
+def test_drawn_formats_are_checked(name: str, valid: tuple[str, ...], invalid: tuple[str, ...]) -> None:
+    schema = {"type": "string", "format": name}
+    assert all(is_valid(json.dumps(text), schema) for text in valid)
+    assert not any(is_valid(json.dumps(text), schema) for text in invalid)
+    assert name in FORMATS
