@@ -65,7 +65,11 @@ REASONS: Final[Mapping[VersionFault, Mapping[str, tuple[str, ...]]]] = {
     VersionFault.SLOW: {"GATE_FAILED": ("ttft_p95", "itl_p95")},
     VersionFault.FAILING: {"GATE_FAILED": ("error_ratio", "broken_ratio")},
     VersionFault.GARBAGE: {"GATE_FAILED": ("output_length",)},
-    VersionFault.CRASHING: {"GATE_FAILED": ("error_ratio", "broken_ratio"), "ENGINE_CRASHES": ("crashed",)},
+    # Requests wait while its engine starts again: that may show before its errors do.
+    VersionFault.CRASHING: {
+        "GATE_FAILED": ("error_ratio", "broken_ratio", "ttft_p95", "itl_p95"),
+        "ENGINE_CRASHES": ("crashed",),
+    },
     VersionFault.UNANSWERING: {"PROBE_FAILED": ("",)},
     VersionFault.COSTLY: {"GATE_FAILED": ("cost",)},
 }
