@@ -38,6 +38,7 @@ from fairway.client import AdminClient
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
+from services.worker.engine.load.loading import WARM_UP_TOKENS
 from tests.e2e.arms_memory import measure
 from tests.support.faulty_versions import CRASHING_ID, VersionFault, write_version
 from tests.support.stack import ROOT, Stack, metadata
@@ -46,6 +47,10 @@ from tests.support.updating import admin_of, publish
 NAME: Final = "drill"
 SESSIONS: Final = 600
 TOKENS: Final = 10
+PROMPT_TOKENS: Final = 16
+LONG_PROMPT_TOKENS: Final = (
+    WARM_UP_TOKENS + 16
+)  # of some requests: the recorded traffic has them, so a probe has
 LONGEST_S: Final = 240.0
 # What an abort and a rollback as a whole may take, in seconds, and an A/B test of what one version takes.
 LARGEST: Final = {"actuation_p95_s": 5.0, "rollback_p95_s": 60.0, "ab_memory_ratio": 1.1}
@@ -138,9 +143,10 @@ class Load:
     ) -> None:
         while not stopping.is_set():
             first = CRASHING_ID if rng.random() < 0.02 else rng.randrange(400)
+            tokens = PROMPT_TOKENS if rng.random() > 0.05 else LONG_PROMPT_TOKENS
             generation = pb.Generation(
                 model=NAME,
-                token_ids=pb.TokenIds(ids=[first, *(rng.randrange(400) for _ in range(15))]),
+                token_ids=pb.TokenIds(ids=[first, *(rng.randrange(400) for _ in range(tokens - 1))]),
                 max_output_tokens=TOKENS,
                 session_key=f"session-{rng.randrange(SESSIONS)}",
             )
