@@ -123,7 +123,7 @@ class ShadowCopies:
         try:
             found = await self._admission.admit(_OWNER, own, request.timer, copy.terms, request.telemetry)
         except FairwayError:
-            request.telemetry.compared_in(copied.spec.step)
+            request.telemetry.compared_in(copied.spec.step, own.session_key)
             raise
         return replace(found, spec=_as_copied(found.spec, copied.spec), reroute=None)
 

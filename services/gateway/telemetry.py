@@ -14,7 +14,7 @@ import structlog
 from msgspec.structs import replace
 
 from services.core import faults
-from services.core.arms import ArmKey, SliKey
+from services.core.arms import ArmKey, SliKey, session_hash
 from services.core.errors import FairwayError, QueueFull
 from services.core.estimates.traffic_shapes import RequestShape
 from services.core.faults import fault_of
@@ -240,12 +240,18 @@ class RequestTelemetry:
     def routed(self, tenant: str, route: Route, priority: Priority, session_key: str) -> None:
         """Its version was chosen: failures from here on, before it is accepted too, count against that."""
         key = SliKey(ArmKey(route.model, route.version_digest), tenant, priority, self._owner.slis.zone)
-        self._subject = subject_of(key, session_key, route.step, 0, ())
+        self._subject = SliSubject(key)
+        if route.step:
+            self.compared_in(route.step, session_key)
 
-    def compared_in(self, step: str) -> None:
-        """It counts in the comparison of this step: a copy, whose version is not drawn."""
-        assert self._subject is not None, "it has no model"
-        self._subject = replace(self._subject, step=step)
+    def compared_in(self, step: str, session_key: str) -> None:
+        """It counts in the comparison of this step; a copy too, whose version is not drawn.
+
+        Without effect on a request whose model does not exist, or no longer.
+        """
+        if self._subject is not None:
+            session = session_hash(self._subject.key.tenant, session_key)
+            self._subject = replace(self._subject, session=session, step=step)
 
     def accepted(self, tenant: str, spec: GenerationSpec) -> None:
         """The request was admitted, or is served by another version from now on."""

@@ -17,7 +17,7 @@ from services.controlplane.fleet import Fleet
 from services.controlplane.policy.assign import PutAssignment, Unplaced, plan
 from services.controlplane.policy.host import arm_deployment
 from services.controlplane.policy.memory import MemoryView, needs_of, no_memory
-from services.controlplane.rollouts.policy.effects import replicas_by_worker, replicas_of_test, route_of
+from services.controlplane.rollouts.policy.effects import replicas_by_worker, route_of
 from services.controlplane.rollouts.records import Rollout, RolloutPhase, RolloutStep, RolloutStrategy
 from services.core.records import AssignedVersion, Deployment
 from services.core.rollouts.routes import WHOLE_BP, RevisedRoute, RouteArm
@@ -158,8 +158,5 @@ def _estimates(deployment: Deployment, fleet: Fleet, sizes: Mapping[str, int]) -
 
 def _most(rollout: Rollout, arm: RouteArm, replicas: int) -> int:
     """Return the most replicas of an arm in any step."""
-    if rollout.strategy is RolloutStrategy.SHADOW:
-        return arm.replicas
-    if rollout.strategy is RolloutStrategy.AB:
-        return replicas_of_test(rollout, arm.name, replicas)
-    return max(1, replicas)
+    in_no_step = rollout.strategy in (RolloutStrategy.AB, RolloutStrategy.SHADOW)
+    return arm.replicas if in_no_step else max(1, replicas)

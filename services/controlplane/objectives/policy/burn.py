@@ -106,6 +106,7 @@ class BurnRings:
     def since(self, sli: Sli, window_s: float, since_unix_s: float, unix_s: float) -> EventCounts:
         """Return the events of the window, without those before the minute of ``since_unix_s``."""
         began_s = since_unix_s // MINUTE_S * MINUTE_S
+        # A bin counts if the window reaches beyond its begin.
         return self.over(sli, min(window_s, unix_s - began_s + 1e-3), unix_s)
 
     def forget(self, unix_s: float) -> bool:

@@ -16,7 +16,6 @@ from services.controlplane.rollouts.policy.effects import (
     replicas_beside,
     replicas_by_worker,
     replicas_of_arm,
-    replicas_of_test,
     weight_of_step,
 )
 from services.controlplane.rollouts.policy.facts import PROBE_FAILED, RolloutFacts
@@ -60,9 +59,10 @@ def rolled_back(rollout: Rollout, event: RolloutEvent) -> Rollout:
 
 
 def _loading(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
-    if (failed := _load_failure(rollout, facts, now_unix_s, rollout.phase_unix_s)) is not None:
-        return failed
     waiting = _waiting(rollout, facts, 0)
+    failed = _load_failure(rollout, facts, waiting, now_unix_s, since_unix_s=rollout.phase_unix_s)
+    if failed is not None:
+        return failed
     if waiting:
         return replace(rollout, message=waiting)
     if rollout.paused:
@@ -138,9 +138,11 @@ def _next_step(
     step = next_step_of(rollout)
     last, weight_bp = step >= len(rollout.steps), weight_of_step(rollout, step)
     since_unix_s = rollout.preparing_unix_s or now_unix_s
-    if (failed := _load_failure(rollout, facts, now_unix_s, since_unix_s)) is not None:
+    waiting = _waiting(rollout, facts, weight_bp)
+    failed = _load_failure(rollout, facts, waiting, now_unix_s, since_unix_s=since_unix_s)
+    if failed is not None:
         return failed
-    if waiting := _waiting(rollout, facts, weight_bp):
+    if waiting:
         return replace(rollout, preparing_unix_s=since_unix_s, message=waiting)
     report = reports.get(rollout.final_arm.name)
     evidence = report.evidence if report is not None else ()
@@ -211,8 +213,9 @@ def _crashed(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollou
 
 
 def _load_failure(
-    rollout: Rollout, facts: RolloutFacts, now_unix_s: float, since_unix_s: float
+    rollout: Rollout, facts: RolloutFacts, waiting: str, now_unix_s: float, *, since_unix_s: float
 ) -> Rollout | None:
+    """Return the rollback of candidates that do not load. ``waiting``: see ``_waiting``, since then."""
     for arm in rollout.arms:
         found = facts.arm(arm.name)
         if found.unanswered:  # one worker is enough: it is the version, or it was not proven that it is not
@@ -222,16 +225,10 @@ def _load_failure(
             event = RolloutEvent(now_unix_s, "LOAD_FAILED", f"{arm.name}: {found.why}"[:512], arm.name)
             return rolled_back(rollout, event)
     waited_s = now_unix_s - since_unix_s
-    if waited_s <= rollout.load_timeout_s or not _waiting(rollout, facts, _next_weight(rollout)):
+    if waited_s <= rollout.load_timeout_s or not waiting:
         return None
-    message = f"{_waiting(rollout, facts, _next_weight(rollout))} after {waited_s:.0f} s"
+    message = f"{waiting} after {waited_s:.0f} s"
     return rolled_back(rollout, RolloutEvent(now_unix_s, "LOAD_TIMEOUT", message))
-
-
-def _next_weight(rollout: Rollout) -> int:
-    if rollout.phase is not RolloutPhase.RUNNING:
-        return 0
-    return weight_of_step(rollout, next_step_of(rollout))
 
 
 def _waiting(rollout: Rollout, facts: RolloutFacts, weight_bp: int) -> str:
@@ -248,9 +245,7 @@ def _waiting(rollout: Rollout, facts: RolloutFacts, weight_bp: int) -> str:
 def _needed(rollout: Rollout, name: str, weight_bp: int, replicas: int) -> int:
     if rollout.strategy in (RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT):
         return max(1, replicas)
-    if rollout.strategy is RolloutStrategy.AB:
-        return max(1, replicas) if name == rollout.target else replicas_of_test(rollout, name, replicas)
-    if rollout.strategy is RolloutStrategy.SHADOW:
+    if rollout.strategy in (RolloutStrategy.AB, RolloutStrategy.SHADOW):
         return replicas_of_arm(rollout, name, replicas)
     if weight_bp == 0 and rollout.steps and rollout.strategy is RolloutStrategy.CANARY:
         weight_bp = rollout.steps[0].weight_bp

@@ -51,7 +51,9 @@ def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
     if everything:
         return max(1, replicas) if name == rollout.final_arm.name else 1
     if rollout.strategy is RolloutStrategy.AB:
-        return max(1, replicas) if rollout.target == name else replicas_of_test(rollout, name, replicas)
+        arm, stable_bp = rollout.arm(name), WHOLE_BP - sum(one.weight_bp for one in rollout.arms)
+        weight_bp = 0 if arm is None else arm.weight_bp
+        return max(1, replicas) if rollout.target == name else replicas_beside(weight_bp, replicas, stable_bp)
     if rollout.strategy is RolloutStrategy.SHADOW:
         return replicas_for(0 if rollout.shadow is None else rollout.shadow.fraction_bp, replicas)
     return replicas_beside(_largest_weight(rollout), replicas)
@@ -93,13 +95,6 @@ def replicas_beside(weight_bp: int, replicas: int, stable_bp: int | None = None)
     if rest_bp <= 0:
         return max(1, replicas)
     return max(1, min(replicas, math.ceil(replicas * weight_bp / (rest_bp * MOST_LOAD_RATIO))))
-
-
-def replicas_of_test(rollout: Rollout, name: str, replicas: int) -> int:
-    """Return the replicas of an arm of an A/B test while it runs."""
-    arm = rollout.arm(name)
-    stable_bp = WHOLE_BP - sum(one.weight_bp for one in rollout.arms)
-    return replicas_beside(0 if arm is None else arm.weight_bp, replicas, stable_bp)
 
 
 def replicas_by_worker(weight_bp: int, replicas: int) -> int:
