@@ -7,6 +7,8 @@
   131,072 tokens.
 - ``neighbours_itl_ratio``: the 99th percentile of the time between tokens of free streams of that model
   while 100 hostile schemas are checked as a gateway does and submitted as a worker does, over that of none.
+- ``slow_masks_itl_ratio``: the same beside eight streams whose masks take milliseconds, over that beside
+  eight whose masks are quick.
 
 The last line is ``RESULT`` with the ratios.
 """
@@ -42,6 +44,8 @@ STREAMS: Final = 32
 OUTPUT: Final = 160  # tokens of a drawn schema's output at most
 HOSTILE: Final = 1 << 16  # handles from here on are of hostile schemas
 NEIGHBOURS: Final = 8
+QUICK: Final = Constraint(ConstraintKind.REGEX, "[a-z ]*")
+SLOW: Final = Constraint(ConstraintKind.REGEX, "(a|b| |[a-z])*a(a|b|[a-z]){14}[a-z ]*")
 PROMPT: Final = 'x = {"name": "a", "size": 3}\ny = '
 TENANTS: Final = 40  # that send the hostile schemas: a tenant that ends processes is soon suspended
 LONG_ARRAY: Final = json.dumps(
@@ -138,6 +142,22 @@ def neighbours_ratio(engine: Engine, folder: Path, ids: list[int], *, count: int
     return float(np.median(found))
 
 
+def slow_masks_ratio(engine: Engine, ids: list[int], *, rounds: int) -> float:
+    """Return the p99 of the time between tokens of free streams beside slow masks over beside quick ones."""
+    found = []
+    for number in range(rounds):
+        p99_s = {}
+        for constraint in (QUICK, SLOW) if number % 2 else (SLOW, QUICK):
+            for handle in range(HOSTILE, HOSTILE + NEIGHBOURS):
+                each = submit(handle, ids, max_tokens=1 << 12, constraint=constraint, ignore_eos=True)
+                engine.apply(each)
+            p99_s[constraint] = _itl_p99_s(engine, ids, SimpleQueue(), steps=300, last=HOSTILE + NEIGHBOURS)
+        found.append(p99_s[SLOW] / p99_s[QUICK])
+        quick_ms, slow_ms = (p99_s[each] * 1e3 for each in (QUICK, SLOW))
+        print(f"ITL p99 {quick_ms:.1f} ms beside quick masks, {slow_ms:.1f} ms beside slow ones", flush=True)
+    return float(np.median(found))
+
+
 def _itl_p99_s(
     engine: Engine,
     ids: list[int],
@@ -145,12 +165,16 @@ def _itl_p99_s(
     *,
     steps: int,
     while_running: threading.Thread | None = None,
+    last: int = HOSTILE,
 ) -> float:
-    """Run free streams for so many steps, and on while the thread runs; submit what passes meanwhile."""
+    """Run free streams for so many steps, and on while the thread runs; submit what passes meanwhile.
+
+    ``last``: handles up to there are in use.
+    """
     for handle in range(NEIGHBOURS):
         engine.apply(submit(handle, ids, max_tokens=1 << 12, ignore_eos=True))
     gaps: list[float] = []
-    last_s, handle = time.monotonic(), HOSTILE
+    last_s, handle = time.monotonic(), last
     while len(gaps) < steps or (while_running is not None and while_running.is_alive()):
         try:
             engine.apply(submit(handle, ids, max_tokens=2, constraint=passed.get_nowait()))
@@ -209,6 +233,7 @@ def main() -> None:
         result["neighbours_itl_ratio"] = neighbours_ratio(
             engine, folder, ids, count=options.hostile, rounds=options.rounds
         )
+        result["slow_masks_itl_ratio"] = slow_masks_ratio(engine, ids, rounds=options.rounds)
     print("RESULT " + json.dumps({name: round(value, 4) for name, value in result.items()}))
 
 

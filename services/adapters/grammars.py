@@ -76,10 +76,9 @@ class GuidanceGrammars:
         tokenizer: llguidance.LLTokenizer,
         *,
         eos_ids: Sequence[int],
-        threads: int = 1,
     ) -> None:
         self._tokenizer = tokenizer
-        self._executor = llguidance.LLExecutor(num_threads=threads)
+        self._executor = llguidance.LLExecutor(num_threads=1)
         self._row_bytes = -(-int(tokenizer.vocab_size) // 32) * 4
         self._eos_ids = frozenset(eos_ids)
         self._end = bytearray(self._row_bytes)  # the mask of an output that can only end
@@ -112,7 +111,7 @@ class GuidanceGrammars:
             return GuidanceMatcher(native.deep_copy(), self._eos_ids)
 
     def fill(self, requests: Sequence[MaskRequest], into: Bits) -> dict[int, str]:
-        """See ``Grammars``. The interpreter's lock is free while masks are computed."""
+        """See ``Grammars``. The calling thread computes; the interpreter's lock is free meanwhile."""
         problems: dict[int, str] = {}
         asked: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
         for request in requests:
@@ -138,9 +137,9 @@ class GuidanceGrammars:
         rows, width = into.shape
         assert into.flags.c_contiguous, "masks are written in place"
         assert width == self._row_bytes, "a mask of another vocabulary"
-        plain = [(native, row) for native, row, proposals in asked if not proposals]
-        if plain:
-            self._executor.unsafe_compute_mask_ptr(plain, into.ctypes.data, width, rows)
+        for native, row, proposals in asked:
+            if not proposals:
+                native.unsafe_compute_mask_ptr(into.ctypes.data + row * width, width)
         ahead = [each for each in asked if each[2]]
         if ahead:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(ahead, into.ctypes.data, width, rows)
@@ -151,7 +150,6 @@ def grammars_of(
     *,
     eos_ids: Sequence[int],
     vocab_size: int,
-    threads: int = 1,
 ) -> GuidanceGrammars:
     """Return the grammars of a tokenizer.json; takes up to a second for 131k tokens.
 
@@ -165,7 +163,7 @@ def grammars_of(
             tokenizer = llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=sorted(eos_ids))
     except ValueError as error:
         raise TokenizerUnusable(_shown(str(error))) from error
-    return GuidanceGrammars(tokenizer, eos_ids=sorted(eos_ids), threads=threads)
+    return GuidanceGrammars(tokenizer, eos_ids=sorted(eos_ids))
 
 
 def _grammar(constraint: Constraint) -> str:

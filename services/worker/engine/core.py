@@ -19,6 +19,7 @@ from services.worker.engine.plan.block_manager import BlockPool
 from services.worker.engine.plan.planner import Planner, PlannerLimits
 from services.worker.engine.plan.pool_size import PoolSize
 from services.worker.engine.prefix.reuse import PrefixReuse
+from services.worker.engine.sequence import Status
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.step_meter import NOBODY, StepMeter
 from services.worker.engine.validation import MAX_WAITING, Intake, ModelLimits, is_complete
@@ -40,7 +41,7 @@ from services.worker.step_page import StepPage
 _TOKENS: Final = attrgetter("tokens")
 _SEES_OUTPUT: Final = attrgetter("sees_output")
 NOTHING: Final = Samples([])
-COMPILING_S: Final = 0.002  # how long a step waits for a grammar when nothing else is to be done
+COMPILING_S: Final = 0.002  # how long a step waits for a grammar or a mask when nothing else is to be done
 
 
 class DuplicateHandle(Exception):
@@ -142,6 +143,7 @@ class Engine:
         self._flight = self._launch_next(flight) if self._may_run_ahead(flight) else None
         samples = self._collect(flight.batch) if flight.batch else NOTHING
         outcome = self._live.commit(flight, samples)
+        self._mask_apart(flight)
         if flight.batch and self._page is not None:
             self._page.ended()
         step_s = self._ended(flight)
@@ -192,19 +194,32 @@ class Engine:
         return reason
 
     def _take_compiled(self) -> None:
-        """Plan the sequences whose grammars are ready; wait a moment for one if there is nothing to do."""
+        """Plan the sequences whose grammars, or masks, are ready; wait a moment if there is nothing to do."""
         if self._constraints is None or not self._constraints.any_pending:
             return
         idle = self._flight is None and not (self._planner.has_work or self._live.any_ended)
         for compiled in self._constraints.take_compiled(timeout_s=COMPILING_S if idle else 0.0):
             self._live.compiled(compiled.handle, compiled.refusal)
+        for handle in self._constraints.take_masked():
+            self._live.masked(handle)
+
+    def _mask_apart(self, flight: Flight) -> None:
+        """Take the sequences out of the plan whose next masks would delay a step. A suspect delays none."""
+        if self._constraints is None or flight.batch.masks is None:
+            return
+        for sequence in dict.fromkeys(flight.sampled):
+            decodes = sequence.status is Status.DECODING and not sequence.is_apart
+            if decodes and self._constraints.is_slow(sequence.handle):
+                self._planner.mask_apart(sequence)
+                self._constraints.mask_apart(sequence)
 
     def _collect(self, batch: Batch) -> Samples:
-        """Return the samples of the batch that was submitted first, with what its masks failed by."""
+        """Return the samples of the batch that was submitted first, and which rows have no mask."""
         samples = self._executor.collect()
-        if batch.masks is None or not (problems := batch.masks.result().problems):
+        if batch.masks is None:
             return samples
-        return replace(samples, unmasked=problems)
+        ruled = batch.masks.result()
+        return replace(samples, unmasked=ruled.problems, late=ruled.late)
 
     def _forget(self, handle: int) -> None:
         """Drop what is kept of a sequence that is gone."""

@@ -69,6 +69,10 @@ class LiveSequences:
         else:
             self._planner.compiled(sequence)
 
+    def masked(self, handle: int) -> None:
+        """Plan a sequence whose mask was computed apart."""
+        self._planner.masked(self._live[handle])
+
     def end_at_once(self, handle: int, reason: FinishReason, error: str = "") -> None:
         """Record the end of a sequence that never ran."""
         self._finished[handle] = reason
@@ -126,6 +130,9 @@ class LiveSequences:
             sequence = sampled[row]
             if sequence.status is not Status.DECODING:
                 continue  # an earlier row of it was its last, or a command came
+            if row in samples.late:  # its last token is computed once more
+                sequence.computed = len(sequence.tokens) - 1
+                continue
             if self._ended(sequence, samples, row):
                 continue
             token, length = samples.tokens[row], len(sequence.tokens)
@@ -246,11 +253,11 @@ def accepted_proposals(batch: Batch, samples: Samples) -> dict[int, int]:
     Kalai and Matias (Fast Inference from Transformers via Speculative Decoding, ICML'23) accept with a
     probability instead, which keeps the distribution but not the tokens.
 
-    A row whose sample failed accepts nothing: it is the last that stands.
+    A row whose sample failed or is late accepts nothing: it is the last that stands.
     """
     accepted: dict[int, int] = {}
     extra = 0  # rows of proposals before this decode's first
-    void = samples.errors | samples.unmasked if batch.proposals else {}
+    void = {*samples.errors, *samples.unmasked, *samples.late} if batch.proposals else set()
     for index, proposed in sorted(batch.proposals.items()):
         first = index + extra
         sampled = samples.tokens[first : first + len(proposed)]

@@ -13,7 +13,7 @@ from services.worker.engine_protocol import Submit
 
 
 class Status(Enum):
-    """Where a sequence is. PREFILLING, DECODING, HELD: KV and a seat; STALLED, RETURNING: KV alone."""
+    """Where a sequence is. PREFILLING to MASKING have KV and a seat, STALLED and RETURNING KV alone."""
 
     WAITING = auto()  # new, no KV
     APART = auto()  # no KV, a suspect that waits for its turn to run in steps of its own
@@ -23,6 +23,7 @@ class Status(Enum):
     PREFILLING = auto()
     DECODING = auto()
     HELD = auto()  # its next token is being computed, and may be its last
+    MASKING = auto()  # what its constraint allows next is being computed apart
     STALLED = auto()  # holds KV, has no credit
     RETURNING = auto()  # holds KV, has credit again, waits for a seat
     FINISHED = auto()

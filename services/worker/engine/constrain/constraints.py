@@ -3,21 +3,26 @@
 A matcher follows its output: it consumes what was produced since its last mask, by any run. So a
 resumed output is replayed, a preempted one goes on, and a step that is discarded leaves nothing behind. The
 engine's thread owns the table; a matcher is used by one thread at a time, because masks are waited for before
-their step is committed.
+their step is committed, and a sequence whose mask is computed apart is in no step.
+
+A step waits for its masks, so what they take is bounded: those beyond the step's budget are late, and their
+rows are computed again in the next step. An output whose masks take too much on average is slow: it is
+computed apart, in a thread of low priority, and its sequence waits for that without delaying others.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from services.core.generation import Constraint
-from services.ports.grammars import GrammarRefused, Grammars, MaskRequest, Matcher, TokenizerUnusable
+from services.ports.grammars import Bits, GrammarRefused, Grammars, MaskRequest, Matcher, TokenizerUnusable
 from services.worker.engine.constrain.masks import RuledRows, StepMasks
 from services.worker.engine.execute.executor import Batch
 from services.worker.engine.sequence import SequenceState
@@ -31,16 +36,51 @@ _BIASES: Final = np.where(
 OpenGrammars = Callable[[], Grammars]
 
 
+# Processor time in seconds. A usual mask takes a tenth of SHARE_S; one may take a hundred times as much.
+SHARE_S: Final = 0.0001  # of a mask, on average
+BURST_S: Final = 0.008  # of an output, beyond its shares
+FIRST_S: Final = 0.004  # what a new output counts as having taken: those that are known to be quick go first
+STEP_S: Final = 0.003  # of a step, beyond its shares
+
+
 @dataclass(slots=True)
 class _Output:
-    """``consumed``: how many output tokens the matcher has."""
+    """One constrained output. ``excess_s`` is a leaky bucket, which a slow output has filled."""
 
     matcher: Matcher
+    # How many output tokens the matcher has.
     consumed: int = 0
+    # What its masks took beyond SHARE_S each; at most twice BURST_S, so that a slow output can recover.
+    excess_s: float = FIRST_S
+    # Its next mask, computed apart, and why there is none.
+    mask: tuple[Bits, str] | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        return self.excess_s > BURST_S
 
     def unconsumed(self, sequence: SequenceState) -> Sequence[int]:
         """Return the output tokens that the matcher does not have yet."""
         return sequence.tokens[sequence.prompt_tokens + self.consumed :]
+
+    def took(self, spent_s: float, masks: int) -> None:
+        """Count what masks took."""
+        excess_s = self.excess_s + spent_s - masks * SHARE_S
+        self.excess_s = min(max(0.0, excess_s), 2 * BURST_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Masks of an output in a step. ``waits``: its first one is to be computed apart."""
+
+    output: _Output
+    request: MaskRequest
+    waits: bool
+
+    @property
+    def places(self) -> range:
+        """Return the places of its masks."""
+        return range(self.request.row, self.request.row + 1 + len(self.request.proposals))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +95,31 @@ class Constraints:
     """Single owner of the matchers, by handle."""
 
     def __init__(
-        self, open_grammars: OpenGrammars, *, vocab_size: int, compiling: Executor, masking: Executor
+        self,
+        open_grammars: OpenGrammars,
+        *,
+        vocab_size: int,
+        compiling: Executor,
+        masking: Executor,
+        apart: Executor,
+        processor_s: Callable[[], float] = time.thread_time,
     ) -> None:
-        """``open_grammars`` is called in the thread of the first compilation."""
+        """``open_grammars`` is called in the thread of the first compilation, ``processor_s`` in each thread
+        that computes masks."""
         self._open = _Once(open_grammars)
         self._vocab_size = vocab_size
         self._compiling = compiling
         self._masking = masking
+        self._apart = apart
+        self._processor_s = processor_s
         self._pending: dict[int, Future[Matcher]] = {}
+        self._masks: dict[int, Future[tuple[Bits, str]]] = {}  # that are computed apart
         self._outputs: dict[int, _Output] = {}
 
     @property
     def any_pending(self) -> bool:
-        """Whether a grammar is being compiled."""
-        return bool(self._pending)
+        """Whether a grammar is being compiled, or a mask computed apart."""
+        return bool(self._pending or self._masks)
 
     def begin(self, handle: int, constraint: Constraint) -> None:
         """Start to compile the grammar of a new sequence."""
@@ -77,25 +128,45 @@ class Constraints:
     def take_compiled(self, *, timeout_s: float = 0.0) -> list[Compiled]:
         """Return the sequences whose grammars were compiled since the call before, in their order.
 
-        With a timeout, wait for the first one so long.
+        With a timeout, wait so long for the first one, or for a mask that is computed apart.
         """
-        if timeout_s > 0 and self._pending:
-            wait(self._pending.values(), timeout=timeout_s, return_when="FIRST_COMPLETED")
+        if timeout_s > 0 and self.any_pending:
+            pending: list[Future[Any]] = [*self._pending.values(), *self._masks.values()]
+            wait(pending, timeout=timeout_s, return_when="FIRST_COMPLETED")
         done = [handle for handle, future in self._pending.items() if future.done()]
         return [self._settle(handle) for handle in done]
+
+    def take_masked(self) -> list[int]:
+        """Return the sequences whose masks were computed apart since the call before."""
+        done = [handle for handle, future in self._masks.items() if future.done()]
+        for handle in done:
+            self._outputs[handle].mask = self._masks.pop(handle).result()
+        return done
+
+    def is_slow(self, handle: int) -> bool:
+        """Whether the next mask of a sequence is to be computed apart."""
+        output = self._outputs.get(handle)
+        return output is not None and output.is_slow
+
+    def mask_apart(self, sequence: SequenceState) -> None:
+        """Start to compute the next mask of a sequence. It is in no step until ``take_masked`` returns it."""
+        output = self._outputs[sequence.handle]
+        request = MaskRequest(output.matcher, 0, output.unconsumed(sequence))
+        self._masks[sequence.handle] = self._apart.submit(self._fill_one, output, request)
 
     def forget(self, handle: int) -> None:
         """Drop what is kept of a sequence; there may be nothing."""
         self._outputs.pop(handle, None)
-        if (future := self._pending.pop(handle, None)) is not None:
-            future.cancel()
+        for pending in (self._pending, self._masks):
+            if (future := pending.pop(handle, None)) is not None:
+                future.cancel()
 
     def cut(
         self, decodes: Sequence[SequenceState], proposals: Mapping[int, list[int]]
     ) -> dict[int, list[int]]:
         """Return the proposals as far as grammars let them come next; those of other sequences as they are.
 
-        A proposed end of sequence is left out: it would be the last anyway.
+        A proposed end of sequence is left out: it would be the last anyway. Slow outputs have no proposals.
         """
         kept: dict[int, list[int]] = {}
         for index, tokens in proposals.items():
@@ -109,36 +180,59 @@ class Constraints:
         if not self._outputs:
             return None
         rows: list[int] = []
-        requests: list[MaskRequest] = []
+        asked: list[_Asked] = []
         for first, count, sequence, proposals in _rows(batch):
             output = self._outputs.get(sequence.handle)
             if output is None:
                 continue
-            produced = output.unconsumed(sequence)
-            requests.append(MaskRequest(output.matcher, len(rows), produced, proposals))
-            output.consumed += len(produced)
+            request = MaskRequest(output.matcher, len(rows), output.unconsumed(sequence), proposals)
+            asked.append(_Asked(output, request, waits=output.is_slow and not sequence.is_apart))
             rows += range(first, first + count)
         if not rows:
             return None
-        return self._masking.submit(self._fill, requests, rows)
+        return self._masking.submit(self._fill, asked, rows)
 
     # --- in other threads ----------------------------------------------------------------------------
 
     def _compile(self, constraint: Constraint) -> Matcher:
         return self._open.get().compile(constraint)
 
-    def _fill(self, requests: list[MaskRequest], rows: list[int]) -> RuledRows:
-        grammars = self._open.get()
-        allowed = np.zeros((len(rows), grammars.row_bytes), np.uint8)
-        problems = grammars.fill(requests, allowed)
+    def _fill(self, asked: list[_Asked], rows: list[int]) -> RuledRows:
+        allowed = np.zeros((len(rows), self._open.get().row_bytes), np.uint8)
+        problems: dict[int, str] = {}
+        late: list[int] = []
+        left_s = STEP_S + SHARE_S * len(rows)
+        for each in sorted(asked, key=_excess_s):
+            first, output = each.request.row, each.output
+            if output.mask is not None:
+                allowed[first : first + 1], problem = output.mask
+                output.mask = None
+            elif each.waits or left_s <= 0.0:
+                late += each.places
+                continue
+            else:
+                problem, spent_s = self._fill_rows(output, each.request, allowed)
+                left_s -= spent_s
+            if problem:
+                problems |= dict.fromkeys(each.places, problem)
         biases = _BIASES.take(allowed, axis=0).reshape(len(rows), -1)[:, : self._vocab_size]
-        failed: dict[int, str] = {}
-        for request in requests:
-            if (problem := problems.get(request.row)) is not None:
-                end = request.row + 1 + len(request.proposals)
-                failed |= dict.fromkeys(rows[request.row : end], problem)
-                biases[request.row : end] = 0.0
-        return RuledRows(rows, biases, failed)
+        biases[[*problems, *late]] = 0.0
+        failed = {rows[place]: problem for place, problem in problems.items()}
+        return RuledRows(rows, biases, failed, frozenset(rows[place] for place in late))
+
+    def _fill_one(self, output: _Output, request: MaskRequest) -> tuple[Bits, str]:
+        allowed = np.zeros((1, self._open.get().row_bytes), np.uint8)
+        problem, _ = self._fill_rows(output, request, allowed)
+        return allowed, problem
+
+    def _fill_rows(self, output: _Output, request: MaskRequest, into: Bits) -> tuple[str, float]:
+        """Set the masks of an output; return why it cannot go on, or "", and what they took in seconds."""
+        began_s = self._processor_s()
+        problems = self._open.get().fill([request], into)
+        spent_s = self._processor_s() - began_s
+        output.consumed += len(request.produced)
+        output.took(spent_s, 1 + len(request.proposals))
+        return problems.get(request.row, ""), spent_s
 
     # --- inside --------------------------------------------------------------------------------------
 
@@ -173,6 +267,10 @@ class _Once:
             return self._found
 
 
+def _excess_s(asked: _Asked) -> float:
+    return asked.output.excess_s
+
+
 def _rows(batch: Batch) -> Iterator[tuple[int, int, SequenceState, Sequence[int]]]:
     """Yield of each sampled sequence its first row, how many it has, and the proposals before the others."""
     row = 0
@@ -187,6 +285,8 @@ def _rows(batch: Batch) -> Iterator[tuple[int, int, SequenceState, Sequence[int]
 
 
 def _fitting(output: _Output, sequence: SequenceState, tokens: list[int]) -> list[int]:
+    if output.is_slow or output.mask is not None:
+        return []  # what follows proposals takes masks of its own
     produced = output.unconsumed(sequence)
     try:
         output.matcher.consume(produced)

@@ -17,12 +17,14 @@ class RuledRows:
     """``biases`` [rows, vocabulary] is added to the logits of ``rows[i]``: 0 where a token may come next,
     else minus infinity. On a CPU an addition is several times as fast as a masked fill.
 
-    ``problems``: by sampling row, why an output cannot go on. The rows of such an output mean nothing.
+    ``problems``: by sampling row, why an output cannot go on. ``late``: sampling rows whose masks were not
+    computed; they are to be computed again. The biases of both are 0.
     """
 
     rows: list[int]
     biases: Biases
     problems: dict[int, str] = field(default_factory=dict)
+    late: frozenset[int] = frozenset()
 
 
 # The masks of a step that is computed meanwhile.

@@ -97,6 +97,8 @@ class Samples:
     # By row of a sequence that embeds: its hidden state after the final norm, as float32.
     embeddings: dict[int, bytes] = field(default_factory=dict)
     unmasked: dict[int, str] = field(default_factory=dict)
+    # Rows that mean nothing and are to be computed again.
+    late: frozenset[int] = frozenset()
     # By index in ``prefills``: an entry for each place in ``Chunk.scored``; NaN where there is no number.
     scores: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
 

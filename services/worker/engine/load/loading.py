@@ -50,7 +50,6 @@ WARM_UP_TOKENS: Final = 32
 MAX_KV_BLOCKS: Final = 1 << 24
 MAX_PROPOSALS: Final = 64
 GRAMMAR_NICENESS: Final = 10
-DEVICE_MASK_THREADS: Final = 4  # beside a device; a CPU's threads are the step's
 
 Report = Callable[[str, float], None]  # phase, done 0..1
 
@@ -198,7 +197,7 @@ def _engine(
 def _constraints(config: EngineConfig, ready: Ready, stop_ids: frozenset[int]) -> Constraints:
     """Return who compiles constraints, with threads that start at the first one.
 
-    Compilations have a lower priority than the steps and the masks, which a step waits for.
+    Compilations and slow masks have a lower priority than the steps and the masks, which a step waits for.
     """
 
     def open_grammars() -> Grammars:
@@ -212,7 +211,6 @@ def _constraints(config: EngineConfig, ready: Ready, stop_ids: frozenset[int]) -
             source,
             eos_ids=sorted(stop_ids),
             vocab_size=ready.vocab_size,
-            threads=1 if config.device == "cpu" else DEVICE_MASK_THREADS,
         )
 
     return Constraints(
@@ -220,6 +218,7 @@ def _constraints(config: EngineConfig, ready: Ready, stop_ids: frozenset[int]) -
         vocab_size=ready.vocab_size,
         compiling=ThreadPoolExecutor(1, "grammars", initializer=_at_low_priority),
         masking=ThreadPoolExecutor(1, "masks"),
+        apart=ThreadPoolExecutor(1, "slow-masks", initializer=_at_low_priority),
     )
 
 

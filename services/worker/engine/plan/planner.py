@@ -238,6 +238,15 @@ class Planner:
         """Take a decoding sequence out of the plan, with its blocks, until its next token is known."""
         self._places.move(sequence, Status.HELD)
 
+    def mask_apart(self, sequence: SequenceState) -> None:
+        """Take a decoding sequence out of the plan, with its blocks, until its next mask is computed."""
+        self._places.move(sequence, Status.MASKING)
+
+    def masked(self, sequence: SequenceState) -> None:
+        """Plan a sequence whose next mask was computed, unless something else happened to it meanwhile."""
+        if sequence.status is Status.MASKING:
+            self._places.move(sequence, Status.DECODING)
+
     def stall(self, sequence: SequenceState) -> None:
         """Take a sequence out of the plan until it has credit. Its seat is free; its blocks stay until
         another sequence needs them. A suspect has run by then: what it lacks is a reader."""
@@ -261,6 +270,8 @@ class Planner:
         self._blocks.check_integrity(sequence.blocks for sequence in holders)
         assert places.seated <= self._limits.max_sequences, "more sequences run than allowed"
         assert places.long_prefills <= self._limits.max_long_prefills, "too many long prefills"
+        for sequence in (*places.decoding, *places.masking):
+            assert sequence.computed == len(sequence.tokens) - 1, "a decode computes its last token"
         for sequence in holders:
             assert sequence.computed <= sequence.capacity == len(sequence.blocks) * self._blocks.block_size
 
@@ -352,7 +363,8 @@ class Planner:
         if self._blocks.freed_by([sequence.blocks for sequence in self._places.stalled]):
             return self._admission.stalled_victim()
         places = self._places
-        return max((*places.decoding, *places.prefilling, *places.returning), key=_ORDER)
+        moving = (*places.decoding, *places.prefilling, *places.masking)
+        return max((*moving, *places.returning), key=_ORDER)
 
     def _release(self, sequence: SequenceState) -> None:
         if self._reuse is not None:

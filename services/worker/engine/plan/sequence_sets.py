@@ -22,6 +22,7 @@ class SequenceSets:
         self.prefilling: list[SequenceState] = []
         self.decoding: list[SequenceState] = []
         self.held: list[SequenceState] = []
+        self.masking: list[SequenceState] = []
         self.stalled: list[SequenceState] = []
         self.returning: list[SequenceState] = []  # in the order of their credit
         self.long_prefills = 0  # of those that prefill
@@ -31,6 +32,7 @@ class SequenceSets:
             Status.PREFILLING: self.prefilling,
             Status.DECODING: self.decoding,
             Status.HELD: self.held,
+            Status.MASKING: self.masking,
             Status.STALLED: self.stalled,
             Status.RETURNING: self.returning,
         }
@@ -38,7 +40,7 @@ class SequenceSets:
     @property
     def seated(self) -> int:
         """How many sequences run: they are computed in the next steps."""
-        return len(self.decoding) + len(self.prefilling) + len(self.held)
+        return len(self.decoding) + len(self.prefilling) + len(self.held) + len(self.masking)
 
     @property
     def with_kv(self) -> int:
@@ -53,7 +55,8 @@ class SequenceSets:
 
     def holders(self) -> list[SequenceState]:
         """Return those that hold KV."""
-        return [*self.decoding, *self.prefilling, *self.held, *self.stalled, *self.returning]
+        seated = (*self.decoding, *self.prefilling, *self.held, *self.masking)
+        return [*seated, *self.stalled, *self.returning]
 
     def head(self, *, long: bool) -> SequenceState | None:
         """Return who is next, or next of those that are not long: preempted ones go first."""

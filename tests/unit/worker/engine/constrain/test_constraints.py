@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from concurrent.futures import wait
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -13,10 +13,12 @@ from typing import Any, Final
 
 import jsonschema
 import pytest
+from msgspec import structs
 from tokenizers import Tokenizer
 
 from bench.guided.schemas import FORMATS, drawn, is_valid
 from services.core.generation import JSON_OBJECT, Constraint, ConstraintKind
+from services.worker.engine.constrain.constraints import SHARE_S
 from services.worker.engine.core import Engine
 from services.worker.engine.load.loading import load
 from services.worker.engine_protocol import Cancel, Credit, EngineConfig, Park, Submit
@@ -248,6 +250,132 @@ def test_commands_reach_a_sequence_whose_constraint_is_being_compiled(engine: En
     engine.apply(Credit([0], [MOST]))
     found = run(engine)
     assert found.tokens == {0: alone.tokens[0]}
+
+
+# --- masks that take long -----------------------------------------------------------------------------
+
+
+class ManualExecutor(Executor):
+    """Runs its tasks with ``run``."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[[], None]] = []
+
+    def submit(self, task: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(task(*arguments, **named))
+
+        self.tasks.append(run)
+        return future
+
+    def run(self) -> None:
+        while self.tasks:
+            self.tasks.pop(0)()
+
+
+def with_masks_of(engine: Engine, mask_s: float) -> Engine:
+    """Return the engine with a clock of the processor by which each mask takes so long."""
+    assert engine._constraints is not None
+    readings = count()
+    engine._constraints._processor_s = lambda: next(readings) * mask_s
+    return engine
+
+
+@pytest.mark.parametrize("mask_s", [SHARE_S, 0.0035, 1.0], ids=["quick", "late", "slow"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"token_budget": 3, "max_sequences": 3},
+        {"speculation": "prompt_lookup"},
+        {"kv_blocks": 8, "max_model_len": 128},
+        {"prefix_cache": True},
+    ],
+    ids=["plain", "chunked", "prompt_lookup", "preempted", "cached"],
+)
+def test_tokens_are_the_same_however_long_masks_take(
+    alone: Run, options: dict[str, Any], mask_s: float
+) -> None:
+    engine = with_masks_of(engine_of(**options), mask_s)
+    found = run(engine, map(member, (2, 0, 1)))
+    for handle in [handle for handle, reason in found.finished.items() if reason == "preempted"]:
+        made = found.tokens[handle]
+        found.tokens[handle] = made + run(engine, [member(handle, produced_ids=made)]).tokens[handle]
+    assert found.tokens == alone.tokens
+    assert not engine.has_work
+
+
+def test_a_step_computes_masks_up_to_its_budget_and_the_others_in_the_next(alone: Run) -> None:
+    engine = with_masks_of(engine_of(), 0.0035)
+    submits = [submit(0, of_schema()), submit(3, of_schema()), submit(2, None)]
+    first, second = (run(engine, each, steps=1) for each in (submits, ()))
+    assert set(first.tokens) == {0, 2}
+    assert set(second.tokens) == {3, 2}  # 0 was slow twice
+    assert first.tokens[0] == second.tokens[3] == alone.tokens[0][:1]
+
+
+def test_a_slow_output_delays_no_other_while_its_mask_is_computed(alone: Run) -> None:
+    engine = with_masks_of(engine_of(), 1.0)
+    assert engine._constraints is not None
+    apart = engine._constraints._apart = ManualExecutor()
+    begun = run(engine, map(member, (0, 2)), steps=1)
+    others = run(engine, steps=5)
+    assert set(others.tokens) == {2}
+    assert len(apart.tasks) == 1
+    rest = Run()
+    while 0 not in rest.finished:
+        apart.run()
+        step = run(engine, steps=1)
+        rest.tokens.setdefault(0, []).extend(step.tokens.get(0, []))
+        rest.finished |= step.finished
+    assert begun.tokens[0] + rest.tokens[0] == alone.tokens[0]
+
+
+def test_a_slow_output_whose_masks_become_quick_is_in_the_steps_again() -> None:
+    engine = with_masks_of(engine_of(), 1.0)
+    assert engine._constraints is not None
+    run(engine, [submit(0, of_regex("a{3}"), max_tokens=120, ignore_eos=True)], steps=1)
+    engine.apply(Credit([0], [120]))
+    assert engine._constraints.is_slow(0)
+    with_masks_of(engine, 0.0)
+    run(engine, steps=90)
+    assert not engine._constraints.is_slow(0)
+    engine._constraints._apart = ManualExecutor()  # which computes nothing
+    assert run(engine).finished == {0: "length"}
+
+
+def test_commands_reach_a_sequence_whose_mask_is_computed_apart() -> None:
+    engine = with_masks_of(engine_of(), 1.0)
+    assert engine._constraints is not None
+    apart = engine._constraints._apart = ManualExecutor()
+    run(engine, map(member, (0, 1, 3)), steps=1)
+    while len(apart.tasks) < 3:
+        run(engine, steps=1)
+    engine.apply(Cancel([1]))
+    engine.apply(Park([0]))
+    apart.run()
+    assert run(engine, steps=1).tokens.keys() == {0, 3}
+    assert len(apart.tasks) == 1, "0 has no credit"
+    engine.apply(Cancel([3]))
+    apart.run()
+    assert engine.step().handles == []
+    assert not engine.has_work
+    engine.apply(Credit([0], [MOST]))
+    assert engine.step().handles == []  # its row is late
+    apart.run()
+    assert run(engine, steps=1).tokens.keys() == {0}
+
+
+def test_suspects_are_masked_in_the_steps_that_they_have_alone(alone: Run) -> None:
+    engine = with_masks_of(engine_of(), 1.0)
+    assert engine._constraints is not None
+    engine._constraints._apart = ManualExecutor()
+    found = run(engine, [structs.replace(member(0), apart_tokens=4), member(2)], steps=12)
+    assert len(found.tokens[0]) == 4
+    assert found.tokens[0] == alone.tokens[0][:4]
 
 
 def test_an_engine_without_a_tokenizer_refuses_by_name(tmp_path: Path) -> None:
