@@ -36,6 +36,7 @@ from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from tests.support.memory_blobs import MemoryBlobs
 from tests.support.registry import ADMIN, served
+from tests.support.waiting import until
 
 CLOCK = SystemClock()
 GAP_S = 1.0
@@ -211,13 +212,13 @@ async def test_one_publisher_does_not_hold_every_turn() -> None:
         asyncio.create_task(service.create_version("m", manifest, publisher="greedy"))
         for manifest in manifests[:MAX_WAITING]
     ]
+    await until(lambda: blobs.reading)
     await asyncio.sleep(0.2)
     assert blobs.reading == 1, "one at a time"
     with pytest.raises(Unavailable, match="are being verified"):
         await service.create_version("m", manifests[-2], publisher="greedy")
     other = asyncio.create_task(service.create_version("m", manifests[-1], publisher="other"))
-    await asyncio.sleep(0.2)
-    assert blobs.reading == 2, "another publisher has its turn at once"
+    await until(lambda: blobs.reading == 2)  # another publisher has its turn at once
     blobs.let_go.set()
     assert (await other)[1]
     assert all(created for _, created in await asyncio.gather(*greedy))

@@ -26,6 +26,7 @@ from services.gateway.faces.sockets.exchange import SocketExchange
 from services.runtime.identity import KeyDirectory
 from tests.integration.openai.face import CHAT, KEY, MAX_BODY, STREAM, Face, begun, serving, silent
 from tests.support.socket_client import closed, opened, received, request, until_over
+from tests.support.waiting import until
 
 TEXT, BINARY, CLOSE, PING, CONTINUED = 0x1, 0x2, 0x8, 0x9, 0x0
 
@@ -188,8 +189,8 @@ async def test_frames_before_the_answer_to_a_handshake_end_the_connection(face: 
     face.server._paced.turns._begun = server.BEGUN_PER_TURN  # so that no request starts
     reader, writer = await face.connect()
     writer.write(handshake())
+    await until(lambda: face.server.connections == 1)
     await asyncio.sleep(0.1)
-    assert face.server.connections == 1
     writer.write(frame(TEXT, request("a", STREAM).encode()))
     async with asyncio.timeout(5):
         with contextlib.suppress(ConnectionResetError):

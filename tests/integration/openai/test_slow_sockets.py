@@ -29,6 +29,7 @@ from tests.integration.openai.face import (
 )
 from tests.integration.openai.test_hostile_sockets import PING, TEXT, frame, handshake
 from tests.support.socket_client import request
+from tests.support.waiting import until
 
 KIB = 1024
 BUFFER_BYTES = 32 * KIB
@@ -142,14 +143,13 @@ async def test_http_waits_for_a_client_that_reads_slowly_too(
 
 async def test_bytes_from_a_client_keep_its_socket_open_too() -> None:
     async with serving() as face:
-        quickly(face, 0.2)
+        quickly(face, 0.5)
         async with slow_client(face) as client:
-            for _ in range(10):
+            for _ in range(30):
                 await client.send(frame(PING, b"x"))
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.05)
             assert is_open(face)
-            await asyncio.sleep(0.9)
-            assert not is_open(face)
+            await until(lambda: not is_open(face))
 
 
 async def test_answers_to_pings_do_not_pile_up_while_a_client_reads_nothing(face: Face) -> None:

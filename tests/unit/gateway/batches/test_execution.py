@@ -22,6 +22,7 @@ from services.gateway.batches.records import BatchRecord, BatchStatus, StoredFil
 from services.gateway.batches.store import BatchStore, OwnedBatch, OwnershipLost
 from services.ports.store import Committed, Condition, ConditionFailed, Operation
 from tests.support.memory_batches import BatchStack, batch_stack
+from tests.support.waiting import until
 
 URL = "/v1/completions"
 FASTER = 200.0
@@ -285,7 +286,7 @@ async def test_a_frozen_owner_writes_nothing_after_another_took_over() -> None:
 async def test_cancelling_keeps_what_is_done_and_names_the_rest() -> None:
     rig = await rig_of(lines_of([{"hold": number >= 5} for number in range(20)]))
     running = asyncio.create_task(rig.run(share=3))
-    await asyncio.sleep(0.05)
+    await until(lambda: len(rig.calls.runs) == 5)
     cancelled = await rig.stack.service.cancel(CALLER, rig.batch.batch_id)
     assert cancelled.status is BatchStatus.CANCELLING
     ended = await asyncio.wait_for(running, 5.0)
@@ -309,7 +310,7 @@ async def test_a_batch_cancelled_before_it_is_validated_ends() -> None:
 async def test_what_is_left_at_the_expiry_is_named() -> None:
     rig = await rig_of(lines_of([{"hold": number >= 2} for number in range(6)]))
     running = asyncio.create_task(rig.run())
-    await asyncio.sleep(0.05)
+    await until(lambda: len(rig.calls.runs) == 2)
     rig.clock.moved_s += 24 * 3600
     ended = await asyncio.wait_for(running, 5.0)
     _, failed = await rig.written()
@@ -370,8 +371,9 @@ async def test_memory_is_bounded_while_the_first_line_hangs() -> None:
     rig = await rig_of(lines_of([{"hold": number == 0} for number in range(300)]))
     rig.ports = replace(rig.ports, ahead_lines=30)
     running = asyncio.create_task(rig.run())
+    await until(lambda: len(rig.calls.runs) > 20)
     await asyncio.sleep(0.1)
-    assert 20 < len(rig.calls.runs) <= 30
+    assert len(rig.calls.runs) <= 30
     rig.calls.hold.set()
     assert (await running).completed == 300
 
