@@ -7,6 +7,7 @@
   131,072 tokens.
 - ``neighbours_itl_ratio``: the 99th percentile of the time between tokens of free streams of that model
   while 100 hostile schemas are checked as a gateway does and submitted as a worker does, over that of none.
+  ``hostile_itl_over_harmless``: over that of 100 harmless schemas, whose prompts and rows cost as much.
 - ``slow_masks_itl_ratio``: the same beside eight streams whose masks take milliseconds, over that beside
   eight whose masks are quick.
 
@@ -16,27 +17,19 @@ The last line is ``RESULT`` with the ratios.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import tempfile
-import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from random import Random
 from typing import Final
 
 import numpy as np
 
 from bench.guided.engines import BUNDLED, engine_of, run, submit, tokenizer_of, write_large
-from bench.guided.schemas import drawn, hostile, is_valid
-from services.core.errors import FairwayError
+from bench.guided.gateway import Gateway, of_schema
+from bench.guided.schemas import drawn, harmless, hostile, is_valid
 from services.core.generation import Constraint, ConstraintKind
-from services.gateway.text.pool import TextProcesses
-from services.runtime.clock import SystemClock
-from services.runtime.supervisor import Supervisor
-from services.runtime.telemetry.metrics import Metrics
 from services.worker.engine.core import Engine
 from services.worker.engine_protocol import Cancel
 
@@ -44,10 +37,10 @@ STREAMS: Final = 32
 OUTPUT: Final = 160  # tokens of a drawn schema's output at most
 HOSTILE: Final = 1 << 16  # handles from here on are of hostile schemas
 NEIGHBOURS: Final = 8
+STEPS: Final = 300
 QUICK: Final = Constraint(ConstraintKind.REGEX, "[a-z ]*")
 SLOW: Final = Constraint(ConstraintKind.REGEX, "(a|b| |[a-z])*a(a|b|[a-z]){14}[a-z ]*")
 PROMPT: Final = 'x = {"name": "a", "size": 3}\ny = '
-TENANTS: Final = 40  # that send the hostile schemas: a tenant that ends processes is soon suspended
 LONG_ARRAY: Final = json.dumps(
     {
         "type": "array",
@@ -62,10 +55,6 @@ LONG_ARRAY: Final = json.dumps(
         "minItems": 1000,
     }
 )
-
-
-def of_schema(text: str) -> Constraint:
-    return Constraint(ConstraintKind.JSON_SCHEMA, text)
 
 
 def validity(schemas: int) -> dict[str, float]:
@@ -126,20 +115,24 @@ def _rate(engine: Engine, ids: list[int], constraint: Constraint | None, *, toke
     return STREAMS * tokens / (time.monotonic() - began_s)
 
 
-def neighbours_ratio(engine: Engine, folder: Path, ids: list[int], *, count: int, rounds: int) -> float:
-    """Return the p99 of the time between tokens while schemas come over that while none does, in turns."""
+def neighbours_ratios(
+    engine: Engine, folder: Path, ids: list[int], *, count: int, rounds: int
+) -> dict[str, float]:
+    """Return the p99 of the time between tokens while hostile schemas come, over those of two baselines."""
     found = []
     for number in range(rounds):
-        quiet_s = _itl_p99_s(engine, ids, SimpleQueue(), steps=200)
-        passed: SimpleQueue[Constraint] = SimpleQueue()
-        first = number * count
-        sender = threading.Thread(target=asyncio.run, args=(_send(folder, passed, first, count),))
-        sender.start()
-        attacked_s = _itl_p99_s(engine, ids, passed, steps=200, while_running=sender)
-        sender.join()
-        found.append(attacked_s / quiet_s)
-        print(f"ITL p99 {quiet_s * 1e3:.1f} ms quiet, {attacked_s * 1e3:.1f} ms attacked", flush=True)
-    return float(np.median(found))
+        p99_s = {"nothing": _itl_p99_s(engine, ids, steps=STEPS)}
+        kinds = (harmless, hostile) if number % 2 else (hostile, harmless)
+        for kind in kinds:
+            schemas = [kind(each) for each in range(number * count, (number + 1) * count)]
+            with Gateway.started(folder, schemas) as gateway:
+                p99_s[kind.__name__] = _itl_p99_s(engine, ids, steps=STEPS, gateway=gateway)
+        found.append([p99_s["hostile"] / p99_s[other] for other in ("nothing", "harmless")])
+        print(
+            "ITL p99 " + ", ".join(f"{name} {each * 1e3:.1f} ms" for name, each in p99_s.items()), flush=True
+        )
+    ratio, over_harmless = np.median(found, axis=0).tolist()
+    return {"neighbours_itl_ratio": ratio, "hostile_itl_over_harmless": over_harmless}
 
 
 def slow_masks_ratio(engine: Engine, ids: list[int], *, rounds: int) -> float:
@@ -151,7 +144,7 @@ def slow_masks_ratio(engine: Engine, ids: list[int], *, rounds: int) -> float:
             for handle in range(HOSTILE, HOSTILE + NEIGHBOURS):
                 each = submit(handle, ids, max_tokens=1 << 12, constraint=constraint, ignore_eos=True)
                 engine.apply(each)
-            p99_s[constraint] = _itl_p99_s(engine, ids, SimpleQueue(), steps=300, last=HOSTILE + NEIGHBOURS)
+            p99_s[constraint] = _itl_p99_s(engine, ids, steps=STEPS, last=HOSTILE + NEIGHBOURS)
         found.append(p99_s[SLOW] / p99_s[QUICK])
         quick_ms, slow_ms = (p99_s[each] * 1e3 for each in (QUICK, SLOW))
         print(f"ITL p99 {quick_ms:.1f} ms beside quick masks, {slow_ms:.1f} ms beside slow ones", flush=True)
@@ -159,15 +152,9 @@ def slow_masks_ratio(engine: Engine, ids: list[int], *, rounds: int) -> float:
 
 
 def _itl_p99_s(
-    engine: Engine,
-    ids: list[int],
-    passed: SimpleQueue[Constraint],
-    *,
-    steps: int,
-    while_running: threading.Thread | None = None,
-    last: int = HOSTILE,
+    engine: Engine, ids: list[int], *, steps: int, gateway: Gateway | None = None, last: int = HOSTILE
 ) -> float:
-    """Run free streams for so many steps, and on while the thread runs; submit what passes meanwhile.
+    """Run free streams for so many steps, and on while the gateway checks; submit what passes meanwhile.
 
     ``last``: handles up to there are in use.
     """
@@ -175,13 +162,12 @@ def _itl_p99_s(
         engine.apply(submit(handle, ids, max_tokens=1 << 12, ignore_eos=True))
     gaps: list[float] = []
     last_s, handle = time.monotonic(), last
-    while len(gaps) < steps or (while_running is not None and while_running.is_alive()):
-        try:
-            engine.apply(submit(handle, ids, max_tokens=2, constraint=passed.get_nowait()))
+    while len(gaps) < steps or (gateway is not None and gateway.checks):
+        if gateway is not None and (constraint := gateway.passed()) is not None:
+            engine.apply(submit(handle, ids, max_tokens=2, constraint=constraint))
             handle += 1
-        except Empty:
-            pass
         stepped = engine.step()
+        assert stepped.errors.keys().isdisjoint(range(NEIGHBOURS)), stepped.errors
         if any(each < HOSTILE for each in stepped.handles):
             now_s = time.monotonic()
             gaps.append(now_s - last_s)
@@ -190,28 +176,6 @@ def _itl_p99_s(
     while engine.has_work:
         engine.step()
     return float(np.percentile(gaps[2:], 99))
-
-
-async def _send(folder: Path, passed: SimpleQueue[Constraint], first: int, count: int) -> None:
-    """Check the schemas one after the other as a gateway does; those that pass go on."""
-    clock = SystemClock()
-    supervisor = Supervisor(clock)
-    texts = TextProcesses(clock, supervisor, Metrics())
-    supervisor.spawn("text processes", texts.run())
-    refused: dict[str, int] = {}
-    try:
-        model = await texts.load("sha256:large", lambda: nullcontext(folder))
-        for number in range(first, first + count):
-            constraint = of_schema(hostile(number))
-            try:
-                await texts.check(model, f"tenant{number % TENANTS}", constraint)
-            except FairwayError as error:
-                refused[error.reason] = refused.get(error.reason, 0) + 1
-            else:
-                passed.put(constraint)
-    finally:
-        await supervisor.close()
-    print(f"{count} hostile schemas: refused {refused}", flush=True)
 
 
 def main() -> None:
@@ -230,9 +194,7 @@ def main() -> None:
         engine = engine_of(folder)
         ratio = throughput_ratio(engine, ids, tokens=options.tokens, rounds=options.rounds)
         result["throughput_ratio"] = ratio
-        result["neighbours_itl_ratio"] = neighbours_ratio(
-            engine, folder, ids, count=options.hostile, rounds=options.rounds
-        )
+        result |= neighbours_ratios(engine, folder, ids, count=options.hostile, rounds=options.rounds)
         result["slow_masks_itl_ratio"] = slow_masks_ratio(engine, ids, rounds=options.rounds)
     print("RESULT " + json.dumps({name: round(value, 4) for name, value in result.items()}))
 

@@ -74,6 +74,7 @@ def write_large(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((BUNDLED / "config.json").read_text())
     config |= {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "torch_dtype": "float32"}
+    config["max_position_embeddings"] = 1 << 13  # streams run on while others come
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("generation_config.json", "tokenizer_config.json"):
         (folder / name).write_bytes((BUNDLED / name).read_bytes())

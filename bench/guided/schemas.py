@@ -190,6 +190,11 @@ def hostile(number: int) -> str:
     return json.dumps(kinds[number % len(kinds)])
 
 
+def harmless(number: int) -> str:
+    """Return a schema that takes little, never the same for two numbers."""
+    return json.dumps({"type": "object", "properties": {f"p{number}": {"type": "integer"}}})
+
+
 def _branching(times: int, number: int) -> Schema:
     schema: Schema = {"type": "integer", "minimum": number}
     for _ in range(times):

@@ -12,7 +12,6 @@ computed apart, in a thread of low priority, and its sequence waits for that wit
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
@@ -33,7 +32,6 @@ _BIASES: Final = np.where(
     np.float32(0.0),
     np.float32(-np.inf),
 )
-OpenGrammars = Callable[[], Grammars]
 
 
 # Processor time in seconds. A usual mask takes a tenth of SHARE_S; one may take a hundred times as much.
@@ -96,7 +94,7 @@ class Constraints:
 
     def __init__(
         self,
-        open_grammars: OpenGrammars,
+        grammars: Grammars | TokenizerUnusable,
         *,
         vocab_size: int,
         compiling: Executor,
@@ -104,9 +102,8 @@ class Constraints:
         apart: Executor,
         processor_s: Callable[[], float] = time.thread_time,
     ) -> None:
-        """``open_grammars`` is called in the thread of the first compilation, ``processor_s`` in each thread
-        that computes masks."""
-        self._open = _Once(open_grammars)
+        """Without grammars constraints are refused. ``processor_s`` is called in threads that fill masks."""
+        self._found = grammars
         self._vocab_size = vocab_size
         self._compiling = compiling
         self._masking = masking
@@ -195,10 +192,10 @@ class Constraints:
     # --- in other threads ----------------------------------------------------------------------------
 
     def _compile(self, constraint: Constraint) -> Matcher:
-        return self._open.get().compile(constraint)
+        return self._grammars.compile(constraint)
 
     def _fill(self, asked: list[_Asked], rows: list[int]) -> RuledRows:
-        allowed = np.zeros((len(rows), self._open.get().row_bytes), np.uint8)
+        allowed = np.zeros((len(rows), self._grammars.row_bytes), np.uint8)
         problems: dict[int, str] = {}
         late: list[int] = []
         left_s = STEP_S + SHARE_S * len(rows)
@@ -221,20 +218,27 @@ class Constraints:
         return RuledRows(rows, biases, failed, frozenset(rows[place] for place in late))
 
     def _fill_one(self, output: _Output, request: MaskRequest) -> tuple[Bits, str]:
-        allowed = np.zeros((1, self._open.get().row_bytes), np.uint8)
+        allowed = np.zeros((1, self._grammars.row_bytes), np.uint8)
         problem, _ = self._fill_rows(output, request, allowed)
         return allowed, problem
 
     def _fill_rows(self, output: _Output, request: MaskRequest, into: Bits) -> tuple[str, float]:
         """Set the masks of an output; return why it cannot go on, or "", and what they took in seconds."""
         began_s = self._processor_s()
-        problems = self._open.get().fill([request], into)
+        problems = self._grammars.fill([request], into)
         spent_s = self._processor_s() - began_s
         output.consumed += len(request.produced)
         output.took(spent_s, 1 + len(request.proposals))
         return problems.get(request.row, ""), spent_s
 
     # --- inside --------------------------------------------------------------------------------------
+
+    @property
+    def _grammars(self) -> Grammars:
+        """Raises TokenizerUnusable."""
+        if isinstance(self._found, TokenizerUnusable):
+            raise TokenizerUnusable(str(self._found))
+        return self._found
 
     def _settle(self, handle: int) -> Compiled:
         try:
@@ -244,27 +248,6 @@ class Constraints:
         except TokenizerUnusable as unusable:
             return Compiled(handle, f"this model's tokenizer cannot be constrained: {unusable}")
         return Compiled(handle)
-
-
-class _Once:
-    """Opens the grammars at the first use, in whatever thread; the others wait. A failure is kept too."""
-
-    def __init__(self, open_grammars: OpenGrammars) -> None:
-        self._open = open_grammars
-        self._lock = threading.Lock()
-        self._found: Grammars | TokenizerUnusable | None = None
-
-    def get(self) -> Grammars:
-        """Raises TokenizerUnusable."""
-        with self._lock:
-            if self._found is None:
-                try:
-                    self._found = self._open()
-                except TokenizerUnusable as unusable:
-                    self._found = unusable
-            if isinstance(self._found, TokenizerUnusable):
-                raise TokenizerUnusable(str(self._found))
-            return self._found
 
 
 def _excess_s(asked: _Asked) -> float:

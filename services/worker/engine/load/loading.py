@@ -199,27 +199,27 @@ def _constraints(config: EngineConfig, ready: Ready, stop_ids: frozenset[int]) -
 
     Compilations and slow masks have a lower priority than the steps and the masks, which a step waits for.
     """
-
-    def open_grammars() -> Grammars:
-        from services.adapters.grammars import grammars_of
-
-        try:
-            source = (Path(config.model_dir) / "tokenizer.json").read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerUnusable(f"tokenizer.json is not there: {type(error).__name__}") from error
-        return grammars_of(
-            source,
-            eos_ids=sorted(stop_ids),
-            vocab_size=ready.vocab_size,
-        )
-
     return Constraints(
-        open_grammars,
+        _grammars(config, ready, stop_ids),
         vocab_size=ready.vocab_size,
         compiling=ThreadPoolExecutor(1, "grammars", initializer=_at_low_priority),
         masking=ThreadPoolExecutor(1, "masks"),
         apart=ThreadPoolExecutor(1, "slow-masks", initializer=_at_low_priority),
     )
+
+
+def _grammars(config: EngineConfig, ready: Ready, stop_ids: frozenset[int]) -> Grammars | TokenizerUnusable:
+    """Return the grammars. To open them later would delay steps: it holds the interpreter's lock."""
+    from services.adapters.grammars import grammars_of
+
+    try:
+        source = (Path(config.model_dir) / "tokenizer.json").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return TokenizerUnusable(f"tokenizer.json is not there: {type(error).__name__}")
+    try:
+        return grammars_of(source, eos_ids=sorted(stop_ids), vocab_size=ready.vocab_size)
+    except TokenizerUnusable as unusable:
+        return unusable
 
 
 def _at_low_priority() -> None:
