@@ -18,7 +18,7 @@ class RuledRows:
     else minus infinity. On a CPU an addition is several times as fast as a masked fill.
 
     ``problems``: by sampling row, why an output cannot go on. ``late``: sampling rows whose masks were not
-    computed; they are to be computed again. The biases of both are 0.
+    computed; they are to be computed again. The biases of both are 0. The next step overwrites ``biases``.
     """
 
     rows: list[int]
