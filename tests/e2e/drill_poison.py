@@ -3,7 +3,8 @@
 Each run is a gateway and a worker agent with a real process of a fixed-cost model. 100 requests of one row
 arrive at once, one of which raises, ends the process by a signal, allocates without end, or hangs. The others
 must equal the direct computation; the poison must end with POISONED_INPUT, and be refused at once when it
-comes again, to this gateway and to another one, without reaching the worker. The place of the poison is the
+comes again, to this gateway and to another one, without reaching the worker: each gateway has a quarantine of
+its own on a real etcd. The place of the poison is the
 one at which the search takes longest: every run of the search contains it.
 
 The last line is ``RESULT {json}``, each figure that of the worst kind: ``correct`` of 99, ``extra_runs`` of
@@ -19,26 +20,33 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from prometheus_client import CollectorRegistry
 
 from fairway.v1 import common_pb2, inference_pb2
-from services.adapters.memory.quarantine import MemoryQuarantine
+from services.adapters.etcd.store import EtcdStore
+from services.adapters.quarantine.store import StoreQuarantine
 from services.core.errors import FairwayError, PoisonedInput
 from services.core.fixed_cost.rows import RowEnd, RowsRequest
+from services.core.records import QUARANTINE, load
+from services.ports.poison.quarantine import Quarantined
 from services.runtime.clock import SystemClock
+from services.runtime.fleet_state.informer import Informer
 from services.runtime.telemetry.metrics import Metrics
 from services.worker.telemetry import WorkerTelemetry
+from tests.conftest import Server
 from tests.integration.worker.row_worker import RowWorker
 from tests.support.poisoned_batcher import POISON, RowFault
-from tests.support.rows_gateway import RowsGateway, rows_gateway
+from tests.support.rows_gateway import RowsGateway, digest_of, rows_gateway
 from tests.support.stack import ROOT
+from tests.support.waiting import until
 from tests.unit.worker.batcher.models.test_loading import save_mlp
 
 ROWS: Final = 100
@@ -113,24 +121,46 @@ async def refused(gateways: Sequence[RowsGateway], row: np.ndarray) -> tuple[flo
     return longest_s, problems
 
 
+@asynccontextmanager
+async def quarantines(folder: Path, count: int) -> AsyncIterator[list[StoreQuarantine]]:
+    """Yield the quarantines of so many gateways, on an etcd of their own."""
+    folder.mkdir()
+    server, clock = Server("etcd", folder), SystemClock()
+    server.start()
+    async with AsyncExitStack() as stack:
+        stack.callback(server.kill)
+        made = []
+        for _ in range(count):
+            store = EtcdStore([server.address], clock)
+            stack.push_async_callback(store.close)
+            view = Informer(store, QUARANTINE, lambda entry: load(entry.value, Quarantined), clock)
+            stack.callback(asyncio.create_task(view.run()).cancel)
+            await view.wait_synced(10.0)
+            made.append(StoreQuarantine(store, view, clock))
+        yield made
+
+
 async def poison_among_rows(folder: Path, fault: RowFault) -> PoisonRun:
-    net, metrics, quarantine = save_mlp(folder), Metrics(), MemoryQuarantine(SystemClock())
+    model = folder / "model"
+    model.mkdir()
+    net, metrics = save_mlp(model), Metrics()
     telemetry = WorkerTelemetry(metrics, clock=SystemClock())
-    worker = await RowWorker.started(folder, telemetry=telemetry)
+    worker = await RowWorker.started(model, telemetry=telemetry)
     runner = WorkerRows(worker)
     values = [index / 10 for index in range(ROWS)]
     rows = [np.full(6, value, np.float32) for value in values]
     rows[PLACE][0] = POISON + fault
-    parts: dict[str, Any] = {"runner": runner, "quarantine": quarantine}
     async with (
-        rows_gateway({MODEL: folder}, **parts) as first,
-        rows_gateway({MODEL: folder}, **parts) as other,
+        quarantines(folder / "etcd", 2) as (own, others),
+        rows_gateway({MODEL: model}, runner=runner, quarantine=own) as first,
+        rows_gateway({MODEL: model}, runner=runner, quarantine=others) as other,
     ):
         try:
             began_s = asyncio.get_running_loop().time()
             found = await asyncio.gather(*(infer(first, row) for row in rows))
             await worker.ready()
             computed = runner.rows
+            await until(lambda: others.holds(digest_of(MODEL)), timeout_s=REFUSED_S)
             refused_s, problems = await refused((first, other), rows[PLACE])
             if runner.rows != computed:
                 problems.append("the second arrival reached the worker")

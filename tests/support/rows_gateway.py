@@ -57,6 +57,7 @@ from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.idempotency import IdempotencyStore
 from services.ports.limiter import HeldRates
+from services.ports.poison.quarantine import Quarantine
 from services.rpc.server import RpcServer, Service
 from services.rpc.status import by_reason
 from services.runtime import secrets
@@ -109,7 +110,7 @@ class RowsGateway:
         held: HeldRates | None = None,
         owner: str = "g0",
         runner: Any = None,
-        quarantine: MemoryQuarantine | None = None,
+        quarantine: Quarantine | None = None,
         aliases: dict[str, str] | None = None,
     ) -> None:
         """Without ``records``, keys are kept in memory; without a ``runner``, rows are computed here."""
@@ -122,7 +123,7 @@ class RowsGateway:
                 runner.load(digest_of(name), folder)
         self.runner = runner
         self.limiter, self.held = limiter or MemoryLimiter(CLOCK), held
-        self.quarantine = quarantine or MemoryQuarantine(CLOCK)
+        self.quarantine: Quarantine = quarantine or MemoryQuarantine(CLOCK)
         self.reported: list[RequestUsage] = []
         self.supervisor, self.metrics = Supervisor(CLOCK), Metrics()
         self.identity = KeyDirectory(self.keys, self.tenants, CLOCK)
