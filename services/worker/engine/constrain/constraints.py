@@ -144,10 +144,12 @@ class Constraints:
     def is_slow(self, handle: int) -> bool:
         """Whether the next mask of a sequence is to be computed apart."""
         output = self._outputs.get(handle)
-        return output is not None and output.is_slow
+        return handle in self._masks or (output is not None and output.is_slow)
 
     def mask_apart(self, sequence: SequenceState) -> None:
-        """Start to compute the next mask of a sequence. It is in no step until ``take_masked`` returns it."""
+        """Start to compute the next mask of a sequence, if none is. ``take_masked`` returns it then."""
+        if sequence.handle in self._masks:
+            return
         output = self._outputs[sequence.handle]
         request = MaskRequest(output.matcher, 0, output.unconsumed(sequence))
         self._masks[sequence.handle] = self._apart.submit(self._fill_one, output, request)
@@ -170,7 +172,10 @@ class Constraints:
         for index, tokens in proposals.items():
             sequence = decodes[index]
             output = self._outputs.get(sequence.handle)
-            kept[index] = tokens if output is None else _fitting(output, sequence, tokens)
+            if output is None:
+                kept[index] = tokens
+            elif sequence.handle not in self._masks:
+                kept[index] = _fitting(output, sequence, tokens)
         return {index: tokens for index, tokens in kept.items() if tokens}
 
     def masks(self, batch: Batch) -> StepMasks | None:
@@ -183,8 +188,10 @@ class Constraints:
             output = self._outputs.get(sequence.handle)
             if output is None:
                 continue
+            # A sequence that was preempted meanwhile may be back before its mask is computed.
+            waits = sequence.handle in self._masks or (output.is_slow and not sequence.is_apart)
             request = MaskRequest(output.matcher, len(rows), output.unconsumed(sequence), proposals)
-            asked.append(_Asked(output, request, waits=output.is_slow and not sequence.is_apart))
+            asked.append(_Asked(output, request, waits))
             rows += range(first, first + count)
         if not rows:
             return None

@@ -369,6 +369,24 @@ def test_commands_reach_a_sequence_whose_mask_is_computed_apart() -> None:
     assert run(engine, steps=1).tokens.keys() == {0}
 
 
+def test_a_sequence_that_is_preempted_while_its_mask_is_computed_apart_goes_on(alone: Run) -> None:
+    engine = with_masks_of(engine_of(kv_blocks=7, max_model_len=112), 1.0)
+    assert engine._constraints is not None
+    apart = engine._constraints._apart = ManualExecutor()
+    found = run(engine, [member(2), member(0)], steps=MOST)
+    assert found.finished == {2: "length"}
+    assert found.preemptions == 1
+    for _ in range(3):  # it is prefilled again, and its row is late
+        assert engine.step().handles == []
+    assert len(apart.tasks) == 1
+    while 0 not in found.finished:
+        apart.run()
+        stepped = engine.step()
+        found.tokens[0] += stepped.tokens
+        found.finished |= stepped.finished
+    assert found.tokens == {0: alone.tokens[0], 2: alone.tokens[2]}
+
+
 def test_suspects_are_masked_in_the_steps_that_they_have_alone(alone: Run) -> None:
     engine = with_masks_of(engine_of(), 1.0)
     assert engine._constraints is not None
