@@ -8,52 +8,32 @@ clock.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any, Final, Protocol
 
 import structlog
 from msgspec import structs
 
-from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, QueueFull
+from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput
 from services.core.fixed_cost.rows import RowEnd, RowSpec
-from services.core.fixed_cost.tensors import TILES, tiles_of
 from services.core.fleet import PoolSnapshot, TenantSlots
 from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
-from services.worker.batcher.arriving_rows import ArrivingRows
+from services.worker.batcher.batch_choice import BatchChoice
 from services.worker.batcher.charges import RowCharges
-from services.worker.batcher.condemned import CondemnedRows
-from services.worker.batcher.policy.batch_key import BatchKey, BatchKeys
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
 from services.worker.batcher.policy.flush import (
     MOST_BATCH_BYTES,
     MOST_PADDED_TOKENS,
     BatchLimits,
-    Device,
-    Flush,
-    FlushCause,
     Linger,
 )
 from services.worker.batcher.policy.isolation import RunFailure, RunPlace
 from services.worker.batcher.policy.length_buckets import mixed_width
-from services.worker.batcher.policy.linger import BatchObjective, window_of
-from services.worker.batcher.policy.preemption import LongBatch
-from services.worker.batcher.policy.turns import TURN_RATIO, TenantTurns
-from services.worker.batcher.policy.waiting import (
-    Tags,
-    TooLate,
-    TooManyRows,
-    WaitingRow,
-    WaitingRows,
-    fitting,
-    mean_width,
-)
-from services.worker.batcher.policy.window import Decided, DerivedWindow, Window, first_to_start
+from services.worker.batcher.policy.window import DerivedWindow, Window
 from services.worker.batcher.runs import BatchRun, BatchRuns
-from services.worker.batcher.search import RowSearch
+from services.worker.batcher.search import RowSearch, RowSearches
 from services.worker.batcher.telemetry import BatcherTelemetry
 from services.worker.engine_protocol import BatchRaised, BatchRan, RowModel
 from services.worker.slots.engine_process import Crashed, EngineExit, RunningEngine
@@ -63,8 +43,6 @@ from services.worker.streams.outbox import Outbox
 log = structlog.get_logger()
 
 SLOTS_PER_BATCH: Final = 4  # rows in flight, in full batches: one runs, others gather and travel
-_LOOKS: Final = 8  # in vain, at most, for rows to run between the layers of one batch
-_TRANSPORT_GAIN: Final = 0.02  # weight of a row in the mean
 RESTART_S: Final = 30.0  # longest wait of rows for a process that starts again
 SEARCH_RESTART_S: Final = 300.0  # of suspects: they would end a process of another worker too
 
@@ -114,18 +92,16 @@ class Batcher:
         )
         self.row_slots = SLOTS_PER_BATCH * self.limits.rows
         self.curve = CostCurve(CostPrior(costs.batch_s, costs.row_s, costs.token_s))
-        self._objective = BatchObjective()
-        self._has_tokens = model.has_tokens
-        self._length_of: Callable[[Sequence[int]], int] = itemgetter(0) if self._has_tokens else tiles_of
-        self._arrivals = ArrivingRows(model.max_tokens, pads=self._has_tokens)
-        self._waiting = WaitingRows()
-        self._turns = TenantTurns()
-        self._transport_s = 0.0  # of answers, a mean of what gateways observe
+        self._choice = BatchChoice(
+            version_digest,
+            model,
+            limits=self.limits,
+            curve=self.curve,
+            window=context.window,
+            telemetry=context.telemetry,
+        )
         self._live: dict[int, LiveRow] = {}
-        self._keys = BatchKeys(version_digest, model.operation, model.dtype, has_length=self._has_tokens)
-        self._searches: list[RowSearch] = []  # the oldest first
-        self._condemned = CondemnedRows(version_digest)
-        self._healthy_first = False  # the serving process ran suspects: rows that wait have their turn
+        self._searches = RowSearches(version_digest)
         self._runs = BatchRuns(self.curve, self._clock)
         self._last_number = self._decision = 0
         self._detached_s = 0.0
@@ -173,11 +149,12 @@ class Batcher:
         deadline_s = now_s + spec.time_left_s if spec.time_left_s > 0 else math.inf
         row = LiveRow(spec, outbox, handle, self._last_number, now_s, deadline_s)
         outbox.rows[handle] = row
-        if spec.transport_s:
-            self._transport_s += _TRANSPORT_GAIN * (spec.transport_s - self._transport_s)
         self._live[row.number] = row
         self._context.charges.began(row)
-        if (error := self._admit(row, now_s)) is not None:
+        error: FairwayError | None = self._searches.refusal(spec.inputs, now_s)
+        if error is None:
+            error = self._choice.add(row, now_s, self._runs.serving)
+        if error is not None:
             self._end(row, RowEnd(error=error), error.reason)
         else:
             self._decide()
@@ -186,27 +163,23 @@ class Batcher:
         """Drop the rows. Those in a batch stay until it ended, for it is charged to them."""
         for row in rows:
             row.dropped = True
-        waiting = [row for row in rows if row.number in self._waiting]
-        self._waiting.remove(row.number for row in waiting)
-        for row in waiting:
+        for row in self._choice.take(rows):
             self._end(row, RowEnd(), "CANCELLED")
 
     def lease(self, slots: TenantSlots) -> None:
-        self._turns.lease(slots)
+        self._choice.lease(slots)
 
     def sweep(self, now_s: float) -> None:
         """End rows whose deadline passes, and batches that hang."""
-        for found in self._waiting.unmeetable(self.curve, now_s=now_s):
-            self._waiting.remove((found.number,))
+        for row in self._choice.take_late(now_s):
             late = DeadlineUnmeetable("the deadline passes before the row is computed")
-            self._end(self._live[found.number], RowEnd(error=late), late.reason)
+            self._end(row, RowEnd(error=late), late.reason)
         self._runs.kill_hung(now_s)
         away_s = 0.0 if self.ready else now_s - self._detached_s
-        if len(self._waiting) and away_s > RESTART_S:
-            self._lose([self._live[number] for number in self._waiting.numbers()])
-        for search in self._searches_in(RunPlace.SERVING) if away_s > SEARCH_RESTART_S else ():
-            self._searches.remove(search)
-            self._lose(search.unanswered())
+        if away_s > RESTART_S and (waiting := self._choice.rows()):
+            self._lose(waiting)
+        for search in self._searches.at(RunPlace.SERVING) if away_s > SEARCH_RESTART_S else ():
+            self._lose(self._searches.give_up(search))
 
     def reset_silence(self) -> None:
         """See ``RowTable``."""
@@ -230,10 +203,10 @@ class Batcher:
         )
 
     def check_integrity(self) -> None:
-        self._waiting.check_integrity()
+        self._choice.check_integrity()
         in_runs = {row.number for run in self._runs for row in run.rows}
         searched = {row.number for search in self._searches for row in search.unanswered()}
-        placed = in_runs | searched | set(self._waiting.numbers())
+        placed = in_runs | searched | {row.number for row in self._choice.rows()}
         assert placed == set(self._live), "rows are in no batch, no search and not waiting"
         for row in self._live.values():
             assert row.dropped or row.outbox.rows.get(row.handle) is row, "its stream has no such row"
@@ -278,7 +251,7 @@ class Batcher:
 
     def search_in_serving(self, reason: str) -> None:
         """Search in the process that serves, once it is up: no process can be sacrificed."""
-        for search in self._searches_in(RunPlace.SACRIFICIAL):
+        for search in self._searches.at(RunPlace.SACRIFICIAL):
             log.warning("search.not_apart", digest=self._digest, reason=reason)
             search.go_on_in_serving()
         self._proceed()
@@ -289,48 +262,6 @@ class Batcher:
         self._searches.clear()
         self._lose(list(self._live.values()))
 
-    # --- admission ------------------------------------------------------------------------------
-
-    def _admit(self, row: LiveRow, now_s: float) -> FairwayError | None:
-        """Let the row wait, or return why it cannot."""
-        spec, most = row.spec, self._model.max_tokens
-        if (condemned := self._condemned.find(spec.inputs, now_s)) is not None:
-            return condemned
-        if most:
-            lengths = [self._length_of(tensor.shape) for tensor in spec.inputs if tensor.shape]
-            row.length = max(lengths, default=0)
-            if not 1 <= row.length <= most:
-                unit = "tokens" if self._has_tokens else TILES
-                return InvalidInput(f"the row has {row.length} {unit}; the model takes 1 to {most}")
-            row.tokens = row.length if self._has_tokens else 0
-        width = self._arrivals.note(row.length, now_s)
-        target_s = spec.target_s or self._objective.latency_s
-        answer_by_s = now_s + target_s - spec.waited_s
-        self._turns.seen(spec.tenant_id, now_s)
-        key = self._keys.of(spec.inputs)
-        size = sum(len(tensor.data) for tensor in spec.inputs)
-        waiting = WaitingRow(
-            row.number, spec.tenant_id, key, width, now_s, answer_by_s, target_s, row.deadline_s, size
-        )
-        run = self._runs.serving
-        busy_until_s = 0.0 if run is None else run.began_s + self.curve.mean_s(run.width, len(run.rows))
-        added = self._waiting.add(
-            waiting,
-            self.curve,
-            self.limits,
-            now_s=now_s,
-            busy_until_s=busy_until_s,
-            transport_s=spec.transport_s / 2,  # the way back
-        )
-        match added:
-            case TooManyRows(most_rows):
-                return QueueFull(f"{most_rows} rows wait on this worker")
-            case TooLate(predicted_s, left_s):
-                return DeadlineUnmeetable(
-                    f"the row would be answered in {predicted_s:.3f} s; the deadline is in {left_s:.3f} s"
-                )
-        return None
-
     # --- batches --------------------------------------------------------------------------------
 
     def _proceed(self) -> None:
@@ -339,7 +270,7 @@ class Batcher:
         for abandoned in [each for each in self._searches if each.place is None and each not in running]:
             self._settle(abandoned)
         self._decide()
-        apart = self._searches_in(RunPlace.SACRIFICIAL)
+        apart = self._searches.at(RunPlace.SACRIFICIAL)
         if not apart:
             self._context.sacrifice.stop()
         elif RunPlace.SACRIFICIAL not in self._runs.processes:
@@ -353,48 +284,27 @@ class Batcher:
         self._decision += 1
         if not self.ready:
             return
-        if (running := self._runs.serving) is not None:
-            self._preempt(running)
-            return
-        searches = self._searches_in(RunPlace.SERVING)
-        if searches and not (searches[0].deadly and self._healthy_first and len(self._waiting)):
-            self._healthy_first = searches[0].deadly
-            self._search_on(searches[0])
-            return
         now_s = self._clock.monotonic_s()
-        shared = self._turns.are_shared(now_s)
-        least_s = self._waiting.least_target_s(self._objective.latency_s) if shared else math.inf
-        device = Device(
-            self.curve,
-            self.limits,
-            self._objective.level,
-            transport_s=self._transport_s,
-            draining=self._context.draining(),
-            turn_s=TURN_RATIO * least_s,
-        )
-        tags = self._turns.tags(self._waiting.by_due(), device.row_s) if shared else None
-        chosen = first_to_start(self._decided(device, tags, now_s), self.curve, now_s)
-        if chosen is None:
+        if (running := self._runs.serving) is not None:
+            self._preempt(running, now_s)
             return
-        if isinstance(chosen.found, Linger):
-            self._context.call_later(chosen.found.until_s - now_s, self._timer(self._decision))
-        else:
-            self._flush(chosen, chosen.found, tags, device)
-
-    def _decided(self, device: Device, tags: Tags | None, now_s: float) -> Iterator[Decided]:
-        """Yield the decision on each group, in their order.
-
-        A model that packs computes rows of all widths together. While tenants share the device it does not:
-        short rows would wait for long ones of others.
-        """
-        mixes = self._model.packs and tags is None
-        groups = self._waiting.mixed_groups(mixed_width) if mixes else self._waiting.groups(tags)
-        for key, group in groups:
-            expected = self._arrivals.expected(None if group.mixed else group.width, now_s)
-            found = self._context.window.decide(group, device, expected, now_s)
-            if self._context.telemetry is not None:
-                self._context.telemetry.decided(width=group.width, linger_s=found.bound.linger_s)
-            yield Decided(key, group, found, expected)
+        search = self._searches.next_in_serving(others_wait=bool(len(self._choice)))
+        if search is not None:
+            self._search_on(search)
+            return
+        found = self._choice.next(self._runs, now_s, draining=self._context.draining())
+        if isinstance(found, Linger):
+            self._context.call_later(found.until_s - now_s, self._timer(self._decision))
+        elif found is not None:
+            self._searches.others_ran()
+            self._runs.start(
+                RunPlace.SERVING,
+                found.rows,
+                found.width,
+                found.cause.value,
+                window=found.window,
+                most_rows=found.most_rows,
+            )
 
     def _timer(self, decision: int) -> Callable[[], None]:
         def due() -> None:
@@ -403,69 +313,13 @@ class Batcher:
 
         return due
 
-    def _flush(self, decided: Decided, found: Flush, tags: Tags | None, device: Device) -> None:
-        group = decided.group
-        chosen = self._select(decided.key, None if group.mixed else group.width, found.rows, tags)
-        count, cut = fitting(chosen, self.limits)
-        chosen, cause = chosen[:count], cut or found.cause
-        width = mixed_width(mean_width(chosen)) if group.mixed else group.width
-        if group.mixed:  # neighbours of one length are computed together
-            chosen.sort(key=lambda row: self._live[row.number].length)
-        rows = self._taken(chosen, width)
-        window = window_of(width, found.bound, decided.expected, group.target_s)
-        most_rows = device.rows_of(group)[0] if cut is None else count
-        self._healthy_first = False
-        self._runs.start(RunPlace.SERVING, rows, width, cause.value, window=window, most_rows=most_rows)
-
-    def _preempt(self, running: BatchRun) -> None:
-        """Run rows of other tenants between the layers of a batch, the least tag first, if that pays."""
-        now_s = self._clock.monotonic_s()
+    def _preempt(self, running: BatchRun, now_s: float) -> None:
+        """Run rows of other tenants between the layers of a batch, if that pays."""
         if not self._model.pauses or self._runs.has_between or running.search is not None:
             return
-        own = {row.spec.tenant_id for row in running.rows}
-        if now_s < running.look_s or own.issuperset(self._waiting.tenants):
-            return
-        whole_s = self.curve.mean_s(running.width, len(running.rows))
-        left_s = running.began_s + running.paused_s + whole_s - now_s
-        long_batch = LongBatch(len(running.rows), whole_s, left_s, running.lent_s)
-        if not long_batch.most_s:
-            return
-        device = Device(self.curve, self.limits)
-        tags = self._turns.tags(self._waiting.by_due(), device.row_s)
-        for key, group in self._waiting.groups(tags):
-            most, _ = device.rows_at(group.width)
-            found = self._select(key, group.width, most, tags, without=own)
-            others = len(running.rows)
-            rest, _ = fitting(found, self.limits, others=others, other_tokens=others * running.width)
-            if count := long_batch.rows_between(self.curve, width=group.width, rows=rest):
-                rows = self._taken(found[:count], group.width)
-                self._runs.start_between(rows, group.width, FlushCause.BETWEEN.value)
-                return
-        running.look_s = now_s + whole_s / _LOOKS
-
-    def _select(
-        self, key: BatchKey, width: int | None, most: int, tags: Tags | None, without: Collection[str] = ()
-    ) -> list[WaitingRow]:
-        """See ``WaitingRows.select``."""
-        running = Counter(row.spec.tenant_id for run in self._runs for row in run.rows)
-        leases = self._turns.leases
-        return self._waiting.select(
-            key, width, most, leases=leases, running=running, tags=tags, without=without
-        )
-
-    def _taken(self, chosen: Sequence[WaitingRow], width: int) -> list[LiveRow]:
-        """Remove rows that start from those that wait, and charge their tenants' turns."""
-        rows = [self._live[row.number] for row in chosen]
-        self._waiting.remove(row.number for row in rows)
-        self._charge_turns(rows, width)
-        return rows
-
-    def _charge_turns(self, rows: Sequence[LiveRow], width: int) -> None:
-        row_s = self.curve.mean_s(width, len(rows)) / len(rows)
-        self._turns.started(Counter(row.spec.tenant_id for row in rows), row_s, self._clock.monotonic_s())
-
-    def _searches_in(self, place: RunPlace) -> list[RowSearch]:
-        return [search for search in self._searches if search.place is place]
+        found = self._choice.between(running, self._runs, now_s)
+        if found is not None:
+            self._runs.start_between(found.rows, found.width, found.cause.value)
 
     def _search_on(self, search: RowSearch) -> None:
         assert search.place is not None, "the search is over"
@@ -476,7 +330,7 @@ class Batcher:
         if self._model.packs:
             width = max(width, mixed_width(sum(row.length for row in search.rows) / len(search.rows)))
         if search.place is RunPlace.SERVING:
-            self._charge_turns(search.rows, width)
+            self._choice.charge(search.rows, width, self._clock.monotonic_s())
         self._runs.start(search.place, search.rows, width, search.cause, search=search)
 
     def _answer(self, run: BatchRun, event: BatchRan, now_s: float) -> None:
@@ -519,7 +373,7 @@ class Batcher:
         if run.search is None:
             if not run.between:
                 self.curve.note(run.width, rows, elapsed_s)
-            self._arrivals.ended(rows, now_s)
+            self._choice.ended(rows, now_s)
         self._batches += 1
         self._batch_s += run_s
         each_s = run_s / rows
@@ -527,7 +381,7 @@ class Batcher:
         if self._context.telemetry is not None:
             self._context.telemetry.ran(
                 lengths=[row.length for row in ran],
-                width=run.width if self._has_tokens and not self._model.packs else 0,
+                width=run.width if self._model.has_tokens and not self._model.packs else 0,
                 most_rows=run.most_rows or self.limits.rows_at(run.width)[0],
                 cause=run.cause,
             )
@@ -539,26 +393,20 @@ class Batcher:
         log.warning("batch.lost", digest=self._digest, rows=len(run.rows), failure=failure.value)
         search = run.search
         if search is None:
-            search = RowSearch(run.rows, run.width, run.cause, failure)
-            self._searches.append(search)
+            search = self._searches.begin(run.rows, run.width, run.cause, failure)
         else:
             search.after(failure)
         self._settle(search)
 
     def _settle(self, search: RowSearch) -> None:
         """End the rows that a search condemned, and the search when it is over."""
-        for row, deaths in search.take_condemned():
-            now_s = self._clock.monotonic_s()
-            error = self._condemned.add(row.spec.inputs, search.failure, deaths, now_s)
-            request_id, failure = row.spec.request_id, search.failure.value
-            log.error("row.condemned", request_id=request_id, failure=failure, deaths=deaths)
+        for row, error in self._searches.take_condemned(search, self._clock.monotonic_s()):
             self._end(row, RowEnd(error=error, device_s=row.device_s), error.reason)
         if search.place is None:
-            self._searches.remove(search)
-            self._lose(search.unanswered())
+            self._lose(self._searches.give_up(search))
 
     def _lose(self, rows: Sequence[LiveRow]) -> None:
-        self._waiting.remove(row.number for row in rows)
+        self._choice.take(rows)
         for row in rows:
             self._end(row, RowEnd(lost=True, device_s=row.device_s), "LOST")
         self._context.changed()

@@ -1,11 +1,18 @@
-"""The rows of a failed batch, until each is answered or condemned: ``policy.isolation`` over live rows."""
+"""The rows of failed batches, until each is answered or condemned: ``policy.isolation`` over live rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import structlog
+
+from services.core.errors import PoisonedInput
+from services.core.fixed_cost.rows import RawTensor
+from services.worker.batcher.condemned import CondemnedRows
 from services.worker.batcher.policy.isolation import Isolation, RunFailure, RunPlace
 from services.worker.streams.live_row import LiveRow
+
+log = structlog.get_logger()
 
 
 class RowSearch:
@@ -64,3 +71,60 @@ class RowSearch:
 
     def _left(self) -> list[LiveRow]:
         return [self._rows[number] for number in (*self._state.suspects, *self._state.aside)]
+
+
+class RowSearches:
+    """The searches of one version, the oldest first, and the rows that they condemned. Single writer: the
+    batcher."""
+
+    def __init__(self, version_digest: str) -> None:
+        self._searches: list[RowSearch] = []
+        self._condemned = CondemnedRows(version_digest)
+        self._healthy_first = False  # the serving process ran suspects: rows that wait have their turn
+
+    def __iter__(self) -> Iterator[RowSearch]:
+        return iter(self._searches)
+
+    def refusal(self, inputs: Sequence[RawTensor], now_s: float) -> PoisonedInput | None:
+        """Return why a row with these inputs may not run, None if it may."""
+        return self._condemned.find(inputs, now_s)
+
+    def begin(self, rows: Sequence[LiveRow], width: int, cause: str, failure: RunFailure) -> RowSearch:
+        """Return the search of a batch that failed."""
+        self._searches.append(search := RowSearch(rows, width, cause, failure))
+        return search
+
+    def at(self, place: RunPlace) -> list[RowSearch]:
+        """Return those whose next run takes place there."""
+        return [search for search in self._searches if search.place is place]
+
+    def next_in_serving(self, *, others_wait: bool) -> RowSearch | None:
+        """Return the search that runs next in the process that serves; None: others go first."""
+        found = self.at(RunPlace.SERVING)
+        if not found or (found[0].deadly and self._healthy_first and others_wait):
+            return None
+        self._healthy_first = found[0].deadly
+        return found[0]
+
+    def others_ran(self) -> None:
+        """Record that rows that waited had their turn."""
+        self._healthy_first = False
+
+    def take_condemned(self, search: RowSearch, now_s: float) -> list[tuple[LiveRow, PoisonedInput]]:
+        """Return the rows that the search condemned since the last call, with their errors."""
+        found = []
+        for row, deaths in search.take_condemned():
+            error = self._condemned.add(row.spec.inputs, search.failure, deaths, now_s)
+            request_id, failure = row.spec.request_id, search.failure.value
+            log.error("row.condemned", request_id=request_id, failure=failure, deaths=deaths)
+            found.append((row, error))
+        return found
+
+    def give_up(self, search: RowSearch) -> list[LiveRow]:
+        """Forget a search; return the rows that it leaves."""
+        self._searches.remove(search)
+        return search.unanswered()
+
+    def clear(self) -> None:
+        """Forget all searches."""
+        self._searches.clear()
