@@ -31,7 +31,7 @@ def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, int
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 5_000),  # also the time limit of one connection attempt
         ("grpc.max_reconnect_backoff_ms", 2_000),
         # gRPC's own retries are off: they would multiply with this client's, which have the budget.
         ("grpc.enable_retries", 0),

@@ -86,16 +86,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One token per sampling row. ``logprobs`` and ``errors`` are by row; the token of an error is void.
+    """What a batch computed, by sampling row."""
 
-    ``unmasked`` are rows whose masks failed: their tokens are void too.
-    """
-
+    # One per row; void where the row has an error, no mask, or is late.
     tokens: list[int]
     logprobs: dict[int, SampledLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     # By row of a sequence that embeds: its hidden state after the final norm, as float32.
     embeddings: dict[int, bytes] = field(default_factory=dict)
+    # Why a row has no mask.
     unmasked: dict[int, str] = field(default_factory=dict)
     # Rows that mean nothing and are to be computed again.
     late: frozenset[int] = frozenset()
