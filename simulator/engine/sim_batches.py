@@ -21,6 +21,7 @@ from simulator.kernel.process import Process
 
 MOST_TOKENS: Final = 64  # of a row
 LEAST_TOKENS: Final = 2  # a row's kind and number
+LAYERS: Final = 6  # of a model that pauses: other batches run between them
 _WEIGHT_BYTES: Final = 90 * 1024 * 1024
 _INPUT: Final = TensorSpec("input_ids", "INT64", (ANY,), has_length=True)
 _SIGKILL: Final = -9
@@ -41,12 +42,16 @@ def row_output(inputs: Sequence[RawTensor]) -> tuple[RawTensor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SimRowVersion:
-    """A fixed-cost version that a worker runs. ``load_s``: until its process is ready."""
+    """A fixed-cost version that a worker runs. ``load_s``: until its process is ready.
+
+    ``by_layers``: it packs rows, and pauses between layers, as an encoder on a CPU does.
+    """
 
     deployment: str
     version_digest: str
     costs: BatchCosts
     load_s: float = 0.5
+    by_layers: bool = False
 
     @property
     def model(self) -> str:
@@ -69,12 +74,45 @@ class SimRowVersion:
             vocab_size=0,
             kv_bytes_per_block=0,
             weight_bytes=_WEIGHT_BYTES,
-            rows=wire.RowModel(Operation.EMBED, "float32", (_INPUT,), MOST_TOKENS, False, costs),
+            rows=wire.RowModel(
+                Operation.EMBED,
+                "float32",
+                (_INPUT,),
+                MOST_TOKENS,
+                packs=self.by_layers,
+                costs=costs,
+                pauses=self.by_layers,
+            ),
         )
 
 
+@dataclass(slots=True, eq=False)
+class _Computed:
+    """A batch that is computed. ``began_s`` moves on by what runs between its layers.
+
+    ``timers``: how many were set for its end. The last one counts.
+    """
+
+    batch: wire.RunBatch
+    took_s: float
+    began_s: float
+    timers: int = 0
+
+    @property
+    def ends_s(self) -> float:
+        return self.began_s + self.took_s
+
+    def pause_s(self, now_s: float) -> float:
+        """Return the end of the layer that is computed; that of the last layer is the batch's."""
+        layer_s = self.took_s / LAYERS
+        return self.began_s + layer_s * (1 + int((now_s - self.began_s) / layer_s))
+
+
 class SimBatchRun:
-    """Implements ``RunningEngine``: one batch after the other, each in a drawn time."""
+    """Implements ``RunningEngine``: one batch after the other, each in a drawn time.
+
+    Where the model pauses, a batch that is sent meanwhile runs once the layer is computed.
+    """
 
     def __init__(
         self,
@@ -94,7 +132,8 @@ class SimBatchRun:
         self._ended = ended
         self._rng = Random(process.rng.getrandbits(64))
         self._ready = self._over = self._hangs = False
-        self._free_s = 0.0  # when the batches that were sent have run
+        self._computed: _Computed | None = None
+        self._next: list[tuple[wire.RunBatch, float]] = []
 
     @property
     def pid(self) -> int:
@@ -117,8 +156,15 @@ class SimBatchRun:
         assert isinstance(command, wire.RunBatch), "it has no sequences"
         took_s = self._slow_factor() * self._version.costs.draw_s(command.width, len(command.rows), self._rng)
         now_s = self._process.clock.monotonic_s()
-        self._free_s = max(now_s, self._free_s) + took_s
-        self._process.call_later(self._free_s - now_s, self._ran, command, took_s)
+        running = self._computed
+        if running is None:
+            self._compute(command, took_s)
+        elif self._version.by_layers and (pause_s := running.pause_s(now_s)) < running.ends_s:
+            running.began_s += took_s
+            self._process.call_later(pause_s + took_s - now_s, self._ran, command, took_s)
+            self._set_timer(running)
+        else:
+            self._next.append((command, took_s))
         return True
 
     async def stop(self) -> None:
@@ -139,6 +185,24 @@ class SimBatchRun:
         if not self._over:
             self._ready = True
             self._events.on_ready(self._version.ready())
+
+    def _compute(self, batch: wire.RunBatch, took_s: float) -> None:
+        self._computed = _Computed(batch, took_s, self._process.clock.monotonic_s())
+        self._set_timer(self._computed)
+
+    def _set_timer(self, computed: _Computed) -> None:
+        computed.timers += 1
+        left_s = computed.ends_s - self._process.clock.monotonic_s()
+        self._process.call_later(left_s, self._computed_all, computed, computed.timers)
+
+    def _computed_all(self, computed: _Computed, timer: int) -> None:
+        """Answer a batch, unless what ran between its layers delays it, and begin the next."""
+        if timer != computed.timers:
+            return
+        self._computed = None
+        if self._next:
+            self._compute(*self._next.pop(0))
+        self._ran(computed.batch, computed.took_s)
 
     def _ran(self, batch: wire.RunBatch, took_s: float) -> None:
         if self._over or self._hangs:

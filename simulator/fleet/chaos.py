@@ -175,7 +175,7 @@ def chaos_spec(seed: int, *, workers: int) -> FleetSpec:
         ),
         slow_reader_s=3.0,
         engine_restart_s=1.0,
-        rows=RowsSpec(workers=_ROW_WORKERS) if has_rows(seed) else None,
+        rows=RowsSpec(workers=_ROW_WORKERS, by_layers=seed % 8 == 1) if has_rows(seed) else None,
     )
 
 

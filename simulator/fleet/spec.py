@@ -74,14 +74,19 @@ class VersionSpec:
 
 @dataclass(frozen=True, slots=True)
 class RowsSpec:
-    """A fixed-cost version that the first ``workers`` serve beside the others. ``costs``: measured model."""
+    """A fixed-cost version that the first ``workers`` serve beside the others. ``costs``: measured model.
+
+    ``by_layers``: see ``SimRowVersion``.
+    """
 
     workers: int
     costs: str = "minilm"
+    by_layers: bool = False
 
     @property
     def version(self) -> SimRowVersion:
-        return SimRowVersion(ROWS_MODEL, ROWS_DIGEST, BatchCosts.measured(self.costs))
+        costs = BatchCosts.measured(self.costs)
+        return SimRowVersion(ROWS_MODEL, ROWS_DIGEST, costs, by_layers=self.by_layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from services.core.fixed_cost.rows import RowEnd
 from services.worker.batcher.driver import Batcher
 from services.worker.batcher.policy.isolation import RunFailure
 from services.worker.batcher.policy.turns import TenantTurns
-from services.worker.batcher.runs import BatchRun
+from services.worker.batcher.runs import BatchRun, BatchRuns
 from services.worker.streams.device_time import DeviceTime
+from services.worker.streams.live_row import LiveRow
 from simulator.engine.poison import Ending
 from simulator.fleet.assembly import Parts
 from simulator.fleet.chaos import Fault, FaultKind
@@ -30,6 +31,8 @@ from tests.sim.planted.rows import KeepsLeases, SwapsAnswers
 
 TENANTS = (TenantSpec("whale"), TenantSpec("minnow"))
 FLEET = FleetSpec(workers=2, gateways=2, tenants=TENANTS, rows=RowsSpec(workers=2))
+BY_LAYERS = replace(FLEET, rows=RowsSpec(workers=2, by_layers=True))
+both_kinds = pytest.mark.parametrize("fleet", [FLEET, BY_LAYERS], ids=["whole batches", "by layers"])
 
 
 def crowd(requests: int, *, rows: int = 8, every_s: float = 0.05) -> list[SimRows]:
@@ -60,19 +63,21 @@ def fault(kind: FaultKind, at_s: float, for_s: float = 1.0) -> Fault:
     return Fault(kind, at_s, for_s, 0.3, 0.7, 3.0)
 
 
-def test_more_rows_than_the_pool_takes_are_all_answered() -> None:
+@both_kinds
+def test_more_rows_than_the_pool_takes_are_all_answered(fleet: FleetSpec) -> None:
     slots = Slots()
-    report = ran(crowd(60, rows=40), slots=slots)
+    report = ran(crowd(60, rows=40), slots=slots, fleet=fleet)
     assert report.violations == ()
     assert report.rows == {"ANSWERED": 60 * 40}
     assert slots.most == 1.0
 
 
+@both_kinds
 @pytest.mark.parametrize("ending", list(Ending), ids=lambda ending: ending.name)
-def test_a_poison_ends_alone(ending: Ending) -> None:
+def test_a_poison_ends_alone(ending: Ending, fleet: FleetSpec) -> None:
     load = crowd(20)
     load[3] = replace(load[3], poisons={2: ending})
-    report = ran(load)
+    report = ran(load, fleet=fleet)
     assert report.violations == ()
     assert report.rows == {"ANSWERED": 20 * 8 - 1, "POISONED_INPUT": 1}
 
@@ -89,9 +94,10 @@ def test_a_poison_ends_alone(ending: Ending) -> None:
         FaultKind.STORE_OUTAGE,
     ],
 )
-def test_one_fault_costs_no_row(kind: FaultKind) -> None:
+@both_kinds
+def test_one_fault_costs_no_row(kind: FaultKind, fleet: FleetSpec) -> None:
     """Another worker takes what was lost; without a leader, gateways place rows themselves."""
-    report = ran(crowd(60), faults=[fault(kind, 1.0, 3.0)])
+    report = ran(crowd(60), faults=[fault(kind, 1.0, 3.0)], fleet=fleet)
     assert report.violations == ()
     assert report.rows == {"ANSWERED": 60 * 8}
 
@@ -130,7 +136,7 @@ def test_planted_workers_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) ->
     assert any(text.startswith(invariant) for text in found), found
 
 
-def beside_bursts(bursts: Sequence[SimRows]) -> dict[str, float]:
+def beside_bursts(bursts: Sequence[SimRows], *, by_layers: bool = False) -> dict[str, float]:
     """Return each tenant's p95, of short rows that come one by one and these bursts, on one worker."""
     rng = Random(1)
     at_s, load = 0.0, list(bursts)
@@ -138,7 +144,7 @@ def beside_bursts(bursts: Sequence[SimRows]) -> dict[str, float]:
         at_s += rng.expovariate(10.0)
         load.append(SimRows("minnow", (8,), arrival_s=at_s))
     load.sort(key=lambda asked: asked.arrival_s)
-    report = ran(load, fleet=replace(FLEET, workers=1, rows=RowsSpec(workers=1)))
+    report = ran(load, fleet=replace(FLEET, workers=1, rows=RowsSpec(workers=1, by_layers=by_layers)))
     assert report.violations == ()
     assert set(report.rows) == {"ANSWERED"}
     return report.rows_p95_s
@@ -152,6 +158,20 @@ def test_bursts_of_long_rows_do_not_stand_before_another_tenant() -> None:
     alone, beside = beside_bursts(())["minnow"], beside_bursts(BURSTS)
     assert beside["minnow"] < 1.7 * alone
     assert beside["whale"] < 2.0
+
+
+def test_rows_run_between_the_layers_of_another_tenants_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, started = beside_bursts(BURSTS), BatchRuns.start_between
+    between: list[int] = []
+
+    def counted(runs: BatchRuns, rows: Sequence[LiveRow], width: int, cause: str) -> None:
+        between.append(len(rows))
+        started(runs, rows, width, cause)
+
+    monkeypatch.setattr(BatchRuns, "start_between", counted)
+    by_layers = beside_bursts(BURSTS, by_layers=True)
+    assert len(between) > 20
+    assert all(by_layers[name] < 1.1 * whole[name] for name in ("minnow", "whale"))
 
 
 def test_without_turns_they_would(monkeypatch: pytest.MonkeyPatch) -> None:
