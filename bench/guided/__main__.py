@@ -8,6 +8,7 @@
 - ``neighbours_itl_ratio``: the 99th percentile of the time between tokens of free streams of that model
   while 100 hostile schemas are checked as a gateway does and submitted as a worker does, over that of none.
   ``hostile_itl_over_harmless``: over that of 100 harmless schemas, whose prompts and rows cost as much.
+  ``checked_before_itl_ratio``: that of hostile ones which another machine's gateway checked, over none.
 - ``slow_masks_itl_ratio``: the same beside eight streams whose masks take milliseconds, over that beside
   eight whose masks are quick.
 
@@ -27,7 +28,7 @@ from typing import Final
 import numpy as np
 
 from bench.guided.engines import BUNDLED, engine_of, run, submit, tokenizer_of, write_large
-from bench.guided.gateway import Gateway, of_schema
+from bench.guided.gateway import Arriving, CheckedBefore, Gateway, checked, of_schema
 from bench.guided.schemas import drawn, harmless, hostile, is_valid
 from services.core.generation import Constraint, ConstraintKind
 from services.worker.engine.core import Engine
@@ -38,6 +39,7 @@ OUTPUT: Final = 160  # tokens of a drawn schema's output at most
 HOSTILE: Final = 1 << 16  # handles from here on are of hostile schemas
 NEIGHBOURS: Final = 8
 STEPS: Final = 300
+STEPS_APART: Final = 4
 QUICK: Final = Constraint(ConstraintKind.REGEX, "[a-z ]*")
 SLOW: Final = Constraint(ConstraintKind.REGEX, "(a|b| |[a-z])*a(a|b|[a-z]){14}[a-z ]*")
 PROMPT: Final = 'x = {"name": "a", "size": 3}\ny = '
@@ -118,21 +120,34 @@ def _rate(engine: Engine, ids: list[int], constraint: Constraint | None, *, toke
 def neighbours_ratios(
     engine: Engine, folder: Path, ids: list[int], *, count: int, rounds: int
 ) -> dict[str, float]:
-    """Return the p99 of the time between tokens while hostile schemas come, over those of two baselines."""
+    """Return the p99 of the time between tokens while hostile schemas come, over those of baselines.
+
+    Checked before, they take only the engine's processors, not a gateway's beside it.
+    """
     found = []
     for number in range(rounds):
-        p99_s = {"nothing": _itl_p99_s(engine, ids, steps=STEPS)}
+        before = [hostile(each) for each in range((rounds + number) * count, (rounds + number + 1) * count)]
+        arriving = CheckedBefore(checked(folder, before), every=STEPS_APART)
+        p99_s = {
+            "nothing": _itl_p99_s(engine, ids, steps=STEPS),
+            "checked before": _itl_p99_s(engine, ids, steps=STEPS, arriving=arriving),
+        }
         kinds = (harmless, hostile) if number % 2 else (hostile, harmless)
         for kind in kinds:
             schemas = [kind(each) for each in range(number * count, (number + 1) * count)]
             with Gateway.started(folder, schemas) as gateway:
-                p99_s[kind.__name__] = _itl_p99_s(engine, ids, steps=STEPS, gateway=gateway)
-        found.append([p99_s["hostile"] / p99_s[other] for other in ("nothing", "harmless")])
-        print(
-            "ITL p99 " + ", ".join(f"{name} {each * 1e3:.1f} ms" for name, each in p99_s.items()), flush=True
+                p99_s[kind.__name__] = _itl_p99_s(engine, ids, steps=STEPS, arriving=gateway)
+        found.append(
+            [
+                p99_s["hostile"] / p99_s["nothing"],
+                p99_s["hostile"] / p99_s["harmless"],
+                p99_s["checked before"] / p99_s["nothing"],
+            ]
         )
-    ratio, over_harmless = np.median(found, axis=0).tolist()
-    return {"neighbours_itl_ratio": ratio, "hostile_itl_over_harmless": over_harmless}
+        shown = ", ".join(f"{name} {each * 1e3:.1f} ms" for name, each in p99_s.items())
+        print(f"ITL p99: {shown}", flush=True)
+    names = ("neighbours_itl_ratio", "hostile_itl_over_harmless", "checked_before_itl_ratio")
+    return dict(zip(names, np.median(found, axis=0).tolist(), strict=True))
 
 
 def slow_masks_ratio(engine: Engine, ids: list[int], *, rounds: int) -> float:
@@ -152,9 +167,9 @@ def slow_masks_ratio(engine: Engine, ids: list[int], *, rounds: int) -> float:
 
 
 def _itl_p99_s(
-    engine: Engine, ids: list[int], *, steps: int, gateway: Gateway | None = None, last: int = HOSTILE
+    engine: Engine, ids: list[int], *, steps: int, arriving: Arriving | None = None, last: int = HOSTILE
 ) -> float:
-    """Run free streams for so many steps, and on while the gateway checks; submit what passes meanwhile.
+    """Run free streams for so many steps, and on while schemas arrive, which are submitted.
 
     ``last``: handles up to there are in use.
     """
@@ -162,8 +177,8 @@ def _itl_p99_s(
         engine.apply(submit(handle, ids, max_tokens=1 << 12, ignore_eos=True))
     gaps: list[float] = []
     last_s, handle = time.monotonic(), last
-    while len(gaps) < steps or (gateway is not None and gateway.checks):
-        if gateway is not None and (constraint := gateway.passed()) is not None:
+    while len(gaps) < steps or (arriving is not None and arriving.any_left):
+        if arriving is not None and (constraint := arriving.passed()) is not None:
             engine.apply(submit(handle, ids, max_tokens=2, constraint=constraint))
             handle += 1
         stepped = engine.step()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from services.core.errors import FairwayError
 from services.core.generation import Constraint, ConstraintKind
@@ -24,6 +25,33 @@ TENANTS: Final = 40  # that send the schemas: a tenant that ends processes is so
 
 def of_schema(text: str) -> Constraint:
     return Constraint(ConstraintKind.JSON_SCHEMA, text)
+
+
+class Arriving(Protocol):
+    """Schemas that arrive while an engine steps."""
+
+    @property
+    def any_left(self) -> bool: ...
+
+    def passed(self) -> Constraint | None:
+        """Return one that has arrived, None without one. Called before each step."""
+
+
+class CheckedBefore:
+    """Schemas that a gateway of another machine let pass: one arrives every so many steps."""
+
+    def __init__(self, constraints: Sequence[Constraint], *, every: int) -> None:
+        self._left = list(constraints)
+        self._every = every
+        self._steps = 0
+
+    @property
+    def any_left(self) -> bool:
+        return bool(self._left)
+
+    def passed(self) -> Constraint | None:
+        self._steps += 1
+        return self._left.pop() if self._left and not self._steps % self._every else None
 
 
 class Gateway:
@@ -52,7 +80,7 @@ class Gateway:
             process.join()
 
     @property
-    def checks(self) -> bool:
+    def any_left(self) -> bool:
         return self._process.is_alive()
 
     def passed(self) -> Constraint | None:
@@ -61,6 +89,20 @@ class Gateway:
             if self._pipe.poll():
                 return of_schema(self._pipe.recv())
         return None
+
+
+def checked(folder: Path, schemas: Sequence[str]) -> list[Constraint]:
+    """Return the schemas that a gateway lets pass."""
+    with Gateway.started(folder, schemas) as gateway:
+        found = []
+        while True:
+            any_left = gateway.any_left
+            if (constraint := gateway.passed()) is not None:
+                found.append(constraint)
+            elif any_left:
+                time.sleep(0.001)
+            else:
+                return found
 
 
 def _check_all(pipe: Connection, folder: Path, schemas: Sequence[str]) -> None:
