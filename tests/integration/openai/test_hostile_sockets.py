@@ -323,7 +323,8 @@ async def test_large_messages_of_a_tenant_are_bounded_together() -> None:
             writer.write(frame(TEXT, b" " * (size - 100))[:-1])
             await asyncio.sleep(0.3)
         codes = [asyncio.ensure_future(code_of(reader)) for reader, _ in reading]
-        done, waiting = await asyncio.wait(codes, timeout=2)
+        await until(lambda: sum(each.done() for each in codes) == 2)
+        done, waiting = await asyncio.wait(codes, timeout=0.5)
         assert sorted(each.result() for each in done) == [1013, 1013]
         assert len(waiting) == 4
         for each in waiting:
