@@ -34,8 +34,10 @@ MAX_CRASHES: Final = 3
 _FIRST_LINES: Final = 2.0
 # One refusal of many lines at once counts once.
 _SETTLE_S: Final = 1.0
-# A line that waited longer found no idle worker. The target delay of LEDBAT (RFC 6817).
-MAX_WAIT_S: Final = 0.1
+# A line that waited so much longer than the quickest one of late found no idle worker. The queueing delay
+# and its target are those of LEDBAT (RFC 6817).
+MAX_DELAY_S: Final = 0.025
+_BASE_S: Final = 60.0  # the quickest is that of this time and of the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,9 @@ class BatchPace:
     window: float = _FIRST_LINES
     _reduced_s: float = field(default=-math.inf)
     _next_start_s: float = field(default=-math.inf)
+    # Least waits of the present and of the previous ``_BASE_S``.
+    _least_s: tuple[float, float] = (math.inf, math.inf)
+    _base_until_s: float = field(default=-math.inf)
 
     def room(self, share: int, tenant: Tenant) -> int:
         """Return how many lines may run now. ``share``: of the gateway's lines."""
@@ -169,7 +174,10 @@ class BatchPace:
 
     def answered(self, waited_s: float, now_s: float) -> None:
         """Count a line that succeeded, after a wait in the queue and for the engine."""
-        if waited_s > MAX_WAIT_S:
+        if now_s >= self._base_until_s:
+            self._least_s, self._base_until_s = (math.inf, self._least_s[0]), now_s + _BASE_S
+        self._least_s = min(self._least_s[0], waited_s), self._least_s[1]
+        if waited_s - min(self._least_s) > MAX_DELAY_S:
             self.refused(now_s)
         else:
             self.window += 1.0 / self.window

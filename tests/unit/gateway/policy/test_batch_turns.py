@@ -10,7 +10,7 @@ from services.core import errors
 from services.core.records import Meta, Tenant
 from services.gateway.policy.batch_turns import (
     MAX_CRASHES,
-    MAX_WAIT_S,
+    MAX_DELAY_S,
     STALL_S,
     TURN_S,
     BatchPace,
@@ -163,9 +163,21 @@ def test_the_pace_grows_by_one_per_window_and_halves_once_per_burst_of_refusals(
 
 def test_a_wait_halves_the_pace_as_a_refusal_does() -> None:
     pace = BatchPace(window=16.0)
+    pace.answered(0.2, 10.0)  # the quickest so far
     for _ in range(5):
-        pace.answered(MAX_WAIT_S + 0.01, 10.0)
+        pace.answered(0.2 + MAX_DELAY_S + 0.01, 10.0)
     assert pace.room(100, FREE) == 8
+
+
+def test_the_quickest_wait_is_that_of_the_last_two_minutes() -> None:
+    pace = BatchPace(window=16.0)
+    pace.answered(0.0, 0.0)
+    pace.answered(0.2, 61.0)
+    assert pace.room(100, FREE) == 8, "0 s is remembered"
+    pace.answered(0.2, 122.0)
+    assert pace.room(100, FREE) == 8, "0 s is forgotten: each line waits as long"
+    pace.answered(0.2 + MAX_DELAY_S + 0.01, 124.0)
+    assert pace.room(100, FREE) == 4
 
 
 def test_a_batch_leaves_half_of_its_tenants_limits() -> None:
