@@ -34,8 +34,9 @@ MAX_CRASHES: Final = 3
 _FIRST_LINES: Final = 2.0
 # One refusal of many lines at once counts once.
 _SETTLE_S: Final = 1.0
-# A line that waited so much longer than the quickest one of late found no idle worker. The queueing delay
-# and its target are those of LEDBAT (RFC 6817).
+# A line that waited longer, or so much longer than the quickest one of late, found no idle worker. The second
+# is the queueing delay of LEDBAT (RFC 6817); the first holds where each line waits as long.
+MAX_WAIT_S: Final = 0.1
 MAX_DELAY_S: Final = 0.025
 _BASE_S: Final = 60.0  # the quickest is that of this time and of the one before
 
@@ -177,7 +178,7 @@ class BatchPace:
         if now_s >= self._base_until_s:
             self._least_s, self._base_until_s = (math.inf, self._least_s[0]), now_s + _BASE_S
         self._least_s = min(self._least_s[0], waited_s), self._least_s[1]
-        if waited_s - min(self._least_s) > MAX_DELAY_S:
+        if waited_s > min(MAX_WAIT_S, min(self._least_s) + MAX_DELAY_S):
             self.refused(now_s)
         else:
             self.window += 1.0 / self.window

@@ -11,6 +11,7 @@ from services.core.records import Meta, Tenant
 from services.gateway.policy.batch_turns import (
     MAX_CRASHES,
     MAX_DELAY_S,
+    MAX_WAIT_S,
     STALL_S,
     TURN_S,
     BatchPace,
@@ -163,20 +164,27 @@ def test_the_pace_grows_by_one_per_window_and_halves_once_per_burst_of_refusals(
 
 def test_a_wait_halves_the_pace_as_a_refusal_does() -> None:
     pace = BatchPace(window=16.0)
-    pace.answered(0.2, 10.0)  # the quickest so far
     for _ in range(5):
-        pace.answered(0.2 + MAX_DELAY_S + 0.01, 10.0)
+        pace.answered(MAX_WAIT_S + 0.01, 10.0)
+    assert pace.room(100, FREE) == 8
+
+
+def test_so_does_a_wait_above_the_quickest() -> None:
+    pace = BatchPace(window=16.0)
+    pace.answered(0.05, 10.0)
+    for _ in range(5):
+        pace.answered(0.05 + MAX_DELAY_S + 0.01, 10.0)
     assert pace.room(100, FREE) == 8
 
 
 def test_the_quickest_wait_is_that_of_the_last_two_minutes() -> None:
     pace = BatchPace(window=16.0)
     pace.answered(0.0, 0.0)
-    pace.answered(0.2, 61.0)
+    pace.answered(0.06, 61.0)
     assert pace.room(100, FREE) == 8, "0 s is remembered"
-    pace.answered(0.2, 122.0)
+    pace.answered(0.06, 122.0)
     assert pace.room(100, FREE) == 8, "0 s is forgotten: each line waits as long"
-    pace.answered(0.2 + MAX_DELAY_S + 0.01, 124.0)
+    pace.answered(0.06 + MAX_DELAY_S + 0.01, 124.0)
     assert pace.room(100, FREE) == 4
 
 
