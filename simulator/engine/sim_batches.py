@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from array import array
 from collections.abc import Callable, Sequence
@@ -88,15 +89,12 @@ class SimRowVersion:
 
 @dataclass(slots=True, eq=False)
 class _Computed:
-    """A batch that is computed. ``began_s`` moves on by what runs between its layers.
-
-    ``timers``: how many were set for its end. The last one counts.
-    """
+    """A batch that is computed. ``began_s`` and ``timer`` move on by what runs between its layers."""
 
     batch: wire.RunBatch
     took_s: float
     began_s: float
-    timers: int = 0
+    timer: asyncio.TimerHandle | None = None
 
     @property
     def ends_s(self) -> float:
@@ -191,14 +189,13 @@ class SimBatchRun:
         self._set_timer(self._computed)
 
     def _set_timer(self, computed: _Computed) -> None:
-        computed.timers += 1
+        if computed.timer is not None:
+            computed.timer.cancel()
         left_s = computed.ends_s - self._process.clock.monotonic_s()
-        self._process.call_later(left_s, self._computed_all, computed, computed.timers)
+        computed.timer = self._process.call_later(left_s, self._computed_all, computed)
 
-    def _computed_all(self, computed: _Computed, timer: int) -> None:
-        """Answer a batch, unless what ran between its layers delays it, and begin the next."""
-        if timer != computed.timers:
-            return
+    def _computed_all(self, computed: _Computed) -> None:
+        """Answer a batch and begin the next."""
         self._computed = None
         if self._next:
             self._compute(*self._next.pop(0))

@@ -19,26 +19,14 @@ from services.adapters.quarantine.store import StoreQuarantine
 from services.core.errors import StoreUnavailable
 from services.core.records import QUARANTINE, load, quarantine_key
 from services.ports.poison.quarantine import Quarantine, Quarantined
-from services.ports.store import Delete, Entry, Store
+from services.ports.store import Delete, Store
 from services.runtime.clock import SystemClock
-from services.runtime.fleet_state.informer import Informer, Versioned
+from services.runtime.fleet_state.informer import Versioned
+from tests.support.quarantines import decode, store_quarantine
 from tests.support.waiting import until
 
 LIMITS = QuarantineLimits(ttl_s=60, max_of_version=3)
 Make = Callable[[QuarantineLimits], Awaitable[Quarantine]]
-
-
-def decode(entry: Entry) -> Quarantined:
-    return load(entry.value, Quarantined)
-
-
-async def on_store(store: Store, limits: QuarantineLimits, stack: AsyncExitStack) -> StoreQuarantine:
-    """Return the quarantine of one gateway on a store."""
-    informer = Informer(store, QUARANTINE, decode, SystemClock())
-    task = asyncio.create_task(informer.run())
-    stack.callback(task.cancel)
-    await informer.wait_synced(10.0)
-    return StoreQuarantine(store, informer, SystemClock(), limits)
 
 
 @pytest_asyncio.fixture(params=["memory", "memory store", "etcd"])
@@ -54,7 +42,7 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
     async def build(limits: QuarantineLimits) -> Quarantine:
         if request.param == "memory":
             return alone if limits is LIMITS else MemoryQuarantine(clock, limits)
-        return await on_store(store, limits, stack)
+        return await store_quarantine(store, stack, limits)
 
     async with stack:
         yield build
@@ -138,7 +126,7 @@ async def test_the_store_removes_an_entry_with_its_lease() -> None:
     """Else the keys of versions that are gone would stay for ever."""
     async with AsyncExitStack() as stack:
         store = MemoryStore(SystemClock())
-        quarantine = await on_store(store, QuarantineLimits(ttl_s=1), stack)
+        quarantine = await store_quarantine(store, stack, QuarantineLimits(ttl_s=1))
         await quarantine.add("sha256:1", "f1", model="chat", deaths=2)
         assert len((await store.list(QUARANTINE)).entries) == 1
         async with asyncio.timeout(5.0):
@@ -149,7 +137,7 @@ async def test_the_store_removes_an_entry_with_its_lease() -> None:
 async def test_what_an_operator_removes_from_the_store_may_run_again() -> None:
     async with AsyncExitStack() as stack:
         store = MemoryStore(SystemClock())
-        quarantine = await on_store(store, LIMITS, stack)
+        quarantine = await store_quarantine(store, stack, LIMITS)
         await quarantine.add("sha256:1", "f1", model="chat", deaths=2)
         await until(lambda: quarantine.find("sha256:1", "f1") is not None)
         await asyncio.sleep(0.05)
@@ -194,7 +182,7 @@ class Away(MemoryStore):
 
 async def test_without_the_store_the_input_is_refused_here() -> None:
     async with AsyncExitStack() as stack:
-        quarantine = await on_store(Away(SystemClock()), LIMITS, stack)
+        quarantine = await store_quarantine(Away(SystemClock()), stack, LIMITS)
         with pytest.raises(StoreUnavailable):
             await quarantine.add("sha256:1", "f1", model="chat", deaths=2)
         assert quarantine.find("sha256:1", "f1") is not None

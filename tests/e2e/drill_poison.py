@@ -35,15 +35,13 @@ from services.adapters.etcd.store import EtcdStore
 from services.adapters.quarantine.store import StoreQuarantine
 from services.core.errors import FairwayError, PoisonedInput
 from services.core.fixed_cost.rows import RowEnd, RowsRequest
-from services.core.records import QUARANTINE, load
-from services.ports.poison.quarantine import Quarantined
 from services.runtime.clock import SystemClock
-from services.runtime.fleet_state.informer import Informer
 from services.runtime.telemetry.metrics import Metrics
 from services.worker.telemetry import WorkerTelemetry
 from tests.conftest import Server
 from tests.integration.worker.row_worker import RowWorker
 from tests.support.poisoned_batcher import POISON, RowFault
+from tests.support.quarantines import store_quarantine
 from tests.support.rows_gateway import RowsGateway, digest_of, rows_gateway
 from tests.support.stack import ROOT
 from tests.support.waiting import until
@@ -125,18 +123,15 @@ async def refused(gateways: Sequence[RowsGateway], row: np.ndarray) -> tuple[flo
 async def quarantines(folder: Path, count: int) -> AsyncIterator[list[StoreQuarantine]]:
     """Yield the quarantines of so many gateways, on an etcd of their own."""
     folder.mkdir()
-    server, clock = Server("etcd", folder), SystemClock()
+    server = Server("etcd", folder)
     server.start()
     async with AsyncExitStack() as stack:
         stack.callback(server.kill)
         made = []
         for _ in range(count):
-            store = EtcdStore([server.address], clock)
+            store = EtcdStore([server.address], SystemClock())
             stack.push_async_callback(store.close)
-            view = Informer(store, QUARANTINE, lambda entry: load(entry.value, Quarantined), clock)
-            stack.callback(asyncio.create_task(view.run()).cancel)
-            await view.wait_synced(10.0)
-            made.append(StoreQuarantine(store, view, clock))
+            made.append(await store_quarantine(store, stack))
         yield made
 
 

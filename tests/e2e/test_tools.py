@@ -67,7 +67,7 @@ def test_a_required_call_matches_its_schema(answers: Any) -> None:
 def test_a_stream_has_the_same_calls_in_pieces(answers: Any) -> None:
     streamed, whole = answers["streamed"]["calls"], answers["named"]["calls"]
     assert [call[1:] for call in streamed] == [call[1:] for call in whole]
-    assert answers["streamed"]["pieces"] >= len(answers["streamed"]["calls"])  # a busy machine joins them
+    assert answers["streamed"]["pieces"] > len(answers["streamed"]["calls"])
     assert answers["helper"] == {"finish": "tool_calls", "name": "now"}
 
 

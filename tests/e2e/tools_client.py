@@ -63,6 +63,16 @@ def streamed(**options: Any) -> dict[str, Any]:
     return {"content": content or None, "calls": calls, "finish": finish, "pieces": pieces}
 
 
+def in_pieces(**options: Any) -> dict[str, Any]:
+    """Return a stream whose calls come in pieces: a busy machine may join those of one."""
+    found = streamed(**options)
+    for _ in range(9):
+        if found["pieces"] > len(found["calls"]):
+            break
+        found = streamed(**options)
+    return found
+
+
 def helper() -> dict[str, Any]:
     """What the SDK's own accumulator makes of a stream."""
     with client.chat.completions.stream(
@@ -100,7 +110,7 @@ named: Any = {"type": "function", "function": {"name": "get_weather"}}
 key = {"idempotency-key": "tools-1"}
 result = {
     "required": whole(**REQUIRED),
-    "streamed": streamed(tool_choice=named),
+    "streamed": in_pieces(tool_choice=named),
     "named": whole(tool_choice=named),
     "auto": whole(tool_choice="auto"),
     "none": whole(tool_choice="none"),
