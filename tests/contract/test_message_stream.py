@@ -219,7 +219,7 @@ async def test_a_silent_peer_is_lost_in_time(rig: Rig) -> None:
     stream = await rig.open(wait)
     await stream.write(request(1))
     with pytest.raises(StreamLost, match=r"silent for 0\.2 s"):
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30):
             await stream.read(0.2)
 
 

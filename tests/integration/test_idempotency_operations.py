@@ -175,7 +175,7 @@ async def test_a_frozen_redis_costs_keys_a_bounded_time_and_the_rest_nothing(
 ) -> None:
     """The bound catches hangs; docs/idempotency.md has measured figures."""
     fleet.hold_at = 10
-    async with gateways(f"redis://{own_redis.address}/0", fleet, 2, timeout_s=0.25) as (left, right):
+    async with gateways(f"redis://{own_redis.address}/0", fleet, 2, timeout_s=0.5) as (left, right):
         running = [asyncio.create_task(left.ask(f"k{number}", max_output_tokens=200)) for number in range(4)]
         await until(lambda: fleet.engine_tokens == 40)
         own_redis.freeze()

@@ -120,7 +120,7 @@ async def test_follows_deployments_and_workers_and_hands_over(own_etcd: Any) -> 
 
         leading, standby = (first, second) if first.election.epoch else (second, first)
         leading.campaign.cancel()
-        async with asyncio.timeout(6):
+        async with asyncio.timeout(30):
             await standby.election.wait_leading()
         await put(store, DEPLOYMENTS + "d", deployment("d", 0))
         await until(store, {"w1": [], "w2": []})

@@ -281,7 +281,7 @@ async def test_a_leader_that_falls_silent_is_left_and_nothing_waits_for_ever(nod
     )
     link = await links.open()
     with pytest.raises(NoLeader, match="silent"):
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(30):
             await link.receive()
     await link.close()
     with pytest.raises(FairwayError):
@@ -325,7 +325,7 @@ async def test_a_placement_out_of_bounds_is_refused_alone(node: SchedulerNode) -
     hello = scheduler_pb2.ConnectRequest(hello=scheduler_pb2.GatewayHello(gateway_id="g1"))
     both = connect_request([(1, place_spec(queue_ttl_s=1e6), 1e6), (2, place_spec(queue_ttl_s=0.1), 0.1)], [])
     refused: dict[int, str] = {}
-    async with open_channel(node.address) as channel, asyncio.timeout(5):
+    async with open_channel(node.address) as channel, asyncio.timeout(30):
         call: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect(metadata=auth_metadata(TOKEN))
         await call.write(hello)
         await call.write(both)
@@ -348,7 +348,7 @@ async def failure_of(node: SchedulerNode, messages: list[scheduler_pb2.ConnectRe
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         call = stub.Connect(metadata=auth_metadata(TOKEN))
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 for message in messages:
                     await call.write(message)
                 while await call.read() is not grpc.aio.EOF:

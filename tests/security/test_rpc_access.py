@@ -90,7 +90,7 @@ async def channel() -> AsyncIterator[Any]:
 
 async def call(channel: Any, method: Any, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
     path = f"/{method.containing_service.full_name}/{method.name}"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         if method.client_streaming:  # no message: for the client a write after the refusal is INTERNAL
             stream = channel.stream_stream(path)(metadata=metadata)
             code: grpc.StatusCode = await stream.code()

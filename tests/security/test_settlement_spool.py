@@ -52,7 +52,7 @@ class Gateway:
 
     async def written(self) -> None:
         """The spool has nothing under way."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while self.spool._writing is not None:
                 await asyncio.sleep(0.001)
 
@@ -121,7 +121,7 @@ async def test_a_settlement_whose_answer_was_lost_counts_once_long_after(
         proxy.apply([Rule("*", "redis", "cut")])
         await settling
         own_redis.thaw()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while await charged(direct, "t") != Usage(11, 6):
                 await asyncio.sleep(0.01)
         assert gateway.limiter.unsettled == 1
@@ -342,7 +342,7 @@ async def test_the_usage_of_a_keyed_request_does_not_wait_for_its_record(redis_u
         assert await gateway.limiter.concurrency(fleet.tenant) == 0
         lost[0].away = False
         await gateway.at_rest()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while gateway.keyed._pending_ends._runs:
                 await asyncio.sleep(0.01)
         assert await charged(gateway.limiter, fleet.tenant) == Usage(5, 20), "counted once, by either way"

@@ -163,7 +163,7 @@ async def test_a_deployment_is_scaled_and_waited_for(planes: Fleet) -> None:
         scaled = await admin.deployments.scale("chat", 2)
         assert (scaled.replicas, scaled.version_digest) == (2, DIGEST)
         with pytest.raises(DeadlineExceeded, match="1 of 2 replicas after") as caught:
-            await admin.deployments.wait_ready("chat", timeout_s=0.3)
+            await admin.deployments.wait_ready("chat", timeout_s=1.5)
         assert caught.value.reason == "NOT_READY_IN_TIME"
         await admin.deployments.delete("chat")
 

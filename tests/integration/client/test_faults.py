@@ -212,9 +212,9 @@ async def test_the_deadline_holds_for_a_gateway_that_hangs(gateways: Pair, call:
     async with client(gateways[0]) as opened, asyncio.timeout(30):
         with pytest.raises(DeadlineExceeded):
             if call == "complete":
-                await opened.complete("tiny", "hi", timeout_s=0.3)
+                await opened.complete("tiny", "hi", timeout_s=1.0)
             else:
-                await opened.generate("tiny", "hi", timeout_s=0.3).collect()
+                await opened.generate("tiny", "hi", timeout_s=1.0).collect()
         while not gateways[0].cancelled:  # the gateway is told
             await asyncio.sleep(0.01)
 
@@ -222,7 +222,7 @@ async def test_the_deadline_holds_for_a_gateway_that_hangs(gateways: Pair, call:
 async def test_a_silent_stream_is_left_for_another_gateway(gateways: Pair) -> None:
     for gateway in gateways:
         gateway.faults.append(Hang(after_tokens=3))
-    async with client(*gateways, silence_timeout_s=0.3) as opened:
+    async with client(*gateways, silence_timeout_s=1.0) as opened:
         stream = opened.generate("tiny", "hi", Options(max_output_tokens=6))
         assert ids([event async for event in stream]) == run_of(1, 6)
     assert stream.attempts == 3

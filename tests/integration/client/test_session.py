@@ -126,7 +126,7 @@ async def test_a_silent_session_is_left_for_another_gateway(gateways: Pair) -> N
     for gateway in gateways:
         gateway.faults.append(Hang(after_tokens=3))
     async with (
-        client(*gateways, silence_timeout_s=0.3) as opened,
+        client(*gateways, silence_timeout_s=1.0) as opened,
         opened.session() as session,
         asyncio.timeout(60),
     ):
@@ -140,7 +140,7 @@ async def test_the_deadline_of_a_generation_holds_within_a_session(gateways: Pai
     gateway.faults.append(Hang(after_tokens=2))
     async with client(gateway) as opened, opened.session() as session, asyncio.timeout(15):
         with pytest.raises(DeadlineExceeded) as caught:
-            await ids(session.generate("tiny", "hi", timeout_s=0.3))
+            await ids(session.generate("tiny", "hi", timeout_s=1.5))
         assert caught.value.delivered_tokens == 2
         await until(lambda: gateway.session_cancels == [1] and not gateway.running)
         assert len(await ids(session.generate("tiny", "hi"))) == 8, "the session goes on"

@@ -126,7 +126,7 @@ class ScriptedService:
 
     async def until_running(self, count: int) -> None:
         while self.running < count:
-            await asyncio.wait_for(self._started.wait(), 5)
+            await asyncio.wait_for(self._started.wait(), 30)
 
     async def token_ids(
         self, principal: Principal, request: inference_pb2.CountTokensRequest

@@ -96,7 +96,7 @@ async def test_an_error_of_one_prompt_ends_its_batch(face: Face) -> None:
         body = {"model": "m", "prompt": ["good", "bad", "good"], "stream": streamed}
         answer = await face.ask("POST", "/v1/completions", body)
         assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
-        await asyncio.wait_for(face.service.closed.wait(), 2)
+        await asyncio.wait_for(face.service.closed.wait(), 30)
         assert face.service.running == 0
 
 

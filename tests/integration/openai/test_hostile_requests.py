@@ -43,7 +43,7 @@ async def test_a_large_body_is_refused_by_its_length(face: Face) -> None:
         + KEY.encode()
         + b"\r\ncontent-length: 99999999999\r\n\r\n"
     )
-    answer = await asyncio.wait_for(read_answer(reader), 5)  # without a byte of it sent; the connection ends
+    answer = await asyncio.wait_for(read_answer(reader), 30)  # without a byte of it sent; the connection ends
     assert answer.status == 413
     assert answer.headers["connection"] == "close"
     writer.close()
@@ -62,7 +62,7 @@ async def test_a_large_chunked_body_is_refused_on_the_way(face: Face) -> None:
         writer.write(b"1000\r\n" + b" " * 0x1000 + b"\r\n")
         sent += 0x1000
         await asyncio.sleep(0.005)
-    assert (await asyncio.wait_for(answer, 5)).status == 413
+    assert (await asyncio.wait_for(answer, 30)).status == 413
     assert sent < 10 * MAX_BODY
     writer.close()
 
@@ -74,7 +74,7 @@ async def test_a_slow_body_is_not_waited_for() -> None:
             f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
             "content-length: 50\r\n\r\n{".encode()
         )
-        answer = await asyncio.wait_for(read_answer(reader), 5)
+        answer = await asyncio.wait_for(read_answer(reader), 30)
         assert answer.status == 408
         writer.close()
 
@@ -160,7 +160,7 @@ async def test_a_giant_head_is_refused(face: Face, head: bytes) -> None:
     reader, writer = await face.connect()
     writer.write(head)
     try:
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), 30)
     except ConnectionResetError:  # what was not read is answered by a reset
         answer = b""
     assert answer == b"" or answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
@@ -184,7 +184,7 @@ async def test_a_giant_head_is_refused(face: Face, head: bytes) -> None:
 async def test_broken_http_harms_nobody(face: Face, data: bytes) -> None:
     reader, writer = await face.connect()
     writer.write(data)
-    answer = await asyncio.wait_for(reader.read(), 5)
+    answer = await asyncio.wait_for(reader.read(), 30)
     assert b" 200 " not in answer
     assert b" 500 " not in answer
     writer.close()

@@ -26,7 +26,7 @@ async def test_many_streams_at_once(face: Face) -> None:
 async def test_one_connection_serves_request_after_request(face: Face) -> None:
     reader, writer = await face.send("/v1/chat/completions", CHAT)
     for _ in range(3):
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
         assert b" 200 " in head
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         await reader.readexactly(length)
@@ -46,7 +46,7 @@ async def test_connections_that_say_nothing_are_closed(face: Face, monkeypatch: 
     writer.write(b"GET /healthz HTTP/1.1\r\nho")
     for reader in (mute, slow):
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
-            await asyncio.wait_for(reader.readexactly(1), 3)
+            await asyncio.wait_for(reader.readexactly(1), 30)
 
 
 async def test_connections_are_bounded() -> None:
@@ -54,7 +54,7 @@ async def test_connections_are_bounded() -> None:
         face.service.script = begun
         held = [await face.send("/v1/chat/completions", STREAM) for _ in range(2)]
         for reader, _ in held:
-            await asyncio.wait_for(reader.readline(), 5)
+            await asyncio.wait_for(reader.readline(), 30)
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):  # their source has half of all
             await face.ask("GET", "/healthz")
         for _, writer in held:
@@ -77,7 +77,7 @@ async def test_a_closed_connection_is_gone_without_the_cycle_collector(face: Fac
         for _ in range(8):
             _, writer = await face.connect()
             writer.write(sent)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while face.server.connections < 8:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.05)  # for the answers
@@ -123,10 +123,10 @@ async def test_stopping_lets_answers_end_and_cuts_the_rest() -> None:
         with pytest.raises(OSError):
             await face.connect()
         release.set()
-        assert b"[DONE]" in await asyncio.wait_for(short.read(), 5)
-        rest = await asyncio.wait_for(long.read(), 5)
+        assert b"[DONE]" in await asyncio.wait_for(short.read(), 30)
+        rest = await asyncio.wait_for(long.read(), 30)
         assert not rest.endswith(b"0\r\n\r\n")  # cut, so that no client takes it for complete
-        await asyncio.wait_for(stopping, 5)
+        await asyncio.wait_for(stopping, 30)
         assert face.service.running == 0
 
 

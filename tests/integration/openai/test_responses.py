@@ -179,7 +179,7 @@ async def test_a_cancelled_response_stays_cancelled(face: Face) -> None:
     path = f"{PATH}/{made['id']}"
     assert (await face.ask("GET", path)).json["status"] == "in_progress"
     assert (await face.ask("POST", f"{path}/cancel")).json["status"] == "cancelled"
-    await asyncio.wait_for(face.service.closed.wait(), 5)
+    await asyncio.wait_for(face.service.closed.wait(), 30)
     runs = len(face.service.calls)
     for method, asked in (("GET", path), ("POST", f"{path}/cancel")):
         assert (await face.ask(method, asked)).json["status"] == "cancelled"
@@ -193,7 +193,7 @@ async def test_deleting_ends_a_run(face: Face) -> None:
     face.service.script = silent
     made = await create(face, background=True)
     await face.ask("DELETE", f"{PATH}/{made['id']}")
-    await asyncio.wait_for(face.service.closed.wait(), 5)
+    await asyncio.wait_for(face.service.closed.wait(), 30)
     assert (await face.ask("GET", f"{PATH}/{made['id']}")).status == 404
 
 

@@ -156,7 +156,7 @@ async def test_a_client_that_disconnects_withdraws_its_rows(gateway: RowsGateway
         while not gateway.runner.running:
             await asyncio.sleep(0.005)
         call.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while gateway.runner.running or gateway.service.running:
                 await asyncio.sleep(0.005)
 

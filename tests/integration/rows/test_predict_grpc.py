@@ -82,7 +82,7 @@ async def test_a_stream_that_is_cancelled_withdraws_its_rows(gateway: RowsGatewa
         call = sockets.predict.ModelStreamInfer(metadata=AUTH)
         for number in range(3):
             await call.write(request(id=str(number)))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while gateway.runner.running < 3:
                 await asyncio.sleep(0.005)
             call.cancel()

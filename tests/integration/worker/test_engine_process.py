@@ -151,10 +151,10 @@ async def test_it_loads_steps_and_stops_when_told(start: Start) -> None:
     engine, received = await start()
     await received.ready()
     assert engine.send(submit())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while len(received.tokens) < 5:
             await asyncio.sleep(0.01)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while "heartbeat" not in received.events:
             await asyncio.sleep(0.05)
     await engine.stop()
@@ -168,7 +168,7 @@ async def test_it_says_what_size_its_pool_has_become(start: Start) -> None:
     await received.ready()
     for blocks in (300, 301):
         assert engine.send(wire.Resize(blocks))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while f"resized {blocks}" not in received.events:
                 await asyncio.sleep(0.01)
 

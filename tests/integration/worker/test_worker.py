@@ -332,14 +332,14 @@ async def test_a_version_whose_logits_were_not_finite_says_so_while_it_is_ready(
 
 async def test_the_record_in_the_store_follows_the_states(start_worker: Starter) -> None:
     worker = await start_worker(SLOW)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (record := await worker.registered()).versions[0].state is not VersionState.READY:
             await asyncio.sleep(0.02)
     assert (record.address, record.versions[0].deployment) == (worker.address, "null")
     assert record.versions[0].kv_blocks_total > 0
     os.kill(worker.engine_pid, signal.SIGKILL)
     await eventually(lambda: worker.state() is VersionState.RESTARTING)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (await worker.registered()).versions[0].engine_restarts != 1:
             await asyncio.sleep(0.02)
 
@@ -397,7 +397,7 @@ async def test_operators_see_and_drain_the_worker(start_worker: Starter) -> None
 
 
 async def drained_record(worker: Harness) -> Worker:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not (record := await worker.registered()).draining:
             await asyncio.sleep(0.02)
     return record
@@ -422,7 +422,7 @@ async def test_a_start_without_a_leaders_grant_is_refused(start_worker: Starter)
         assert [(entry.handle, entry.reason) for entry in response.not_admitted] == [
             (1, worker_pb2.NOT_ADMITTED_REASON_NO_FALLBACK)
         ]
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(30):
             while not response.HasField("heartbeat"):
                 response = await call.read()
         call.cancel()

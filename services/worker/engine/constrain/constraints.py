@@ -22,17 +22,9 @@ import numpy as np
 
 from services.core.generation import Constraint
 from services.ports.grammars import Bits, GrammarRefused, Grammars, MaskRequest, Matcher, TokenizerUnusable
-from services.worker.engine.constrain.masks import Biases, RuledRows, StepMasks
+from services.worker.engine.constrain.masks import RuledRows, StepMasks
 from services.worker.engine.execute.executor import Batch
 from services.worker.engine.sequence import SequenceState
-
-# By byte of a mask, the biases of its eight tokens.
-_BIASES: Final = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1,
-    np.float32(0.0),
-    np.float32(-np.inf),
-)
-
 
 # Processor time in seconds. A usual mask takes a tenth of SHARE_S; one may take a hundred times as much.
 SHARE_S: Final = 0.0001  # of a mask, on average
@@ -96,7 +88,6 @@ class Constraints:
         self,
         grammars: Grammars | TokenizerUnusable,
         *,
-        vocab_size: int,
         compiling: Executor,
         masking: Executor,
         apart: Executor,
@@ -104,7 +95,6 @@ class Constraints:
     ) -> None:
         """Without grammars constraints are refused. ``processor_s`` is called in threads that fill masks."""
         self._found = grammars
-        self._vocab_size = vocab_size
         self._compiling = compiling
         self._masking = masking
         self._apart = apart
@@ -112,7 +102,6 @@ class Constraints:
         self._pending: dict[int, Future[Matcher]] = {}
         self._masks: dict[int, Future[tuple[Bits, str]]] = {}  # that are computed apart
         self._outputs: dict[int, _Output] = {}
-        self._buffer = np.empty((0, 0, 8), np.float32)  # of the biases of one step
 
     @property
     def any_pending(self) -> bool:
@@ -220,19 +209,9 @@ class Constraints:
                 left_s -= spent_s
             if problem:
                 problems |= dict.fromkeys(each.places, problem)
-        biases = self._biases_of(allowed)
-        biases[[*problems, *late]] = 0.0
+        allowed[[*problems, *late]] = 0xFF
         failed = {rows[place]: problem for place, problem in problems.items()}
-        return RuledRows(rows, biases, failed, frozenset(rows[place] for place in late))
-
-    def _biases_of(self, allowed: Bits) -> Biases:
-        """Return a part of the buffer: in fresh memory of megabytes page faults take ten times as long."""
-        rows, width = allowed.shape
-        if len(self._buffer) < rows:
-            self._buffer = np.empty((rows, width, 8), np.float32)
-        found = self._buffer[:rows]
-        _BIASES.take(allowed, axis=0, out=found, mode="clip")  # the other mode copies
-        return found.reshape(rows, -1)[:, : self._vocab_size]
+        return RuledRows(rows, allowed, failed, frozenset(rows[place] for place in late))
 
     def _fill_one(self, output: _Output, request: MaskRequest) -> tuple[Bits, str]:
         allowed = np.zeros((1, self._grammars.row_bytes), np.uint8)

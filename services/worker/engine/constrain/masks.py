@@ -6,23 +6,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-Biases = npt.NDArray[np.float32]
+from services.ports.grammars import Bits
 
 
 @dataclass(frozen=True, slots=True)
 class RuledRows:
-    """``biases`` [rows, vocabulary] is added to the logits of ``rows[i]``: 0 where a token may come next,
-    else minus infinity. On a CPU an addition is several times as fast as a masked fill.
+    """``allowed`` [rows, bytes] has a bit per token, the lowest first: a token of ``rows[i]`` whose bit is 0
+    may not come next.
 
     ``problems``: by sampling row, why an output cannot go on. ``late``: sampling rows whose masks were not
-    computed; they are to be computed again. The biases of both are 0. The next step overwrites ``biases``.
+    computed; they are to be computed again. All bits of both are 1.
     """
 
     rows: list[int]
-    biases: Biases
+    allowed: Bits
     problems: dict[int, str] = field(default_factory=dict)
     late: frozenset[int] = frozenset()
 

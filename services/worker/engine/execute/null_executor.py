@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from services.worker.engine.constrain.masks import Biases
+from services.ports.grammars import Bits
 from services.worker.engine.execute.executor import Batch, Samples, blank_scores
 from services.worker.engine_protocol import SampledLogprobs
 
@@ -46,8 +46,8 @@ class NullExecutor:
             tokens = [self._not_eos(token) for token in tokens]
         if batch.masks is not None:
             ruled = batch.masks.result()
-            for row, biases in zip(ruled.rows, ruled.biases, strict=True):
-                tokens[row] = _allowed(tokens[row], biases)
+            for row, bits in zip(ruled.rows, ruled.allowed, strict=True):
+                tokens[row] = _allowed(tokens[row], bits, vocab_size)
         logprobs = {
             row: SampledLogprobs(0.0, [], [])
             for row, s in enumerate(sampled)
@@ -75,7 +75,7 @@ class NullExecutor:
             self._sleep(self._due_s - now_s)
 
 
-def _allowed(token: int, biases: Biases) -> int:
+def _allowed(token: int, bits: Bits, vocab_size: int) -> int:
     """Return the first token from this one on, in a circle, that may come next."""
-    allowed = np.flatnonzero(biases == 0.0)
+    allowed = np.flatnonzero(np.unpackbits(bits, count=vocab_size, bitorder="little"))
     return int(allowed[np.searchsorted(allowed, token) % len(allowed)])

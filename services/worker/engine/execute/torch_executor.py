@@ -16,7 +16,7 @@ from services.worker.engine.execute.model import Hidden
 from services.worker.engine.execute.prompt_scores import PromptScores, launch_scores, scored_rows
 from services.worker.engine.execute.step_rows import Seats, StepRows
 from services.worker.engine.sample.reductions import Reductions
-from services.worker.engine.sample.sampler import TORCH, Sampled, launch
+from services.worker.engine.sample.sampler import TORCH, RuleOut, Sampled, launch, torch_rule_out
 
 
 class Forward(Protocol):
@@ -65,6 +65,7 @@ class TorchExecutor:
         cache: KvPool,
         reductions: Reductions = TORCH,
         *,
+        rule_out: RuleOut = torch_rule_out,
         rebuild: Callable[[bool], tuple[Forward, Attention]] | None = None,
         runs_ahead: bool = False,
     ) -> None:
@@ -76,6 +77,7 @@ class TorchExecutor:
         self._attention = attention
         self._cache = cache
         self._reductions = reductions
+        self._rule_out = rule_out
         self._seats = Seats(cache.block_size)
         self._under_way: deque[_Running] = deque()
         self._tokens = torch.empty(0, dtype=torch.int64)  # of the newest batch's rows, on the device
@@ -95,7 +97,7 @@ class TorchExecutor:
             logits = self._logits(rows, hidden)
             sampled = None
             if len(logits):
-                sampled = launch(logits, rows.sampling, self._reductions, batch.masks)
+                sampled = launch(logits, rows.sampling, self._reductions, batch.masks, self._rule_out)
                 self._tokens = sampled.tokens
                 sampled = sampled.to_host()
             del logits  # of other rows as many are made next

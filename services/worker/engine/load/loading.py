@@ -201,7 +201,6 @@ def _constraints(config: EngineConfig, ready: Ready, stop_ids: frozenset[int]) -
     """
     return Constraints(
         _grammars(config, ready, stop_ids),
-        vocab_size=ready.vocab_size,
         compiling=ThreadPoolExecutor(1, "grammars", initializer=_at_low_priority),
         masking=ThreadPoolExecutor(1, "masks"),
         apart=ThreadPoolExecutor(1, "slow-masks", initializer=_at_low_priority),

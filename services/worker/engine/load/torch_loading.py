@@ -25,6 +25,7 @@ from services.worker.engine.native.build import BuildFailed, Toolchain, build, m
 from services.worker.engine.native.check import wrong
 from services.worker.engine.native.library import SUFFIX, Library, loaded_openmp
 from services.worker.engine.native.operators import NativeOperators
+from services.worker.engine.sample.sampler import torch_rule_out
 from services.worker.engine.unsupported import BadEngineConfig
 from services.worker.engine_protocol import EngineConfig, Ready
 
@@ -114,14 +115,15 @@ def executor_of(
     """Return the executor with ``blocks`` of its KV pool allocated, or all; it may grow to all."""
     device, dtype = device_of(config.device), DTYPES[config.dtype]
     has_kernels = cuda_backend.has_kernels(device)
+    operators = weights.operators
     with torch.inference_mode():
         rope = Rope(model.rope, max_model_len=ready.max_model_len, dtype=dtype, device=device)
         first = ready.kv_blocks_total if blocks is None else blocks
-        cache = _pool(model, weights.operators, config, ready, blocks=first, has_kernels=has_kernels)
+        cache = _pool(model, operators, config, ready, blocks=first, has_kernels=has_kernels)
 
     def build(warm: bool) -> tuple[Forward, Attention]:
         with torch.inference_mode():
-            attention = _attention(model, weights.operators, config, cache, has_kernels=has_kernels)
+            attention = _attention(model, operators, config, cache, has_kernels=has_kernels)
             decoder: Forward = Decoder(model, weights, rope=rope, attention=attention)
             if has_kernels:
                 decoder = cuda_backend.graphed(decoder, attention, model, config, device, warm=warm)
@@ -131,6 +133,7 @@ def executor_of(
         *build(True),
         cache,
         cuda_backend.reductions_of(config, has_kernels=has_kernels),
+        rule_out=operators.rule_out if isinstance(operators, NativeOperators) else torch_rule_out,
         rebuild=build,
         runs_ahead=device.type == "cuda",
     )

@@ -10,8 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
 
+from services.worker.engine.constrain.masks import RuledRows
 from services.worker.engine.execute.kv_cache import KvShape
 from services.worker.engine.execute.operators import HeadNorms
 from services.worker.engine.execute.spans import Span
@@ -41,6 +43,7 @@ def wrong(library: Library, dtype: torch.dtype) -> tuple[str, ...]:
         "norm": _norm(operators, dtype),
         "rotate": _rotate(operators, dtype),
         "attend": _attend(library, dtype),
+        "rule_out": _rule_out(operators),
     }
     return tuple(name for name, right in cases.items() if not right)
 
@@ -104,6 +107,18 @@ def _attend(library: Library, dtype: torch.dtype) -> bool:
         for row in range(ROWS)
     ]
     return _near(torch.cat(parts), expected)
+
+
+def _rule_out(operators: NativeOperators) -> bool:
+    """Of five rows two have masks, of all kinds of bytes."""
+    logits = _values(ROWS, WIDTH + 3, torch.float32)
+    masks = {1: [0b10110001, 0, 0xFF, 0b101], 4: [0xFF, 0xFF, 0b00011000, 0b010]}
+    expected = _rows(logits)
+    for row, mask in masks.items():
+        allowed = [mask[token // 8] >> token % 8 & 1 for token in range(WIDTH + 3)]
+        expected[row] = [x if bit else -math.inf for x, bit in zip(expected[row], allowed, strict=True)]
+    operators.rule_out(logits, RuledRows(list(masks), np.array(list(masks.values()), np.uint8)))
+    return _rows(logits) == expected
 
 
 def _values(rows: int, columns: int, dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:

@@ -77,6 +77,18 @@ class AttentionCall(ctypes.Structure):
     ]
 
 
+class RuleOutCall(ctypes.Structure):
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("logits", c_void_p),
+        ("allowed", c_void_p),
+        ("places", c_void_p),
+        ("rows", c_int64),
+        ("row_bytes", c_int64),
+        ("vocabulary", c_int64),
+        ("threads", c_int32),
+    ]
+
+
 class Library:
     """The functions for one data type. Threads are those of the caller's OpenMP pool."""
 
@@ -86,15 +98,18 @@ class Library:
         library, suffix = ctypes.CDLL(str(path)), SUFFIX[dtype]
 
         def function(name: str, *arguments: Any) -> Any:
-            found = getattr(library, f"fairway_{name}_{suffix}")
+            found = getattr(library, f"fairway_{name}")
             found.argtypes, found.restype = arguments, None
             return found
 
-        self.pack = function("pack", c_void_p, c_void_p, c_int64, c_int64, c_int32)
-        self.linear = function("linear", ctypes.POINTER(LinearCall))
-        self.norm = function("norm", c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32)
-        self.rotate = function("rotate", ctypes.POINTER(RotateCall))
-        self.attend = function("attend", ctypes.POINTER(AttentionCall))
+        self.pack = function(f"pack_{suffix}", c_void_p, c_void_p, c_int64, c_int64, c_int32)
+        self.linear = function(f"linear_{suffix}", ctypes.POINTER(LinearCall))
+        self.norm = function(
+            f"norm_{suffix}", c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32
+        )
+        self.rotate = function(f"rotate_{suffix}", ctypes.POINTER(RotateCall))
+        self.attend = function(f"attend_{suffix}", ctypes.POINTER(AttentionCall))
+        self.rule_out = function("rule_out", ctypes.POINTER(RuleOutCall))
 
 
 def loaded_openmp() -> Path | None:

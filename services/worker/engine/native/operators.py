@@ -14,8 +14,9 @@ from typing import Final
 
 import torch
 
+from services.worker.engine.constrain.masks import RuledRows
 from services.worker.engine.execute.operators import Gated, HeadNorms, Heads, Operators, Projection
-from services.worker.engine.native.library import Library, LinearCall, RotateCall
+from services.worker.engine.native.library import Library, LinearCall, RotateCall, RuleOutCall
 
 LANES: Final = 16  # as in source/simd.h
 PANEL: Final = 2 * LANES
@@ -98,6 +99,21 @@ class NativeOperators:
         )
         self.library.rotate(byref(call))
         return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+
+    def rule_out(self, logits: torch.Tensor, ruled: RuledRows) -> None:
+        """See ``RuleOut``; the logits are contiguous."""
+        places = torch.tensor(ruled.rows)
+        rows, row_bytes = ruled.allowed.shape
+        call = RuleOutCall(
+            logits=logits.data_ptr(),
+            allowed=ruled.allowed.ctypes.data,
+            places=places.data_ptr(),
+            rows=rows,
+            row_bytes=row_bytes,
+            vocabulary=logits.shape[1],
+            threads=self.threads,
+        )
+        self.library.rule_out(byref(call))
 
 
 class _Packed:

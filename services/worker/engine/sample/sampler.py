@@ -13,9 +13,9 @@ two near-equal tokens could change places.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -43,8 +43,12 @@ TILE: Final = 128  # tokens whose weights are summed at once
 CANDIDATES: Final = 128  # how many of the greatest logits top-p looks at first
 WIDER: Final = 16  # and how many times as many where these do not reach top_p
 MOST_PLACES: Final = 1 << 16  # tokens of prompts and outputs whose penalties are computed at once
+BITS: Final = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
 NO_TOKEN: Final = -1  # in a column of tokens: the row's logits are no numbers
 TORCH: Final = TorchReductions()
+
+# Sets the logits [rows, vocabulary] that constraints forbid to minus infinity.
+RuleOut: TypeAlias = Callable[[torch.Tensor, RuledRows], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,17 @@ class Sampled:
         )
 
 
+def torch_rule_out(logits: torch.Tensor, ruled: RuledRows) -> None:
+    """See ``RuleOut``: of any device, which receives the bits alone."""
+    bits = _on(torch.from_numpy(ruled.allowed), logits)[:, :, None]
+    allowed = bits.bitwise_and(_on(BITS, logits)).flatten(1)[:, : logits.shape[1]]
+    if len(ruled.rows) == len(logits):
+        logits.masked_fill_(allowed == 0, -math.inf)
+    else:
+        where = _on(torch.tensor(ruled.rows), logits)
+        logits.index_copy_(0, where, logits[where].masked_fill_(allowed == 0, -math.inf))
+
+
 def sample(logits: torch.Tensor, rows: SamplingRows) -> Samples:
     """Return a token per row of the float32 logits [rows, vocabulary], which are changed in place."""
     return launch(logits, rows).samples()
@@ -103,6 +118,7 @@ def launch(
     rows: SamplingRows,
     reductions: Reductions = TORCH,
     masks: StepMasks | None = None,
+    rule_out: RuleOut = torch_rule_out,
 ) -> Sampled:
     """Begin to sample the rows of the float32 logits [rows, vocabulary], which are changed in place.
 
@@ -120,7 +136,7 @@ def launch(
         _penalise_output(logits, rows)
     ruled = None if masks is None else masks.result()
     if ruled is not None:
-        _rule_out(logits, ruled)
+        rule_out(logits, ruled)
     logged = rows.asking(LOGGED) if flags & LOGGED else []
     places = _on(torch.tensor(logged), logits) if logged else None
     logprobs = None if places is None else reductions.log_softmax(logits[places])
@@ -284,15 +300,6 @@ def _penalise_output(logits: torch.Tensor, rows: SamplingRows) -> None:
         logits.view(-1)[where] -= presence[row_of] + frequency[row_of] * counts
 
 
-def _rule_out(logits: torch.Tensor, ruled: RuledRows) -> None:
-    """Rule out what the constraints forbid."""
-    biases = _on(torch.from_numpy(ruled.biases), logits)
-    if len(ruled.rows) == len(logits):
-        logits.add_(biases)
-    else:
-        logits.index_add_(0, _on(torch.tensor(ruled.rows), logits), biases)
-
-
 def _mask_stops(logits: torch.Tensor, rows: SamplingRows, ruled: RuledRows | None) -> None:
     """Rule out every stop token while the output is shorter than min_tokens.
 
@@ -303,20 +310,19 @@ def _mask_stops(logits: torch.Tensor, rows: SamplingRows, ruled: RuledRows | Non
         row * width + token
         for row in rows.asking(MIN_TOKENS)
         if rows.positions[row] < rows.sequences[row].limits.min_tokens
-        and not (ruled is not None and _can_only_end(row, rows.sequences[row].stop_ids, ruled))
+        and not (ruled is not None and _can_only_end(row, rows.sequences[row].stop_ids, ruled, width))
         for token in rows.sequences[row].stop_ids
     ]
     if where:
         logits.view(-1)[_on(torch.tensor(where), logits)] = -math.inf
 
 
-def _can_only_end(row: int, stop_ids: frozenset[int], ruled: RuledRows) -> bool:
+def _can_only_end(row: int, stop_ids: frozenset[int], ruled: RuledRows, width: int) -> bool:
     """Whether the row is constrained, and no token but stop tokens may come next."""
     if row not in ruled.rows:
         return False
-    biases = ruled.biases[ruled.rows.index(row)]
-    stops = sum(biases[token] == 0.0 for token in stop_ids)
-    return bool(len(biases) - int(np.count_nonzero(biases)) == stops)
+    bits = np.unpackbits(ruled.allowed[ruled.rows.index(row)], count=width, bitorder="little")
+    return int(np.count_nonzero(bits)) == sum(int(bits[token]) for token in stop_ids)
 
 
 def _reported(own: float, tokens: list[int], logprobs: list[float]) -> SampledLogprobs:

@@ -289,7 +289,7 @@ async def test_cancelling_keeps_what_is_done_and_names_the_rest() -> None:
     await until(lambda: len(rig.calls.runs) == 5)
     cancelled = await rig.stack.service.cancel(CALLER, rig.batch.batch_id)
     assert cancelled.status is BatchStatus.CANCELLING
-    ended = await asyncio.wait_for(running, 5.0)
+    ended = await asyncio.wait_for(running, 30)
     output, failed = await rig.written()
     assert ended.status is BatchStatus.CANCELLED
     assert [line["custom_id"] for line in output] == [f"id-{number}" for number in range(5)]
@@ -312,7 +312,7 @@ async def test_what_is_left_at_the_expiry_is_named() -> None:
     running = asyncio.create_task(rig.run())
     await until(lambda: len(rig.calls.runs) == 2)
     rig.clock.moved_s += 24 * 3600
-    ended = await asyncio.wait_for(running, 5.0)
+    ended = await asyncio.wait_for(running, 30)
     _, failed = await rig.written()
     assert ended.status is BatchStatus.EXPIRED
     assert [line["error"]["code"] for line in failed] == ["batch_expired"] * 4

@@ -215,7 +215,7 @@ async def test_an_answer_too_large_for_a_record_is_not_stored(pair: tuple[RowsGa
 async def test_a_client_with_more_time_runs_it_again(pair: tuple[RowsGateway, RowsGateway]) -> None:
     left, _ = pair
     left.runner.gate.clear()
-    hurried = asyncio.create_task(embed(left, "dog", timeout_s=0.2))
+    hurried = asyncio.create_task(embed(left, "dog", timeout_s=1.0))
     await until(lambda: left.runner.running == 1)
     patient = asyncio.create_task(embed(left, "dog", timeout_s=30.0))
     with pytest.raises(DeadlineExceeded):

@@ -261,7 +261,7 @@ async def test_concurrency_is_held_while_rows_run(gateway: RowsGateway) -> None:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not holds():
             await asyncio.sleep(0.001)
 
@@ -362,9 +362,9 @@ async def test_the_deadline_ends_a_request_and_is_passed_on(gateway: RowsGateway
     gateway.runner.gate.clear()
     began_s = CLOCK.monotonic_s()
     with pytest.raises(DeadlineExceeded):
-        await embed(gateway, "dog", timeout_s=0.05)
+        await embed(gateway, "dog", timeout_s=1.0)
     assert not gateway.runner.running
-    assert gateway.runner.requests[0].deadline_s == pytest.approx(began_s + 0.05, abs=0.04)
+    assert began_s + 1.0 <= gateway.runner.requests[0].deadline_s <= CLOCK.monotonic_s()
     await at_rest(gateway)
 
 

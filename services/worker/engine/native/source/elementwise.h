@@ -1,4 +1,4 @@
-// Normalisation and rotation. Rows are independent of each other; sums go over LANES * 4 running sums.
+// Normalisation, rotation and masks of logits. Rows are independent of each other; sums go over LANES * 4 running sums.
 
 #pragma once
 
@@ -67,6 +67,45 @@ void rotate(const RotateCall& call) {
             rotate_head(x, cos, sin, call.dim / 2);
         }
     }
+}
+
+struct RuleOutCall {
+    float* logits;           // [..][vocabulary]
+    const uint8_t* allowed;  // [rows][row_bytes], a bit per token, the lowest first
+    const int64_t* places;   // [rows] of the logits
+    int64_t rows, row_bytes, vocabulary;
+    int32_t threads;
+};
+
+// Where the lowest bits are 0 the lanes become minus infinity.
+inline void rule_out_part(float* logits, int32_t bits) {
+    Ints each;
+    for (int lane = 0; lane < WIDTH; lane++) each[lane] = bits >> lane & 1;
+    Floats x;
+    memcpy(&x, logits, sizeof x);
+    x = each != 0 ? x : splat_part(-INFINITY);
+    memcpy(logits, &x, sizeof x);
+}
+
+inline void rule_out_row(float* logits, const uint8_t* allowed, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        int32_t bits = allowed[i / 8] | (n - i > 8 ? allowed[i / 8 + 1] << 8 : 0xff00);
+        if (bits == 0xffff) continue;
+        if (n - i >= LANES) {
+            for (int part = 0; part < PARTS; part++)
+                rule_out_part(logits + i + part * WIDTH, bits >> part * WIDTH);
+        } else {
+            for (int64_t lane = 0; lane < n - i; lane++)
+                if (!(bits >> lane & 1)) logits[i + lane] = -INFINITY;
+        }
+    }
+}
+
+inline void rule_out(const RuleOutCall& call) {
+#pragma omp parallel for schedule(static) num_threads(call.threads)
+    for (int64_t row = 0; row < call.rows; row++)
+        rule_out_row(call.logits + call.places[row] * call.vocabulary, call.allowed + row * call.row_bytes,
+                     call.vocabulary);
 }
 
 }  // namespace fairway

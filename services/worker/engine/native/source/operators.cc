@@ -21,5 +21,6 @@ using namespace fairway;
 extern "C" {
 FAIRWAY_OPERATORS(f32, float)
 FAIRWAY_OPERATORS(bf16, Bf16)
+void fairway_rule_out(const RuleOutCall* call) { rule_out(*call); }
 int32_t fairway_width() { return WIDTH; }
 }

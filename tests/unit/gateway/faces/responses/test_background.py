@@ -85,7 +85,7 @@ async def test_a_response_whose_key_may_be_forgotten_fails_instead_of_running_tw
         old = begun(CLOCK.unix_s() - 60)
         await parts.store.begin("acme", "r", old)
         run = runs.drive(CALLER, "r", old, is_new=False)
-        await asyncio.wait_for(run.over.wait(), 5)
+        await asyncio.wait_for(run.over.wait(), 30)
         stored = await parts.store.find("acme", "r")
         assert stored is not None
         assert stored.answer is not None
@@ -121,7 +121,7 @@ async def test_a_bug_before_the_acceptance_is_the_creators_error_and_not_the_pro
     async with memory_responses(CLOCK) as parts:
         runs = driver(Crashing(accepts=False), parts)
         run = runs.drive(CALLER, "r", begun(CLOCK.unix_s()), is_new=True)
-        await asyncio.wait_for(run.over.wait(), 5)
+        await asyncio.wait_for(run.over.wait(), 30)
         assert isinstance(run.failure, InternalError)
         assert run.failure.metadata["incident"] == "inc_1"
         assert "secret" not in str(run.failure)
@@ -135,7 +135,7 @@ async def test_a_bug_of_a_run_ends_its_response_and_not_the_process(is_new: bool
         fresh = begun(CLOCK.unix_s())
         await parts.store.begin("acme", "r", fresh)
         run = driver(Crashing(accepts=is_new), parts).drive(CALLER, "r", fresh, is_new=is_new)
-        await asyncio.wait_for(run.over.wait(), 5)
+        await asyncio.wait_for(run.over.wait(), 30)
         stored = await parts.store.find("acme", "r")
         assert stored is not None
         assert stored.answer is not None
@@ -152,7 +152,7 @@ async def test_an_answer_without_room_is_a_failure_by_name_and_runs_once() -> No
         fresh = begun(CLOCK.unix_s())
         await parts.store.begin("acme", "r", fresh)
         run = driver(service, parts).drive(CALLER, "r", fresh, is_new=True)
-        await asyncio.wait_for(run.over.wait(), 5)
+        await asyncio.wait_for(run.over.wait(), 30)
         stored = await parts.store.find("acme", "r")
         assert stored is not None
         assert stored.answer is not None

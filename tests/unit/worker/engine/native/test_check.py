@@ -22,6 +22,7 @@ WRITES: dict[str, Callable[..., int]] = {
     "norm": lambda x, weight, out, *sizes: out,
     "rotate": lambda call: call._obj.x,
     "attend": lambda call: call._obj.out,
+    "rule_out": lambda call: call._obj.logits,
 }
 
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.worker.engine.constrain.masks import RuledRows
 from services.worker.engine.execute.operators import HeadNorms
 from services.worker.engine.native.operators import NativeOperators
+from services.worker.engine.sample.sampler import torch_rule_out
 
 Make = Callable[..., NativeOperators]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -137,3 +140,22 @@ def test_heads(operators: Make, dtype: torch.dtype, dim: int, normed: bool) -> N
     assert_near(q, expected(qkv[:, :heads], norms.query), slack)
     assert_near(k, expected(qkv[:, heads : heads + kv_heads], norms.key), slack)
     assert torch.equal(v, qkv[:, heads + kv_heads :])
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 8, 9, 16, 100, 512, 1003])
+@pytest.mark.parametrize("ruled", [[3], [5, 0, 3], [0, 1, 2, 3, 4, 5]])
+def test_what_constraints_forbid_is_ruled_out(operators: Make, vocabulary: int, ruled: list[int]) -> None:
+    """Bytes of zeros, of ones and mixed ones, and a mask that is wider than the vocabulary."""
+    drawn = np.random.default_rng(vocabulary)
+    allowed = drawn.choice(np.array([0, 0xFF, *range(256)], np.uint8), (len(ruled), -(-vocabulary // 32) * 4))
+    allowed[:, ::3] = drawn.choice(np.array([0, 0xFF], np.uint8), allowed[:, ::3].shape)
+    logits = random(6, vocabulary)
+    expected = logits.clone()
+    for row, bits in zip(ruled, allowed, strict=True):
+        for token in range(vocabulary):
+            if not bits[token // 8] >> token % 8 & 1:
+                expected[row, token] = -torch.inf
+    for rule_out in (operators().rule_out, operators(threads=1).rule_out, torch_rule_out):
+        got = logits.clone()
+        rule_out(got, RuledRows(ruled, allowed))
+        assert torch.equal(got, expected)
