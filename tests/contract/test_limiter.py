@@ -324,10 +324,13 @@ async def test_a_reservation_states_what_its_rates_have_left(limiter: AnyLimiter
     assert 1.5 < held.request_rate.reset_s <= 2.0
     again = await limiter.admit(tenant, "r2", most)
     assert (again.request_rate, again.token_rate) == (None, None)
+    began_s = time.monotonic()
     held = await limiter.reserve(held, [Claim(rate, 3000)], PRICE)
+    took_s = time.monotonic() - began_s  # 100 tokens come back in a second
     assert held.token_rate is not None
-    assert (held.token_rate.limit, held.token_rate.remaining) == (6000, 3000)
-    assert held.token_rate.reset_s == pytest.approx(30.0, abs=0.01)
+    assert held.token_rate.limit == 6000
+    assert 3000 <= held.token_rate.remaining <= 3001 + 100 * took_s
+    assert 29.99 - took_s <= held.token_rate.reset_s <= 30.0
     unlimited = await limiter.admit(tenant, "r3", NONE)
     assert (unlimited.request_rate, unlimited.token_rate) == (None, None)
 
@@ -348,7 +351,7 @@ async def test_a_rejection_states_what_its_rates_have_left(limiter: AnyLimiter, 
     assert state is not None
     assert wait_s is not None
     assert (state.limit, state.remaining) == (2, 0), "the limit that rejects, not the tenant's"
-    assert state.reset_s == pytest.approx(wait_s + 30, abs=0.001)
+    assert state.reset_s == pytest.approx(wait_s + 30, abs=0.5)
     tokens, output = Limit(LimitKind.TOKENS, 6000), Limit(LimitKind.OUTPUT_TOKENS, 600)
     await limiter.reserve(held[0], [Claim(tokens, 1000), Claim(output, 500)], PRICE)
     with pytest.raises(TokenRateExceeded) as spent:
@@ -360,7 +363,7 @@ async def test_a_rejection_states_what_its_rates_have_left(limiter: AnyLimiter, 
     assert wait_s is not None
     assert state.limit == 6000, "the limit that rejects, not the one with the least room"
     assert 5000 <= state.remaining <= 5100
-    assert state.reset_s == pytest.approx(wait_s + 5, abs=0.01), "500 more than fit, 100 a second"
+    assert state.reset_s == pytest.approx(wait_s + 5, abs=0.5), "500 more than fit, 100 a second"
     with pytest.raises(TokenRateExceeded) as taken:
         await limiter.take(tenant, [Claim(output, 50), Claim(tokens, 5500)])
     assert taken.value.token_rate is not None
