@@ -78,7 +78,7 @@ async def test_an_entry_ends_by_itself(make: Make, digest: str) -> None:
     quarantine = await make(QuarantineLimits(ttl_s=1))
     await quarantine.add(digest, "f1", model="chat", deaths=2)
     assert quarantine.count(digest) == 1
-    await until(lambda: quarantine.find(digest, "f1") is None, 5.0)
+    await until(lambda: quarantine.find(digest, "f1") is None)
     assert quarantine.count(digest) == 0
 
 

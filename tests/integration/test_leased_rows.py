@@ -65,7 +65,7 @@ async def test_idle_slots_are_taken_back_and_returned(rig: RowRig) -> None:
     await gateway.runner.run(rows_request(4))
     term = rig.scheduler.service.term
     assert term is not None
-    await until(lambda: term.slots.due_s() == float("inf"), 5.0)
+    await until(lambda: term.slots.due_s() == float("inf"))
     await until(lambda: not worker.rows.leased["acme"])
     await until(lambda: not list(gateway.leases.slots()))
 
@@ -182,7 +182,7 @@ async def test_rows_run_without_a_leader_on_a_part_of_the_slots(rig: RowRig) -> 
     await gateway.runner.run(rows_request())
     await until(lambda: gateway.leases.is_served(rows_request().version_digest))
     rig.lead(None)
-    await until(lambda: gateway.leases.is_alone, 10.0)
+    await until(lambda: gateway.leases.is_alone)
     await until(lambda: gateway.leases.choose(rows_request().version_digest, "acme", ()) is None)
     worker.rows.most = 0
     assert answers(await gateway.runner.run(rows_request(40))) == list(range(40))

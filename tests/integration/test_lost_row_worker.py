@@ -119,7 +119,7 @@ async def test_a_hundred_rows_of_a_lost_worker_run_once_more_and_are_charged_onc
             running = asyncio.create_task(
                 gateway.rows.embed(gateway.principal, request, received=gateway.received())
             )
-            await until(lambda: len(first.batcher) == 100, 10.0)
+            await until(lambda: len(first.batcher) == 100)
             assert first.batcher.running
             second = await added(rig, folder)
             await first.stop()

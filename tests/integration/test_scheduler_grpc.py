@@ -15,8 +15,10 @@ from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.client_stream import GrpcStreams
 from services.adapters.links.leader_streams import StreamPlacementLinks
+from services.adapters.links.muxed_placement import MuxedPlacement
 from services.adapters.links.scheduler_directory import LeaderAddress, SchedulerDirectory
-from services.core.errors import FairwayError, InvalidInput, NoLeader
+from services.core.errors import FairwayError, InvalidInput, NoLeader, Overloaded
+from services.core.generation import Grant, PlaceSpec
 from services.core.records import Leader, dump, leader_key
 from services.rpc.channel import auth_metadata, open_channel
 from services.rpc.convert.scheduler import connect_request, place_to_proto
@@ -173,10 +175,17 @@ async def test_many_gateways_and_workers_never_over_commit_and_lose_nothing(
     gateways = [placement_over_grpc(directory, f"g{n}", clock, supervisor, Random(n)) for n in range(3)]
     ended: list[str] = []
 
+    async def patiently(gateway: MuxedPlacement, spec: PlaceSpec) -> Grant:
+        while True:
+            try:
+                return await granted(gateway, spec)
+            except Overloaded:  # the machine is busy
+                await asyncio.sleep(0.1)
+
     async def one(number: int) -> None:
         gateway = gateways[number % 3]
         spec = place_spec(f"req_{number}", prompt_tokens=rng.randint(1, 200), queue_ttl_s=20.0)
-        task = asyncio.ensure_future(granted(gateway, spec))
+        task = asyncio.ensure_future(patiently(gateway, spec))
         if number % 5 == 0:
             await asyncio.sleep(rng.uniform(0, 0.05))
             task.cancel()
@@ -201,7 +210,7 @@ async def test_many_gateways_and_workers_never_over_commit_and_lose_nothing(
     assert ended.count("granted") >= 240
     term = node.service.term
     assert term is not None
-    await until(lambda: all(c.kv_tokens_room == 24 * 16 for c in term.fleet.candidates(DIGEST).values()), 4.0)
+    await until(lambda: all(c.kv_tokens_room == 24 * 16 for c in term.fleet.candidates(DIGEST).values()))
     term.check_integrity()
     assert term.fleet.outstanding == 0
     for gateway in gateways:
@@ -222,7 +231,7 @@ async def test_a_gateway_that_goes_away_withdraws_what_it_queued(
     assert term is not None
     await until(lambda: len(term.queue) == 4)
     await placement.close()
-    await until(lambda: len(term.queue) == 0, 2.0)
+    await until(lambda: len(term.queue) == 0)
     for error in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(error, NoLeader)
 
@@ -263,7 +272,7 @@ async def test_the_reporter_tells_when_it_heard_the_leader(
     await until(lambda: reporter.last_epoch == 1)
     heard_s = reporter.leader_seen_s
     assert 0 <= clock.monotonic_s() - heard_s < 5
-    await until(lambda: reporter.leader_seen_s > heard_s, 2.0)
+    await until(lambda: reporter.leader_seen_s > heard_s)
     await node.server.stop(0.0)
     await asyncio.sleep(0.2)
     last_s = reporter.leader_seen_s
