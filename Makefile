@@ -145,7 +145,7 @@ minilm-env: setup-dev .venv-minilm/minilm-$(MINILM)
 # What is generated is written before each build; only the sources and the lock file are in the tree.
 .PHONY: typescript typescript-test
 typescript: setup-dev ## Generate and build the TypeScript client in clients/typescript; needs Node 20 or later
-	@node -e 'process.exit(Number(process.versions.node.split(".")[0]) < 20)' 2>/dev/null || { \
+	@node -e 'process.exit(Number(process.versions.node.split(".")[0]) < 20 ? 1 : 0)' 2>/dev/null || { \
 		echo "error: no Node 20 or later is on the PATH" >&2; \
 		echo "next:  install one with npm, then run this again" >&2; exit 1; }
 	cd clients/typescript && npm ci --no-progress
