@@ -63,7 +63,7 @@ class RowRelay(v2_pb2_grpc.GRPCInferenceServiceServicer):
         self._new = asyncio.Event()
         self._answers: dict[int, asyncio.Future[worker_pb2.RowFinished]] = {}
         self._last = 0
-        call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Execute(wait_for_ready=True)
         self._tasks = [asyncio.ensure_future(self._send(call)), asyncio.ensure_future(self._receive(call))]
 
     async def ModelStreamInfer(  # type: ignore[override]  # the stubs have generators only
