@@ -174,12 +174,15 @@ async def test_many_gateways_and_workers_never_over_commit_and_lose_nothing(
     reporters = [worker.reporter(directory, supervisor) for worker in workers.values()]
     gateways = [placement_over_grpc(directory, f"g{n}", clock, supervisor, Random(n)) for n in range(3)]
     ended: list[str] = []
+    refused: list[str] = []
 
     async def patiently(gateway: MuxedPlacement, spec: PlaceSpec) -> Grant:
         while True:
             try:
                 return await granted(gateway, spec)
             except Overloaded:  # the machine is busy
+                refused.append(spec.request_id)
+                assert len(refused) <= 600
                 await asyncio.sleep(0.1)
 
     async def one(number: int) -> None:

@@ -46,7 +46,7 @@ async def test_connections_that_say_nothing_are_closed(face: Face, monkeypatch: 
     writer.write(b"GET /healthz HTTP/1.1\r\nho")
     for reader in (mute, slow):
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
-            await asyncio.wait_for(reader.readexactly(1), 30)
+            await asyncio.wait_for(reader.readexactly(1), 15)
 
 
 async def test_connections_are_bounded() -> None:

@@ -104,6 +104,7 @@ class NativeOperators:
         """See ``RuleOut``; the logits are contiguous."""
         places = torch.tensor(ruled.rows)
         rows, row_bytes = ruled.allowed.shape
+        assert row_bytes * 8 >= logits.shape[1], "masks of another vocabulary"
         call = RuleOutCall(
             logits=logits.data_ptr(),
             allowed=ruled.allowed.ctypes.data,

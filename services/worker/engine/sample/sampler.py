@@ -47,7 +47,7 @@ BITS: Final = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
 NO_TOKEN: Final = -1  # in a column of tokens: the row's logits are no numbers
 TORCH: Final = TorchReductions()
 
-# Sets the logits [rows, vocabulary] that constraints forbid to minus infinity.
+# Adds minus infinity to the logits [rows, vocabulary] that constraints forbid: what is no number stays none.
 RuleOut: TypeAlias = Callable[[torch.Tensor, RuledRows], None]
 
 
@@ -101,11 +101,11 @@ def torch_rule_out(logits: torch.Tensor, ruled: RuledRows) -> None:
     """See ``RuleOut``: of any device, which receives the bits alone."""
     bits = _on(torch.from_numpy(ruled.allowed), logits)[:, :, None]
     allowed = bits.bitwise_and(_on(BITS, logits)).flatten(1)[:, : logits.shape[1]]
+    biases = torch.where(allowed == 0, -math.inf, 0.0).to(logits.dtype)
     if len(ruled.rows) == len(logits):
-        logits.masked_fill_(allowed == 0, -math.inf)
+        logits.add_(biases)
     else:
-        where = _on(torch.tensor(ruled.rows), logits)
-        logits.index_copy_(0, where, logits[where].masked_fill_(allowed == 0, -math.inf))
+        logits.index_add_(0, _on(torch.tensor(ruled.rows), logits), biases)
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> Samples:

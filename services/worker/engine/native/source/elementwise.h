@@ -77,13 +77,13 @@ struct RuleOutCall {
     int32_t threads;
 };
 
-// Where the lowest bits are 0 the lanes become minus infinity.
+// Where the lowest bits are 0 minus infinity is added: what is no number stays none.
 inline void rule_out_part(float* logits, int32_t bits) {
     Ints each;
     for (int lane = 0; lane < WIDTH; lane++) each[lane] = bits >> lane & 1;
     Floats x;
     memcpy(&x, logits, sizeof x);
-    x = each != 0 ? x : splat_part(-INFINITY);
+    x = each != 0 ? x : x + splat_part(-INFINITY);
     memcpy(logits, &x, sizeof x);
 }
 
@@ -96,7 +96,7 @@ inline void rule_out_row(float* logits, const uint8_t* allowed, int64_t n) {
                 rule_out_part(logits + i + part * WIDTH, bits >> part * WIDTH);
         } else {
             for (int64_t lane = 0; lane < n - i; lane++)
-                if (!(bits >> lane & 1)) logits[i + lane] = -INFINITY;
+                if (!(bits >> lane & 1)) logits[i + lane] += -INFINITY;
         }
     }
 }
