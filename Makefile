@@ -143,11 +143,13 @@ minilm-env: setup-dev .venv-minilm/minilm-$(MINILM)
 	@touch $@
 
 # What is generated is written before each build; only the sources and the lock file are in the tree.
-.PHONY: typescript typescript-test
-typescript: setup-dev ## Generate and build the TypeScript client in clients/typescript; needs Node 20 or later
+.PHONY: node-20 typescript typescript-test
+node-20:
 	@node -e 'process.exit(Number(process.versions.node.split(".")[0]) < 20 ? 1 : 0)' 2>/dev/null || { \
 		echo "error: no Node 20 or later is on the PATH" >&2; \
 		echo "next:  install one with npm, then run this again" >&2; exit 1; }
+
+typescript: setup-dev node-20 ## Generate and build the TypeScript client in clients/typescript; needs Node 20 or later
 	cd clients/typescript && npm ci --no-progress
 	PYTHONPATH=. $(BIN)/python scripts/gen_typescript.py
 	cd clients/typescript && rm -rf dist && npm run --silent build

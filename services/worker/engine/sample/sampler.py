@@ -101,7 +101,7 @@ def torch_rule_out(logits: torch.Tensor, ruled: RuledRows) -> None:
     """See ``RuleOut``: of any device, which receives the bits alone."""
     bits = _on(torch.from_numpy(ruled.allowed), logits)[:, :, None]
     allowed = bits.bitwise_and(_on(BITS, logits)).flatten(1)[:, : logits.shape[1]]
-    biases = torch.where(allowed == 0, -math.inf, 0.0).to(logits.dtype)
+    biases = torch.where(allowed == 0, -math.inf, 0.0)
     if len(ruled.rows) == len(logits):
         logits.add_(biases)
     else:

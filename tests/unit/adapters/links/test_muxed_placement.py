@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -18,6 +18,7 @@ from services.core.generation import FallbackGrant, Grant, NotAdmittedReason, Pl
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from tests.support.place_specs import PLACE_SPEC
+from tests.support.waiting import until
 
 SPEC = replace(PLACE_SPEC, prompt_tokens=1, max_output_tokens=1, arrival_unix_us=123, queue_ttl_s=2.0)
 
@@ -110,12 +111,6 @@ class Rig:
             return grant
 
         return asyncio.ensure_future(granted())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 @pytest.fixture

@@ -55,6 +55,7 @@ from services.rpc.status import by_reason, http_status
 from services.runtime.clock import SystemClock
 from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
+from tests.support.waiting import until
 from tests.unit.gateway import test_splits
 from tests.unit.gateway.conftest import View
 from tests.unit.gateway.requests.test_request import Placement, Sink, Workers, emit, ended
@@ -357,12 +358,6 @@ async def test_the_stages_of_a_request_sum_to_its_latency(gateway: Gateway) -> N
     clock = answer.finished.clock
     assert clock.validate_us >= 40_000
     assert clock.admit_us < 40_000
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 async def tokens_left(gateway: Gateway) -> int:

@@ -34,7 +34,8 @@ from services.core.records import (
     Tenant,
 )
 from services.gateway.service_types import GatewayLimits
-from tests.unit.gateway.requests.test_admission import CLOCK, Gateway, until
+from tests.support.waiting import until
+from tests.unit.gateway.requests.test_admission import CLOCK, Gateway
 from tests.unit.gateway.requests.test_request import emit, ended
 
 PRICE = Price(input_micros=1_000_000, cached_micros=0, output_micros=2_000_000)  # 1 and 2 a token

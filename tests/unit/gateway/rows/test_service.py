@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded
 from tests.support.row_versions import reranker_version, tokenizer
 from tests.support.rows_gateway import CLOCK, KEY_HASH, PRICE, SECRET, RowsGateway, digest_of, rows_gateway
+from tests.support.waiting import until
 from tests.unit.gateway.conftest import View
 
 
@@ -258,12 +259,6 @@ async def test_concurrency_is_held_while_rows_run(gateway: RowsGateway) -> None:
     gateway.runner.gate.set()
     await first
     await embed(gateway, "dog")
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 async def test_a_budget_is_charged_the_input_price(folders: dict[str, Path]) -> None:

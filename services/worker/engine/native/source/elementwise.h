@@ -1,4 +1,5 @@
-// Normalisation, rotation and masks of logits. Rows are independent of each other; sums go over LANES * 4 running sums.
+// Normalisation, rotation and masks of logits. Rows are independent of each other; sums go over LANES * 4
+// running sums.
 
 #pragma once
 
