@@ -16,7 +16,7 @@ from bench.bare_chain import BareChain
 from bench.batched.connections import Failed
 from bench.batched.load import Taken, Target, closed_loop, open_loop
 from bench.batched.model import LONGEST, Rows, mlp_rows, token_rows
-from bench.batched.systems import Installation, Peer, Window, installation, until_ready, v2_target
+from bench.batched.systems import GATEWAYS, Installation, Peer, Window, installation, until_ready, v2_target
 from bench.stack import metric_sum
 from simulator.lab.load.arrivals import Arrivals, Gamma, Poisson
 
@@ -85,7 +85,7 @@ class Bench:
 async def closed(bench: Bench, here: Installation) -> dict[str, float]:
     """64 clients, each with its next request once one is answered: the worker, the whole path, the peers.
 
-    The bare path is what two hops of grpc.aio take with no work in them.
+    The bare path is what two hops of grpc.aio take with no work in them; ``path_of_two`` has two gateways.
     """
     rows, effort = mlp_rows(), bench.effort
     best: dict[str, tuple[float, Window]] = {}
@@ -101,12 +101,17 @@ async def closed(bench: Bench, here: Installation) -> dict[str, float]:
             taken = await bench.with_peer(name, "mlp", rows, window, short)
             print(f"{window}: {taken}", flush=True)
             best[name] = max(best.get(name, (0.0, window)), (taken.per_s, window), key=lambda each: each[0])
-    ours = [here.worker_target(rows), here.worker_target(rows, muxed=True), here.path_target("mlp", rows)]
+    ours = [
+        here.worker_target(rows),
+        here.worker_target(rows, muxed=True),
+        here.path_target("mlp", rows),
+        here.path_target("mlp", rows, name="path_of_two", gateways=GATEWAYS),
+    ]
     rounds: list[dict[str, Taken]] = []
     for number in range(effort.rounds):
         found: dict[str, Taken] = {}
         with BareChain.started() as chain:
-            bare = v2_target("bare_path", chain.port, "mlp", rows, pids=chain.pids)
+            bare = v2_target("bare_path", [chain.port], "mlp", rows, pids=chain.pids)
             await until_ready(bare)
             found[bare.name] = await long(bare)
         for target in ours:

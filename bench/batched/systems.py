@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from fairway.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 _STREAM: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 _EXECUTE: Final = "/fairway.v1.WorkerService/Execute"
+GATEWAYS: Final = 2
 _READY_S: Final = 90.0
 _ERROR_FIELD: Final = 0x0A  # error_message of ModelStreamInferResponse
 _ROWS_FIELD: Final = 0x32  # rows of ExecuteResponse
@@ -53,16 +55,17 @@ def v2_answer(message: bytes) -> bool:
 
 def v2_target(
     name: str,
-    port: int,
+    ports: Sequence[int],
     model: str,
     rows: Rows,
     metadata: Sequence[tuple[str, str]] = (),
     pids: Sequence[int] = (),
 ) -> Target:
-    """Return a server of the public inference protocol; every connection is a stream."""
+    """Return servers of the public inference protocol. Connections are streams, to each server in turn."""
+    turns = itertools.cycle(ports)
 
     async def connect(on_failure: Callable[[str], None]) -> Connection:
-        return await grpc_stream(port, _STREAM, metadata, on_failure)
+        return await grpc_stream(next(turns), _STREAM, metadata, on_failure)
 
     return Target(name, connect, rows.as_v2(model), v2_answer, pids)
 
@@ -84,7 +87,7 @@ def http_target(name: str, port: int, path: str, rows: Rows, pids: Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """A whole installation with one worker. ``models``: the digest by deployment."""
+    """A whole installation with one worker and two gateways."""
 
     state: Path
     endpoints: dict[str, Any]
@@ -107,12 +110,14 @@ class Installation:
         found: dict[str, Any] = json.loads(made)
         return str(found["secret"])
 
-    def path_target(self, model: str, rows: Rows, *, name: str = "path", api_key: str = "") -> Target:
-        """Return the gateway, by the public inference protocol, as a tenant with limits."""
-        port = int(self.endpoints["grpc"].rpartition(":")[2])
+    def path_target(
+        self, model: str, rows: Rows, *, name: str = "path", api_key: str = "", gateways: int = 1
+    ) -> Target:
+        """Return the first gateways, by the public inference protocol, as a tenant with limits."""
+        ports = [int(address.rpartition(":")[2]) for address in self.endpoints["gateways"][:gateways]]
         metadata = (("authorization", f"Bearer {api_key or self.endpoints['api_key']}"),)
         pids = tuple(self.endpoints["pids"].values())
-        return v2_target(name, port, model, rows, metadata, pids)
+        return v2_target(name, ports, model, rows, metadata, pids)
 
     def worker_target(self, rows: Rows, *, muxed: bool = False) -> Target:
         """Return the worker by its Execute stream: one per client, or one for all, as a gateway has it."""
@@ -231,7 +236,7 @@ def installation(folder: Path, settings: Sequence[str] = ()) -> Iterator[Install
     state = folder / "state"
     made = Installation(state, {})
     given = [part for setting in settings for part in ("--set", setting)]
-    made.fairway("up", "--detach", "--no-model", *given)
+    made.fairway("up", "--detach", "--no-model", "--gateways", str(GATEWAYS), *given)
     try:
         rates = ("--requests-per-minute", "10000000", "--tokens-per-minute", "2000000000")
         made.fairway("tenants", "update", "default", *rates)
@@ -290,7 +295,7 @@ class Peer:
 
     def _target(self, port: int, grpc_port: int, rows: Rows, pid: int) -> Target:
         if self.name == "triton":
-            return v2_target(self.name, grpc_port, MODEL, rows.padded(PAD_TO), pids=(pid,))
+            return v2_target(self.name, [grpc_port], MODEL, rows.padded(PAD_TO), pids=(pid,))
         path = "/predict" if self.name == "litserve" else "/"
         return http_target(self.name, port, path, rows, (pid,))
 

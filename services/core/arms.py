@@ -102,7 +102,10 @@ class SliSums:
 
     def ttft_of(self, size: int) -> Sketch:
         """Return the sketch of prompts of that size."""
-        return self.ttft.setdefault(size, latency_sketch())
+        found = self.ttft.get(size)
+        if found is None:
+            found = self.ttft[size] = latency_sketch()
+        return found
 
     @property
     def sessions(self) -> float:

@@ -9,11 +9,9 @@ import time
 class SystemClock:
     """Implements ``ports.clock.Clock`` with the machine's clocks and the running event loop."""
 
-    def monotonic_s(self) -> float:
-        return time.monotonic()
-
-    def unix_s(self) -> float:
-        return time.time()
+    # The functions themselves: a request reads the clock some twenty times.
+    monotonic_s = staticmethod(time.monotonic)
+    unix_s = staticmethod(time.time)
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -21,6 +21,7 @@ from services.core.errors import FairwayError, StoreUnavailable
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from tests.support.stack import Stack, at_rest, kill, metadata
+from tests.support.waiting import until
 
 STREAMS = 8
 TOKENS = 160
@@ -93,9 +94,7 @@ async def stub(stack: Stack, gateway: int) -> AsyncIterator[inference_pb2_grpc.I
 
 
 async def until_heard(counts: dict[int, int]) -> None:
-    async with asyncio.timeout(60):
-        while len(counts) < STREAMS or min(counts.values()) < DISTURB_AT:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(counts) >= STREAMS and min(counts.values()) >= DISTURB_AT, timeout_s=60)
 
 
 async def insist(stack: Stack, gateway: int, number: int, key: str) -> Heard:

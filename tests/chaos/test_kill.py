@@ -19,6 +19,7 @@ from services.core.errors import FairwayError
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from tests.support.stack import Stack, at_rest, kill, metadata
+from tests.support.waiting import until
 
 STREAMS = 32
 TOKENS = 400
@@ -81,9 +82,7 @@ async def run_streams(stack: Stack, disturb: Callable[[], Awaitable[None]] | Non
             asyncio.create_task(stream(stack, stub, number, TOKENS, started.add)) for number in range(STREAMS)
         ]
         if disturb is not None:
-            async with asyncio.timeout(60):
-                while len(started) < STREAMS:
-                    await asyncio.sleep(0.01)
+            await until(lambda: len(started) >= STREAMS, timeout_s=60)
             await disturb()
         return list(await asyncio.gather(*tasks))
 

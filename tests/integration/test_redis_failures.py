@@ -20,6 +20,7 @@ from services.core.limits import Claim, Limit, LimitKind
 from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
 from tests.support.metered import PRICE, admit_metered, charged, limits
+from tests.support.waiting import until
 
 TIMEOUT_S = 0.25
 MARGIN_S = 5.0  # for a busy machine; one after the other, the calls would take 25 s
@@ -197,9 +198,7 @@ async def test_what_waits_is_settled_soon_after_the_store_is_back(
             await fallback.settle(held, Usage(1, 1))
             assert fallback.unsettled == 1
             own_redis.thaw()
-            async with asyncio.timeout(10):
-                while fallback.unsettled:
-                    await asyncio.sleep(0.05)
+            await until(lambda: not fallback.unsettled)
             assert await limiter.concurrency("t") == 0
             assert await charged(limiter, "t") == Usage(round_ + 1, round_ + 1)
             held = await admit_metered(fallback, "t", f"r{round_}", limits(slots=1))

@@ -31,6 +31,7 @@ from tests.integration.scheduler_fleet import (
     StaticDirectory,
     place_spec,
 )
+from tests.support.waiting import until
 
 INFINITE, NAN = float("inf"), float("nan")
 MAX_32, MAX_64 = 2**32 - 1, 2**64 - 1
@@ -42,9 +43,7 @@ async def node() -> AsyncIterator[SchedulerNode]:
     found = SchedulerNode(supervisor)
     await found.start()
     found.election.turn(1)
-    async with asyncio.timeout(10):
-        while found.service.term is None:
-            await asyncio.sleep(0.005)
+    await until(lambda: found.service.term is not None)
     yield found
     assert found.service.term is not None, "the term outlived it"
     found.service.term.check_integrity()

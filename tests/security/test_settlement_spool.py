@@ -28,6 +28,7 @@ from tests.chaos.proxy import Proxy, Rule
 from tests.support.keyed_gateways import Fleet, gateways
 from tests.support.local_servers import free_port
 from tests.support.metered import METER, PRICE, MeteredLimiter, charged, limits
+from tests.support.waiting import until
 
 CLOCK = SystemClock()
 NONE = limits()
@@ -52,9 +53,7 @@ class Gateway:
 
     async def written(self) -> None:
         """The spool has nothing under way."""
-        async with asyncio.timeout(30):
-            while self.spool._writing is not None:
-                await asyncio.sleep(0.001)
+        await until(lambda: self.spool._writing is None)
 
     async def reached(self) -> None:
         async with asyncio.timeout(10):
@@ -342,7 +341,5 @@ async def test_the_usage_of_a_keyed_request_does_not_wait_for_its_record(redis_u
         assert await gateway.limiter.concurrency(fleet.tenant) == 0
         lost[0].away = False
         await gateway.at_rest()
-        async with asyncio.timeout(30):
-            while gateway.keyed._pending_ends._runs:
-                await asyncio.sleep(0.01)
+        await until(lambda: not gateway.keyed._pending_ends._runs)
         assert await charged(gateway.limiter, fleet.tenant) == Usage(5, 20), "counted once, by either way"

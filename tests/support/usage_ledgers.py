@@ -16,6 +16,7 @@ from services.core.generation import Usage
 from services.core.usage import RequestUsage, SequenceDeviceUse, UsageEvent
 from services.ports.clock import Clock
 from services.ports.ledger_store import LedgerStore
+from tests.support.waiting import until
 
 UNIX_S: Final = 1_800_000_000.0
 HOUR: Final = int(UNIX_S // 3600)
@@ -49,9 +50,7 @@ def ledger_of(store: LedgerStore, clock: Clock, election: SetElection, *, writer
 
 
 async def until_leading(ledger: UsageLedger) -> None:
-    async with asyncio.timeout(30):
-        while not ledger.leads:
-            await asyncio.sleep(0.001)
+    await until(lambda: ledger.leads)
 
 
 def request_usage(name: str, *, ended_unix_s: float = UNIX_S) -> RequestUsage:

@@ -55,7 +55,9 @@ class SlotDemands:
     def enter(self, request: RowsRequest) -> None:
         """Count the rows of a request, and send the demand if it rose."""
         key, rows = (request.version_digest, request.tenant_id), len(request.rows)
-        demand = self._demands.setdefault(key, _Demand())
+        demand = self._demands.get(key)
+        if demand is None:
+            demand = self._demands[key] = _Demand()
         demand.weight = request.tenant_weight
         demand.priorities[request.priority] += rows
         demand.rows += rows

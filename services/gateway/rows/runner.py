@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -118,7 +118,7 @@ class LeasedRows:
         self._supervisor = supervisor
         self._limits = limits if limits is not None else RowLimits()
         self._explanations = explanations if explanations is not None else RowExplanations()
-        self._queues: dict[str, RowQueue] = {}
+        self._queues: defaultdict[str, RowQueue] = defaultdict(RowQueue)
         self._demands = SlotDemands(slots, clock)
         self._runs: dict[QueuedRow, _Run] = {}
         self._of_tenant: Counter[str] = Counter()
@@ -197,7 +197,7 @@ class LeasedRows:
         ]
         self._numbers += len(rows)
         run = _Run(rows, [None] * len(rows), len(rows), asyncio.get_running_loop().create_future())
-        queue = self._queues.setdefault(request.version_digest, RowQueue())
+        queue = self._queues[request.version_digest]
         rests, rose = not len(self._demands), self._demands.rises
         self._demands.enter(request)
         if rests or (self._demands.rises and not rose):
@@ -311,7 +311,7 @@ class LeasedRows:
             self._settle(row, RowEnd(error=error))
         else:
             row.lost_on, row.lost_s, row.excluded = worker_id, self._clock.monotonic_s(), (worker_id,)
-            self._queues.setdefault(row.request.version_digest, RowQueue()).push(row)
+            self._queues[row.request.version_digest].push(row)
         self._start_rows(row.request.version_digest, row.request.tenant_id)
         queue = self._queues.get(row.request.version_digest)
         if queue is not None and self._leases.is_alone:
@@ -328,7 +328,7 @@ class LeasedRows:
             worker_id = sink.slots.lease.worker_id
             _fail(self._runs[row], InternalError(f"{worker_id} took the row for out of bounds"))
         else:
-            self._queues.setdefault(row.request.version_digest, RowQueue()).push(row)
+            self._queues[row.request.version_digest].push(row)
 
     def _count(self, sink: _InFlight, now_s: float) -> None:
         """Count an end for the predictions of those that wait."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Final
 
 from msgspec import Struct
@@ -160,8 +161,8 @@ class SliRecorder:
         metrics = metrics if metrics is not None else Metrics()
         self.zone = zone
         self._series: dict[SliKey, SliSums] = {}
-        self._windows: dict[tuple[GateWindow, str], dict[int, SliSums]] = {}
-        self._shapes: dict[str, TrafficShapes] = {}
+        self._windows: dict[tuple[GateWindow, str], defaultdict[int, SliSums]] = {}
+        self._shapes: defaultdict[str, TrafficShapes] = defaultdict(TrafficShapes)
         self._cells: dict[SliKey, _Cells] = {}
         self._models, self._tenants = metrics.models, metrics.tenants
         self._versions = LabelCap(_MAX_VERSIONS)
@@ -207,8 +208,7 @@ class SliRecorder:
         if subject.step and (counts.errors or counts.started or counts.tokens):
             arm = self._arm_of(GateWindow(key.arm.model, subject.step), key.arm)
             if arm is not None:
-                sums = arm.setdefault(cluster_of(subject.session), SliSums())
-                counts.add_to(sums, subject, end.latencies)
+                counts.add_to(arm[cluster_of(subject.session)], subject, end.latencies)
 
     def cut(self, unix_s: float) -> SliReport | None:
         """Return what was counted since the last cut, None for nothing."""
@@ -218,14 +218,14 @@ class SliRecorder:
         for (window, digest), clusters in self._windows.items():
             windows.setdefault(window, {})[digest] = ArmWindow(clusters)
         report = SliReport(unix_s, self._series, windows, self._shapes)
-        self._series, self._windows, self._shapes = {}, {}, {}
+        self._series, self._windows, self._shapes = {}, {}, defaultdict(TrafficShapes)
         return report
 
     def _note_shapes(self, subject: SliSubject, usage: Usage) -> None:
         model = subject.key.arm.model
         if not subject.shapes or (model not in self._shapes and len(self._shapes) >= MAX_MODELS):
             return
-        found = self._shapes.setdefault(model, TrafficShapes())
+        found = self._shapes[model]
         output_tokens = -(-usage.output_tokens // len(subject.shapes))
         for shape in subject.shapes:
             found.add(replace(shape, output_tokens=output_tokens) if output_tokens else shape)
@@ -241,10 +241,10 @@ class SliRecorder:
                 key = SliKey(ArmKey(OTHER_TENANTS, ""), OTHER_TENANTS, key.priority)
         return self._series.setdefault(key, SliSums())
 
-    def _arm_of(self, window: GateWindow, arm: ArmKey) -> dict[int, SliSums] | None:
+    def _arm_of(self, window: GateWindow, arm: ArmKey) -> defaultdict[int, SliSums] | None:
         found = self._windows.get((window, arm.version_digest))
         if found is None and len(self._windows) < MAX_ARMS:
-            found = self._windows[window, arm.version_digest] = {}
+            found = self._windows[window, arm.version_digest] = defaultdict(SliSums)
         return found
 
     def _export(self, key: SliKey, counts: RequestCounts, latencies: RequestLatencies) -> None:

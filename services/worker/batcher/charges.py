@@ -37,7 +37,9 @@ class RowCharges:
 
     def began(self, row: LiveRow) -> None:
         """Count a row that was accepted."""
-        request = self._requests.setdefault(row.spec.request_id, _RequestHere())
+        request = self._requests.get(row.spec.request_id)
+        if request is None:
+            request = self._requests[row.spec.request_id] = _RequestHere()
         request.live += 1
 
     def ran(self, rows: Sequence[LiveRow], run_s: float) -> None:

@@ -280,8 +280,6 @@ async def test_starts_that_a_lost_worker_never_saw_give_their_grants_back(rig: R
     await rig.server.stop(0)
     sink, spec = Sink(), rig.spec()
     rig.client.start(spec, sink)
-    async with asyncio.timeout(20):
-        while not sink.heard:
-            await asyncio.sleep(0.01)
+    await until(lambda: sink.heard)
     assert sink.heard == ["lost"]
     assert len(rig.unsent) <= 1

@@ -43,6 +43,7 @@ from services.core.records import (
 from services.ports.store import Delete
 from tests.integration.client.planes import Fleet, fleet
 from tests.support.model_folder import write_model
+from tests.support.waiting import until
 
 DIGEST, OTHER = sha256_of(b"1"), sha256_of(b"2")
 
@@ -355,9 +356,7 @@ async def test_closing_ends_calls_and_watches(planes: Fleet) -> None:
         admin.tenants  # noqa: B018
     for plane in planes.planes:
         await plane.stop()
-    async with asyncio.timeout(30):
-        while len(asyncio.all_tasks() - before) > 0:
-            await asyncio.sleep(0.01)
+    await until(lambda: not asyncio.all_tasks() - before)
 
 
 async def test_a_deployment_gets_an_earlier_state_again_with_its_present_replicas(planes: Fleet) -> None:

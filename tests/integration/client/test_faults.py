@@ -33,6 +33,7 @@ from fairway.client import (
     Unavailable,
 )
 from tests.integration.client.scripted import Hang, Other, Refuse, ScriptedGateway, token
+from tests.support.waiting import until
 
 Pair = tuple[ScriptedGateway, ScriptedGateway]
 BROKEN = Refuse(grpc.StatusCode.UNAVAILABLE)
@@ -342,9 +343,7 @@ async def test_closing_the_client_ends_readers_callers_and_tasks(gateways: Pair)
             await opened.list_models()
         await opened.aclose()
         await gateways[0].stop()
-    async with asyncio.timeout(30):
-        while len(asyncio.all_tasks()) > len(before):
-            await asyncio.sleep(0.01)
+    await until(lambda: len(asyncio.all_tasks()) <= len(before))
 
 
 async def test_a_cancelled_caller_is_cancelled_not_closed(gateways: Pair) -> None:

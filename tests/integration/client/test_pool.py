@@ -13,6 +13,7 @@ import pytest
 from fairway.client import Client, ClientOptions, Closed, FairwayError, Options, RetryPolicy, Tokens
 from fairway.client.endpoints import Endpoint, EndpointPool, open_endpoints
 from tests.integration.client.scripted import Refuse, ScriptedGateway, token
+from tests.support.waiting import until
 
 Pair = tuple[ScriptedGateway, ScriptedGateway]
 LOST = Refuse(grpc.StatusCode.UNAVAILABLE)
@@ -43,9 +44,7 @@ async def rig(gateways: Pair) -> AsyncIterator[Rig]:
 
 
 async def until_down(endpoint: Endpoint, *, down: bool) -> None:
-    async with asyncio.timeout(30):
-        while endpoint.down is not down or endpoint.connected is down:
-            await asyncio.sleep(0.01)
+    await until(lambda: endpoint.down is down and endpoint.connected is not down)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +185,7 @@ async def test_closing_the_client_closes_channels_and_the_sessions_that_were_lef
     assert endpoint.in_flight == 0
     assert endpoint.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
     await gateways[0].stop()
-    async with asyncio.timeout(30):
-        while len(asyncio.all_tasks()) > len(before):
-            await asyncio.sleep(0.01)
+    await until(lambda: len(asyncio.all_tasks()) <= len(before))
 
 
 @pytest.mark.parametrize("carrier", ["stream", "session", "unary"])
@@ -198,9 +195,7 @@ async def test_an_answer_readmits_the_gateway(gateways: Pair, carrier: str) -> N
         (endpoint,) = opened._core().pool._endpoints.values()
         await opened.list_models()
         assert endpoint.failures.count == 1
-        async with asyncio.timeout(30):
-            while opened._core().pool.is_avoided(endpoint):
-                await asyncio.sleep(0.01)
+        await until(lambda: not opened._core().pool.is_avoided(endpoint))
         if carrier == "unary":
             await opened.complete("tiny", "hi")
         else:

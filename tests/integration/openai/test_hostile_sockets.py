@@ -113,9 +113,7 @@ async def test_what_no_client_may_send_ends_its_socket(sent: bytes, code: int) -
         writer.write(sent)
         assert await code_of(reader) == code
         writer.close()
-        async with asyncio.timeout(30):
-            while face.server.connections:
-                await asyncio.sleep(0.01)
+        await until(lambda: not face.server.connections)
         face.server.table.check_integrity()
         assert face.service.calls == []
 
@@ -179,9 +177,7 @@ async def test_a_handshake_behind_a_running_answer_is_refused(face: Face) -> Non
     _, writer = await face.send("/v1/chat/completions", STREAM)
     await face.service.until_running(1)
     writer.write(handshake())
-    async with asyncio.timeout(30):
-        while face.server.connections:
-            await asyncio.sleep(0.01)
+    await until(lambda: not face.server.connections)
     face.server.table.check_integrity()
 
 
@@ -277,9 +273,7 @@ async def test_what_a_client_sends_after_a_close_is_not_accounted() -> None:
             writer.write(frame(TEXT, b" " * (size - 100))[:-1])
             await asyncio.sleep(0.3)
             writer.close()
-        async with asyncio.timeout(20):
-            while face.server.connections:
-                await asyncio.sleep(0.01)
+        await until(lambda: not face.server.connections)
         answer = await face.ask("POST", "/v1/chat/completions", {**CHAT, "user": "x" * (size // 2)})
         assert answer.status != 429, answer.body
 
@@ -331,9 +325,7 @@ async def test_large_messages_of_a_tenant_are_bounded_together() -> None:
             each.cancel()
         for _, writer in reading:
             writer.transport.abort()
-        async with asyncio.timeout(30):
-            while face.server.connections:
-                await asyncio.sleep(0.01)
+        await until(lambda: not face.server.connections)
         async with opened(url(face), KEY) as socket:
             large = {**STREAM, "messages": [{"role": "user", "content": "x" * (size - 1000)}]}
             for number in range(6):  # each is released
@@ -385,9 +377,7 @@ async def test_a_client_that_does_not_close_is_cut(face: Face, monkeypatch: pyte
     reader, writer = await raw(face)
     writer.write(frame(TEXT, b"{"))
     assert await code_of(reader) == 1007
-    async with asyncio.timeout(3):
-        while face.server.connections:
-            await asyncio.sleep(0.01)
+    await until(lambda: not face.server.connections, timeout_s=3)
 
 
 async def test_a_closed_socket_is_gone_without_the_cycle_collector(face: Face) -> None:
@@ -402,9 +392,7 @@ async def test_a_closed_socket_is_gone_without_the_cycle_collector(face: Face) -
         sockets = [weakref.ref(each) for each in face.server._server.server_state.connections]
         assert len(sockets) == 4
         await face.hang_up()
-        async with asyncio.timeout(30):
-            while face.server.connections:
-                await asyncio.sleep(0.01)
+        await until(lambda: not face.server.connections)
         await asyncio.sleep(0.1)
         assert [each() for each in sockets] == [None] * 4
     finally:

@@ -88,9 +88,7 @@ async def slowly(client: SlowClient, for_s: float) -> int:
 async def until_closed(face: Face) -> float:
     """Return the seconds until the server ends the connection."""
     began_s = time.monotonic()
-    async with asyncio.timeout(30):
-        while is_open(face):
-            await asyncio.sleep(0.01)
+    await until(lambda: not is_open(face))
     return time.monotonic() - began_s
 
 

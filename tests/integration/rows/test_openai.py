@@ -12,6 +12,7 @@ import pytest
 from services.core.records import Meta, Tenant
 from tests.integration.rows.http import ask
 from tests.support.rows_gateway import RowsGateway, served
+from tests.support.waiting import until
 
 
 async def test_embeddings_as_floats_and_in_base64(gateway: RowsGateway) -> None:
@@ -156,9 +157,7 @@ async def test_a_client_that_disconnects_withdraws_its_rows(gateway: RowsGateway
         while not gateway.runner.running:
             await asyncio.sleep(0.005)
         call.cancel()
-        async with asyncio.timeout(30):
-            while gateway.runner.running or gateway.service.running:
-                await asyncio.sleep(0.005)
+        await until(lambda: not gateway.runner.running and not gateway.service.running)
 
 
 async def test_the_list_of_models_has_fixed_cost_models(gateway: RowsGateway) -> None:

@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -151,12 +152,8 @@ async def test_it_loads_steps_and_stops_when_told(start: Start) -> None:
     engine, received = await start()
     await received.ready()
     assert engine.send(submit())
-    async with asyncio.timeout(30):
-        while len(received.tokens) < 5:
-            await asyncio.sleep(0.01)
-    async with asyncio.timeout(30):
-        while "heartbeat" not in received.events:
-            await asyncio.sleep(0.05)
+    await until(lambda: len(received.tokens) >= 5)
+    await until(lambda: "heartbeat" in received.events)
     await engine.stop()
     await engine.stop()
     assert await received.ended() == Stopped()
@@ -168,9 +165,7 @@ async def test_it_says_what_size_its_pool_has_become(start: Start) -> None:
     await received.ready()
     for blocks in (300, 301):
         assert engine.send(wire.Resize(blocks))
-        async with asyncio.timeout(30):
-            while f"resized {blocks}" not in received.events:
-                await asyncio.sleep(0.01)
+        await until(partial(received.events.__contains__, f"resized {blocks}"))
 
 
 async def test_what_does_not_fit_says_what_it_needs(start: Start) -> None:
@@ -266,9 +261,7 @@ async def test_children_of_the_engine_end_with_it(start: Start, tmp_path: Path) 
     _, received = await start(script)
     await received.ended()
     child = int(note.read_text())
-    async with asyncio.timeout(30):
-        while alive(child):
-            await asyncio.sleep(0.02)
+    await until(lambda: not alive(child))
 
 
 async def test_an_engine_that_ignores_shutdown_is_killed(start: Start) -> None:

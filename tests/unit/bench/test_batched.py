@@ -53,7 +53,7 @@ async def served(echo: Echo) -> AsyncIterator[Target]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        yield v2_target("echo", port, "m", ROWS)
+        yield v2_target("echo", [port], "m", ROWS)
     finally:
         await server.stop(None)
 

@@ -32,6 +32,7 @@ from services.gateway import catalog as module
 from services.gateway.catalog import ModelCatalog, PinnedVersion
 from services.gateway.splits import Splits
 from simulator.fleet.nodes.local_texts import LocalTexts
+from tests.support.waiting import until
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -214,9 +215,7 @@ def test_what_began_on_a_version_goes_on_while_it_retires(fleet: Any) -> None:
 async def test_both_versions_of_an_update_are_loaded_before_they_are_asked_for(fleet: Any) -> None:
     update(fleet, ("a", DIGEST, VersionState.READY), ("a", NEW, VersionState.LOADING))
     warming = asyncio.create_task(fleet.catalog.warm_forever())
-    async with asyncio.timeout(10):
-        while len(fleet.files.fetched) < 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(fleet.files.fetched) >= 2)
     warming.cancel()
     assert sorted(fleet.files.fetched) == [("tiny", DIGEST), ("tiny", NEW)]
 

@@ -22,6 +22,7 @@ from services.rpc.interceptors.traces import TraceRpcs
 from services.runtime.clock import SystemClock
 from services.runtime.telemetry.metrics import Metrics
 from services.runtime.telemetry.tracing import Tracing
+from tests.support.waiting import until
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 COMPLETE, SESSION = f"{SERVICE.full_name}/Complete", f"{SERVICE.full_name}/Session"
@@ -77,9 +78,7 @@ class Rig:
         return {values: cell.value for values, cell in self.instruments.handled._cells.items()}
 
     async def settled(self, method: str) -> None:
-        async with asyncio.timeout(30):
-            while self.instruments.running.get(method):
-                await asyncio.sleep(0.01)
+        await until(lambda: not self.instruments.running.get(method))
 
 
 @pytest.fixture

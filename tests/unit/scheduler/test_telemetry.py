@@ -16,6 +16,7 @@ from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Term
 from services.scheduler.term_streams import CancelPlacements, SubmitPlacements
 from tests.support.metrics import values
+from tests.support.waiting import until
 from tests.unit.scheduler.model import DIGEST, SETTINGS, ManualClock, place_spec
 from tests.unit.scheduler.queue_rig import Rig
 
@@ -94,9 +95,7 @@ async def test_a_standby_serves_and_a_leader_that_decides_nothing_does_not() -> 
     task = asyncio.ensure_future(service.run(election))
     try:
         election.win(7)
-        async with asyncio.timeout(30):
-            while service.term is None:
-                await asyncio.sleep(0)
+        await until(lambda: service.term is not None)
         clock.now_s += 60.0
         assert service.problem() == "", "nothing waits"
         term = service.term

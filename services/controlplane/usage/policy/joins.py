@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from services.controlplane.usage.policy.lines import HOUR_S, NOTHING, Amounts, Line, Source
 from services.core.generation import Usage
@@ -32,8 +34,7 @@ _SKEW_S: Final = 60.0
 Post = Callable[[Line, Amounts], Line]
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
+class Open(Struct, frozen=True):
     """A request that further reports may follow for.
 
     ``line``: where ``booked`` is booked; None: nothing is. ``sequences``: the workers' reports, while no
@@ -48,8 +49,7 @@ class Open:
     charged: Usage | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Unmatched:
+class Unmatched(Struct, frozen=True):
     """A request that only workers reported, and its usage by their reports."""
 
     request_id: str

@@ -1,11 +1,15 @@
-"""Lines of the usage ledger: where amounts are booked, and their sums by hour."""
+"""Lines of the usage ledger: where amounts are booked, and their sums by hour.
+
+Structs, not dataclasses: several are made, hashed and compared for every request of the fleet.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Self
+
+from msgspec import Struct
 
 from services.core.generation import Usage
 
@@ -23,8 +27,7 @@ class Source(StrEnum):
     UNATTRIBUTED = "unattributed"
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(Struct, frozen=True):
     """``hour``: hours since the Unix epoch."""
 
     hour: int
@@ -37,8 +40,7 @@ class Line:
     source: Source = Source.GATEWAY
 
 
-@dataclass(frozen=True, slots=True)
-class Amounts:
+class Amounts(Struct, frozen=True, gc=False):
     """Differences and sums. Money: list price in millionths, measured cost in billionths of the unit."""
 
     requests: int = 0

@@ -21,6 +21,7 @@ from services.ports.streams.report_stream import ReportAnswer
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from tests.support.local_reports import LocalReportLinks
+from tests.support.waiting import until
 
 COUNTER = TenantCounter("a", "d", Priority.STANDARD, 5.0)
 POOL = PoolSnapshot("d", 64, 0, 16, 0, 0, 8, 1024)
@@ -122,12 +123,6 @@ async def reporting(
         await reporter.close()
         await supervisor.close()
         assert supervisor.healthy
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(20.0):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 @pytest.fixture

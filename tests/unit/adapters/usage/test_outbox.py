@@ -18,6 +18,7 @@ from services.core.errors import NoLeader
 from services.runtime.clock import SystemClock
 from tests.support.tiny_disk import tiny_disk
 from tests.support.usage_ledgers import request_usage
+from tests.support.waiting import until
 from tests.tidy.sources import ROOT
 
 
@@ -279,9 +280,7 @@ async def test_what_was_synced_survives_sigkill(tmp_path: Path) -> None:
     folder = tmp_path / "usage"
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", _CHILD, str(folder), cwd=ROOT)
     try:
-        async with asyncio.timeout(60):
-            while sum(path.stat().st_size for path in files(tmp_path)) < 200_000:
-                await asyncio.sleep(0.01)
+        await until(lambda: sum(path.stat().st_size for path in files(tmp_path)) >= 200_000, timeout_s=60)
     finally:
         child.kill()
         await child.wait()

@@ -24,6 +24,7 @@ from services.rpc.convert.slis import report_from_proto, report_to_proto
 from tests.support.clocks import QuickClock
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.usage_ledgers import UNIX_S, SetElection
+from tests.support.waiting import until
 
 ARM = ArmKey("chat", "sha256:1")
 KEY = SliKey(ARM, "acme", Priority.STANDARD, "a")
@@ -43,9 +44,7 @@ class Plane:
 
     async def lead(self, epoch: int) -> None:
         self.election.turn(epoch)
-        async with asyncio.timeout(30):
-            while not self.store.leads:
-                await asyncio.sleep(0.001)
+        await until(lambda: self.store.leads)
 
     async def stop(self) -> None:
         self.task.cancel()

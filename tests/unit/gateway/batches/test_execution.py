@@ -246,9 +246,7 @@ async def test_results_behind_a_line_without_a_worker_outlive_the_records_of_the
     rig.ports = replace(rig.ports, part_bytes=400)
     execution = BatchExecution(await rig.claim(), rig.ports, lambda: 4)
     owner = asyncio.create_task(execution.run())
-    async with asyncio.timeout(10):
-        while len(rig.calls.runs) < 58 or execution._window.has_unstored:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(rig.calls.runs) >= 58 and not execution._window.has_unstored)
     owner.cancel()
     await asyncio.gather(owner, return_exceptions=True)
     assert (await rig.record()).next_line == 0
@@ -427,9 +425,7 @@ async def test_lines_without_a_worker_do_not_stop_those_of_other_models() -> Non
     rig = await rig_of(lines_of([{"n": number, "away": number in (3, 4)} for number in range(60)]))
     execution = BatchExecution(await rig.claim(), rig.ports, lambda: 4)
     running = asyncio.create_task(execution.run())
-    async with asyncio.timeout(10):
-        while len(rig.calls.runs) < 58:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(rig.calls.runs) >= 58)
     rig.calls.unavailable = ""
     assert (await asyncio.wait_for(running, 10.0)).completed == 60
     assert execution._waiting == 0

@@ -18,6 +18,7 @@ from services.gateway.text.pool import TextProcesses
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
+from tests.support.waiting import until
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
@@ -85,9 +86,7 @@ def test_a_load_that_is_cancelled_waits_for_no_process(new_loop: NewLoop, turns:
             await asyncio.sleep(0)
         assert loading.cancelled()
         assert child.is_running(), "it was waited for"
-        async with asyncio.timeout(10):
-            while child.is_running():
-                await asyncio.sleep(0.01)
+        await until(lambda: not child.is_running())
         assert supervisor.healthy, supervisor.failures
         await supervisor.close()
 
