@@ -181,7 +181,8 @@ async def open_loop(
     clock, failure = time.perf_counter, _Failure(target.name)
     found: list[float] = []
     waiting: deque[tuple[float, bytes]] = deque()
-    free: list[Callable[[float, bytes], None]] = []
+    # The one that was used longest ago goes first: servers of HTTP close connections that rest for seconds.
+    free: deque[Callable[[float, bytes], None]] = deque()
 
     def ready(connection: Connection) -> None:
         due_s = 0.0
@@ -203,8 +204,8 @@ async def open_loop(
 
     opened = [await target.connect(failure.set) for _ in range(connections)]
     try:
+        await asyncio.gather(*(one_answer(target, connection, failure) for connection in opened))
         for connection in opened:
-            await one_answer(target, connection, failure)
             ready(connection)
         began_s, used_s = clock(), time.process_time()
         for number, time_s in enumerate(times_s):
@@ -213,7 +214,7 @@ async def open_loop(
                 await failure.sleep(left_s)
             message = target.messages[(number if picks is None else picks[number]) % len(target.messages)]
             if free:
-                free.pop()(due_s, message)
+                free.popleft()(due_s, message)
             else:
                 waiting.append((due_s, message))
         wall_s, end_s = clock() - began_s, clock() + DRAIN_S

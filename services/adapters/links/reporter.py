@@ -23,7 +23,8 @@ A leader may send heartbeats without receiving anything: half of the connection 
 stopped. So a link without an answer for ``answer_s``, over several heartbeats, is closed.
 
 Reports are sent on change, at most one per ``gap_s``, the first of a burst at once, and at least one every
-``beat_s``. While a pool is nearly full, requests may wait for its room: then the gap is ``tight_gap_s``.
+``beat_s``. While a pool is nearly full, requests may wait for its room: then the gap is ``tight_gap_s``. Rows
+run on slots that were leased before, so nothing waits for a report of them: their gap is ``rows_gap_s``.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class ReporterSettings:
     gap_s: float = 0.02
     # The same while requests may wait for room.
     tight_gap_s: float = 0.004
+    # The same of a worker that runs rows only.
+    rows_gap_s: float = 0.1
     # How long a change of an idle worker waits, so that the first tokens of a sequence go before the report
     # of its start; where requests may wait for room, a change waits for nothing.
     lag_s: float = 0.003
@@ -118,7 +121,7 @@ class Reporter:
         self._deltas = deltas if deltas is not None else DeltaKeeper()
         self._changed = asyncio.Event()
         self._answered = asyncio.Event()
-        self._tight = False
+        self._gap_s = self._settings.gap_s
         self._unanswered_since_s = math.inf  # since when reports wait without any answer
         self._unanswered_beats = 0
         self._task: asyncio.Task[None] | None = None
@@ -235,7 +238,7 @@ class Reporter:
             while not self._deltas.overflowed:
                 self._changed.clear()
                 snapshot = self._snapshot(self._deltas.first)
-                self._tight = any(_is_tight(pool) for pool in snapshot.pools)
+                self._gap_s = _gap_s(snapshot.pools, self._settings)
                 if snapshot.incarnation:
                     number, report = self._deltas.next_report(snapshot)
                     if self._deltas.unconfirmed == 1:
@@ -252,22 +255,28 @@ class Reporter:
     async def _pause(self) -> None:
         """Return when the next report is to be sent."""
         settings = self._settings
-        await self._clock.sleep(settings.tight_gap_s if self._tight else settings.gap_s)
+        await self._clock.sleep(self._gap_s)
         if not self._changed.is_set() and not self._deltas.behind:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(settings.beat_s):
                     await self._changed.wait()
-                if not self._tight:
+                if self._gap_s > settings.tight_gap_s:
                     await self._clock.sleep(settings.lag_s)
         while self._deltas.unconfirmed >= settings.max_unanswered:
             self._answered.clear()
             await self._answered.wait()  # ends with the link: its reader waits for a bounded time
 
 
+def _gap_s(pools: Sequence[PoolSnapshot], settings: ReporterSettings) -> float:
+    """Return the time until the next report."""
+    of_sequences = [pool for pool in pools if not pool.row_slots]
+    if pools and not of_sequences:
+        return settings.rows_gap_s
+    return settings.tight_gap_s if any(map(_is_tight, of_sequences)) else settings.gap_s
+
+
 def _is_tight(pool: PoolSnapshot) -> bool:
     """Whether requests may be waiting for room in this pool."""
-    if pool.row_slots:
-        return (pool.running + pool.waiting) * 4 >= pool.row_slots * 3
     return (
         pool.kv_blocks_reserved * 4 >= pool.kv_blocks_total * 3
         or pool.running + pool.waiting >= pool.max_sequences

@@ -25,6 +25,7 @@ from tests.support.waiting import until
 
 COUNTER = TenantCounter("a", "d", Priority.STANDARD, 5.0)
 POOL = PoolSnapshot("d", 64, 0, 16, 0, 0, 8, 1024)
+ROWS = replace(POOL, digest="r", kv_blocks_total=0, max_sequences=0, row_slots=400)
 
 
 class Leader:
@@ -84,12 +85,13 @@ class Worker:
         self.seen: list[int] = []
         self.prefixes: list[int] = []
         self.incarnation = 100
+        self.pools: tuple[PoolSnapshot, ...] = (POOL,)
 
     def snapshot(self, whole: bool) -> ReportSnapshot:
         self.happened.append("whole" if whole else "changes")
         seen, self.seen = tuple(self.seen), []
         added, self.prefixes = tuple(self.prefixes), []
-        pools = (replace(POOL, prefix_added=added),)
+        pools = tuple(replace(pool, prefix_added=added) for pool in self.pools)
         return ReportSnapshot("w", self.incarnation, "h:1", pools=pools, epoch=3, grants_seen=seen)
 
     def on_leader(self, epoch: int) -> None:
@@ -98,7 +100,12 @@ class Worker:
 
 @asynccontextmanager
 async def reporting(
-    leader: Leader, worker: Worker, deltas: DeltaKeeper | None = None, *, answer_s: float = 20.0
+    leader: Leader,
+    worker: Worker,
+    deltas: DeltaKeeper | None = None,
+    *,
+    answer_s: float = 20.0,
+    rows_gap_s: float = 0.001,
 ) -> AsyncGenerator[Reporter, None]:
     clock = SystemClock()
     supervisor = Supervisor(clock)
@@ -111,7 +118,12 @@ async def reporting(
         on_counters=worker.counters.extend,
         on_tenant_slots=worker.slots.extend,
         settings=ReporterSettings(
-            gap_s=0.001, tight_gap_s=0.001, beat_s=0.02, max_unanswered=4, answer_s=answer_s
+            gap_s=0.001,
+            tight_gap_s=0.001,
+            rows_gap_s=rows_gap_s,
+            beat_s=0.02,
+            max_unanswered=4,
+            answer_s=answer_s,
         ),
         rng=Random(1),
         deltas=deltas,
@@ -235,3 +247,25 @@ async def test_a_few_beats_of_the_past_end_no_stream(leader: Leader) -> None:
                 stream.answer(ReportAnswer(3, number))
             await until(partial(stream.reported_beyond, reported))
         assert len(leader.streams) == 1
+
+
+@pytest.mark.parametrize("used", [0, 400])
+async def test_a_worker_of_rows_alone_reports_at_their_gap(leader: Leader, used: int) -> None:
+    worker = Worker()
+    worker.pools = (replace(ROWS, running=used),)
+    async with reporting(leader, worker, rows_gap_s=3600.0) as reporter:
+        await until(lambda: leader.streams and leader.streams[0].reports)
+        for _ in range(20):
+            reporter.changed()
+            await asyncio.sleep(0.005)
+        assert len(leader.streams[0].reports) == 1
+
+
+@pytest.mark.parametrize("pools", [(), (POOL, ROWS)], ids=["none", "both"])
+async def test_a_worker_with_sequences_or_without_versions_does_not_wait_for_the_gap_of_rows(
+    leader: Leader, pools: tuple[PoolSnapshot, ...]
+) -> None:
+    worker = Worker()
+    worker.pools = pools
+    async with reporting(leader, worker, rows_gap_s=3600.0):
+        await until(lambda: leader.streams and len(leader.streams[0].reports) > 1)
