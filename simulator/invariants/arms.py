@@ -147,7 +147,9 @@ class Arms(RolloutListener, GrantListener, Invariant):
             if digest != request.accepted:
                 self._add(ONE_ARM, f"request {number} started on another version than it was accepted for")
             moved = request.started not in ("", digest)
-            if moved and (spec.produced_ids or revision <= request.revision):
+            # An abort removes the split: the stable version has the older revision of the deployment again.
+            returned = bool(self._history.aborted_revision) and digest == self._history.stable
+            if moved and (spec.produced_ids or (revision <= request.revision and not returned)):
                 self._add(ONE_ARM, f"request {number} went on on another version")
             request.started, request.revision = digest, revision
         if spec.produced_ids:
