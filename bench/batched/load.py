@@ -171,11 +171,16 @@ async def one_answer(target: Target, connection: Connection, failure: _Failure) 
 
 
 async def open_loop(
-    target: Target, times_s: Sequence[float], *, connections: int, picks: Sequence[int] | None = None
+    target: Target,
+    times_s: Sequence[float],
+    *,
+    connections: int,
+    picks: Sequence[int] | None = None,
+    start: asyncio.Barrier | None = None,
 ) -> Taken:
     """Send requests at these times after the start, whatever is answered. Raises Failed.
 
-    ``picks``: the message of each request. One that finds no free connection waits for one; its latency
+    ``picks``: the message of each request. ``start``: of all loops of a run, once their connections are open. One that finds no free connection waits for one; its latency
     counts from its own time.
     """
     clock, failure = time.perf_counter, _Failure(target.name)
@@ -207,6 +212,8 @@ async def open_loop(
         await asyncio.gather(*(one_answer(target, connection, failure) for connection in opened))
         for connection in opened:
             ready(connection)
+        if start is not None:
+            await start.wait()
         began_s, used_s = clock(), time.process_time()
         for number, time_s in enumerate(times_s):
             due_s = began_s + time_s

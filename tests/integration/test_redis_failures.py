@@ -198,7 +198,7 @@ async def test_what_waits_is_settled_soon_after_the_store_is_back(
             await fallback.settle(held, Usage(1, 1))
             assert fallback.unsettled == 1
             own_redis.thaw()
-            await until(lambda: not fallback.unsettled)
+            await until(lambda: not fallback.unsettled, timeout_s=10)
             assert await limiter.concurrency("t") == 0
             assert await charged(limiter, "t") == Usage(round_ + 1, round_ + 1)
             held = await admit_metered(fallback, "t", f"r{round_}", limits(slots=1))

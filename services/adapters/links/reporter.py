@@ -24,7 +24,8 @@ stopped. So a link without an answer for ``answer_s``, over several heartbeats, 
 
 Reports are sent on change, at most one per ``gap_s``, the first of a burst at once, and at least one every
 ``beat_s``. While a pool is nearly full, requests may wait for its room: then the gap is ``tight_gap_s``. Rows
-run on slots that were leased before, so nothing waits for a report of them: their gap is ``rows_gap_s``.
+run on slots that were leased before. While pools of rows have room nothing waits for their reports, and the
+gap of a worker without other pools is ``rows_gap_s``; the leader observes its drain that much later too.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class ReporterSettings:
     gap_s: float = 0.02
     # The same while requests may wait for room.
     tight_gap_s: float = 0.004
-    # The same of a worker that runs rows only.
+    # The same of a worker that runs rows only, with room for more.
     rows_gap_s: float = 0.1
     # How long a change of an idle worker waits, so that the first tokens of a sequence go before the report
     # of its start; where requests may wait for room, a change waits for nothing.
@@ -238,7 +239,7 @@ class Reporter:
             while not self._deltas.overflowed:
                 self._changed.clear()
                 snapshot = self._snapshot(self._deltas.first)
-                self._gap_s = _gap_s(snapshot.pools, self._settings)
+                self._gap_s = report_gap_s(snapshot.pools, self._settings)
                 if snapshot.incarnation:
                     number, report = self._deltas.next_report(snapshot)
                     if self._deltas.unconfirmed == 1:
@@ -267,16 +268,18 @@ class Reporter:
             await self._answered.wait()  # ends with the link: its reader waits for a bounded time
 
 
-def _gap_s(pools: Sequence[PoolSnapshot], settings: ReporterSettings) -> float:
-    """Return the time until the next report."""
-    of_sequences = [pool for pool in pools if not pool.row_slots]
-    if pools and not of_sequences:
-        return settings.rows_gap_s
-    return settings.tight_gap_s if any(map(_is_tight, of_sequences)) else settings.gap_s
+def report_gap_s(pools: Sequence[PoolSnapshot], settings: ReporterSettings) -> float:
+    """Return the time from a report of these pools until the next one."""
+    if any(map(_is_tight, pools)):
+        return settings.tight_gap_s
+    has_rows_only = bool(pools) and all(pool.row_slots for pool in pools)
+    return settings.rows_gap_s if has_rows_only else settings.gap_s
 
 
 def _is_tight(pool: PoolSnapshot) -> bool:
     """Whether requests may be waiting for room in this pool."""
+    if pool.row_slots:
+        return (pool.running + pool.waiting) * 4 >= pool.row_slots * 3
     return (
         pool.kv_blocks_reserved * 4 >= pool.kv_blocks_total * 3
         or pool.running + pool.waiting >= pool.max_sequences

@@ -118,7 +118,7 @@ async def reporting(
         on_counters=worker.counters.extend,
         on_tenant_slots=worker.slots.extend,
         settings=ReporterSettings(
-            gap_s=0.001,
+            gap_s=0.002,
             tight_gap_s=0.001,
             rows_gap_s=rows_gap_s,
             beat_s=0.02,
@@ -249,8 +249,8 @@ async def test_a_few_beats_of_the_past_end_no_stream(leader: Leader) -> None:
         assert len(leader.streams) == 1
 
 
-@pytest.mark.parametrize("used", [0, 400])
-async def test_a_worker_of_rows_alone_reports_at_their_gap(leader: Leader, used: int) -> None:
+@pytest.mark.parametrize("used", [0, 299])
+async def test_a_worker_of_rows_alone_with_room_reports_at_their_gap(leader: Leader, used: int) -> None:
     worker = Worker()
     worker.pools = (replace(ROWS, running=used),)
     async with reporting(leader, worker, rows_gap_s=3600.0) as reporter:
@@ -261,8 +261,10 @@ async def test_a_worker_of_rows_alone_reports_at_their_gap(leader: Leader, used:
         assert len(leader.streams[0].reports) == 1
 
 
-@pytest.mark.parametrize("pools", [(), (POOL, ROWS)], ids=["none", "both"])
-async def test_a_worker_with_sequences_or_without_versions_does_not_wait_for_the_gap_of_rows(
+@pytest.mark.parametrize(
+    "pools", [(), (POOL, ROWS), (replace(ROWS, running=200, waiting=100),)], ids=["none", "both", "full"]
+)
+async def test_a_full_worker_one_with_sequences_and_one_without_versions_do_not_wait_for_the_gap_of_rows(
     leader: Leader, pools: tuple[PoolSnapshot, ...]
 ) -> None:
     worker = Worker()

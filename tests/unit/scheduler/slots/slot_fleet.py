@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from services.adapters.links.reporter import ReporterSettings, report_gap_s
 from services.core.errors import Conflict
 from services.core.fixed_cost.rows import RowsRequest
 from services.core.fixed_cost.slots import SlotDemand, SlotReturn
@@ -29,7 +30,7 @@ from tests.support.clocks import HandClock
 
 DIGEST = "sha256:" + "a" * 64
 STEP_S = 0.002
-REPORT_S = 0.02
+REPORTER = ReporterSettings()
 DELAY_S = 0.012  # the most
 BATCH_ROWS = 16
 
@@ -79,6 +80,7 @@ class ModelRowWorker:
         self.worker_id = worker_id
         self.row_slots = row_slots
         self.incarnation = 1
+        self.gap_s = 0.0
         self.alive = True
         self.epoch = 0
         self.stream = 0
@@ -115,7 +117,7 @@ class ModelRowWorker:
         if self.waiting and not self.batch:
             self.batch, self.waiting = self.waiting[:BATCH_ROWS], self.waiting[BATCH_ROWS:]
             self.ends_s = now_s + sum(self.fleet.tenants[row.tenant].row_s for row in self.batch)
-        if self.alive and now_s - self.reported_s >= REPORT_S:
+        if self.alive and now_s - self.reported_s >= self.gap_s:
             self.report()
 
     def report(self) -> None:
@@ -153,6 +155,7 @@ class ModelRowWorker:
                 for tenant, rows in done.items()
             ),
         )
+        self.gap_s = report_gap_s(snapshot.pools, REPORTER)
         stream, leader = self.stream, self.fleet.leader
         self.wire.send(lambda: leader.report(stream, snapshot))
 
