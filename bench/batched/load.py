@@ -180,8 +180,9 @@ async def open_loop(
 ) -> Taken:
     """Send requests at these times after the start, whatever is answered. Raises Failed.
 
-    ``picks``: the message of each request. ``start``: of all loops of a run, once their connections are open. One that finds no free connection waits for one; its latency
-    counts from its own time.
+    ``picks``: the message of each request. ``start``: where several loops start together, once their
+    connections are open. A request that finds no free connection waits for one; its latency counts from its
+    own time.
     """
     clock, failure = time.perf_counter, _Failure(target.name)
     found: list[float] = []
