@@ -180,15 +180,13 @@ async def open_loop(
 ) -> Taken:
     """Send requests at these times after the start, whatever is answered. Raises Failed.
 
-    ``picks``: the message of each request. ``start``: where several loops start together, once their
-    connections are open. A request that finds no free connection waits for one; its latency counts from its
-    own time.
+    ``picks``: the message of each request. ``start``: of loops that start together, once all are connected. A
+    request that finds no free connection waits for one; its latency counts from its own time.
     """
     clock, failure = time.perf_counter, _Failure(target.name)
     found: list[float] = []
     waiting: deque[tuple[float, bytes]] = deque()
-    # The one that was used longest ago goes first: servers of HTTP close connections that rest for seconds.
-    free: deque[Callable[[float, bytes], None]] = deque()
+    free: deque[Callable[[float, bytes], None]] = deque()  # the longest at rest first: servers close those
 
     def ready(connection: Connection) -> None:
         due_s = 0.0
@@ -228,8 +226,7 @@ async def open_loop(
         wall_s, end_s = clock() - began_s, clock() + DRAIN_S
         while len(found) < len(times_s) and clock() < end_s:
             await failure.sleep(0.02)
-        client_s = time.process_time() - used_s
-        return Taken(target.name, wall_s, found, client_s, len(times_s) - len(found))
+        return Taken(target.name, wall_s, found, time.process_time() - used_s, len(times_s) - len(found))
     finally:
         for connection in opened:
             connection.close()
