@@ -96,6 +96,7 @@ async def test_a_standby_serves_and_a_leader_that_decides_nothing_does_not() -> 
     try:
         election.win(7)
         await until(lambda: service.term is not None)
+        assert service.term is not None
         clock.now_s += 60.0
         assert service.problem() == "", "nothing waits"
         term = service.term
