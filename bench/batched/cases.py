@@ -134,7 +134,6 @@ async def closed(bench: Bench, here: Installation) -> dict[str, float]:
     for one in (*own, *bench.names):
         figures[f"{one}_server_us"] = median(lambda found, one=one: found[one].server_us)  # type: ignore[misc]
         figures[f"{one}_per_s"] = median(lambda found, one=one: found[one].per_s)  # type: ignore[misc]
-    for one in ("path", "path_of_two"):
         figures[f"{one}_p99_ms"] = median(lambda found, one=one: found[one].ms(0.99))  # type: ignore[misc]
     return figures
 

@@ -122,7 +122,6 @@ class Reporter:
         self._deltas = deltas if deltas is not None else DeltaKeeper()
         self._changed = asyncio.Event()
         self._answered = asyncio.Event()
-        self._gap_s = self._settings.gap_s
         self._unanswered_since_s = math.inf  # since when reports wait without any answer
         self._unanswered_beats = 0
         self._task: asyncio.Task[None] | None = None
@@ -239,7 +238,6 @@ class Reporter:
             while not self._deltas.overflowed:
                 self._changed.clear()
                 snapshot = self._snapshot(self._deltas.first)
-                self._gap_s = report_gap_s(snapshot.pools, self._settings)
                 if snapshot.incarnation:
                     number, report = self._deltas.next_report(snapshot)
                     if self._deltas.unconfirmed == 1:
@@ -247,21 +245,21 @@ class Reporter:
                     await link.send(number, report)
                 else:  # not registered yet
                     self._deltas.keep(snapshot)
-                await self._pause()
+                await self._pause(report_gap_s(snapshot.pools, self._settings))
             log.info("reporter.prefixes_overflowed", epoch=link.epoch)
         except FairwayError as error:
             log.info("reporter.write_failed", reason=error.reason)
         await link.close()
 
-    async def _pause(self) -> None:
-        """Return when the next report is to be sent."""
+    async def _pause(self, gap_s: float) -> None:
+        """Return when the next report is to be sent, at least ``gap_s`` after the last."""
         settings = self._settings
-        await self._clock.sleep(self._gap_s)
+        await self._clock.sleep(gap_s)
         if not self._changed.is_set() and not self._deltas.behind:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(settings.beat_s):
                     await self._changed.wait()
-                if self._gap_s > settings.tight_gap_s:
+                if gap_s > settings.tight_gap_s:
                     await self._clock.sleep(settings.lag_s)
         while self._deltas.unconfirmed >= settings.max_unanswered:
             self._answered.clear()

@@ -70,25 +70,25 @@ async def wait(requests: Requests, context: Any) -> None:
 
 class Sink:
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.events: list[str] = []
         self.message = ""
 
     def on_accepted(self) -> None:
-        self.heard.append("accepted")
+        self.events.append("accepted")
 
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:
-        self.heard.append(reason.value)
+        self.events.append(reason.value)
 
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
-        self.heard.append("tokens")
+        self.events.append("tokens")
 
     def on_finished(self, end: SequenceEnd) -> None:
-        self.heard.append("finished")
+        self.events.append("finished")
 
     def on_lost(self, message: str) -> None:
-        self.heard.append("lost")
+        self.events.append("lost")
         self.message = message
 
 
@@ -181,8 +181,8 @@ async def test_a_stream_that_breaks_loses_all_and_the_next_start_opens_another(r
     sinks = [Sink(), Sink()]
     for sink in sinks:
         rig.client.start(rig.spec(), sink)
-    await until(lambda: all(sink.heard for sink in sinks))
-    assert [sink.heard for sink in sinks] == [["lost"], ["lost"]]
+    await until(lambda: all(sink.events for sink in sinks))
+    assert [sink.events for sink in sinks] == [["lost"], ["lost"]]
     assert "RESOURCE_EXHAUSTED" in sinks[0].message
     await until(lambda: rig.client.links == 0)
     rig.worker.behaviour = wait
@@ -197,8 +197,8 @@ async def test_a_worker_that_ends_its_stream_is_lost(rig: Rig) -> None:
     rig.worker.behaviour = leave
     sink = Sink()
     rig.client.start(rig.spec(), sink)
-    await until(lambda: sink.heard)
-    assert sink.heard == ["lost"]
+    await until(lambda: sink.events)
+    assert sink.events == ["lost"]
 
 
 async def test_silence_is_loss_and_heartbeats_are_not_silence(rig: Rig) -> None:
@@ -216,9 +216,9 @@ async def test_silence_is_loss_and_heartbeats_are_not_silence(rig: Rig) -> None:
     sink = Sink()
     rig.client.start(rig.spec(), sink)
     await until(lambda: beats == 6)
-    assert sink.heard == [], "it was alive for twice the silence"
-    await until(lambda: sink.heard)
-    assert sink.heard == ["lost"]
+    assert sink.events == [], "it was alive for twice the silence"
+    await until(lambda: sink.events)
+    assert sink.events == ["lost"]
     assert "sent nothing" in sink.message
 
 
@@ -236,10 +236,10 @@ async def test_an_idle_stream_is_closed(rig: Rig) -> None:
     rig.worker.behaviour = refuse
     sink = Sink()
     rig.client.start(rig.spec(), sink)
-    await until(lambda: sink.heard)
+    await until(lambda: sink.events)
     assert rig.client.links == 1
     await until(lambda: rig.client.links == 0)
-    assert sink.heard == ["no_room"]
+    assert sink.events == ["no_room"]
 
 
 async def test_a_frame_that_does_not_add_up_ends_the_stream(rig: Rig) -> None:
@@ -252,8 +252,8 @@ async def test_a_frame_that_does_not_add_up_ends_the_stream(rig: Rig) -> None:
     rig.worker.behaviour = lie
     sink = Sink()
     rig.client.start(rig.spec(), sink)
-    await until(lambda: sink.heard)
-    assert sink.heard == ["lost"]
+    await until(lambda: sink.events)
+    assert sink.events == ["lost"]
 
 
 async def test_a_start_that_was_cancelled_before_it_left_gives_its_grant_back(rig: Rig) -> None:
@@ -280,6 +280,6 @@ async def test_starts_that_a_lost_worker_never_saw_give_their_grants_back(rig: R
     await rig.server.stop(0)
     sink, spec = Sink(), rig.spec()
     rig.client.start(spec, sink)
-    await until(lambda: sink.heard)
-    assert sink.heard == ["lost"]
+    await until(lambda: sink.events)
+    assert sink.events == ["lost"]
     assert len(rig.unsent) <= 1
