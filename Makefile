@@ -49,7 +49,7 @@ setup-dev:
 # Hundreds of processes import the tree: it is compiled once, also where the environment says not to store that.
 test test-long test-all floor test-pythons e2e: export PYTHONDONTWRITEBYTECODE =
 
-test: setup-dev e2e-env s3-env ## Run the tests but for the long ones, about 6 minutes on two cores
+test: setup-dev e2e-env s3-env ## Run the tests but for the long ones, about 10 minutes on two cores
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not sweep and not long" $(ARGS)
 
 test-long: setup-dev e2e-env s3-env ## Run the tests in tests/long_tests.txt (about 15 minutes)

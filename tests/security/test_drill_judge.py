@@ -74,7 +74,7 @@ def test_each_harm_is_judged_wrong(row: Row, figure: str, value: float) -> None:
     [
         total(),
         total(good(canaries=0)),
-        total(good(), growths={"gateway": 12.0, "worker-0": 64.1}),
+        total(good(), growths={"gateway": 12.0, "worker-0": 80.1}),
         total(good(), lost=["storm: an accepted request was not settled"]),
     ],
     ids=["nothing ran", "no canary was served", "a role grew", "a settlement is missing"],
