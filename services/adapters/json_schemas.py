@@ -1,0 +1,492 @@
+"""JSON schemas as the grammar engine holds outputs to them exactly.
+
+The engine ignores unknown keywords and refuses by name what it lacks. What it would hold to otherwise than
+the schema says is rewritten here, or refused with its place:
+
+- It has numbers as 64-bit floats, which it reads and writes exactly up to 2^53, the decimal point aside.
+  Bounds with more digits are narrowed to 15, other numbers refused.
+- It sees that branches of ``oneOf`` exclude each other by types and literals in place only. Where that
+  follows from references, required properties or bounds too, the branches become those of ``anyOf``.
+- A subschema that no finite document matches becomes ``false``: the engine would nest without an end.
+- Names of free properties may repeat, so several of them cannot be required by their number.
+
+The rules for finite documents and for exclusion leave conditions out where there are too many. So each errs
+towards what is certain: a document may exist, two branches may both match.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from itertools import combinations, product
+from typing import Any, Final
+from urllib.parse import unquote
+
+from services.ports.grammars import GrammarRefused
+
+# Formats that the engine has; any other is an annotation.
+FORMATS: Final = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
+)
+MAX_STEPS: Final = 100_000
+MAX_WAYS: Final = 256
+MAX_DEPTH: Final = 6  # of properties and items in the proof that branches exclude each other
+EXACT: Final = 2**53  # up to here a float has each integer
+DIGITS: Final = 15  # of numbers that are exact in a float, whatever their digits
+_LEAST: Final = Decimal("1e-22")  # the step of such numbers is not smaller
+_TOP: Final = Decimal(9223372036854770000)  # the largest of those below 2^63, where the engine's integers end
+_LONG: Final = 10**18  # beyond, the engine needs bounds on both sides
+_MAX_MULTIPLE: Final = 2**32 - 1
+_TYPES: Final = frozenset(("null", "boolean", "number", "string", "array", "object"))
+_IN_MAPS: Final = ("properties", "patternProperties")
+_IN_PLACE: Final = (
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "prefixItems",
+    "allOf",
+    "anyOf",
+    "oneOf",
+)
+_SIZES: Final = {"string": "Length", "array": "Items", "object": "Properties"}
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+Schema = dict[str, Any]
+# Schemas of one place, which all hold.
+Parts = tuple[Schema, ...]
+Key = tuple[str, Any]
+# A number, and on which side of it the values are if it is none itself: 1, -1, else 0.
+Bound = tuple[Decimal, int]
+
+
+def read(text: str, start: int = 0) -> tuple[Any, int]:
+    """Return the JSON value that begins in a text, its numbers exact, and its end. Raises ValueError."""
+    while start < len(text) and text[start] in " \t\r\n":
+        start += 1
+    found: tuple[Any, int] = _DECODER.raw_decode(text, start)
+    return found
+
+
+def exact_schema(schema: Any, options: dict[str, object]) -> str:
+    """Return the JSON of a schema that the engine takes, with its options. Raises GrammarRefused.
+
+    The schema is changed in place.
+    """
+    holder = [{} if schema is True else schema]
+    if isinstance(schema, dict):
+        _Document(holder).rewrite()
+    if not isinstance(holder[0], dict):
+        raise GrammarRefused("#: no document matches it" if schema is False else "it is no JSON schema")
+    return json.dumps(holder[0] | {"x-guidance": options}, allow_nan=False, default=float)
+
+
+def _number(text: str) -> float | Decimal:
+    """A float where it has the same digits."""
+    value, near = Decimal(text), float(text)
+    return near if _decimal(near) == value else value
+
+
+def _constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+_DECODER: Final = json.JSONDecoder(parse_float=_number, parse_constant=_constant)
+
+
+class _Document:
+    """One schema with all that it refers to; subschemas are known by their identity."""
+
+    def __init__(self, holder: list[Any]) -> None:
+        self._root: Schema = holder[0]
+        # Subschemas that the engine reads, each with its path and the container and key of its place.
+        self._found: dict[int, tuple[Schema, str, Any, Any]] = {}
+        self._targets: dict[int, Any] = {}
+        self._ways: dict[int, list[Parts]] = {}
+        self._finite: set[int] = set()
+        self._steps = 0
+        self._find(holder)
+
+    def rewrite(self) -> None:
+        while self._grow():
+            pass
+        if id(self._root) not in self._finite:
+            raise GrammarRefused(self._endless())
+        live = [entry for key, entry in self._found.items() if key in self._finite]
+        for node, path, _, _ in live:
+            if isinstance(node.get("oneOf"), list):
+                self._check_branches(node, path)
+        for node, path, _, _ in live:
+            self._check_multiples(node, path)
+        for key, (_, _, container, place) in self._found.items():
+            if key not in self._finite:
+                container[place] = False
+        for node, path, _, _ in live:
+            _write(node, path)
+
+    def _find(self, holder: list[Any]) -> None:
+        waiting: list[tuple[Any, Any, str]] = [(holder, 0, "#")]
+        while waiting:
+            container, key, path = waiting.pop()
+            node = container[key]
+            if not isinstance(node, dict) or id(node) in self._found:
+                continue
+            self._found[id(node)] = (node, path, container, key)
+            for name in _IN_MAPS:
+                if isinstance(under := node.get(name), dict):
+                    waiting += [(under, each, f"{path}/{name}/{_escaped(each)}") for each in under]
+            for name in _IN_PLACE:
+                if isinstance(under := node.get(name), list):
+                    waiting += [(under, each, f"{path}/{name}/{each}") for each in range(len(under))]
+                elif name in node:
+                    waiting.append((node, name, f"{path}/{name}"))
+            if isinstance(reference := node.get("$ref"), str):
+                waiting.append(self._resolve(node, reference, path, holder))
+
+    def _resolve(self, node: Schema, reference: str, path: str, holder: list[Any]) -> tuple[Any, Any, str]:
+        """Return the place that a reference names, which gets a name that the engine can read."""
+        container: Any = holder
+        key: Any = 0
+        names = [unquote(name).replace("~1", "/").replace("~0", "~") for name in reference.split("/")[1:]]
+        try:
+            if not (reference == "#" or (reference.startswith("#/") and len(reference) > 2)):
+                raise LookupError
+            for name in names:
+                container = container[key]
+                key = name if isinstance(container, dict) else int(name.removeprefix("-"))
+            target = container[key]
+        except (LookupError, ValueError, TypeError):
+            raise GrammarRefused(
+                f"{path}/$ref: {reference[:64]!r} is no place in the schema; a reference begins with #/ and "
+                "names one"
+            ) from None
+        if "oneOf" in names or "~" in reference or "%" in reference:
+            container, key = self._root.setdefault("$defs", {}), f"at {len(self._targets)}"
+            while key in container:
+                key += "+"
+            container[key] = target
+            node["$ref"] = f"#/$defs/{key}"
+        self._targets[id(node)] = target
+        return container, key, reference
+
+    def _step(self) -> None:
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise GrammarRefused("#: it has too many branches within branches; send fewer")
+
+    def _ways_of(self, node: Any, above: tuple[int, ...] = ()) -> list[Parts]:
+        """Return the ways to match a subschema in place; none for one that is itself again."""
+        if not isinstance(node, dict):
+            return [] if node is False else [()]
+        if id(node) in above:
+            return []
+        if (kept := self._ways.get(id(node))) is not None:
+            return kept
+        self._step()
+        groups: list[list[Any]] = [[each] for each in _list(node, "allOf")]
+        groups += [_list(node, name) for name in ("anyOf", "oneOf") if isinstance(node.get(name), list)]
+        groups += [[self._targets[id(node)]]] if id(node) in self._targets else []
+        ways: list[Parts] = [(node,)]
+        for group in groups:
+            options = [way for each in group for way in self._ways_of(each, (*above, id(node)))]
+            if len(ways) * len(options) <= MAX_WAYS:
+                ways = [before + after for before in ways for after in options]
+        if not above:  # else branches that come back to a subschema above are missing
+            self._ways[id(node)] = ways
+        return ways
+
+    def _grow(self) -> bool:
+        """Add subschemas with a document of the finite ones so far; what this never reaches is endless."""
+        grew = False
+        for key, (node, _, _, _) in reversed(self._found.items()):
+            if key not in self._finite and any(map(self._ends, self._ways_of(node))):
+                self._finite.add(key)
+                grew = True
+        return grew
+
+    def _ends(self, parts: Parts) -> bool:
+        self._step()
+        return any(all(map(self._is_finite, self._needs(kind, parts))) for kind in _types(parts))
+
+    def _is_finite(self, node: Any) -> bool:
+        return node is not False and (not isinstance(node, dict) or id(node) in self._finite)
+
+    def _needs(self, kind: str, parts: Parts) -> Sequence[Any]:
+        """Return the subschemas of which any document of a type contains one each."""
+        if kind == "array":
+            return [item for index in _least_items(parts) for item in _items(parts, index)]
+        if kind != "object":
+            return ()
+        required = _required(parts)
+        if not required and _largest(parts, "minProperties") > 0:
+            names = [*dict.fromkeys(name for part in parts for name in _dict(part, "properties")), None]
+            choices = [_properties(parts, name) for name in names]
+            return next((each for each in choices if all(map(self._is_finite, each))), choices[0])
+        return [each for name in required for each in _properties(parts, name)]
+
+    def _endless(self) -> str:
+        """Return why no finite document matches, with the place that comes back to itself."""
+        seen, node = set[int](), self._root
+        while id(node) not in seen:
+            seen.add(id(node))
+            needs = (
+                each
+                for way in self._ways_of(node)
+                for kind in sorted(_types(way))
+                for each in self._needs(kind, way)
+                if isinstance(each, dict) and id(each) not in self._finite
+            )
+            if (following := next(needs, None)) is None:
+                return f"{self._found[id(node)][1]}: no document matches it"
+            node = following
+        path = self._found[id(node)][1]
+        return (
+            f"{path}: no finite document matches it, since each contains another; make the property optional "
+            "or the list possibly empty, or allow null there"
+        )
+
+    def _check_branches(self, node: Schema, path: str) -> None:
+        for (first, one), (second, other) in combinations(enumerate(node["oneOf"]), 2):
+            ways = product(self._ways_of(one), self._ways_of(other))
+            if not all(self._clash((node, *way, *other_way)) for way, other_way in ways):
+                raise GrammarRefused(
+                    f"{path}/oneOf: branches {first} and {second} may both match; send anyOf, or let them "
+                    "differ by type, by a required property with its own const, or by bounds"
+                )
+
+    def _clash(self, parts: Parts, depth: int = 0) -> bool:
+        """Whether no document matches all parts, as far as that is certain."""
+        self._step()
+        return all(self._clash_in(kind, parts, depth) for kind in _types(parts))
+
+    def _clash_in(self, kind: str, parts: Parts, depth: int) -> bool:
+        literals = [{key for key in keys if key[0] == kind} for part in parts if (keys := _literals(part))]
+        if literals and not set.intersection(*literals):
+            return True
+        if kind == "number":
+            low, high = _range(parts)
+            return low is not None and high is not None and low > high
+        if (size := _SIZES.get(kind)) and _largest(parts, f"min{size}") > _smallest(parts, f"max{size}"):
+            return True
+        if depth == MAX_DEPTH:
+            return False
+        places: Iterator[list[Any]] = iter(())
+        if kind == "object":
+            places = (_properties(parts, name) for name in _required(parts))
+        elif kind == "array":
+            places = (_items(parts, index) for index in _least_items(parts))
+        return any(self._clash_at(place, depth + 1) for place in places)
+
+    def _clash_at(self, nodes: Sequence[Any], depth: int) -> bool:
+        ways = [self._ways_of(node) for node in nodes]
+        if math.prod(map(len, ways)) > MAX_WAYS:
+            return False
+        return all(self._clash(sum(way, ()), depth) for way in product(*ways))
+
+    def _check_multiples(self, node: Schema, path: str) -> None:
+        """Refuse steps that hold together and whose common multiple the engine does not have."""
+        for way in self._ways_of(node):
+            steps = {abs(_decimal(part["multipleOf"])) for part in way if _is_number(part.get("multipleOf"))}
+            shift = max((-int(step.as_tuple().exponent) for step in steps), default=0)
+            if math.prod(step.scaleb(shift) for step in steps) > _MAX_MULTIPLE:
+                raise GrammarRefused(
+                    f"{path}: multipleOf has at most {_MAX_MULTIPLE} steps of its last decimal, all of one "
+                    "place multiplied; send a smaller one"
+                )
+
+
+# What is written for the engine.
+
+
+def _write(node: Schema, path: str) -> None:
+    if isinstance(node.get("format"), str) and node["format"] not in FORMATS:
+        del node["format"]
+    for name in ("const", "enum"):
+        if name in node:
+            _check_literal(node[name], f"{path}/{name}")
+    bounds = [_decimal(node[name]) for name in _BOUNDS if _is_number(node.get(name))]
+    if any(abs(bound) >= EXACT or not _is_exact(bound) for bound in bounds):
+        _narrow(node, path)
+    free = node.get("additionalProperties") is not False or "patternProperties" in node
+    if free and _largest((node,), "minProperties") - len(_required((node,))) > 1:
+        raise GrammarRefused(
+            f"{path}/minProperties: at most one property more than those in required can be enforced, since "
+            "names may repeat; name the others in required"
+        )
+    if isinstance(node.get("oneOf"), list):
+        name, branches = "anyOf", node["oneOf"]
+        if "anyOf" in node:
+            name, branches = "allOf", [*_list(node, "allOf"), {"anyOf": branches}]
+        entries = [
+            (name, branches) if key == "oneOf" else (key, each) for key, each in node.items() if key != name
+        ]
+        node.clear()
+        node.update(entries)  # in the order of the schema, which is that of properties
+
+
+def _check_literal(value: Any, path: str) -> None:
+    if _is_number(value) and not _is_exact(_decimal(value)):
+        raise GrammarRefused(
+            f"{path}: a number of more than {DIGITS} digits is not enforced exactly; send it as a string"
+        )
+    if isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_literal(each, path)
+
+
+def _is_exact(value: Decimal) -> bool:
+    _, digits, exponent = value.as_tuple()
+    scale = int(exponent)
+    return int("".join(map(str, digits)) or 0) <= EXACT and abs(scale) <= -_LEAST.adjusted()
+
+
+def _narrow(node: Schema, path: str) -> None:
+    """Put numbers that the engine has exactly in place of a subschema's bounds, within these."""
+    low, high = _range((node,))
+    for name in _BOUNDS:
+        node.pop(name, None)
+    least, most = _put(node, low, up=True), _put(node, high, up=False)
+    if least is not None and least >= _LONG and most is None:
+        most = _TOP
+        node["maximum"] = int(most)
+    if most is not None and most <= -_LONG and least is None:
+        least = -_TOP
+        node["minimum"] = int(least)
+    if least is not None and most is not None and least > most:
+        raise GrammarRefused(
+            f"{path}: no number of {DIGITS} digits below 2^63 is within its bounds; send wider ones, or "
+            "numbers as strings"
+        )
+
+
+def _put(node: Schema, bound: Bound | None, *, up: bool) -> Decimal | None:
+    if bound is None:
+        return None
+    value, strict = bound
+    if strict and abs(value) >= EXACT:  # the next float is further away than the next integer
+        value += strict
+    rounding = ROUND_CEILING if up else ROUND_FLOOR
+    near = Context(prec=DIGITS, rounding=rounding).create_decimal(value)
+    if int(near.as_tuple().exponent) < _LEAST.adjusted():
+        near = near.quantize(_LEAST, rounding=rounding)
+    near = max(near, -_TOP) if up else min(near, _TOP)
+    name = "inimum" if up else "aximum"
+    name = f"exclusiveM{name}" if strict and near == bound[0] else f"m{name}"
+    node[name] = int(near) if near == near.to_integral_value() else float(near)
+    return near
+
+
+# What a subschema says.
+
+
+def _types(parts: Parts) -> set[str]:
+    """Return the types that all parts admit; integers are numbers."""
+    found = set(_TYPES)
+    for part in parts:
+        named = part.get("type")
+        if isinstance(named, str | list):
+            names = [named] if isinstance(named, str) else named
+            found &= {"number" if name == "integer" else str(name) for name in names}
+        if (literals := _literals(part)) is not None:
+            found &= {kind for kind, _ in literals}
+    return found
+
+
+def _literals(part: Schema) -> set[Key] | None:
+    """Return what const and enum admit; None without them."""
+    found = [[part["const"]]] if "const" in part else []
+    if isinstance(part.get("enum"), list):
+        found.append(part["enum"])
+    return set.intersection(*({_key(value) for value in values} for values in found)) if found else None
+
+
+def _key(value: Any) -> Key:
+    """Return the type of a value, and what is equal for equal values."""
+    if _is_number(value):
+        return "number", _decimal(value)
+    match value:
+        case list():
+            return "array", tuple(map(_key, value))
+        case dict():
+            return "object", frozenset((name, _key(each)) for name, each in value.items())
+        case bool():
+            return "boolean", value
+    return ("null" if value is None else "string"), value
+
+
+def _required(parts: Parts) -> list[str]:
+    return list(
+        dict.fromkeys(name for part in parts for name in _list(part, "required") if isinstance(name, str))
+    )
+
+
+def _properties(parts: Parts, name: str | None) -> list[Any]:
+    """Return the subschemas of a property, as far as names give them; None: of one with another name."""
+    return [
+        _dict(part, "properties").get(
+            name, "patternProperties" in part or part.get("additionalProperties", True)
+        )
+        for part in parts
+    ]
+
+
+def _items(parts: Parts, index: int) -> list[Any]:
+    """Return the subschemas of an item."""
+    found = []
+    for part in parts:
+        first, rest = _list(part, "prefixItems"), part.get("items", True)
+        if isinstance(rest, list):  # as before draft 2020-12
+            first, rest = rest, part.get("additionalItems", True)
+        found.append(first[index] if index < len(first) else rest)
+    return found
+
+
+def _least_items(parts: Parts) -> range:
+    """Return the places of items that each document has; of those with one subschema, one."""
+    named = max((len(_list(part, name)) for part in parts for name in ("prefixItems", "items")), default=0)
+    return range(int(min(_largest(parts, "minItems"), named + 1)))
+
+
+def _range(parts: Parts) -> tuple[Bound | None, Bound | None]:
+    low = [bound for part in parts for bound in _bounds(part, "minimum", "exclusiveMinimum", 1)]
+    high = [bound for part in parts for bound in _bounds(part, "maximum", "exclusiveMaximum", -1)]
+    return max(low, default=None), min(high, default=None)
+
+
+def _bounds(part: Schema, name: str, exclusive: str, side: int) -> Iterator[Bound]:
+    value, strict = part.get(name), part.get(exclusive)
+    if _is_number(value):  # the flag is that of draft 4
+        yield _decimal(value), side if strict is True else 0
+    if _is_number(strict):
+        yield _decimal(strict), side
+
+
+def _largest(parts: Parts, name: str) -> float:
+    return max((part[name] for part in parts if isinstance(part.get(name), int)), default=0)
+
+
+def _smallest(parts: Parts, name: str) -> float:
+    return min((part[name] for part in parts if isinstance(part.get(name), int)), default=math.inf)
+
+
+def _list(node: Schema, name: str) -> list[Any]:
+    found = node.get(name)
+    return found if isinstance(found, list) else []
+
+
+def _dict(node: Schema, name: str) -> dict[str | None, Any]:
+    found = node.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+
+
+def _decimal(value: Any) -> Decimal:
+    return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
