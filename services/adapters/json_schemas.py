@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from itertools import combinations, product
 from typing import Any, Final
-from urllib.parse import unquote
+from urllib.parse import unquote, urldefrag, urljoin
 
 from services.ports.grammars import GrammarRefused
 
@@ -30,7 +30,7 @@ from services.ports.grammars import GrammarRefused
 FORMATS: Final = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 )
-MAX_STEPS: Final = 100_000
+MAX_STEPS: Final = 40_000  # about 0.1 s
 MAX_WAYS: Final = 256
 MAX_DEPTH: Final = 6  # of properties and items in the proof that branches exclude each other
 EXACT: Final = 2**53  # up to here a float has each integer
@@ -78,7 +78,7 @@ def exact_schema(schema: Any, options: dict[str, object]) -> str:
     if isinstance(schema, dict):
         _Document(holder).rewrite()
     if not isinstance(holder[0], dict):
-        raise GrammarRefused("#: no document matches it" if schema is False else "it is no JSON schema")
+        raise GrammarRefused("#: no output can match it" if schema is False else "it is no JSON schema")
     return json.dumps(holder[0] | {"x-guidance": options}, allow_nan=False, default=float)
 
 
@@ -103,9 +103,13 @@ class _Document:
         # Subschemas that the engine reads, each with its path and the container and key of its place.
         self._found: dict[int, tuple[Schema, str, Any, Any]] = {}
         self._targets: dict[int, Any] = {}
+        self._resources: dict[str, tuple[Any, Any]] = {"": (holder, 0)}
+        self._bases: dict[int, str] = {}
         self._ways: dict[int, list[Parts]] = {}
+        self._admits: dict[int, tuple[set[str], set[Key] | None]] = {}
         self._finite: set[int] = set()
         self._steps = 0
+        self._name(holder, 0)
         self._find(holder)
 
     def rewrite(self) -> None:
@@ -142,36 +146,52 @@ class _Document:
                 elif name in node:
                     waiting.append((node, name, f"{path}/{name}"))
             if isinstance(reference := node.get("$ref"), str):
-                waiting.append(self._resolve(node, reference, path, holder))
+                waiting.append(self._resolve(node, reference, path))
 
-    def _resolve(self, node: Schema, reference: str, path: str, holder: list[Any]) -> tuple[Any, Any, str]:
-        """Return the place that a reference names, which gets a name that the engine can read."""
-        container: Any = holder
-        key: Any = 0
-        names = [unquote(name).replace("~1", "/").replace("~0", "~") for name in reference.split("/")[1:]]
+    def _name(self, container: Any, key: Any) -> None:
+        """Collect what references name: resources by their URL, anchors behind it."""
+        waiting: list[tuple[Any, Any, str]] = [(container, key, "")]
+        while waiting:
+            container, key, base = waiting.pop()
+            node = container[key]
+            if isinstance(node, dict):
+                if isinstance(name := node.get("$id"), str):
+                    base = urldefrag(urljoin(base, name)).url
+                    self._resources.setdefault(base, (container, key))
+                if isinstance(name := node.get("$anchor"), str):
+                    self._resources.setdefault(f"{base}#{name}", (container, key))
+                self._bases[id(node)] = base
+            if isinstance(node, dict | list):
+                waiting += [
+                    (node, each, base) for each in (node if isinstance(node, dict) else range(len(node)))
+                ]
+
+    def _resolve(self, node: Schema, reference: str, path: str) -> tuple[Any, Any, str]:
+        """Return the place that a reference names, as it will be when ``oneOf`` is written."""
+        url, fragment = urldefrag(urljoin(self._bases[id(node)], reference))
+        names = fragment.split("/") if fragment.startswith("/") else [""]
         try:
-            if not (reference == "#" or (reference.startswith("#/") and len(reference) > 2)):
-                raise LookupError
-            for name in names:
+            container, key = self._resources[
+                url if fragment.startswith("/") or not fragment else f"{url}#{fragment}"
+            ]
+            for place, name in enumerate(names[1:], 1):
                 container = container[key]
-                key = name if isinstance(container, dict) else int(name.removeprefix("-"))
-            target = container[key]
+                key = unquote(name).replace("~1", "/").replace("~0", "~")
+                key = key if isinstance(container, dict) else int(key.removeprefix("-"))
+                if key == "oneOf" and isinstance(container[key], list):
+                    names[place] = "anyOf"
+            self._targets[id(node)] = container[key]
         except (LookupError, ValueError, TypeError):
             raise GrammarRefused(
                 f"{path}/$ref: {reference[:64]!r} is no place in the schema; a reference begins with #/ and "
                 "names one"
             ) from None
-        if "oneOf" in names or "~" in reference or "%" in reference:
-            container, key = self._root.setdefault("$defs", {}), f"at {len(self._targets)}"
-            while key in container:
-                key += "+"
-            container[key] = target
-            node["$ref"] = f"#/$defs/{key}"
-        self._targets[id(node)] = target
+        if "anyOf" in names:
+            node["$ref"] = f"{urldefrag(reference).url}#{'/'.join(names)}"
         return container, key, reference
 
-    def _step(self) -> None:
-        self._steps += 1
+    def _step(self, size: int = 1) -> None:
+        self._steps += size
         if self._steps > MAX_STEPS:
             raise GrammarRefused("#: it has too many branches within branches; send fewer")
 
@@ -206,8 +226,8 @@ class _Document:
         return grew
 
     def _ends(self, parts: Parts) -> bool:
-        self._step()
-        return any(all(map(self._is_finite, self._needs(kind, parts))) for kind in _types(parts))
+        self._step(len(parts))
+        return any(all(map(self._is_finite, self._needs(kind, parts))) for kind in self._types(parts))
 
     def _is_finite(self, node: Any) -> bool:
         return node is not False and (not isinstance(node, dict) or id(node) in self._finite)
@@ -233,12 +253,12 @@ class _Document:
             needs = (
                 each
                 for way in self._ways_of(node)
-                for kind in sorted(_types(way))
+                for kind in sorted(self._types(way))
                 for each in self._needs(kind, way)
                 if isinstance(each, dict) and id(each) not in self._finite
             )
             if (following := next(needs, None)) is None:
-                return f"{self._found[id(node)][1]}: no document matches it"
+                return f"{self._found[id(node)][1]}: no output can match it"
             node = following
         path = self._found[id(node)][1]
         return (
@@ -255,14 +275,23 @@ class _Document:
                     "differ by type, by a required property with its own const, or by bounds"
                 )
 
+    def _types(self, parts: Parts) -> set[str]:
+        """Return the types that all parts admit."""
+        return set(_TYPES).intersection(*(self._admitted(part)[0] for part in parts))
+
+    def _admitted(self, part: Schema) -> tuple[set[str], set[Key] | None]:
+        if (kept := self._admits.get(id(part))) is None:
+            kept = self._admits[id(part)] = _admitted(part)
+        return kept
+
     def _clash(self, parts: Parts, depth: int = 0) -> bool:
         """Whether no document matches all parts, as far as that is certain."""
-        self._step()
-        return all(self._clash_in(kind, parts, depth) for kind in _types(parts))
+        self._step(len(parts))
+        return all(self._clash_in(kind, parts, depth) for kind in self._types(parts))
 
     def _clash_in(self, kind: str, parts: Parts, depth: int) -> bool:
-        literals = [{key for key in keys if key[0] == kind} for part in parts if (keys := _literals(part))]
-        if literals and not set.intersection(*literals):
+        literals = [keys for part in parts if (keys := self._admitted(part)[1]) is not None]
+        if literals and not any(key[0] == kind for key in set.intersection(*literals)):
             return True
         if kind == "number":
             low, high = _range(parts)
@@ -380,17 +409,13 @@ def _put(node: Schema, bound: Bound | None, *, up: bool) -> Decimal | None:
 # What a subschema says.
 
 
-def _types(parts: Parts) -> set[str]:
-    """Return the types that all parts admit; integers are numbers."""
-    found = set(_TYPES)
-    for part in parts:
-        named = part.get("type")
-        if isinstance(named, str | list):
-            names = [named] if isinstance(named, str) else named
-            found &= {"number" if name == "integer" else str(name) for name in names}
-        if (literals := _literals(part)) is not None:
-            found &= {kind for kind, _ in literals}
-    return found
+def _admitted(part: Schema) -> tuple[set[str], set[Key] | None]:
+    """Return the types and the values of a subschema; integers are numbers, and None is any value."""
+    found, named, values = set(_TYPES), part.get("type"), _literals(part)
+    if isinstance(named, str | list):
+        names = [named] if isinstance(named, str) else named
+        found &= {"number" if name == "integer" else str(name) for name in names}
+    return (found if values is None else found & {kind for kind, _ in values}), values
 
 
 def _literals(part: Schema) -> set[Key] | None:
