@@ -24,6 +24,25 @@ from itertools import combinations, product
 from typing import Any, Final
 from urllib.parse import unquote, urldefrag, urljoin
 
+from services.adapters.schema_parts import (
+    TYPES,
+    Bound,
+    Key,
+    Parts,
+    Schema,
+    admitted,
+    decimal_of,
+    dict_of,
+    is_number,
+    items_of,
+    largest,
+    least_items,
+    list_of,
+    properties_of,
+    range_of,
+    required_of,
+    smallest,
+)
 from services.ports.grammars import GrammarRefused
 
 # Formats that the engine has; any other is an annotation.
@@ -39,7 +58,6 @@ _LEAST: Final = Decimal("1e-22")  # the step of such numbers is not smaller
 _TOP: Final = Decimal(9223372036854770000)  # the largest of those below 2^63, where the engine's integers end
 _LONG: Final = 10**18  # beyond, the engine needs bounds on both sides
 _MAX_MULTIPLE: Final = 2**32 - 1
-_TYPES: Final = frozenset(("null", "boolean", "number", "string", "array", "object"))
 _IN_MAPS: Final = ("properties", "patternProperties")
 _IN_PLACE: Final = (
     "items",
@@ -52,13 +70,6 @@ _IN_PLACE: Final = (
 )
 _SIZES: Final = {"string": "Length", "array": "Items", "object": "Properties"}
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-
-Schema = dict[str, Any]
-# Schemas of one place, which all hold.
-Parts = tuple[Schema, ...]
-Key = tuple[str, Any]
-# A number, and on which side of it the values are if it is none itself: 1, -1, else 0.
-Bound = tuple[Decimal, int]
 
 
 def read(text: str, start: int = 0) -> tuple[Any, int]:
@@ -85,7 +96,7 @@ def exact_schema(schema: Any, options: dict[str, object]) -> str:
 def _number(text: str) -> float | Decimal:
     """A float where it has the same digits."""
     value, near = Decimal(text), float(text)
-    return near if _decimal(near) == value else value
+    return near if decimal_of(near) == value else value
 
 
 def _constant(text: str) -> Any:
@@ -204,8 +215,8 @@ class _Document:
         if (kept := self._ways.get(id(node))) is not None:
             return kept
         self._step()
-        groups: list[list[Any]] = [[each] for each in _list(node, "allOf")]
-        groups += [_list(node, name) for name in ("anyOf", "oneOf") if isinstance(node.get(name), list)]
+        groups: list[list[Any]] = [[each] for each in list_of(node, "allOf")]
+        groups += [list_of(node, name) for name in ("anyOf", "oneOf") if isinstance(node.get(name), list)]
         groups += [[self._targets[id(node)]]] if id(node) in self._targets else []
         ways: list[Parts] = [(node,)]
         for group in groups:
@@ -235,15 +246,15 @@ class _Document:
     def _needs(self, kind: str, parts: Parts) -> Sequence[Any]:
         """Return the subschemas of which any document of a type contains one each."""
         if kind == "array":
-            return [item for index in _least_items(parts) for item in _items(parts, index)]
+            return [item for index in least_items(parts) for item in items_of(parts, index)]
         if kind != "object":
             return ()
-        required = _required(parts)
-        if not required and _largest(parts, "minProperties") > 0:
-            names = [*dict.fromkeys(name for part in parts for name in _dict(part, "properties")), None]
-            choices = [_properties(parts, name) for name in names]
+        required = required_of(parts)
+        if not required and largest(parts, "minProperties") > 0:
+            names = [*dict.fromkeys(name for part in parts for name in dict_of(part, "properties")), None]
+            choices = [properties_of(parts, name) for name in names]
             return next((each for each in choices if all(map(self._is_finite, each))), choices[0])
-        return [each for name in required for each in _properties(parts, name)]
+        return [each for name in required for each in properties_of(parts, name)]
 
     def _endless(self) -> str:
         """Return why no finite document matches, with the place that comes back to itself."""
@@ -277,11 +288,11 @@ class _Document:
 
     def _types(self, parts: Parts) -> set[str]:
         """Return the types that all parts admit."""
-        return set(_TYPES).intersection(*(self._admitted(part)[0] for part in parts))
+        return set(TYPES).intersection(*(self._admitted(part)[0] for part in parts))
 
     def _admitted(self, part: Schema) -> tuple[set[str], set[Key] | None]:
         if (kept := self._admits.get(id(part))) is None:
-            kept = self._admits[id(part)] = _admitted(part)
+            kept = self._admits[id(part)] = admitted(part)
         return kept
 
     def _clash(self, parts: Parts, depth: int = 0) -> bool:
@@ -294,17 +305,17 @@ class _Document:
         if literals and not any(key[0] == kind for key in set.intersection(*literals)):
             return True
         if kind == "number":
-            low, high = _range(parts)
+            low, high = range_of(parts)
             return low is not None and high is not None and low > high
-        if (size := _SIZES.get(kind)) and _largest(parts, f"min{size}") > _smallest(parts, f"max{size}"):
+        if (size := _SIZES.get(kind)) and largest(parts, f"min{size}") > smallest(parts, f"max{size}"):
             return True
         if depth == MAX_DEPTH:
             return False
         places: Iterator[list[Any]] = iter(())
         if kind == "object":
-            places = (_properties(parts, name) for name in _required(parts))
+            places = (properties_of(parts, name) for name in required_of(parts))
         elif kind == "array":
-            places = (_items(parts, index) for index in _least_items(parts))
+            places = (items_of(parts, index) for index in least_items(parts))
         return any(self._clash_at(place, depth + 1) for place in places)
 
     def _clash_at(self, nodes: Sequence[Any], depth: int) -> bool:
@@ -316,7 +327,7 @@ class _Document:
     def _check_multiples(self, node: Schema, path: str) -> None:
         """Refuse steps that hold together and whose common multiple the engine does not have."""
         for way in self._ways_of(node):
-            steps = {abs(_decimal(part["multipleOf"])) for part in way if _is_number(part.get("multipleOf"))}
+            steps = {abs(decimal_of(part["multipleOf"])) for part in way if is_number(part.get("multipleOf"))}
             shift = max((-int(step.as_tuple().exponent) for step in steps), default=0)
             if math.prod(step.scaleb(shift) for step in steps) > _MAX_MULTIPLE:
                 raise GrammarRefused(
@@ -334,11 +345,11 @@ def _write(node: Schema, path: str) -> None:
     for name in ("const", "enum"):
         if name in node:
             _check_literal(node[name], f"{path}/{name}")
-    bounds = [_decimal(node[name]) for name in _BOUNDS if _is_number(node.get(name))]
+    bounds = [decimal_of(node[name]) for name in _BOUNDS if is_number(node.get(name))]
     if any(abs(bound) >= EXACT or not _is_exact(bound) for bound in bounds):
         _narrow(node, path)
     free = node.get("additionalProperties") is not False or "patternProperties" in node
-    if free and _largest((node,), "minProperties") - len(_required((node,))) > 1:
+    if free and largest((node,), "minProperties") - len(required_of((node,))) > 1:
         raise GrammarRefused(
             f"{path}/minProperties: at most one property more than those in required can be enforced, since "
             "names may repeat; name the others in required"
@@ -346,7 +357,7 @@ def _write(node: Schema, path: str) -> None:
     if isinstance(node.get("oneOf"), list):
         name, branches = "anyOf", node["oneOf"]
         if "anyOf" in node:
-            name, branches = "allOf", [*_list(node, "allOf"), {"anyOf": branches}]
+            name, branches = "allOf", [*list_of(node, "allOf"), {"anyOf": branches}]
         entries = [
             (name, branches) if key == "oneOf" else (key, each) for key, each in node.items() if key != name
         ]
@@ -355,7 +366,7 @@ def _write(node: Schema, path: str) -> None:
 
 
 def _check_literal(value: Any, path: str) -> None:
-    if _is_number(value) and not _is_exact(_decimal(value)):
+    if is_number(value) and not _is_exact(decimal_of(value)):
         raise GrammarRefused(
             f"{path}: a number of more than {DIGITS} digits is not enforced exactly; send it as a string"
         )
@@ -372,7 +383,7 @@ def _is_exact(value: Decimal) -> bool:
 
 def _narrow(node: Schema, path: str) -> None:
     """Put numbers that the engine has exactly in place of a subschema's bounds, within these."""
-    low, high = _range((node,))
+    low, high = range_of((node,))
     for name in _BOUNDS:
         node.pop(name, None)
     least, most = _put(node, low, up=True), _put(node, high, up=False)
@@ -404,113 +415,6 @@ def _put(node: Schema, bound: Bound | None, *, up: bool) -> Decimal | None:
     name = f"exclusiveM{name}" if strict and near == bound[0] else f"m{name}"
     node[name] = int(near) if near == near.to_integral_value() else float(near)
     return near
-
-
-# What a subschema says.
-
-
-def _admitted(part: Schema) -> tuple[set[str], set[Key] | None]:
-    """Return the types and the values of a subschema; integers are numbers, and None is any value."""
-    found, named, values = set(_TYPES), part.get("type"), _literals(part)
-    if isinstance(named, str | list):
-        names = [named] if isinstance(named, str) else named
-        found &= {"number" if name == "integer" else str(name) for name in names}
-    return (found if values is None else found & {kind for kind, _ in values}), values
-
-
-def _literals(part: Schema) -> set[Key] | None:
-    """Return what const and enum admit; None without them."""
-    found = [[part["const"]]] if "const" in part else []
-    if isinstance(part.get("enum"), list):
-        found.append(part["enum"])
-    return set.intersection(*({_key(value) for value in values} for values in found)) if found else None
-
-
-def _key(value: Any) -> Key:
-    """Return the type of a value, and what is equal for equal values."""
-    if _is_number(value):
-        return "number", _decimal(value)
-    match value:
-        case list():
-            return "array", tuple(map(_key, value))
-        case dict():
-            return "object", frozenset((name, _key(each)) for name, each in value.items())
-        case bool():
-            return "boolean", value
-    return ("null" if value is None else "string"), value
-
-
-def _required(parts: Parts) -> list[str]:
-    return list(
-        dict.fromkeys(name for part in parts for name in _list(part, "required") if isinstance(name, str))
-    )
-
-
-def _properties(parts: Parts, name: str | None) -> list[Any]:
-    """Return the subschemas of a property, as far as names give them; None: of one with another name."""
-    return [
-        _dict(part, "properties").get(
-            name, "patternProperties" in part or part.get("additionalProperties", True)
-        )
-        for part in parts
-    ]
-
-
-def _items(parts: Parts, index: int) -> list[Any]:
-    """Return the subschemas of an item."""
-    found = []
-    for part in parts:
-        first, rest = _list(part, "prefixItems"), part.get("items", True)
-        if isinstance(rest, list):  # as before draft 2020-12
-            first, rest = rest, part.get("additionalItems", True)
-        found.append(first[index] if index < len(first) else rest)
-    return found
-
-
-def _least_items(parts: Parts) -> range:
-    """Return the places of items that each document has; of those with one subschema, one."""
-    named = max((len(_list(part, name)) for part in parts for name in ("prefixItems", "items")), default=0)
-    return range(int(min(_largest(parts, "minItems"), named + 1)))
-
-
-def _range(parts: Parts) -> tuple[Bound | None, Bound | None]:
-    low = [bound for part in parts for bound in _bounds(part, "minimum", "exclusiveMinimum", 1)]
-    high = [bound for part in parts for bound in _bounds(part, "maximum", "exclusiveMaximum", -1)]
-    return max(low, default=None), min(high, default=None)
-
-
-def _bounds(part: Schema, name: str, exclusive: str, side: int) -> Iterator[Bound]:
-    value, strict = part.get(name), part.get(exclusive)
-    if _is_number(value):  # the flag is that of draft 4
-        yield _decimal(value), side if strict is True else 0
-    if _is_number(strict):
-        yield _decimal(strict), side
-
-
-def _largest(parts: Parts, name: str) -> float:
-    return max((part[name] for part in parts if isinstance(part.get(name), int)), default=0)
-
-
-def _smallest(parts: Parts, name: str) -> float:
-    return min((part[name] for part in parts if isinstance(part.get(name), int)), default=math.inf)
-
-
-def _list(node: Schema, name: str) -> list[Any]:
-    found = node.get(name)
-    return found if isinstance(found, list) else []
-
-
-def _dict(node: Schema, name: str) -> dict[str | None, Any]:
-    found = node.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
-
-
-def _decimal(value: Any) -> Decimal:
-    return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
 
 
 def _escaped(name: str) -> str:
