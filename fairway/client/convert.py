@@ -277,7 +277,11 @@ def served_model(message: pb.ServedModel) -> ServedModel:
 def _logprobs(messages: Sequence[common.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
     return tuple(
         TokenLogprobs(
-            one.token, one.sampled, tuple(zip(one.top_ids, one.top_tokens, one.top_logprobs, strict=True))
+            one.token,
+            one.sampled,
+            tuple(zip(one.top_ids, one.top_tokens, one.top_logprobs, strict=True)),
+            one.token_bytes,
+            tuple(one.top_bytes),
         )
         for one in messages
     )

@@ -271,6 +271,8 @@ class TokenLogprobs(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    TOP_BYTES_FIELD_NUMBER: _builtins.int
     sampled: _builtins.float
     token: _builtins.str
     """Text of the sampled token, alone."""
@@ -280,6 +282,8 @@ class TokenLogprobs(_message.Message):
     """
     rank: _builtins.int
     """Of a token of the prompt: its place among all by probability, from 1. 0: none."""
+    token_bytes: _builtins.bytes
+    """Bytes of a token that is part of a character, whose text has U+FFFD instead. Empty: those of its text."""
     @_builtins.property
     def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -287,6 +291,10 @@ class TokenLogprobs(_message.Message):
     @_builtins.property
     def top_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Text of each of top_ids, same order."""
+
+    @_builtins.property
+    def top_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of each of top_ids, likewise. None: all are those of the texts."""
 
     def __init__(
         self,
@@ -298,10 +306,12 @@ class TokenLogprobs(_message.Message):
         token: _builtins.str = ...,
         text: _builtins.str = ...,
         rank: _builtins.int = ...,
+        token_bytes: _builtins.bytes = ...,
+        top_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "sampled", b"sampled", "text", b"text", "token", b"token", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "sampled", b"sampled", "text", b"text", "token", b"token", "token_bytes", b"token_bytes", "top_bytes", b"top_bytes", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

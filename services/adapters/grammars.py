@@ -8,13 +8,16 @@ step, stops where it needs more fuel, items, states or symbols than these. Messa
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
 
+from services.adapters.json_schemas import exact_schema, read
 from services.core.generation import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from services.ports.grammars import Bits, GrammarRefused, MaskRequest, TokenizerUnusable
 
@@ -22,6 +25,14 @@ MAX_COMPILED: Final = 64  # grammars that are kept for requests to come
 MAX_SHOWN: Final = 300  # characters of a message
 # Between the tokens of JSON: what writers of it put there. Small models go on with more blanks for ever.
 WHITESPACE: Final = r"(\x20|\x0A[\x20\x09]{0,16})?"
+# Of each schema, whatever a client asks for. With \u, a free property could take the name of another.
+_OPTIONS: Final[dict[str, object]] = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": WHITESPACE,
+    "json_allowed_escapes": 'nrbtf"\\',
+}
+# What may hide the mark of a schema in a grammar, as the engine reads it: texts, patterns, tokens, comments.
+_LARK: Final = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\])+/|#[^\n]*|<[^<>\s]+>|%json')
 
 
 # What one constraint may take.
@@ -173,14 +184,15 @@ def _grammar(constraint: Constraint) -> str:
         raise GrammarRefused(f"it is longer than {MAX_CONSTRAINT_BYTES} bytes")
     try:
         return _WRITERS[constraint.kind](source)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError, ArithmeticError) as error:
         raise GrammarRefused(_shown(str(error))) from error
 
 
 def _json_schema(source: str) -> str:
-    found: str = llguidance.LLMatcher.grammar_from_json_schema(
-        source, overrides={"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-    )
+    schema, end = read(source)
+    if source[end:].strip():
+        raise GrammarRefused("it is more than one JSON value")
+    found: str = llguidance.LLMatcher.grammar_from_json_schema(exact_schema(schema, _OPTIONS))
     return found
 
 
@@ -198,8 +210,15 @@ def _choice(source: str) -> str:
 
 
 def _free(source: str) -> str:
-    found: str = llguidance.grammar_from("grammar", source)
-    return found
+    """Schemas within a grammar are those of JSON Schema too, without the options of the engine."""
+    text, pieces, done = any_to_lark(source), [], 0
+    for found in _LARK.finditer(text):
+        if found[0] == "%json":
+            schema, end = read(text, found.end())
+            pieces += [text[done : found.end()], exact_schema(schema, _OPTIONS)]
+            done = end
+    grammar: str = llguidance.LLMatcher.grammar_from_lark("".join((*pieces, text[done:])))
+    return grammar
 
 
 _WRITERS: Final[dict[ConstraintKind, Callable[[str], str]]] = {

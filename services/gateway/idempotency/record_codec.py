@@ -64,6 +64,8 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True):
     token: str
     text: str | None = None  # None: of the release before, whose texts are the tokens'
     rank: int = 0
+    token_bytes: bytes = b""
+    top_bytes: tuple[bytes, ...] = ()
 
 
 class Output(msgspec.Struct, array_like=True, tag="t", frozen=True):

@@ -16,8 +16,6 @@ from services.core.outputs.forms import CallForm, OutputForm
 from services.core.outputs.tools import Tool
 from services.gateway.outputs.forms import MarkToken
 
-# Between the tokens of JSON, as in structured output.
-_WHITESPACE: Final = {"whitespace_flexible": True, "whitespace_pattern": r"(\x20|\x0A[\x20\x09]{0,16})?"}
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -62,7 +60,7 @@ class _Writer:
         return "\n".join((start, *self._rules)) + "\n"
 
     def _content(self, schema: dict[str, Any]) -> str:
-        self._rules.append(f"content: %json {_json(schema | {'x-guidance': _WHITESPACE})}")
+        self._rules.append(f"content: %json {_json(schema)}")
         return "content"
 
     def grammar(self, tools: Sequence[Tool], rules: CallRules) -> str:
@@ -131,7 +129,7 @@ def _schema(tool: Tool, *, exact: bool) -> str:
     schema: dict[str, Any] = {"type": "object"}
     if exact:
         schema = {"type": "object"} | json.loads(tool.parameters) if tool.parameters else dict(_NOTHING)
-    return _json(schema | {"x-guidance": _WHITESPACE})
+    return _json(schema)
 
 
 def _in_angles(text: str) -> bool:

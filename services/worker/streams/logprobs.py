@@ -12,7 +12,8 @@ from services.worker.text.detokenizer import Vocabulary
 
 def with_texts(token: int, entry: wire.SampledLogprobs, text: str, vocabulary: Vocabulary) -> TokenLogprobs:
     """Return the entry of a token, with the text that became final with it."""
-    alone = vocabulary.alone
+    alone, part = vocabulary.alone, vocabulary.part
+    parts = tuple(part(other) for other in entry.top_ids)
     return TokenLogprobs(
         sampled=entry.sampled,
         top_ids=tuple(entry.top_ids),
@@ -21,6 +22,8 @@ def with_texts(token: int, entry: wire.SampledLogprobs, text: str, vocabulary: V
         token=alone(token),
         text=text,
         rank=entry.rank,
+        token_bytes=part(token),
+        top_bytes=parts if any(parts) else (),
     )
 
 

@@ -38,6 +38,7 @@ _PLAIN_DECODERS: Final = (
     "CTC",
 )
 _MAX_DECODERS: Final = 16
+_BLANK: Final = "\u2581"  # the leading blank of a piece of SentencePiece
 _BYTE_TOKEN: Final = re.compile("<0x[0-9A-Fa-f]{2}>")
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
@@ -68,7 +69,10 @@ class Vocabulary(Protocol):
         """Return the detokeniser of a new sequence. Its text goes on from that of ``context``."""
 
     def alone(self, token: int) -> str:
-        """Return a token's text out of context; for a special token its name."""
+        """Return a token's text, that of a text's middle; for a special token its name."""
+
+    def part(self, token: int) -> bytes:
+        """Return the bytes of a token that is part of a character; empty for any other."""
 
     def cover(self, vocab_size: int) -> None:
         """Extend ``texts`` to every id of a model whose vocabulary is larger than its tokenizer's."""
@@ -200,6 +204,9 @@ class ByteLevelVocabulary:
             return name
         return self._bytes[token].decode("utf-8", "replace") if 0 <= token < len(self._bytes) else ""
 
+    def part(self, token: int) -> bytes:
+        return self._bytes[token] if 0 <= token < len(self._texts) and self._texts[token] is None else b""
+
 
 def _complete(data: bytes) -> str | None:
     try:
@@ -236,8 +243,12 @@ class WindowedVocabulary:
             token for token, entry in tokenizer.get_added_tokens_decoder().items() if entry.special
         )
         self._bytes: dict[int, int] = {}
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        plain = min((text for text in vocabulary if len(text) == 1 and text.isalnum()), default=None)
+        # A text and its token, behind which tokens have their text of the middle.
+        self._anchor = None if plain is None else (tokenizer.decode([vocabulary[plain]]), vocabulary[plain])
         if byte_fallback:
-            for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
+            for text, token in vocabulary.items():
                 if _BYTE_TOKEN.fullmatch(text):
                     self._bytes[token] = int(text[3:5], 16)
 
@@ -262,7 +273,16 @@ class WindowedVocabulary:
     def alone(self, token: int) -> str:
         if token in self._special:
             return self._tokenizer.id_to_token(token) or ""
-        return str(self._tokenizer.decode([token])) if token >= 0 else ""
+        if token < 0:
+            return ""
+        if self._anchor is None or not (self._tokenizer.id_to_token(token) or "").startswith(_BLANK):
+            return str(self._tokenizer.decode([token]))
+        before, anchor = self._anchor  # a text's first blank is not in it
+        return str(self._tokenizer.decode([anchor, token])).removeprefix(before)
+
+    def part(self, token: int) -> bytes:
+        byte = self._bytes.get(token, 0)
+        return bytes((byte,)) if byte >= 0x80 else b""
 
 
 class _WindowedDetokenizer:

@@ -176,6 +176,9 @@ class _PlainText:
     def alone(self, token: int) -> str:
         return self._texts[token]
 
+    def part(self, token: int) -> bytes:
+        return b""
+
     def cover(self, vocab_size: int) -> None: ...
 
 

@@ -45,7 +45,7 @@ ADMIN_KEY, ADMIN_HASH = secrets.new_key("root", b"\x02" * 32)
 MAX_BODY = 20_000
 
 
-ENTRY = TokenLogprobs(-0.5, (1,), (-0.25,), ("a",), "b", "b")
+ENTRY = TokenLogprobs(-0.5, (97,), (-0.25,), ("a",), "b", "b")
 
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -108,7 +108,8 @@ class ScriptedService:
         withdraws: Callable[[], bool] = never,
     ) -> Completion:
         choices = max(1, generation.choices)
-        texts, logprobs = [""] * choices, [[] for _ in range(choices)]  # type: ignore[var-annotated]
+        texts, ids = [""] * choices, [list[int]() for _ in range(choices)]
+        logprobs = [list[TokenLogprobs]() for _ in range(choices)]
         accepted = None
         async with aclosing(
             self.stream(principal, generation, received=received, timeout_s=timeout_s)
@@ -118,10 +119,11 @@ class ScriptedService:
                     accepted = event
                 elif isinstance(event, Tokens):
                     texts[event.choice] += event.text
+                    ids[event.choice] += event.ids
                     logprobs[event.choice] += event.logprobs
                 elif isinstance(event, Finished):
                     assert accepted is not None
-                    return Completion(accepted, texts, [], logprobs, event)
+                    return Completion(accepted, texts, ids, logprobs, event)
         raise AssertionError("no terminal event")
 
     async def until_running(self, count: int) -> None:

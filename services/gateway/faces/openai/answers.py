@@ -18,6 +18,7 @@ from services.gateway.faces.openai.completions.logprobs import (
     PromptLogprobs,
     PromptPart,
     Steps,
+    alternatives,
     completion_logprobs,
     encoded,
     finite,
@@ -303,8 +304,10 @@ def _text_choice(
 ) -> Steps[TextChoice]:
     prompt, entries = prompt_part(request, completion.accepted.prompt_tokens), completion.logprobs[choice]
     before = prompt.text(entries) if prompt.tokens else request.echoed(number)
-    shown, begins = prompt.shown(entries), prompt.tokens > 0 and prompt.echoed
-    listed = (yield from sliced_completion_logprobs(shown, begins=begins)) if request.logprobs else None
+    listed = None
+    if request.logprobs:
+        ids, begins = prompt.shown(completion.ids[choice]), prompt.tokens > 0 and prompt.echoed
+        listed = yield from sliced_completion_logprobs(ids, prompt.shown(entries), begins=begins)
     scores = yield from _prompt_logprobs(request, completion, choice)
     return TextChoice(index, before + completion.texts[choice], listed, reason, scores)
 
@@ -374,10 +377,11 @@ def chat_logprobs(entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
     content = []
     for entry in entries:
         tops = [
-            TopToken(token, finite(value), list(token.encode()))
-            for token, value in zip(entry.top_tokens, entry.top_logprobs, strict=True)
+            TopToken(text, finite(value), list(data or text.encode()))
+            for _, text, value, data in alternatives(entry)
         ]
-        content.append(TokenEntry(entry.token, finite(entry.sampled), list(entry.token.encode()), tops))
+        own = list(entry.token_bytes or entry.token.encode())
+        content.append(TokenEntry(entry.token, finite(entry.sampled), own, tops))
     return ChatLogprobs(content)
 
 
@@ -440,7 +444,7 @@ class Frames:
         listed = None
         if wants:
             begins, offset = prompt.tokens > 0 and not event.offset, self._offsets.get(index, 0)
-            listed = completion_logprobs(event.logprobs, offset, begins=begins)
+            listed = completion_logprobs(event.ids, event.logprobs, offset, begins=begins)
             self._offsets[index] = offset + sum(len(entry.text) for entry in event.logprobs)
         return self._frame(TextChoice(index, text, listed))
 

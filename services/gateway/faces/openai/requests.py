@@ -102,7 +102,7 @@ def chat_of(body: ChatBody) -> ApiRequest:
     generation.parts = True
     names = {"logprobs": "top_logprobs", **set_tools(generation, body)}
     _set_prompt_logprobs(generation, body, body.prompt_logprobs)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidInput("top_logprobs needs logprobs to be true", field="top_logprobs")
     if body.logprobs:
         generation.logprobs = body.top_logprobs or 0

@@ -67,10 +67,22 @@ def test_the_output_begins_with_the_prompt_and_the_text_of_each_token(bench: Ben
     assert [each.text for each in entries] == ["", "", "é", "a", "", "b"]
     assert [each.token for each in entries] == ["<eos>", "\ufffd", "\ufffd", "a", "\ufffd", "b"]
     assert [each.rank for each in entries] == [0, 1, 2, 3, 4, 0]
+    assert [each.token_bytes for each in entries] == [b"", b"\xc3", b"\xa9", b"", b"\xc3", b""]
+    assert {each.top_bytes for each in entries} == {()}
     assert (entries[0].sampled, entries[0].top_ids, entries[2].top_tokens) == (0.0, (), ("a",))
     step(bench, [], 0x61, finished={1: "length"}, logprobs={1: [wire.SampledLogprobs(-0.25, [], [])]})
     reader.read()
     assert reader.ends[1].output_tokens == 2
+
+
+def test_alternatives_that_are_parts_of_a_character_have_their_bytes(bench: Bench, reader: Reader) -> None:
+    reader.stream.start(1, scoring(bench, max_tokens=3))
+    found = wire.SampledLogprobs(-0.5, [0x61, 0xE2], [-0.25, -0.5])
+    step(bench, ENTRIES, 0xE2, logprobs={1: [found]})
+    (frame,) = reader.read()
+    entry = frame.logprobs[0][-1]
+    assert (entry.token_bytes, entry.top_bytes) == (b"\xe2", (b"", b"\xe2"))
+    assert (entry.token, entry.top_tokens) == ("\ufffd", ("a", "\ufffd"))
 
 
 def test_the_output_goes_on_from_the_text_of_a_prompt_that_it_continues(bench: Bench, reader: Reader) -> None:

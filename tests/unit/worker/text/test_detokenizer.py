@@ -89,6 +89,27 @@ def test_special_tokens_have_no_text_but_a_name(byte_level: Tokenizer) -> None:
     assert vocabulary.open().feed(10_000) == ""
 
 
+def bytes_of(vocabulary: Vocabulary, token: int) -> bytes:
+    return vocabulary.part(token) or vocabulary.alone(token).encode()
+
+
+@lax
+@given(text=words)
+def test_names_and_parts_of_byte_level_tokens_are_the_bytes_of_the_text(
+    byte_level: Tokenizer, text: str
+) -> None:
+    vocabulary, ids = ByteLevelVocabulary(byte_level), byte_level.encode(text).ids
+    assert b"".join(bytes_of(vocabulary, token) for token in ids) == text.encode()
+    table = byte_of_char()
+    for token in ids:
+        own = bytes(table[char] for char in byte_level.id_to_token(token) or "")
+        assert bytes_of(vocabulary, token) == own
+        assert bool(vocabulary.part(token)) == (
+            "\ufffd" in own.decode(errors="replace") and "\ufffd" not in text
+        )
+    assert [vocabulary.part(token) for token in (300, 10_000, -1)] == [b"", b"", b""]
+
+
 def test_the_byte_table_is_a_bijection() -> None:
     table = byte_of_char()
     assert sorted(table.values()) == list(range(256))
@@ -147,6 +168,22 @@ def test_byte_fallback_equals_a_full_decode_of_any_pieces(ids: list[int]) -> Non
 @given(ids=st.lists(st.integers(0, METASPACE.get_vocab_size() - 1), max_size=40))
 def test_metaspace_equals_a_full_decode_of_any_ids(ids: list[int]) -> None:
     assert stream(WindowedVocabulary(METASPACE, byte_fallback=False).open(), ids) == METASPACE.decode(ids)
+
+
+@lax
+@given(text=words)
+@pytest.mark.parametrize("tokenizer", [LLAMA, METASPACE], ids=["llama", "metaspace"])
+def test_names_and_parts_of_sentencepiece_tokens_are_their_pieces(tokenizer: Tokenizer, text: str) -> None:
+    vocabulary = WindowedVocabulary(tokenizer, byte_fallback=tokenizer is LLAMA)
+    ids = [token for token in tokenizer.encode(text).ids if token != 0]
+    for token in ids:
+        piece = str(tokenizer.id_to_token(token))
+        byte = bytes.fromhex(piece[3:5]) if piece.startswith("<0x") else b""
+        assert bytes_of(vocabulary, token) == (byte or piece.replace("▁", " ").encode())
+        assert vocabulary.part(token) == (byte if byte >= b"\x80" else b"")
+    if tokenizer is LLAMA and text and "▁" not in text:
+        assert b"".join(bytes_of(vocabulary, token) for token in ids) == f" {text}".encode()
+    assert vocabulary.part(10_000) == vocabulary.part(-1) == b""
 
 
 def runs_of(ids: list[int]) -> list[tuple[bool, list[int]]]:

@@ -7,7 +7,7 @@ these.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -59,8 +59,8 @@ class PromptPart:
         """Return the text to show of the prompt, of entries from place ``first`` on."""
         return "".join(entry.text for entry in entries[: self.within(first)]) if self.echoed else ""
 
-    def shown(self, entries: Sequence[TokenLogprobs], first: int = 0) -> Sequence[TokenLogprobs]:
-        """Return the entries to show beside the text, of those from place ``first`` on."""
+    def shown(self, entries: Sequence[Item], first: int = 0) -> Sequence[Item]:
+        """Return the entries, or ids, to show beside the text, of those from place ``first`` on."""
         return entries if self.echoed else entries[self.within(first) :]
 
     def within(self, first: int) -> int:
@@ -90,14 +90,14 @@ def _joined(pieces: Iterable[bytes]) -> Any:
 
 
 def sliced_completion_logprobs(
-    entries: Sequence[TokenLogprobs], *, begins: bool
+    ids: Sequence[int], entries: Sequence[TokenLogprobs], *, begins: bool
 ) -> Steps[CompletionLogprobs]:
     slices, offset_chars = slices_of(entries), 0
     if len(slices) == 1:
-        return completion_logprobs(entries, 0, begins=begins)
+        return completion_logprobs(ids, entries, 0, begins=begins)
     columns: list[list[bytes]] = [[], [], [], []]
     for part in slices:
-        found = completion_logprobs(entries[part], offset_chars, begins=begins and not part.start)
+        found = completion_logprobs(ids[part], entries[part], offset_chars, begins=begins and not part.start)
         for column, values in zip(columns, structs.astuple(found), strict=True):
             column.append(_encode(values)[1:-1])
         offset_chars += sum(len(entry.text) for entry in entries[part])
@@ -106,7 +106,7 @@ def sliced_completion_logprobs(
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprobs], offset_chars: int, *, begins: bool
+    ids: Sequence[int], entries: Sequence[TokenLogprobs], offset_chars: int, *, begins: bool
 ) -> CompletionLogprobs:
     """``offset_chars``: where the first token's text begins in the choice's. ``begins``: that token begins a
     prompt."""
@@ -115,10 +115,11 @@ def completion_logprobs(
         offsets.append(offset_chars)
         offset_chars += len(entry.text)
     own: list[float | None] = [finite(entry.sampled) for entry in entries]
-    tops: list[dict[str, float] | None] = [_tops(entry) for entry in entries]
+    named = [_named(token, entry) for token, entry in zip(ids, entries, strict=True)]
+    tops: list[dict[str, float] | None] = [top for _, top in named]
     if begins and entries:
         own[0] = tops[0] = None
-    return CompletionLogprobs([entry.token for entry in entries], own, tops, offsets)
+    return CompletionLogprobs([name for name, _ in named], own, tops, offsets)
 
 
 def sliced_prompt_logprobs(ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Steps[PromptLogprobs]:
@@ -132,22 +133,41 @@ def _places(ids: Sequence[int], entries: Sequence[TokenLogprobs], first: int | N
 
 
 def _ranked(token: int, entry: TokenLogprobs) -> dict[str, PromptLogprob]:
-    columns = zip(entry.top_ids, entry.top_logprobs, entry.top_tokens, strict=True)
     found = {
-        str(other): PromptLogprob(finite(value), place, text)
-        for place, (other, value, text) in enumerate(columns, 1)
+        str(other): PromptLogprob(finite(value), place, token_name(text, data))
+        for place, (other, text, value, data) in enumerate(alternatives(entry), 1)
     }
-    found.setdefault(str(token), PromptLogprob(finite(entry.sampled), entry.rank, entry.token))
+    name = token_name(entry.token, entry.token_bytes)
+    found.setdefault(str(token), PromptLogprob(finite(entry.sampled), entry.rank, name))
     return found
 
 
-def _tops(entry: TokenLogprobs) -> dict[str, float]:
-    """By text, as in the dialect, with the token itself. Of equal texts the likelier token stays."""
+def _named(own: int, entry: TokenLogprobs) -> tuple[str, dict[str, float]]:
+    """Return the name of a token, and the alternatives by theirs, the token included.
+
+    A name is the text, or ``bytes:`` and what is no character, as OpenAI writes it. Of equal names the less
+    likely token has vLLM's, ``token_id:`` and its id.
+    """
     found: dict[str, float] = {}
-    for token, value in zip(entry.top_tokens, entry.top_logprobs, strict=True):
-        found.setdefault(token, finite(value))
-    found.setdefault(entry.token, finite(entry.sampled))
-    return found
+    names: dict[int, str] = {}
+    for token, text, value, data in alternatives(entry):
+        names[token] = name = f"token_id:{token}" if (name := token_name(text, data)) in found else name
+        found[name] = finite(value)
+    if own not in names:
+        name = token_name(entry.token, entry.token_bytes)
+        names[own] = name = f"token_id:{own}" if name in found else name
+        found[name] = finite(entry.sampled)
+    return names[own], found
+
+
+def alternatives(entry: TokenLogprobs) -> Iterator[tuple[int, str, float, bytes]]:
+    """Return id, text, log-probability and, of a part of a character, bytes of each alternative."""
+    data = entry.top_bytes or (b"",) * len(entry.top_ids)
+    return zip(entry.top_ids, entry.top_tokens, entry.top_logprobs, data, strict=True)
+
+
+def token_name(text: str, data: bytes) -> str:
+    return f"bytes:{data.decode('ascii', 'backslashreplace')}" if data else text
 
 
 def finite(logprob: float) -> float:

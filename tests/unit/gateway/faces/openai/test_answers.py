@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Generator
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -105,18 +106,74 @@ def test_logprobs_of_a_chat_have_bytes_and_no_infinity() -> None:
 
 def test_offsets_of_completion_logprobs_go_on_over_frames() -> None:
     frames = Frames(wanted("completions", logprobs=True), IDENTITY)
-    one = frame(frames.tokens(0, Tokens(0, 0, [1, 1], "bb", (ENTRY, ENTRY))))["choices"][0]
-    other = frame(frames.tokens(1, Tokens(0, 0, [1], "b", (ENTRY,))))["choices"][0]
-    two = frame(frames.tokens(0, Tokens(0, 2, [1], "b", (ENTRY,))))["choices"][0]
+    one = frame(frames.tokens(0, Tokens(0, 0, [98, 98], "bb", (ENTRY, ENTRY))))["choices"][0]
+    other = frame(frames.tokens(1, Tokens(0, 0, [98], "b", (ENTRY,))))["choices"][0]
+    two = frame(frames.tokens(0, Tokens(0, 2, [98], "b", (ENTRY,))))["choices"][0]
     assert one["logprobs"]["text_offset"] == [0, 1]
     assert other["logprobs"]["text_offset"] == [0]
     assert two["logprobs"]["text_offset"] == [2]
     assert one["logprobs"]["top_logprobs"][0] == {"a": -0.25, "é": -9999.0, "b": -0.5}
 
 
-def test_of_two_tokens_with_one_text_the_likelier_stays() -> None:
-    twin = TokenLogprobs(-3.0, (1, 2), (-1.0, -2.0), ("\ufffd", "\ufffd"), "\ufffd")
-    assert completion_logprobs([twin], 0, begins=False).top_logprobs == [{"\ufffd": -1.0}]
+@pytest.mark.parametrize("own", [1, 2, 3])
+def test_tokens_with_one_text_have_names_of_their_own(own: int) -> None:
+    twin = TokenLogprobs(-float(own), (1, 2), (-1.0, -2.0), ("a", "a"), "a")
+    found = completion_logprobs([own], [twin], 0, begins=False)
+    assert found.tokens == [["a", "token_id:2", "token_id:3"][own - 1]]
+    third = {"token_id:3": -3.0} if own == 3 else {}
+    assert found.top_logprobs == [{"a": -1.0, "token_id:2": -2.0} | third]
+
+
+def test_parts_of_a_character_have_their_bytes_in_every_dialect() -> None:
+    first, second = b"\xe2\x9c", b" \xf0\x9f"
+    texts = tuple(data.decode(errors="replace") for data in (first, second))
+    entry = TokenLogprobs(
+        -0.5, (7, 8, 9), (-0.5, -1.0, -2.0), (*texts, "é"), texts[0], "", 1, first, (first, second, b"")
+    )
+    chat = chat_logprobs([entry]).content[0]
+    assert (chat.token, chat.bytes) == (texts[0], list(first))
+    assert [top.bytes for top in chat.top_logprobs] == [list(first), list(second), [195, 169]]
+    found = completion_logprobs([7], [entry], 0, begins=False)
+    assert found.tokens == [r"bytes:\xe2\x9c"]
+    assert found.top_logprobs == [{r"bytes:\xe2\x9c": -0.5, r"bytes: \xf0\x9f": -1.0, "é": -2.0}]
+    want = wanted("completions", prompt_logprobs=True, scores_prompt=True)
+    accepted = Accepted("r", "m", IDENTITY.version_digest, 1, 1, 2)
+    completion = replace(whole(["x"], [[entry, entry]]), accepted=accepted, ids=[[0, 7]])
+    scores = json.loads(answer_of(want, [completion], 7, "r"))["choices"][0]["prompt_logprobs"][1]
+    assert [score["decoded_token"] for score in scores.values()] == [
+        r"bytes:\xe2\x9c",
+        r"bytes: \xf0\x9f",
+        "é",
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_names_are_as_many_as_tokens(seed: int) -> None:
+    rng = Random(seed)
+    ids = rng.sample(range(100), rng.randint(1, 20))
+    data = [rng.choice((b"", b"", bytes(rng.choices(range(0x80, 0xC0), k=2)))) for _ in ids]
+    texts = [
+        each.decode(errors="replace") or rng.choice(("a", " a", "\ufffd", "bytes:", "é")) for each in data
+    ]
+    values = sorted((-rng.random() for _ in ids), reverse=True)
+    drawn = rng.randrange(len(ids))
+    listed = ids[: rng.randint(0, len(ids))]
+    entry = TokenLogprobs(
+        values[drawn],
+        tuple(listed),
+        tuple(values[: len(listed)]),
+        tuple(texts[: len(listed)]),
+        texts[drawn],
+        "",
+        1,
+        data[drawn],
+        tuple(data[: len(listed)]),
+    )
+    found = completion_logprobs([ids[drawn]], [entry], 0, begins=False)
+    (top,) = found.top_logprobs
+    assert top is not None
+    assert len(top) == len({*listed, ids[drawn]})
+    assert top[found.tokens[0]] == values[drawn]
 
 
 def steps_of(steps: Generator[None, None, bytes]) -> tuple[bytes, int]:
@@ -140,7 +197,7 @@ def whole(texts: list[str], logprobs: list[list[TokenLogprobs]]) -> Completion:
     )
     finished = Finished(results, Usage(3, 2 * len(texts), 0), StageClock(0))
     accepted = Accepted("r", "m", IDENTITY.version_digest, 1, 1, 3)
-    return Completion(accepted, texts, [[] for _ in texts], logprobs, finished)
+    return Completion(accepted, texts, [[98] * len(entries) for entries in logprobs], logprobs, finished)
 
 
 def test_choices_of_several_prompts_are_numbered_through() -> None:

@@ -103,8 +103,15 @@ def test_logprobs_of_both_dialects() -> None:
     assert completion(logprobs=3).generations[0].logprobs == 3
     assert completion(logprobs=0).logprobs
     assert not completion().logprobs
+    for neutral in (0, None):
+        for logprobs in (False, None):
+            wanted = chat(logprobs=logprobs, top_logprobs=neutral)
+            assert not wanted.generations[0].HasField("logprobs")
+            assert not wanted.logprobs
     with pytest.raises(InvalidInput):
         chat(top_logprobs=2)
+    with pytest.raises(InvalidInput):
+        chat(logprobs=False, top_logprobs=2)
 
 
 @pytest.mark.parametrize(

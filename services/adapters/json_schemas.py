@@ -1,0 +1,421 @@
+"""JSON schemas as the grammar engine holds outputs to them exactly.
+
+The engine ignores unknown keywords and refuses by name what it lacks. What it would hold to otherwise than
+the schema says is rewritten here, or refused with its place:
+
+- It has numbers as 64-bit floats, which it reads and writes exactly up to 2^53, the decimal point aside.
+  Bounds with more digits are narrowed to 15, other numbers refused.
+- It sees that branches of ``oneOf`` exclude each other by types and literals in place only. Where that
+  follows from references, required properties or bounds too, the branches become those of ``anyOf``.
+- A subschema that no finite document matches becomes ``false``: the engine would nest without an end.
+- Names of free properties may repeat, so several of them cannot be required by their number.
+
+The rules for finite documents and for exclusion leave conditions out where there are too many. So each errs
+towards what is certain: a document may exist, two branches may both match.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from itertools import combinations, product
+from typing import Any, Final
+from urllib.parse import unquote, urldefrag, urljoin
+
+from services.adapters.schema_parts import (
+    TYPES,
+    Bound,
+    Key,
+    Parts,
+    Schema,
+    admitted,
+    decimal_of,
+    dict_of,
+    is_number,
+    items_of,
+    largest,
+    least_items,
+    list_of,
+    properties_of,
+    range_of,
+    required_of,
+    smallest,
+)
+from services.ports.grammars import GrammarRefused
+
+# Formats that the engine has; any other is an annotation.
+FORMATS: Final = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
+)
+MAX_STEPS: Final = 40_000  # about 0.1 s
+MAX_WAYS: Final = 256
+MAX_DEPTH: Final = 6  # of properties and items in the proof that branches exclude each other
+EXACT: Final = 2**53  # up to here a float has each integer
+DIGITS: Final = 15  # of numbers that are exact in a float, whatever their digits
+_LEAST: Final = Decimal("1e-22")  # the step of such numbers is not smaller
+_TOP: Final = Decimal(9223372036854770000)  # the largest of those below 2^63, where the engine's integers end
+_LONG: Final = 10**18  # beyond, the engine needs bounds on both sides
+_MAX_MULTIPLE: Final = 2**32 - 1
+_IN_MAPS: Final = ("properties", "patternProperties")
+_IN_PLACE: Final = (
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "prefixItems",
+    "allOf",
+    "anyOf",
+    "oneOf",
+)
+_SIZES: Final = {"string": "Length", "array": "Items", "object": "Properties"}
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+
+
+def read(text: str, start: int = 0) -> tuple[Any, int]:
+    """Return the JSON value that begins in a text, its numbers exact, and its end. Raises ValueError."""
+    while start < len(text) and text[start] in " \t\r\n":
+        start += 1
+    found: tuple[Any, int] = _DECODER.raw_decode(text, start)
+    return found
+
+
+def exact_schema(schema: Any, options: dict[str, object]) -> str:
+    """Return the JSON of a schema that the engine takes, with its options. Raises GrammarRefused.
+
+    The schema is changed in place.
+    """
+    holder = [{} if schema is True else schema]
+    if isinstance(schema, dict):
+        _Document(holder).rewrite()
+    if not isinstance(holder[0], dict):
+        raise GrammarRefused("#: no output can match it" if schema is False else "it is no JSON schema")
+    return json.dumps(holder[0] | {"x-guidance": options}, allow_nan=False, default=float)
+
+
+def _number(text: str) -> float | Decimal:
+    """A float where it has the same digits."""
+    value, near = Decimal(text), float(text)
+    return near if decimal_of(near) == value else value
+
+
+def _constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+_DECODER: Final = json.JSONDecoder(parse_float=_number, parse_constant=_constant)
+
+
+class _Document:
+    """One schema with all that it refers to; subschemas are known by their identity."""
+
+    def __init__(self, holder: list[Any]) -> None:
+        self._root: Schema = holder[0]
+        # Subschemas that the engine reads, each with its path and the container and key of its place.
+        self._found: dict[int, tuple[Schema, str, Any, Any]] = {}
+        self._targets: dict[int, Any] = {}
+        self._resources: dict[str, tuple[Any, Any]] = {"": (holder, 0)}
+        self._bases: dict[int, str] = {}
+        self._ways: dict[int, list[Parts]] = {}
+        self._admits: dict[int, tuple[set[str], set[Key] | None]] = {}
+        self._finite: set[int] = set()
+        self._steps = 0
+        self._name(holder, 0)
+        self._find(holder)
+
+    def rewrite(self) -> None:
+        while self._grow():
+            pass
+        if id(self._root) not in self._finite:
+            raise GrammarRefused(self._endless())
+        live = [entry for key, entry in self._found.items() if key in self._finite]
+        for node, path, _, _ in live:
+            if isinstance(node.get("oneOf"), list):
+                self._check_branches(node, path)
+        for node, path, _, _ in live:
+            self._check_multiples(node, path)
+        for key, (_, _, container, place) in self._found.items():
+            if key not in self._finite:
+                container[place] = False
+        for node, path, _, _ in live:
+            _write(node, path)
+
+    def _find(self, holder: list[Any]) -> None:
+        waiting: list[tuple[Any, Any, str]] = [(holder, 0, "#")]
+        while waiting:
+            container, key, path = waiting.pop()
+            node = container[key]
+            if not isinstance(node, dict) or id(node) in self._found:
+                continue
+            self._found[id(node)] = (node, path, container, key)
+            for name in _IN_MAPS:
+                if isinstance(under := node.get(name), dict):
+                    waiting += [(under, each, f"{path}/{name}/{_escaped(each)}") for each in under]
+            for name in _IN_PLACE:
+                if isinstance(under := node.get(name), list):
+                    waiting += [(under, each, f"{path}/{name}/{each}") for each in range(len(under))]
+                elif name in node:
+                    waiting.append((node, name, f"{path}/{name}"))
+            if isinstance(reference := node.get("$ref"), str):
+                waiting.append(self._resolve(node, reference, path))
+
+    def _name(self, container: Any, key: Any) -> None:
+        """Collect what references name: resources by their URL, anchors behind it."""
+        waiting: list[tuple[Any, Any, str]] = [(container, key, "")]
+        while waiting:
+            container, key, base = waiting.pop()
+            node = container[key]
+            if isinstance(node, dict):
+                if isinstance(name := node.get("$id"), str):
+                    base = urldefrag(urljoin(base, name)).url
+                    self._resources.setdefault(base, (container, key))
+                if isinstance(name := node.get("$anchor"), str):
+                    self._resources.setdefault(f"{base}#{name}", (container, key))
+                self._bases[id(node)] = base
+            if isinstance(node, dict | list):
+                waiting += [
+                    (node, each, base) for each in (node if isinstance(node, dict) else range(len(node)))
+                ]
+
+    def _resolve(self, node: Schema, reference: str, path: str) -> tuple[Any, Any, str]:
+        """Return the place that a reference names, as it will be when ``oneOf`` is written."""
+        url, fragment = urldefrag(urljoin(self._bases[id(node)], reference))
+        names = fragment.split("/") if fragment.startswith("/") else [""]
+        try:
+            container, key = self._resources[
+                url if fragment.startswith("/") or not fragment else f"{url}#{fragment}"
+            ]
+            for place, name in enumerate(names[1:], 1):
+                container = container[key]
+                key = unquote(name).replace("~1", "/").replace("~0", "~")
+                key = key if isinstance(container, dict) else int(key.removeprefix("-"))
+                if key == "oneOf" and isinstance(container[key], list):
+                    names[place] = "anyOf"
+            self._targets[id(node)] = container[key]
+        except (LookupError, ValueError, TypeError):
+            raise GrammarRefused(
+                f"{path}/$ref: {reference[:64]!r} is no place in the schema; a reference begins with #/ and "
+                "names one"
+            ) from None
+        if "anyOf" in names:
+            node["$ref"] = f"{urldefrag(reference).url}#{'/'.join(names)}"
+        return container, key, reference
+
+    def _step(self, size: int = 1) -> None:
+        self._steps += size
+        if self._steps > MAX_STEPS:
+            raise GrammarRefused("#: it has too many branches within branches; send fewer")
+
+    def _ways_of(self, node: Any, above: tuple[int, ...] = ()) -> list[Parts]:
+        """Return the ways to match a subschema in place; none for one that is itself again."""
+        if not isinstance(node, dict):
+            return [] if node is False else [()]
+        if id(node) in above:
+            return []
+        if (kept := self._ways.get(id(node))) is not None:
+            return kept
+        self._step()
+        groups: list[list[Any]] = [[each] for each in list_of(node, "allOf")]
+        groups += [list_of(node, name) for name in ("anyOf", "oneOf") if isinstance(node.get(name), list)]
+        groups += [[self._targets[id(node)]]] if id(node) in self._targets else []
+        ways: list[Parts] = [(node,)]
+        for group in groups:
+            options = [way for each in group for way in self._ways_of(each, (*above, id(node)))]
+            if len(ways) * len(options) <= MAX_WAYS:
+                ways = [before + after for before in ways for after in options]
+        if not above:  # else branches that come back to a subschema above are missing
+            self._ways[id(node)] = ways
+        return ways
+
+    def _grow(self) -> bool:
+        """Add subschemas with a document of the finite ones so far; what this never reaches is endless."""
+        grew = False
+        for key, (node, _, _, _) in reversed(self._found.items()):
+            if key not in self._finite and any(map(self._ends, self._ways_of(node))):
+                self._finite.add(key)
+                grew = True
+        return grew
+
+    def _ends(self, parts: Parts) -> bool:
+        self._step(len(parts))
+        return any(all(map(self._is_finite, self._needs(kind, parts))) for kind in self._types(parts))
+
+    def _is_finite(self, node: Any) -> bool:
+        return node is not False and (not isinstance(node, dict) or id(node) in self._finite)
+
+    def _needs(self, kind: str, parts: Parts) -> Sequence[Any]:
+        """Return the subschemas of which any document of a type contains one each."""
+        if kind == "array":
+            return [item for index in least_items(parts) for item in items_of(parts, index)]
+        if kind != "object":
+            return ()
+        required = required_of(parts)
+        if not required and largest(parts, "minProperties") > 0:
+            names = [*dict.fromkeys(name for part in parts for name in dict_of(part, "properties")), None]
+            choices = [properties_of(parts, name) for name in names]
+            return next((each for each in choices if all(map(self._is_finite, each))), choices[0])
+        return [each for name in required for each in properties_of(parts, name)]
+
+    def _endless(self) -> str:
+        """Return why no finite document matches, with the place that comes back to itself."""
+        seen, node = set[int](), self._root
+        while id(node) not in seen:
+            seen.add(id(node))
+            needs = (
+                each
+                for way in self._ways_of(node)
+                for kind in sorted(self._types(way))
+                for each in self._needs(kind, way)
+                if isinstance(each, dict) and id(each) not in self._finite
+            )
+            if (following := next(needs, None)) is None:
+                return f"{self._found[id(node)][1]}: no output can match it"
+            node = following
+        path = self._found[id(node)][1]
+        return (
+            f"{path}: no finite document matches it, since each contains another; make the property optional "
+            "or the list possibly empty, or allow null there"
+        )
+
+    def _check_branches(self, node: Schema, path: str) -> None:
+        for (first, one), (second, other) in combinations(enumerate(node["oneOf"]), 2):
+            ways = product(self._ways_of(one), self._ways_of(other))
+            if not all(self._clash((node, *way, *other_way)) for way, other_way in ways):
+                raise GrammarRefused(
+                    f"{path}/oneOf: branches {first} and {second} may both match; send anyOf, or let them "
+                    "differ by type, by a required property with its own const, or by bounds"
+                )
+
+    def _types(self, parts: Parts) -> set[str]:
+        """Return the types that all parts admit."""
+        return set(TYPES).intersection(*(self._admitted(part)[0] for part in parts))
+
+    def _admitted(self, part: Schema) -> tuple[set[str], set[Key] | None]:
+        if (kept := self._admits.get(id(part))) is None:
+            kept = self._admits[id(part)] = admitted(part)
+        return kept
+
+    def _clash(self, parts: Parts, depth: int = 0) -> bool:
+        """Whether no document matches all parts, as far as that is certain."""
+        self._step(len(parts))
+        return all(self._clash_in(kind, parts, depth) for kind in self._types(parts))
+
+    def _clash_in(self, kind: str, parts: Parts, depth: int) -> bool:
+        literals = [keys for part in parts if (keys := self._admitted(part)[1]) is not None]
+        if literals and not any(key[0] == kind for key in set.intersection(*literals)):
+            return True
+        if kind == "number":
+            low, high = range_of(parts)
+            return low is not None and high is not None and low > high
+        if (size := _SIZES.get(kind)) and largest(parts, f"min{size}") > smallest(parts, f"max{size}"):
+            return True
+        if depth == MAX_DEPTH:
+            return False
+        places: Iterator[list[Any]] = iter(())
+        if kind == "object":
+            places = (properties_of(parts, name) for name in required_of(parts))
+        elif kind == "array":
+            places = (items_of(parts, index) for index in least_items(parts))
+        return any(self._clash_at(place, depth + 1) for place in places)
+
+    def _clash_at(self, nodes: Sequence[Any], depth: int) -> bool:
+        ways = [self._ways_of(node) for node in nodes]
+        if math.prod(map(len, ways)) > MAX_WAYS:
+            return False
+        return all(self._clash(sum(way, ()), depth) for way in product(*ways))
+
+    def _check_multiples(self, node: Schema, path: str) -> None:
+        """Refuse steps that hold together and whose common multiple the engine does not have."""
+        for way in self._ways_of(node):
+            steps = {abs(decimal_of(part["multipleOf"])) for part in way if is_number(part.get("multipleOf"))}
+            shift = max((-int(step.as_tuple().exponent) for step in steps), default=0)
+            if math.prod(step.scaleb(shift) for step in steps) > _MAX_MULTIPLE:
+                raise GrammarRefused(
+                    f"{path}: multipleOf has at most {_MAX_MULTIPLE} steps of its last decimal, all of one "
+                    "place multiplied; send a smaller one"
+                )
+
+
+# What is written for the engine.
+
+
+def _write(node: Schema, path: str) -> None:
+    if isinstance(node.get("format"), str) and node["format"] not in FORMATS:
+        del node["format"]
+    for name in ("const", "enum"):
+        if name in node:
+            _check_literal(node[name], f"{path}/{name}")
+    bounds = [decimal_of(node[name]) for name in _BOUNDS if is_number(node.get(name))]
+    if any(abs(bound) >= EXACT or not _is_exact(bound) for bound in bounds):
+        _narrow(node, path)
+    free = node.get("additionalProperties") is not False or "patternProperties" in node
+    if free and largest((node,), "minProperties") - len(required_of((node,))) > 1:
+        raise GrammarRefused(
+            f"{path}/minProperties: at most one property more than those in required can be enforced, since "
+            "names may repeat; name the others in required"
+        )
+    if isinstance(node.get("oneOf"), list):
+        name, branches = "anyOf", node["oneOf"]
+        if "anyOf" in node:
+            name, branches = "allOf", [*list_of(node, "allOf"), {"anyOf": branches}]
+        entries = [
+            (name, branches) if key == "oneOf" else (key, each) for key, each in node.items() if key != name
+        ]
+        node.clear()
+        node.update(entries)  # in the order of the schema, which is that of properties
+
+
+def _check_literal(value: Any, path: str) -> None:
+    if is_number(value) and not _is_exact(decimal_of(value)):
+        raise GrammarRefused(
+            f"{path}: a number of more than {DIGITS} digits is not enforced exactly; send it as a string"
+        )
+    if isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_literal(each, path)
+
+
+def _is_exact(value: Decimal) -> bool:
+    _, digits, exponent = value.as_tuple()
+    scale = int(exponent)
+    return int("".join(map(str, digits)) or 0) <= EXACT and abs(scale) <= -_LEAST.adjusted()
+
+
+def _narrow(node: Schema, path: str) -> None:
+    """Put numbers that the engine has exactly in place of a subschema's bounds, within these."""
+    low, high = range_of((node,))
+    for name in _BOUNDS:
+        node.pop(name, None)
+    least, most = _put(node, low, up=True), _put(node, high, up=False)
+    if least is not None and least >= _LONG and most is None:
+        most = _TOP
+        node["maximum"] = int(most)
+    if most is not None and most <= -_LONG and least is None:
+        least = -_TOP
+        node["minimum"] = int(least)
+    if least is not None and most is not None and least > most:
+        raise GrammarRefused(
+            f"{path}: no number of {DIGITS} digits below 2^63 is within its bounds; send wider ones, or "
+            "numbers as strings"
+        )
+
+
+def _put(node: Schema, bound: Bound | None, *, up: bool) -> Decimal | None:
+    if bound is None:
+        return None
+    value, strict = bound
+    if strict and abs(value) >= EXACT:  # the next float is further away than the next integer
+        value += strict
+    rounding = ROUND_CEILING if up else ROUND_FLOOR
+    near = Context(prec=DIGITS, rounding=rounding).create_decimal(value)
+    if int(near.as_tuple().exponent) < _LEAST.adjusted():
+        near = near.quantize(_LEAST, rounding=rounding)
+    near = max(near, -_TOP) if up else min(near, _TOP)
+    name = "inimum" if up else "aximum"
+    name = f"exclusiveM{name}" if strict and near == bound[0] else f"m{name}"
+    node[name] = int(near) if near == near.to_integral_value() else float(near)
+    return near
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
