@@ -29,6 +29,8 @@ FEATURES: Final = {
     "tool_result": "result of a tool, and the answer",
     "agent_loop": "the framework's own loop of tools",
     "agent_stream": "the same, streamed",
+    "agent_edits": "the program edits a file by its own tools",
+    "agent_resumes": "the program continues its session",
     "typed_output": "the framework's typed output",
     "typed_stream": "the same, streamed",
     "reasoning": "reasoning apart from content",

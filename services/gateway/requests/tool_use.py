@@ -260,8 +260,8 @@ def declared_form(
         form = replace(form, calls=None)
     elif form.calls is None:
         raise UnsupportedFeature(
-            "this model declares no form of calls, so it takes no tools; an operator may name one with "
-            f"`fairway deployments update {generation.model} --output-form`",
+            "this model declares no form of calls, so it takes no tools of any type; an operator may name "
+            f"one with `fairway deployments update {generation.model} --output-form`",
             field=_TOOLS,
         )
     names = ((name_for_model(tool.name), tool.name) for tool in generation.chat.tools)

@@ -44,6 +44,7 @@ TARGET_FIELDS = (
     "key",
     "model",
     "agent",
+    "scripted",
     "embedder",
     "reranker",
     "limited_key",
