@@ -1,4 +1,4 @@
-"""`make clients`: what public clients are served. Exits 0 if nothing is wrong and 9 in 10 cells are served.
+"""`make clients`: what public clients are served. Exits 0 if nothing is wrong and 95 % of cells are served.
 
 Installs each client into an environment of its own (minutes at first), starts one installation, runs the
 clients one after another, and writes the matrix to ``docs/reference/clients.md``. The last line is

@@ -42,6 +42,7 @@ FEATURES: Final = {
     "responses_tools": "Responses: tools",
     "responses_schema": "Responses: JSON schema",
     "server_tools": "tools that the server runs",
+    "left_out": "a search of a server among the tools, left out",
     "messages": "Messages",
     "messages_stream": "Messages: stream",
     "messages_tools": "Messages: tools and their results",
