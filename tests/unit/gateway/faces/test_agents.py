@@ -6,7 +6,6 @@ The shapes are those of Claude Code, Codex, Cline, Continue and Open WebUI; thei
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -27,7 +26,7 @@ SEEDS = range(300)
 LONG = "x" * 5000
 IDENTITY = json.dumps({"device_id": "0" * 64, "account_uuid": "", "session_id": "0" * 36})
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
-NESTED = {
+NESTED: dict[str, Any] = {
     "task": "title_generation",
     "features": {"web_search": False},
     "files": [],
@@ -50,7 +49,7 @@ def read_messages(body: dict[str, Any]) -> pb.Generation:
     return messages_request(json.dumps(body).encode()).generations[0]
 
 
-Read = Callable[[dict[str, Any]], pb.Generation]
+Refused = tuple[tuple[dict[str, Any], str], ...]
 # Fields that are taken, and fields that are refused with the name of what is refused.
 CHAT_HINTS: tuple[dict[str, Any], ...] = (
     {"metadata": NESTED},
@@ -63,7 +62,7 @@ CHAT_HINTS: tuple[dict[str, Any], ...] = (
     {"stream_options": {"include_usage": True}, "stream": True},
     {"parallel_tool_calls": True, "store": False},
 )
-CHAT_REFUSED = (
+CHAT_REFUSED: Refused = (
     ({"web_search_options": {"search_context_size": "low"}}, "web_search_options"),
     ({"tool_ids": ["a"]}, "tool_ids"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
@@ -75,7 +74,7 @@ RESPONSES_HINTS: tuple[dict[str, Any], ...] = (
     {"reasoning": {"summary": "auto", "effort": "high"}, "include": ["reasoning.encrypted_content"]},
     {"text": {"verbosity": "low"}, "store": False, "service_tier": "auto"},
 )
-RESPONSES_REFUSED = (
+RESPONSES_REFUSED: Refused = (
     ({"truncation": "auto"}, "truncation"),
     ({"context_management": [{"type": "compaction"}]}, "context_management"),
     ({"conversation": "conv_1"}, "conversation"),
@@ -89,7 +88,7 @@ MESSAGES_HINTS: tuple[dict[str, Any], ...] = (
     {"system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral", "scope": "global"}}]},
     {"speed": "standard", "service_tier": "auto"},
 )
-MESSAGES_REFUSED = (
+MESSAGES_REFUSED: Refused = (
     ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0]"),
     ({"container": {"id": "c"}}, "container"),
     ({"speed": "fast"}, "speed"),
@@ -207,7 +206,8 @@ def responses_history(rng: Random) -> list[dict[str, Any]]:
 
 
 def messages_history(rng: Random) -> list[dict[str, Any]]:
-    call_id, given = rng.choice(("toolu_1", LONG)), rng.choice(({"path": "a"}, {}, None, [], *ARGUMENTS))
+    inputs: tuple[Any, ...] = ({"path": "a"}, {}, None, [], *ARGUMENTS)
+    call_id, given = rng.choice(("toolu_1", LONG)), rng.choice(inputs)
     call = {"type": "tool_use", "id": call_id, "name": long_or_short(rng), "input": given}
     call |= rng.choice(({}, {"caller": {"type": "direct"}}))
     thought = {"type": "thinking", "thinking": "", "signature": "s"}
