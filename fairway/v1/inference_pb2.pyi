@@ -81,7 +81,7 @@ class ToolCall(_message.Message):
     id: _builtins.str
     name: _builtins.str
     arguments: _builtins.str
-    """A JSON object. Empty: no arguments."""
+    """A JSON object. Empty: no arguments. Of an earlier turn any text, such as that of a call that was cut short."""
     def __init__(
         self,
         *,
@@ -108,6 +108,7 @@ class Tool(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """The model reads the hash of a name of more than 64 bytes, with its beginning; calls have the whole name."""
     description: _builtins.str
     parameters: _builtins.str
     """The JSON schema of its arguments, an object, as JSON. Empty: it has none."""

@@ -65,6 +65,7 @@ class Bounds(_message.Message):
     ANY_FIELD_NUMBER: _builtins.int
     PATTERN_FIELD_NUMBER: _builtins.int
     REQUIRED_FIELD_NUMBER: _builtins.int
+    HASHED_FIELD_NUMBER: _builtins.int
     max_bytes: _builtins.int
     """UTF-8 bytes of a string, or of each element (keys and values, in a map)."""
     max_items: _builtins.int
@@ -76,6 +77,8 @@ class Bounds(_message.Message):
     pattern: _builtins.str
     """RE2-style expression that the whole string matches; empty strings pass unless required."""
     required: _builtins.bool
+    hashed: _builtins.bool
+    """A name of the client's, of which only equality matters: a longer one is replaced by its SHA-256, in hex."""
     def __init__(
         self,
         *,
@@ -86,10 +89,11 @@ class Bounds(_message.Message):
         any: _builtins.bool = ...,
         pattern: _builtins.str = ...,
         required: _builtins.bool = ...,
+        hashed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "max", b"max", "min", b"min"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "any", b"any", "max", b"max", "max_bytes", b"max_bytes", "max_items", b"max_items", "min", b"min", "pattern", b"pattern", "required", b"required"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max", b"_max", "_min", b"_min", "any", b"any", "hashed", b"hashed", "max", b"max", "max_bytes", b"max_bytes", "max_items", b"max_items", "min", b"min", "pattern", b"pattern", "required", b"required"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max: _TypeAlias = _typing.Literal["max"]  # noqa: Y015
     _WhichOneofArgType__max: _TypeAlias = _typing.Literal["_max", b"_max"]  # noqa: Y015

@@ -6,6 +6,7 @@ checks. A field without bounds is a bug: a test runs ``unbounded_fields``, which
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import struct
@@ -29,7 +30,7 @@ FieldCheck = Callable[[Message, str], None]
 
 
 def check(message: Message, path: str = "") -> None:
-    """Return if every field, at every depth, is within its bounds.
+    """Return if every field, at every depth, is within its bounds; longer ``hashed`` ones are hashed first.
 
     Raises InvalidInput for the first that is not; its metadata has ``field``, a dotted path.
     """
@@ -125,6 +126,8 @@ def _named_checks(descriptor: Descriptor) -> tuple[tuple[str, FieldCheck], ...]:
             found.append((field.name, _map_check(field, bounds, value_check)))
         elif field.is_repeated:
             found.append((field.name, _repeated_check(field, bounds, value_check)))
+        elif bounds.hashed:
+            found.append((field.name, _hashing(field, bounds.max_bytes)))
         elif value_check is not None:
             found.append((field.name, _singular_check(field, value_check)))
     return tuple(found)
@@ -157,6 +160,17 @@ def _singular_check(field: FieldDescriptor, value_check: ValueCheck) -> FieldChe
             value_check(getattr(message, name), path + name)
 
     return check_singular
+
+
+def _hashing(field: FieldDescriptor, max_bytes: int) -> FieldCheck:
+    name = field.name
+
+    def hash_longer(message: Message, _: str) -> None:
+        value = getattr(message, name).encode()
+        if len(value) > max_bytes:
+            setattr(message, name, hashlib.sha256(value).hexdigest())
+
+    return hash_longer
 
 
 def _repeated_check(

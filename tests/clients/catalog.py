@@ -20,9 +20,12 @@ class Client:
     script: str
     environment: str
     needs_torch: bool = False
+    # Whether it is a program of npm's that a script in Python runs.
+    is_program: bool = False
 
     @property
     def is_node(self) -> bool:
+        """Whether its script needs its packages beside it."""
         return self.script.endswith(".mjs")
 
     @property
@@ -58,4 +61,12 @@ CLIENTS: Final = (
     Client("lm-eval", ("lm-eval[api]==0.4.13", "transformers==5.24.0"), "lm_eval_python.py", "lm-eval"),
     Client("guidellm", ("guidellm==0.8.1",), "guidellm_python.py", "guidellm", needs_torch=True),
     Client("aiperf", ("aiperf==0.13.0",), "aiperf_python.py", "aiperf"),
+    Client(
+        "Claude Code",
+        ("@anthropic-ai/claude-code@2.1.332",),
+        "claude_code.py",
+        "claude-code",
+        is_program=True,
+    ),
+    Client("Codex", ("@openai/codex@0.171.0",), "codex_cli.py", "codex", is_program=True),
 )

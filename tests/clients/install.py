@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +21,8 @@ def command_of(client: Client, script: Path) -> list[str]:
     """Return the command that runs a script in the client's environment, without its arguments."""
     if client.is_node:
         return ["node", str(script)]
-    return [str(python_of(ENVIRONMENTS, client.environment)), str(script)]
+    python = sys.executable if client.is_program else str(python_of(ENVIRONMENTS, client.environment))
+    return [python, str(script)]
 
 
 def installed(client: Client) -> str:
@@ -30,7 +32,7 @@ def installed(client: Client) -> str:
     if has_stamp(there, stamp):
         return ""
     try:
-        if client.is_node:
+        if client.is_node or client.is_program:
             _install_node(there, client)
             (there / "installed").write_text(stamp)
         else:

@@ -10,7 +10,7 @@ from typing import Any, Final
 SERVED: Final = "served"
 REFUSED: Final = "refused_by_name"
 WRONG: Final = "wrong"
-MIN_SERVED_RATIO: Final = 0.9
+MIN_SERVED_RATIO: Final = 0.95
 _CELLS: Final = {SERVED: "serves", REFUSED: "refuses", WRONG: "**wrong**"}
 _HEAD: Final = """\
 # Clients
@@ -84,7 +84,7 @@ def result_of(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
-    """Whether nothing is wrong and nine in ten cells are served."""
+    """Whether nothing is wrong and 95 of 100 cells are served."""
     served_ratio = result["served"] / max(1, result["features"])
     return not result["wrong"] and served_ratio >= MIN_SERVED_RATIO and not result["not_installed"]
 

@@ -97,7 +97,9 @@ def responses(client: openai.OpenAI) -> dict[str, Any]:
         "called": [called.status, [[item.type, getattr(item, "arguments", "")] for item in called.output]],
         "deleted": error_of(lambda: client.responses.retrieve(whole.id)),
         "refused": error_of(
-            lambda: client.responses.create(model=MODEL, input="x", tools=[{"type": "web_search"}])
+            lambda: client.responses.create(
+                model=MODEL, input="x", tools=[{"type": "code_interpreter", "container": {"type": "auto"}}]
+            )
         ),
         "unknown": error_of(lambda: client.responses.create(model="nobody", input="x")),
     }

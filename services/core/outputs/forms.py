@@ -44,3 +44,5 @@ class OutputForm:
     names: tuple[str, ...] = ()
     # The token that closes the reasoning; None: it is not one token of the version.
     reasoning_end: int | None = None
+    # Of tools whose names are too long for a model: the name in calls, and the client's.
+    renamed: tuple[tuple[str, str], ...] = ()

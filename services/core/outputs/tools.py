@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+MAX_NAME_CHARS: Final = 64
+
+
+def name_for_model(name: str) -> str:
+    """Return the name by which a model calls a tool: of a long one its beginning and half of its SHA-256."""
+    if len(name) <= MAX_NAME_CHARS:
+        return name
+    return f"{name[:31]}_{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 @dataclass(frozen=True, slots=True)

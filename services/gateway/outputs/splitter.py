@@ -13,9 +13,9 @@ from typing import Final
 
 from fairway.formats.answers import CallDelta, ContentText, OutputPart, ReasoningText
 from services.core.outputs.forms import CallForm, OutputForm
+from services.core.outputs.tools import MAX_NAME_CHARS
 from services.gateway.outputs.loose_calls import loose_calls
 
-_MAX_NAME_CHARS: Final = 64
 # Whitespace that is held back until it is clear whether it stands beside a mark; more of it is content.
 _MAX_BLANKS: Final = 64
 
@@ -41,6 +41,7 @@ class OutputSplitter:
         self.calls = 0  # that have begun
         self._form = form
         self._call_id = call_id
+        self._names = dict(form.renamed)
         self._held = ""
         self._loose: list[str] = []
         self._opened = ""  # what stood before the name
@@ -170,12 +171,13 @@ class OutputSplitter:
     def _name(self) -> bool:
         calls = self._calls
         end = self._held.find(calls.middle)
-        if 0 < end <= _MAX_NAME_CHARS:
-            self._emit(CallDelta(self.calls, self._call_id(self.calls), self._held[:end]))
+        if 0 < end <= MAX_NAME_CHARS:
+            name = self._held[:end]
+            self._emit(CallDelta(self.calls, self._call_id(self.calls), self._names.get(name, name)))
             self.calls += 1
             self._scan = _ObjectScan()
             return self._go(_At.ARGUMENTS, self._held[end + len(calls.middle) :])
-        if end < 0 and len(self._held) < _MAX_NAME_CHARS + len(calls.middle):
+        if end < 0 and len(self._held) < MAX_NAME_CHARS + len(calls.middle):
             return False
         return self._go(_At.LOOSE, self._opened + self._held)
 
@@ -215,6 +217,7 @@ class OutputSplitter:
         if not found:
             self._emit(ContentText(text))
         for name, arguments in found:
+            name = self._names.get(name, name)
             self._emit(CallDelta(self.calls, self._call_id(self.calls), name, arguments))
             self.calls += 1
 

@@ -13,7 +13,7 @@ from services.core.errors import ConstraintRefused, FairwayError, InvalidInput, 
 from services.core.generation import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from services.core.outputs.families import named_form
 from services.core.outputs.forms import OutputForm
-from services.core.outputs.tools import Tool, ToolChoice, ToolMode
+from services.core.outputs.tools import Tool, ToolChoice, ToolMode, name_for_model
 from services.core.records import Deployment
 from services.gateway.outputs.forms import texts_of
 from services.gateway.outputs.grammar import CallRules, call_grammar, reasoned_grammar
@@ -68,15 +68,15 @@ def check_tools(generation: inference_pb2.Generation) -> None:
             limit=MAX_TOOL_BYTES,
         )
     for index, tool in enumerate(tools):
-        if tool.name in names:
+        if name_for_model(tool.name) in names:
             raise InvalidInput(f"two tools have the name {tool.name}", field=f"{_TOOLS}[{index}].name")
-        names.add(tool.name)
+        names.add(name_for_model(tool.name))
         _check_parameters(tool.parameters, f"{_TOOLS}[{index}].parameters")
     choice = generation.tool_choice
     if choice.mode == inference_pb2.TOOL_MODE_REQUIRED and not tools:
         raise InvalidInput("tool_choice asks for a call, and there are no tools", field="tool_choice")
     for name in choice.names:
-        if name not in names:
+        if name_for_model(name) not in names:
             raise InvalidInput(f"tool_choice names {name}, which is none of the tools", field="tool_choice")
 
 
@@ -260,17 +260,19 @@ def declared_form(
         form = replace(form, calls=None)
     elif form.calls is None:
         raise UnsupportedFeature(
-            "this model declares no form of calls, so it takes no tools; an operator may name one with "
-            f"`fairway deployments update {generation.model} --output-form`",
+            "this model declares no form of calls, so it takes no tools of any type; an operator may name "
+            f"one with `fairway deployments update {generation.model} --output-form`",
             field=_TOOLS,
         )
+    names = ((name_for_model(tool.name), tool.name) for tool in generation.chat.tools)
+    renamed = tuple(pair for pair in names if pair[0] != pair[1])
     reasoning = form.reasoning
     thinking = reasoning is not None and any(
         text == reasoning.open and tail and tuple(ids[-len(tail) :]) == tuple(tail)
         for text, tail in model.openings
     )
     ends = (mark.id for mark in model.marks if reasoning is not None and mark.text == reasoning.close)
-    return replace(form, thinking=thinking, reasoning_end=next(ends, None))
+    return replace(form, thinking=thinking, reasoning_end=next(ends, None), renamed=renamed)
 
 
 def spelled_ids(form: OutputForm, model: TextModel) -> tuple[int, ...]:

@@ -120,6 +120,8 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         self._clock = clock
         self._knows_developer = "developer" in source
+        # Such a template takes arguments as text too: `arguments is string`.
+        self._takes_text = "arguments is string" in source
         self.depends_on_time = "strftime_now" in source
 
     def render(
@@ -144,7 +146,7 @@ class ChatTemplate:
         own: dict[str, object] = {
             **self._tokens,
             BUDGET: budget,
-            "messages": [self._message(index, message) for index, message in enumerate(messages)],
+            "messages": list(map(self._message, messages)),
             "tools": [_tool(index, tool) for index, tool in enumerate(tools)] or None,
             "documents": None,
             "add_generation_prompt": True,
@@ -164,7 +166,7 @@ class ChatTemplate:
             ) from exc
         return self._control.guarded(text)
 
-    def _message(self, index: int, message: ChatMessage) -> dict[str, object]:
+    def _message(self, message: ChatMessage) -> dict[str, object]:
         """Return a turn as transformers passes it: without the fields that it does not have."""
         # Templates older than the role ``developer`` use its former name.
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
@@ -174,11 +176,23 @@ class ChatTemplate:
             if text := getattr(message, name):
                 found[name] = OriginText(text)
         if message.tool_calls:
-            found["tool_calls"] = [
-                _call(call, f"chat.messages[{index}].tool_calls[{number}].arguments")
-                for number, call in enumerate(message.tool_calls)
-            ]
+            found["tool_calls"] = [self._call(call) for call in message.tool_calls]
         return found
+
+    def _call(self, call: ToolCall) -> dict[str, object]:
+        """Return a call of an earlier turn.
+
+        Arguments that are no object, such as those of a call that was cut short, are passed as their text,
+        and as no arguments where the template takes objects only.
+        """
+        arguments: object
+        try:
+            arguments = _object(call.arguments, "arguments")
+        except InvalidInput:
+            arguments = OriginText(call.arguments) if self._takes_text else {}
+        found: dict[str, object] = {"type": "function"}
+        found["function"] = {"name": OriginText(call.name), "arguments": arguments}
+        return {"id": OriginText(call.id), **found} if call.id else found
 
     def _further(self, variables: str) -> dict[str, object]:
         """Return the variables of a request. Raises InvalidInput for the names of the template's own."""
@@ -190,12 +204,6 @@ class ChatTemplate:
             if name in _OWN_VARIABLES or name in self._tokens or name in self._template.globals:
                 raise InvalidInput(f"{field} may not set {name}", field=field)
         return {str.__str__(name): value for name, value in found.items()}
-
-
-def _call(call: ToolCall, field: str) -> dict[str, object]:
-    function = {"name": OriginText(call.name), "arguments": _object(call.arguments, field)}
-    found: dict[str, object] = {"type": "function", "function": function}
-    return {"id": OriginText(call.id), **found} if call.id else found
 
 
 def _tool(index: int, tool: Tool) -> dict[str, object]:

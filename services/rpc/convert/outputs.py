@@ -14,11 +14,12 @@ from fairway.formats.answers import (
     ToolCall,
 )
 from fairway.v1 import common_pb2, inference_pb2
-from services.core.outputs.tools import Tool, ToolChoice, ToolMode
-from services.rpc.convert.mirror import Mirror
+from services.core.outputs.tools import Tool, ToolChoice, ToolMode, name_for_model
+from services.rpc.convert.mirror import Mirror, Pair
 
-TOOL: Final = Mirror(Tool, inference_pb2.Tool)
-CALL: Final = Mirror(ToolCall, inference_pb2.ToolCall)
+_NAMES: Final = {"name": Pair("name", read=name_for_model)}
+TOOL: Final = Mirror(Tool, inference_pb2.Tool, _NAMES)
+CALL: Final = Mirror(ToolCall, inference_pb2.ToolCall, _NAMES)
 _DELTA: Final = Mirror(CallDelta, common_pb2.ToolCallDelta)
 TOOL_MODES: Final = {
     ToolMode.AUTO: inference_pb2.TOOL_MODE_AUTO,
@@ -36,7 +37,7 @@ def tools_from_proto(messages: Iterable[inference_pb2.Tool]) -> tuple[Tool, ...]
 
 
 def tool_choice_from_proto(message: inference_pb2.ToolChoice) -> ToolChoice:
-    return ToolChoice(_MODES[message.mode], tuple(message.names), message.single)
+    return ToolChoice(_MODES[message.mode], tuple(map(name_for_model, message.names)), message.single)
 
 
 def parts_to_proto(parts: Iterable[OutputPart]) -> list[common_pb2.OutputPart]:

@@ -182,7 +182,13 @@ def images() -> None:
 
 @FEATURES.shows("server_tools", "tools[0].type")
 def server_tools() -> None:
-    CLIENT.messages.create(**ASKED, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    CLIENT.messages.create(**ASKED, tools=[{"type": "code_execution_20250825", "name": "code_execution"}])
+
+
+@FEATURES.shows("left_out")
+def left_out() -> None:
+    found = CLIENT.messages.create(**ASKED, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    check(found.content[0].text, found)
 
 
 @FEATURES.shows("async_client")

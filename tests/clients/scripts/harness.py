@@ -8,13 +8,17 @@ and raises where it is not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
+import os
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 REFUSALS: Final = (400, 404, 405, 422)
@@ -30,6 +34,8 @@ class Target:
     # The bundled model, and its weights with a chat template of tools and reasoning.
     model: str
     agent: str
+    # A model that answers an agent by calls of its own tools, and then by a text.
+    scripted: str
     embedder: str
     reranker: str
     # Keys of tenants with few requests a minute: one request; a request every two seconds.
@@ -146,6 +152,26 @@ def text_of(error: BaseException) -> str:
             break
         one = further
     return " <- ".join(texts)
+
+
+@contextlib.contextmanager
+def edits() -> Iterator[str]:
+    """The block edits the file of the script; yields the text with which an agent ends."""
+    notes = Path("notes.txt")
+    notes.write_text("The word is one.\n")
+    yield "The word is two now."
+    same(notes.read_text(), "The word is two.\n")
+
+
+def program(command: list[str], environment: dict[str, str], *, fails: bool = False) -> str:
+    """Return what a program printed. ``fails``: whether it has to."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL,
+        env=os.environ | environment,
+    )  # fmt: skip
+    shown = f"exit code {done.returncode}: {done.stdout[-900:]} {done.stderr[-300:]}"
+    check(fails == bool(done.returncode), shown)
+    return done.stdout
 
 
 class Features:

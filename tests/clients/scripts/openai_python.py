@@ -420,9 +420,15 @@ def other_apis() -> None:
     CLIENT.moderations.create(input="x")
 
 
-@FEATURES.shows("server_tools", "tools[0].type", "web_search")
+@FEATURES.shows("server_tools", "tools[0].type", "file_search")
 def server_tools() -> None:
-    CLIENT.responses.create(**RESPONSE, tools=[{"type": "web_search"}])
+    CLIENT.responses.create(**RESPONSE, tools=[{"type": "file_search", "vector_store_ids": ["vs_1"]}])
+
+
+@FEATURES.shows("left_out")
+def left_out() -> None:
+    found = CLIENT.responses.create(**RESPONSE, tools=[{"type": "web_search"}])
+    check(found.output_text, found)
 
 
 @FEATURES.shows("embeddings")

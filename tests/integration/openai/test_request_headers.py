@@ -47,6 +47,8 @@ async def test_the_session_key_is_the_header_then_the_user(face: Face) -> None:
     await face.chat(body, headers=(("x-session-key", "s-1"),))
     await face.chat(body)
     assert [call.generation.session_key for call in face.service.calls] == ["s-1", "u"]
+    long = await face.chat(body, headers=(("x-session-key", "s" * 500),))
+    assert (long.status, face.service.calls[-1].generation.session_key) == (200, "s" * 500)
     strange = await face.chat(body, headers=(("x-session-key", "a b"),))
     assert (strange.status, strange.error["param"]) == (400, "x-session-key")
 

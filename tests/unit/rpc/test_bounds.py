@@ -1,12 +1,14 @@
 """Bounds of the protos are enforced, each kind of them."""
 
+import hashlib
+import json
 import math
 import time
 
 import pytest
 
 from fairway.inference import v2_pb2
-from fairway.v1 import controlplane_pb2, inference_pb2, registry_pb2, scheduler_pb2, worker_pb2
+from fairway.v1 import controlplane_pb2, inference_pb2, options_pb2, registry_pb2, scheduler_pb2, worker_pb2
 from services.core.errors import InvalidInput
 from services.rpc import bounds
 
@@ -80,6 +82,34 @@ def test_a_value_out_of_bounds_is_named(values: dict[str, object], field: str) -
 def test_bytes_are_counted_not_characters() -> None:
     assert rejected_field(generate(model="é" * 65)) == "generation.model"
     bounds.check(generate(model="é" * 64))
+
+
+@pytest.mark.parametrize("value", ["s" * 129, "é" * 65, json.dumps({"device": "0" * 200}), "x" * 10**6])
+def test_a_longer_name_of_a_clients_is_hashed(value: str) -> None:
+    digest = hashlib.sha256(value.encode()).hexdigest()
+    call = inference_pb2.ToolCall(id=value, name="f")
+    turn = inference_pb2.ChatMessage(role="tool", tool_call_id=value, name=value, tool_calls=[call])
+    chat = inference_pb2.Chat(messages=[turn])
+    asked = inference_pb2.Generation(model="m", chat=chat, user=value, session_key=value)
+    bounds.check(asked)
+    turn = asked.chat.messages[0]
+    assert {asked.user, asked.session_key, turn.name, turn.tool_call_id, turn.tool_calls[0].id} == {digest}
+    for rows in (
+        inference_pb2.EmbedRequest(model="m", inputs=["x"], user=value, session_key=value),
+        inference_pb2.RerankRequest(model="m", query="q", documents=["x"], user=value, session_key=value),
+    ):
+        bounds.check(rows)
+        assert (rows.user, rows.session_key) == (digest, digest)
+    kept = generate(user="s" * 128)
+    bounds.check(kept)
+    assert kept.generation.user == "s" * 128
+
+
+def test_the_hash_of_a_name_is_within_its_bound() -> None:
+    for descriptor in (inference_pb2.Generation, inference_pb2.ChatMessage, inference_pb2.ToolCall):
+        for field in descriptor.DESCRIPTOR.fields:
+            found = field.GetOptions().Extensions[options_pb2.bounds]
+            assert not found.hashed or found.max_bytes >= 64, field.full_name
 
 
 def test_a_missing_message_is_required() -> None:

@@ -28,6 +28,7 @@ from services.gateway.faces.transport.blocks import (
     BlockEvent,
     BlockKind,
     BlockOpened,
+    is_object,
 )
 from services.gateway.faces.transport.event_numbers import EventNumbers
 from services.runtime.ids import ANSWER_PREFIXES
@@ -151,11 +152,7 @@ def _block(block: Block) -> AnswerBlock:
 
 def _arguments(text: str) -> Raw:
     """Return the arguments of a call; none where the output was cut short in the middle of them."""
-    try:
-        msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return _EMPTY
-    return Raw(text.encode())
+    return Raw(text.encode()) if is_object(text) else _EMPTY
 
 
 def _delta(kind: BlockKind, text: str) -> _TextDelta | _ThinkingDelta | _InputDelta:

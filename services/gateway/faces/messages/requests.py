@@ -15,10 +15,12 @@ from services.gateway.faces.messages.types import (
     CountBody,
     MessagesBody,
     MessagesPart,
+    MessagesTool,
     MessagesTurn,
 )
 from services.gateway.faces.openai.requests import ApiRequest, chat_of
 from services.gateway.faces.openai.types import (
+    SEARCHES,
     CalledFunction,
     ChatBody,
     ChatTurn,
@@ -29,7 +31,9 @@ from services.gateway.faces.openai.types import (
     OfferedTool,
     ResponseFormat,
     ToolSelection,
+    TypedTool,
     parse_body,
+    parse_part,
     require_neutral,
 )
 from services.gateway.faces.transport.text_parts import required, text_of
@@ -76,6 +80,7 @@ def _chat(body: CountBody) -> ChatBody:
             "messages: a last turn of the assistant, to be continued, is not offered by this server",
             field=f"messages[{len(body.messages) - 1}].role",
         )
+    _check_context(body)
     turns: list[ChatTurn] = []
     if body.system is not None:
         turns.append(ChatTurn("system", _text_of(body.system, "system")))
@@ -95,17 +100,32 @@ def _chat(body: CountBody) -> ChatBody:
     return ChatBody(model=body.model, messages=turns, **found)
 
 
+def _check_context(body: CountBody) -> None:
+    """Raise UnsupportedFeature for an edit that would take something out of the conversation."""
+    edits = body.context_management.edits if body.context_management is not None else ()
+    for number, edit in enumerate(edits):
+        if not edit.type.startswith("clear_thinking") or edit.keep != "all":
+            field = f"context_management.edits[{number}]"
+            raise UnsupportedFeature(
+                f"{field}: {edit.type[:64]!r} is not offered by this server: edit the messages",
+                field=field,
+            )
+
+
 def _tools(body: CountBody) -> dict[str, Any]:
     """Return the tools and the choice among them. Raises InvalidInput, UnsupportedFeature."""
     tools = []
-    for number, tool in enumerate(body.tools or ()):
-        path = f"tools[{number}]."
-        if tool.type not in (None, "custom"):
+    for number, given in enumerate(body.tools or ()):
+        path = f"tools[{number}]"
+        kind = parse_part(given, TypedTool, path).type
+        if kind is not None and kind.startswith(SEARCHES):
+            continue
+        if kind not in (None, "custom"):
             raise UnsupportedFeature(
-                f"{path}type: {tool.type[:64]!r} is not offered by this server: the client's tools are",
-                field=f"{path}type",
+                f"{path}.type: {kind[:64]!r} is not offered by this server: the client's tools are",
+                field=f"{path}.type",
             )
-        require_neutral(tool, path)
+        tool = parse_part(given, MessagesTool, path)
         function = OfferedFunction(tool.name, tool.description, tool.input_schema, tool.strict)
         tools.append(OfferedTool("function", function))
     choice = body.tool_choice
@@ -162,7 +182,8 @@ def _read(part: MessagesPart, role: str, path: str, found: _Parts) -> None:
             pass
         case "tool_use", "assistant":
             name = required(part.name, f"{path}name")
-            arguments = json.dumps(part.input or {}, ensure_ascii=False)
+            given = part.input
+            arguments = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
             found.calls.append(MadeCall(CalledFunction(name, arguments), required(part.id, f"{path}id")))
         case "tool_result", "user":
             content = "" if part.content is None else _text_of(part.content, f"{path}content")
@@ -180,4 +201,9 @@ def _read(part: MessagesPart, role: str, path: str, found: _Parts) -> None:
 
 
 def _text_of(content: str | Sequence[MessagesPart], path: str) -> str:
-    return text_of(content, path, ("text",), lambda part: part.text)
+    return text_of(
+        content,
+        path,
+        ("text", "tool_reference"),
+        lambda part: part.tool_name if part.type == "tool_reference" else part.text,
+    )

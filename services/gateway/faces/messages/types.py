@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from services.gateway.faces.openai.types import CacheControl, Schema, Short, UInt32, Unserved
+from services.gateway.faces.openai.types import About, CacheControl, Schema, Short, UInt32, Unserved
 
 
 class MessagesPart(Struct, forbid_unknown_fields=True, frozen=True):
     """A block of a message; ``type`` decides which fields it has."""
 
-    # text, thinking, redacted_thinking, tool_use or tool_result.
+    # text, thinking, redacted_thinking, tool_use, tool_result or, within one, tool_reference.
     type: str
     text: str | None = None
     thinking: str | None = None
@@ -24,14 +24,16 @@ class MessagesPart(Struct, forbid_unknown_fields=True, frozen=True):
     signature: str | None = None
     data: str | None = None
     # Of tool_use.
-    id: Short | None = None
-    name: Short | None = None
-    input: dict[str, Any] | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Any = None
     # Of tool_result.
-    tool_use_id: Short | None = None
+    tool_use_id: str | None = None
     content: str | list[MessagesPart] | None = None
     # Stated in the text of the result.
     is_error: bool | None = None
+    # Of tool_reference: a tool that a search of the client's found.
+    tool_name: str | None = None
     cache_control: CacheControl | None = None
     citations: Unserved = UNSET
     caller: Unserved = UNSET
@@ -43,8 +45,8 @@ class MessagesTurn(Struct, forbid_unknown_fields=True, frozen=True):
     content: str | list[MessagesPart]
 
 
-class MessagesMetadata(Struct, forbid_unknown_fields=True, frozen=True):
-    user_id: Short | None = None
+class MessagesMetadata(Struct, frozen=True):
+    user_id: str | None = None
 
 
 class MessagesTool(Struct, forbid_unknown_fields=True, frozen=True):
@@ -56,7 +58,8 @@ class MessagesTool(Struct, forbid_unknown_fields=True, frozen=True):
     type: str | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
-    defer_loading: Unserved = UNSET
+    # A hint: a tool is in the prompt from the beginning.
+    defer_loading: bool | None = None
     allowed_callers: Unserved = UNSET
     input_examples: Unserved = UNSET
     eager_input_streaming: bool | None = None
@@ -95,18 +98,29 @@ class OutputConfig(Struct, forbid_unknown_fields=True, frozen=True):
     task_budget: Unserved = UNSET
 
 
+class ContextEdit(Struct, frozen=True):
+    """What is to be taken out of the conversation. ``keep`` of thinking that is ``all`` takes nothing."""
+
+    type: str
+    keep: Any = None
+
+
+class ContextManagement(Struct, forbid_unknown_fields=True, frozen=True):
+    edits: list[ContextEdit] = []
+
+
 class CountBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """The fields that decide the prompt."""
 
     model: str
     messages: list[MessagesTurn]
     system: str | list[MessagesPart] | None = None
-    tools: list[MessagesTool] | None = None
+    tools: Annotated[list[Raw] | None, About("MessagesTool, or a search that a server runs.")] = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    context_management: Unserved = UNSET
+    context_management: ContextManagement | None = None
     mcp_servers: Unserved = UNSET
 
 

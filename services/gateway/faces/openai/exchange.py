@@ -32,6 +32,7 @@ MAX_TIMEOUT_S: Final = 86_400.0
 _LENGTH: Final = re.compile(rb"\d{1,15}")
 _SECONDS: Final = re.compile(rb"\d{1,6}(\.\d{1,6})?")
 _VISIBLE: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_SESSION: Final = re.compile(rb"[\x21-\x7e]+")
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _ATTEMPT: Final = re.compile(rb"\d{1,6}")
 _JSON_TYPE: Final = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-8\"?\s*)?", re.IGNORECASE)
@@ -51,7 +52,7 @@ REQUEST_HEADERS: Final = {
     "idempotency-key": "1 to 128 visible ASCII characters; a repeated request with it runs once",
     "last-event-id": "the last `id` of a stream with an idempotency key: the answer continues behind it",
     "x-request-timeout-s": f"seconds until the request ends, at most {MAX_TIMEOUT_S:g}",
-    "x-session-key": "1 to 128 visible ASCII characters: a session stays on one version of a split",
+    "x-session-key": "visible ASCII characters: a session stays on one version of a split",
     "x-model-version": "digest or arm of the version that is to answer, where the model's split permits it",
     "x-request-id": "the client's name of the request: logged and returned as `x-client-request-id`",
     "x-stage-clock": "`1` adds the time of each stage to the answer",
@@ -116,10 +117,8 @@ class Headers:
         value = self.one(b"x-session-key")
         if value is None:
             return None
-        if not _VISIBLE.fullmatch(value):
-            raise InvalidInput(
-                "x-session-key must be 1 to 128 visible ASCII characters", field="x-session-key"
-            )
+        if not _SESSION.fullmatch(value):
+            raise InvalidInput("x-session-key must be visible ASCII characters", field="x-session-key")
         return value.decode()
 
     def model_version(self) -> str:

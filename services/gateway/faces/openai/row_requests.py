@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, Struct
 from fairway.v1 import inference_pb2
 from services.core.errors import InvalidInput
 from services.gateway.faces.openai.requests import PRIORITIES
-from services.gateway.faces.openai.types import Short, UInt32, Unserved, parse_body
+from services.gateway.faces.openai.types import UInt32, Unserved, parse_body
 from services.gateway.rows.inputs import MAX_ROWS
 from services.gateway.service_types import RowsMessage
 
@@ -22,7 +22,7 @@ class RowOptions(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """The fields of every dialect. ``truncate_prompt_tokens`` has vLLM's name: -1 is the model's most."""
 
     model: str
-    user: Short | None = None
+    user: str | None = None
     priority: Literal["batch", "standard", "interactive"] | None = None
     truncate_prompt_tokens: Cut | None = None
 

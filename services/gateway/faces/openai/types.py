@@ -37,11 +37,14 @@ Metadata = Annotated[
 ]
 
 
-class CacheControl(Struct, forbid_unknown_fields=True, frozen=True):
+# What a client says to itself, to another server or of its session: an object of any content, without effect.
+Note = Annotated[dict[str, Any], Meta(max_length=256)]
+
+
+class CacheControl(Struct, frozen=True):
     """A hint of Anthropic's and LiteLLM's clients: prompts are cached here without one."""
 
     type: Literal["ephemeral"]
-    ttl: Short | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
@@ -50,6 +53,12 @@ class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
         bool | None, About("With include_usage: each frame has the usage of its choice so far.")
     ] = None
     include_obfuscation: Unserved = UNSET
+
+
+class TypedTool(Struct, frozen=True):
+    """What a tool of any type has."""
+
+    type: str | None = None
 
 
 class ContentPart(Struct, forbid_unknown_fields=True, frozen=True):
@@ -74,7 +83,8 @@ class MadeCall(Struct, forbid_unknown_fields=True, frozen=True):
     id: str = ""
     type: Literal["function"] = "function"
     index: UInt32 | None = None
-    provider_specific_fields: dict[str, Any] | None = None
+    provider_specific_fields: Note | None = None
+    extra_content: Note | None = None  # Gemini's
 
 
 class OfferedFunction(Struct, forbid_unknown_fields=True, frozen=True):
@@ -123,7 +133,8 @@ class ChatTurn(Struct, forbid_unknown_fields=True, frozen=True):
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name of reasoning_content
     cache_control: CacheControl | None = None
-    provider_specific_fields: dict[str, Any] | None = None  # LiteLLM's note of what another server added
+    provider_specific_fields: Note | None = None  # LiteLLM's note of what another server added
+    reasoning_details: list[Note] | None = None  # OpenRouter's
     refusal: Unserved = UNSET
     annotations: Unserved = UNSET
     audio: Unserved = UNSET
@@ -137,10 +148,10 @@ Schema = dict[str, Any] | bool
 class JsonSchemaFormat(Struct, forbid_unknown_fields=True, frozen=True):
     """``strict`` false is served as true: an answer that matches is also one that may match."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    name: Annotated[str, Meta(min_length=1)]
     schema: Schema | None = None
     strict: bool | None = None
-    description: Short | None = None
+    description: str | None = None
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True, frozen=True):
@@ -178,8 +189,8 @@ class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
-    user: Short | None = None
-    safety_identifier: Annotated[Short | None, About("The end user, where user is absent.")] = None
+    user: Annotated[str | None, About("Beyond 128 bytes its SHA-256 counts.")] = None
+    safety_identifier: Annotated[str | None, About("The end user, where user is absent.")] = None
     service_tier: Annotated[
         Literal["auto", "default", "flex", "priority"] | None,
         About("flex is the class batch, priority the class interactive."),
@@ -204,8 +215,10 @@ class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    metadata: Metadata | None = None
-    prompt_cache_key: Short | None = None
+    metadata: Note | None = None
+    client_metadata: Note | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Note | None = None
     prompt_cache_retention: Short | None = None
 
     store: Unserved = UNSET
@@ -268,13 +281,20 @@ class CompletionBody(Options, forbid_unknown_fields=True, frozen=True, kw_only=T
     chat_template_kwargs: Unserved = UNSET
 
 
+# Tools that a server runs and that a model need not call, which are left out; others are refused by type.
+SEARCHES: Final = ("web_search", "web_fetch", "tool_search")
+
 # Served fields that cannot change the answer.
 HINTS: Final = (
     "cache_control",
+    "client_metadata",
+    "extra_content",
     "metadata",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "provider_specific_fields",
+    "reasoning_details",
     "verbosity",
 )
 # The neutral values, besides absence and null. Of a field whose meaning differs, by its class.
@@ -288,8 +308,8 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "annotations": ([],),
     "bad_words": ([],),
     "best_of": (1,),
+    "caller": ({"type": "direct"},),
     "context_management": ([],),
-    "defer_loading": (False,),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "disable_additional_properties": (False,),
@@ -312,6 +332,7 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
+    "speed": ("standard",),
     "store": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
@@ -399,6 +420,19 @@ def parse_body(
     return body
 
 
+def parse_part(data: Raw, kind: type[Body], path: str) -> Body:
+    """Return a part of a body whose type decides its fields. Raises InvalidInput, UnsupportedFeature.
+
+    ``path``: where it is.
+    """
+    try:
+        part = msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as exc:
+        raise invalid_fields(str(exc), path) from exc
+    require_neutral(part, f"{path}.")
+    return part
+
+
 def require_neutral(found: Struct, path: str, *, waived: Collection[str] = ()) -> None:
     """Return if every unsupported option has a neutral value. Raises UnsupportedFeature."""
     for name in found.__struct_fields__:
@@ -439,10 +473,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> None:
             seen.add(name)
 
 
-def invalid_fields(text: str) -> InvalidInput:
-    """Return the error for fields of a request that are not as declared; ``text`` is msgspec's."""
+def invalid_fields(text: str, within: str = "") -> InvalidInput:
+    """Return the error for fields of a request that are not as declared; ``text`` is msgspec's.
+
+    ``within``: the path of the part that was read; empty: the body.
+    """
     path = _PATH.search(text)
-    field = path[1] if path is not None else ""
+    field = ".".join(filter(None, (within, path[1] if path is not None else "")))
     if (found := _UNKNOWN.search(text)) is not None:
         name = (f"{field}." if field else "") + found[1][:64]
         return InvalidInput(f"unrecognized request argument: {name}", field=name)

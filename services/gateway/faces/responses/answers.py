@@ -5,7 +5,7 @@ Their numbers are those of ``EventNumbers``, by which a stream that is read agai
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -16,7 +16,15 @@ from services.core.generation import FinishReason
 from services.gateway.events import Accepted, Finished, Tokens
 from services.gateway.faces.openai.errors import public_message
 from services.gateway.faces.openai.event_stream import original
+from services.gateway.faces.responses.tools import (
+    ClientTool,
+    client_tools,
+    function_name,
+    text_arguments,
+    text_of_arguments,
+)
 from services.gateway.faces.responses.types import (
+    CustomCallItem,
     FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
@@ -47,6 +55,7 @@ _DELTAS: Final = {
     BlockKind.REASONING: "response.reasoning_text",
     BlockKind.CALL: "response.function_call_arguments",
 }
+_CUSTOM: Final = "response.custom_tool_call_input"
 _ITEM_PREFIXES: Final = {BlockKind.TEXT: "msg_", BlockKind.REASONING: "rs_", BlockKind.CALL: "fc_"}
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -67,12 +76,14 @@ class ResponseEvents:
         begun = self._event("response.created", response=response)
         return begun + self._event("response.in_progress", response=response)
 
-    def block(self, response_id: str, event: BlockEvent) -> bytes:
+    def block(self, response_id: str, event: BlockEvent, tools: Mapping[str, ClientTool]) -> bytes:
         """Return the events of output."""
-        place = {"item_id": _item_id(response_id, event.index, event.block), "output_index": event.index}
+        item = _item(response_id, event.index, event.block, tools, is_open=not isinstance(event, BlockClosed))
+        place = {"item_id": item.id, "output_index": event.index}
         if isinstance(event, BlockDelta):
-            return self._delta(event.block.kind, place, event.text)
-        item = _item(response_id, event.index, event.block, is_open=isinstance(event, BlockOpened))
+            # The text of a custom tool is in its arguments, and follows when they are complete.
+            is_custom = isinstance(item, CustomCallItem)
+            return b"" if is_custom else self._delta(_DELTAS[event.block.kind], place, event.text)
         if isinstance(event, BlockOpened):
             added = self._event(
                 "response.output_item.added", event.block.name, output_index=event.index, item=item
@@ -93,8 +104,11 @@ class ResponseEvents:
     def _closed(self, event: BlockClosed, place: dict[str, Any], item: OutputItem) -> bytes:
         block, text = event.block, event.block.text
         name = f"{_DELTAS[block.kind]}.done"
-        if block.kind is BlockKind.CALL:
-            done = self._event(name, **place, name=block.name, arguments=text)
+        if isinstance(item, CustomCallItem):
+            done = self._delta(_CUSTOM, place, item.input)
+            done += self._event(f"{_CUSTOM}.done", **place, input=item.input)
+        elif isinstance(item, FunctionCallItem):
+            done = self._event(name, **place, name=item.name, arguments=text)
         elif block.kind is BlockKind.TEXT:
             done = self._event(name, **place, content_index=0, text=text, logprobs=())
         else:
@@ -109,15 +123,15 @@ class ResponseEvents:
         part = OutputText(text) if kind is BlockKind.TEXT else ReasoningPart(text)
         return self._event(name, **place, content_index=0, part=part)
 
-    def _delta(self, kind: BlockKind, place: dict[str, Any], text: str) -> bytes:
+    def _delta(self, name: str, place: dict[str, Any], text: str) -> bytes:
         text = self._numbers.rest(text)
         if not text:
             return b""
-        if kind is not BlockKind.CALL:
+        if name in (_DELTAS[BlockKind.TEXT], _DELTAS[BlockKind.REASONING]):
             place = {**place, "content_index": 0}
-        if kind is BlockKind.TEXT:
+        if name == _DELTAS[BlockKind.TEXT]:
             place["logprobs"] = ()
-        return self._written(f"{_DELTAS[kind]}.delta", **place, delta=text)
+        return self._written(f"{name}.delta", **place, delta=text)
 
     def _event(self, name: str, /, mark: str = "", **fields: Any) -> bytes:
         """Return an event of more than a delta. ``mark``: what else two of the name differ by."""
@@ -145,6 +159,7 @@ class ResponseFrames:
         """``head``: the response as it begins; without an id it takes that of the request."""
         self.response = head
         self._request_id = request_id
+        self._tools = client_tools(head.tools)
         self._blocks = AnswerBlocks()
         self._keep = keep
         self._out = events
@@ -185,11 +200,13 @@ class ResponseFrames:
         return self._out.failure(failed_response(self.response, error))
 
     def _events(self, events: Iterable[BlockEvent]) -> bytes:
-        return b"".join(self._out.block(self.response.id, event) for event in events)
+        return b"".join(self._out.block(self.response.id, event, self._tools) for event in events)
 
     def _items(self) -> list[OutputItem]:
-        blocks = self._blocks.blocks
-        return [_item(self.response.id, index, block, is_open=False) for index, block in enumerate(blocks)]
+        return [
+            _item(self.response.id, index, block, self._tools, is_open=False)
+            for index, block in enumerate(self._blocks.blocks)
+        ]
 
 
 def failed_response(head: ModelResponse, error: FairwayError) -> ModelResponse:
@@ -210,7 +227,7 @@ def replayed(response: ModelResponse, events: ResponseEvents) -> bytes:
         incomplete_details=None,
         error=None,
     )
-    found = [events.opening(begun)]
+    found, tools = [events.opening(begun)], client_tools(response.tools)
     for index, item in enumerate(response.output):
         block = _block(item)
         for event in (
@@ -218,34 +235,45 @@ def replayed(response: ModelResponse, events: ResponseEvents) -> bytes:
             BlockDelta(index, block, block.text),
             BlockClosed(index, block),
         ):
-            found.append(events.block(response.id, event))
+            found.append(events.block(response.id, event, tools))
     return b"".join((*found, events.end(response)))
 
 
 def _block(item: OutputItem) -> Block:
+    cut = item.status == "incomplete"
     match item:
         case MessageItem():
-            return Block(BlockKind.TEXT, texts=[part.text for part in item.content])
+            return Block(BlockKind.TEXT, texts=[part.text for part in item.content], cut=cut)
         case ReasoningItem():
-            return Block(BlockKind.REASONING, texts=[part.text for part in item.content])
+            return Block(BlockKind.REASONING, texts=[part.text for part in item.content], cut=cut)
         case FunctionCallItem():
-            return Block(BlockKind.CALL, call_id=item.call_id, name=item.name, texts=[item.arguments])
+            name = function_name(item.name, item.namespace or None)
+            return Block(BlockKind.CALL, call_id=item.call_id, name=name, texts=[item.arguments], cut=cut)
+        case CustomCallItem():
+            arguments = text_arguments(item.input)
+            return Block(BlockKind.CALL, call_id=item.call_id, name=item.name, texts=[arguments], cut=cut)
 
 
-def _item(response_id: str, index: int, block: Block, *, is_open: bool) -> OutputItem:
-    item_id, text = _item_id(response_id, index, block), "" if is_open else block.text
-    status = "in_progress" if is_open else "completed"
+def _item(
+    response_id: str, index: int, block: Block, tools: Mapping[str, ClientTool], *, is_open: bool
+) -> OutputItem:
+    number = f"{response_id.removeprefix(ANSWER_PREFIXES['responses'])}_{index}"
+    item_id, text = f"{_ITEM_PREFIXES[block.kind]}{number}", "" if is_open else block.text
+    status = "in_progress" if is_open else "incomplete" if block.cut else "completed"
     match block.kind:
         case BlockKind.TEXT:
             return MessageItem(item_id, status, [] if is_open else [OutputText(text)])
         case BlockKind.REASONING:
             return ReasoningItem(item_id, status, [] if is_open else [ReasoningPart(text)])
         case BlockKind.CALL:
-            return FunctionCallItem(item_id, status, block.call_id, block.name, text)
-
-
-def _item_id(response_id: str, index: int, block: Block) -> str:
-    return f"{_ITEM_PREFIXES[block.kind]}{response_id.removeprefix(ANSWER_PREFIXES['responses'])}_{index}"
+            called = tools.get(block.name)
+            if called is None:
+                return FunctionCallItem(item_id, status, block.call_id, block.name, text)
+            name = called.tool.name
+            if called.is_custom:
+                text = "" if is_open else text_of_arguments(text)
+                return CustomCallItem(f"ctc_{number}", status, block.call_id, name, text)
+            return FunctionCallItem(item_id, status, block.call_id, name, text, called.namespace or UNSET)
 
 
 def _usage(finished: Finished) -> ResponsesUsage:

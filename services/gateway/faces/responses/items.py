@@ -8,9 +8,14 @@ from typing import Final
 
 from services.core.errors import InvalidInput, UnsupportedFeature
 from services.gateway.faces.openai.types import CalledFunction, ChatTurn, MadeCall, require_neutral
+from services.gateway.faces.responses.tools import function_name, text_arguments
 from services.gateway.faces.responses.types import ResponsesItem, ResponsesPart
 from services.gateway.faces.transport.text_parts import required, text_of
 
+_CALLS: Final = ("function_call", "custom_tool_call")
+_OUTPUTS: Final = ("function_call_output", "custom_tool_call_output")
+# Calls of a search that another server ran, without what it found.
+_SEARCHES: Final = ("web_search_call", "tool_search_call")
 _KINDS: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
@@ -42,9 +47,11 @@ def turns_of(items: Sequence[ResponsesItem], name: str) -> list[ChatTurn]:
     for number, item in enumerate(items):
         path = f"{name}[{number}]."
         require_neutral(item, path)
-        if item.type == "function_call" or item.type == "reasoning" or item.role == "assistant":
+        if item.type in _SEARCHES:
+            continue
+        if item.type in _CALLS or item.type == "reasoning" or item.role == "assistant":
             # A message or new reasoning after calls begins another turn.
-            if assistant is not None and assistant.calls and item.type != "function_call":
+            if assistant is not None and assistant.calls and item.type not in _CALLS:
                 turns.append(assistant.turn())
                 assistant = None
             assistant = assistant or _Assistant()
@@ -60,8 +67,12 @@ def turns_of(items: Sequence[ResponsesItem], name: str) -> list[ChatTurn]:
 
 
 def _add(assistant: _Assistant, item: ResponsesItem, path: str) -> None:
-    if item.type == "function_call":
-        called = CalledFunction(required(item.name, f"{path}name"), item.arguments or "")
+    if item.type in _CALLS:
+        arguments = item.arguments or ""
+        if item.type == "custom_tool_call":
+            arguments = text_arguments(required(item.input, f"{path}input"))
+        name = function_name(required(item.name, f"{path}name"), item.namespace)
+        called = CalledFunction(name, arguments)
         assistant.calls.append(MadeCall(called, required(item.call_id, f"{path}call_id")))
     elif item.type == "reasoning":
         assistant.reasoning.append(_text(item.content, f"{path}content"))
@@ -72,7 +83,7 @@ def _add(assistant: _Assistant, item: ResponsesItem, path: str) -> None:
 
 
 def _other(item: ResponsesItem, path: str) -> ChatTurn:
-    if item.type == "function_call_output":
+    if item.type in _OUTPUTS:
         call_id = required(item.call_id, f"{path}call_id")
         return ChatTurn("tool", _text(item.output, f"{path}output"), tool_call_id=call_id)
     if item.type != "message":

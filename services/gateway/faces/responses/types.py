@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from services.gateway.faces.openai.types import About, Metadata, Schema, Short, TopK, UInt32, Unserved
+from services.gateway.faces.openai.types import (
+    About,
+    Metadata,
+    Note,
+    Schema,
+    Short,
+    TopK,
+    UInt32,
+    Unserved,
+)
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -31,7 +40,7 @@ class ResponsesPart(Struct, forbid_unknown_fields=True, frozen=True, omit_defaul
 class ResponsesItem(Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
     """An item of the input; ``type`` decides which fields it has."""
 
-    # message, function_call, function_call_output or reasoning.
+    # message, function_call, custom_tool_call, their outputs, reasoning, or calls of a server's search.
     type: str = "message"
     id: Short | None = None
     status: Short | None = None
@@ -40,14 +49,18 @@ class ResponsesItem(Struct, forbid_unknown_fields=True, frozen=True, omit_defaul
     content: str | list[ResponsesPart] | None = None
     phase: Short | None = None
     # Of a call and its output.
-    call_id: Short | None = None
-    name: Short | None = None
+    call_id: str | None = None
+    name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[ResponsesPart] | None = None
     # Of reasoning.
     summary: list[ResponsesPart] | None = None
     encrypted_content: str | None = None
-    namespace: Unserved = UNSET
+    # Of a call: the tool namespace of its function.
+    namespace: str | None = None
+    # Of a call of a server's search.
+    action: Any = None
     caller: Unserved = UNSET
 
 
@@ -55,10 +68,10 @@ class TextFormat(Struct, forbid_unknown_fields=True, frozen=True):
     """The format json_schema has a name and a schema."""
 
     type: str
-    name: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    name: Annotated[str, Meta(min_length=1)] | None = None
     schema: Schema | None = None
     strict: bool | None = None
-    description: Short | None = None
+    description: str | None = None
 
 
 class ResponsesText(Struct, forbid_unknown_fields=True, frozen=True):
@@ -75,14 +88,21 @@ class ResponsesReasoning(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class ResponsesTool(Struct, forbid_unknown_fields=True, frozen=True):
-    """A function that the model may call; tools that a server runs are not offered."""
+    """A function, a custom tool or a namespace of functions, which the client runs."""
 
     type: str
-    name: str | None = None
+    name: str
     description: str | None = None
+    # Of a function.
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Unserved = UNSET
+    # A hint: a tool is in the prompt from the beginning.
+    defer_loading: bool | None = None
+    # Of a custom tool, which takes one text: what the text is to look like. The model reads it; nothing holds
+    # the text to it.
+    format: dict[str, Any] | None = None
+    # Of a namespace.
+    tools: list[Raw] | None = None
 
 
 class ResponsesToolChoice(Struct, forbid_unknown_fields=True, frozen=True):
@@ -107,7 +127,7 @@ class PromptFields(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True
     previous_response_id: Short | None = None
     text: ResponsesText | None = None
     reasoning: ResponsesReasoning | None = None
-    tools: list[ResponsesTool] | None = None
+    tools: Annotated[list[Raw] | None, About("ResponsesTool, or a search that a server runs.")] = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -126,10 +146,12 @@ class ResponsesBody(PromptFields, forbid_unknown_fields=True, frozen=True, kw_on
     temperature: float | None = None
     top_p: float | None = None
     metadata: Metadata | None = None
-    user: Short | None = None
-    safety_identifier: Short | None = None
+    client_metadata: Note | None = None
+    user: Annotated[str | None, About("Beyond 128 bytes its SHA-256 counts.")] = None
+    safety_identifier: str | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    prompt_cache_key: Short | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Note | None = None
     prompt_cache_retention: Short | None = None
     max_tool_calls: Annotated[UInt32 | None, About("Of tools that a server runs: without effect.")] = None
     include: list[str] | None = None
@@ -147,7 +169,6 @@ class ResponsesBody(PromptFields, forbid_unknown_fields=True, frozen=True, kw_on
     moderation: Unserved = UNSET
     access_programs: Unserved = UNSET
     image: Unserved = UNSET
-    prompt_cache_options: Unserved = UNSET
 
 
 class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
@@ -180,9 +201,18 @@ class FunctionCallItem(Struct, frozen=True, tag="function_call", tag_field="type
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+class CustomCallItem(Struct, frozen=True, tag="custom_tool_call", tag_field="type"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem
 
 
 class InputTokensDetails(Struct, frozen=True):

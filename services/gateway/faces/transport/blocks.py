@@ -9,9 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
+
+import msgspec
 
 from fairway.formats.answers import CallDelta, ContentText, OutputPart, ReasoningText
+from services.core.generation import FinishReason
 from services.gateway.events import ChoiceResult, Tokens
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    try:
+        msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 class BlockKind(StrEnum):
@@ -22,17 +35,26 @@ class BlockKind(StrEnum):
 
 @dataclass(slots=True)
 class Block:
-    """``texts``: its pieces so far; of a call the arguments. ``call``: the call's number in the output."""
+    """``texts``: its pieces so far; of a call the arguments. ``call``: the call's number in the output.
+
+    ``cut``: the output reached its longest length within the block.
+    """
 
     kind: BlockKind
     call: int = -1
     call_id: str = ""
     name: str = ""
     texts: list[str] = field(default_factory=list)
+    cut: bool = False
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing from a call; of text that is not known."""
+        return self.kind is BlockKind.CALL and is_object(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +93,8 @@ class AnswerBlocks:
     def end(self, result: ChoiceResult) -> Iterator[BlockEvent]:
         """Add the last output, and close the open block, if there is one."""
         yield from self._add(result.parts)
+        if self._open:
+            self.blocks[-1].cut = result.finish_reason is FinishReason.LENGTH and not self.blocks[-1].is_whole
         yield from self._close()
 
     def _add(self, parts: Iterable[OutputPart]) -> Iterator[BlockEvent]:

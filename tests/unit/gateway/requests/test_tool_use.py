@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fairway.formats.answers import answer_of
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
 from services.core.errors import ConstraintRefused, InvalidInput, UnsupportedFeature
@@ -19,6 +20,8 @@ from services.core.outputs.forms import OutputForm
 from services.core.outputs.tools import Tool
 from services.core.records import DEPLOYMENTS, Deployment, KeyRole, Meta
 from services.gateway.outputs.forms import MarkToken
+from services.gateway.outputs.splitter import OutputSplitter
+from services.gateway.requests.conversation import conversation_of
 from services.gateway.requests.tool_use import (
     MAX_TOOL_BYTES,
     check_tools,
@@ -130,6 +133,30 @@ async def test_required_calls_are_held_to_their_schemas(resolve: Resolver) -> No
     assert '"a": {"type": "integer"}' in grammar(spec)
     named = pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED, names=["g"])
     assert "integer" not in grammar(await resolve(generation(*tools, tool_choice=named)))
+
+
+@pytest.mark.parametrize("choice", [REQUIRED, None])
+async def test_a_model_calls_a_tool_of_a_long_name_by_its_hash(resolve: Resolver, choice: Any) -> None:
+    names = [f"mcp__{'x' * size}_{end}" for size in (70, 9000) for end in ("a", "b")]
+    asked = generation(*map(tool, names), tool("f"), tool_choice=choice, parts=True)
+    spec = await resolve(asked)
+    assert spec.form is not None
+    assert [long for _, long in spec.form.renamed] == names
+    short = [short for short, _ in spec.form.renamed]
+    assert len(set(short)) == 4
+    assert all(len(name) == 64 and f'"{name}' in grammar(spec).replace("\\", "") for name in short)
+    assert [one.name for one in conversation_of(asked).tools] == [*short, "f"]
+    # The same name in the history, in the choice, and in the calls of the answer.
+    turn = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name=names[1])])
+    asked.chat.messages.append(turn)
+    assert conversation_of(asked).messages[-1].tool_calls[0].name == short[1]
+    named = pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED, names=[names[3]])
+    assert short[0] not in grammar(await resolve(generation(*map(tool, names), tool_choice=named)))
+    for form in (spec.form, replace(spec.form, held=False, names=tuple(short))):
+        calls = CALL_FORMS["hermes"]
+        splitter = OutputSplitter(form, str)
+        parts = splitter.feed(f"{calls.begin}{short[2]}{calls.middle}{{}}{calls.close}{calls.last}")
+        assert [call.name for call in answer_of([*parts, *splitter.finish()]).calls] == [names[2]]
 
 
 async def test_under_auto_only_strict_tools_are_held_to_their_schema(resolve: Resolver) -> None:

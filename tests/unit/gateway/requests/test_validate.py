@@ -160,7 +160,6 @@ BAD: dict[str, tuple[dict[str, Any], type[FairwayError], str]] = {
     "role": ({"chat": chat("x", role="root")}, InvalidInput, "chat.messages[0].role"),
     "unknown role": ({"chat": chat("x", role="tool")}, InvalidInput, "messages"),
     "timeout": ({"timeout": Duration(seconds=90_000)}, InvalidInput, "timeout"),
-    "session": ({"session_key": "s" * 129}, InvalidInput, "session_key"),
 }
 
 

@@ -111,8 +111,30 @@ def test_variables_that_are_the_templates_own_are_refused(variables: str) -> Non
     assert caught.value.metadata["field"] == "chat.template_variables"
 
 
-def test_arguments_that_are_no_object_are_refused_by_name() -> None:
-    messages = [ChatMessage("assistant", "", tool_calls=(ToolCall("c", "f", "[1]"),))]
-    with pytest.raises(InvalidInput) as caught:
-        render(TEMPLATES["calls as json"], messages, "")
-    assert caught.value.metadata["field"] == "chat.messages[0].tool_calls[0].arguments"
+# What a cut call, another server or a client leaves as arguments: any text but an object.
+ODD = ("[1]", "null", "", " ", '{"a":NaN}', '{"a": "cut sho', "{" * 5000, '"text"', "1", "<|end|>")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("arguments", ODD)
+def test_arguments_that_are_no_object_are_none_for_templates_of_objects(name: str, arguments: str) -> None:
+    def rendered(text: str) -> str:
+        return render(
+            TEMPLATES[name], [ChatMessage("assistant", "", tool_calls=(ToolCall("c", "f", text),))], ""
+        ).text
+
+    assert rendered(arguments) == rendered("{}")
+
+
+@pytest.mark.parametrize("arguments", [text for text in ODD if text])
+def test_arguments_that_are_no_object_are_text_for_templates_that_take_text(arguments: str) -> None:
+    source = (
+        "{%- for call in messages[0].tool_calls %}{%- set arguments = call.function.arguments %}"
+        "{{ arguments if arguments is string else arguments | tojson }}{%- endfor %}"
+    )
+    messages = [ChatMessage("assistant", "", tool_calls=(ToolCall("c", "f", arguments),))]
+    found = render(source, messages, "")
+    assert found.text == arguments
+    assert not any(ControlTokens(SPECIAL).spelled(piece) for piece in found.pieces())
+    messages = [ChatMessage("assistant", "", tool_calls=(ToolCall("c", "f", '{"a":1}'),))]
+    assert json.loads(render(source, messages, "").text) == {"a": 1}

@@ -138,7 +138,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nothing": (of(), "messages[0].content"),
     "no messages": ({"messages": []}, "messages"),
-    "server tool": ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
+    "server tool": ({"tools": [{"type": "code_execution_20250825", "name": "c"}]}, "tools[0].type"),
+    "field of a tool": ({"tools": [{"name": "c", "input_schema": {}, "cost": 1}]}, "tools[0].cost"),
+    "edit of the conversation": (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919", "keep": "all"}]}},
+        "context_management.edits[0]",
+    ),
     "container": ({"container": "c"}, "container"),
     "mcp": ({"mcp_servers": [{"url": "u"}]}, "mcp_servers"),
     "temperature": ({"temperature": 1.5}, "temperature"),

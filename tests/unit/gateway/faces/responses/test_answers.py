@@ -27,9 +27,20 @@ OUTPUT: Sequence[OutputPart] = (
     CallDelta(0, arguments='{"city":"Zürich","days":[1,2]}'),
     CallDelta(1, "call_1", "now"),
     CallDelta(1, arguments="{}"),
+    CallDelta(2, "call_2", "patch"),
+    CallDelta(2, arguments='{"input": "*** Begin\\n+é\\ud83d\\ude00"}'),
+    CallDelta(3, "call_3", "agents.spawn"),
+    CallDelta(3, arguments='{"n":1}'),
     ContentText("and 東京 \U0001f600."),
 )
-HEAD = responses_request(responses_body(b'{"model":"m","input":"hi"}'), b"[]").head
+TOOLS: list[dict[str, Any]] = [
+    {"type": "web_search", "filters": {}},
+    {"type": "function", "name": "weather"},
+    {"type": "custom", "name": "patch", "format": {"type": "text"}},
+    {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
+]
+BODY = json.dumps({"model": "m", "input": "hi", "tools": TOOLS}).encode()
+HEAD = responses_request(responses_body(BODY), b"[]").head
 
 
 def pieces(rng: Random) -> list[list[OutputPart]]:
@@ -57,7 +68,9 @@ def _of(part: OutputPart, text: str) -> OutputPart:
     return type(part)(text)
 
 
-async def streamed(events: list[list[OutputPart]], after: int = -1) -> tuple[bytes, ModelResponse]:
+async def streamed(
+    events: list[list[OutputPart]], after: int = -1, end: FinishReason = FinishReason.STOP
+) -> tuple[bytes, ModelResponse]:
     kept: list[ModelResponse] = []
 
     async def keep(response: ModelResponse) -> bool:
@@ -74,7 +87,7 @@ async def streamed(events: list[list[OutputPart]], after: int = -1) -> tuple[byt
     frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
     data = [frames.opening()]
     data += [frames.output(Tokens(0, 0, (), "", (), parts)) for parts in events[:-1]]
-    last = (ChoiceResult(0, FinishReason.STOP, "", 9, tuple(events[-1])),)
+    last = (ChoiceResult(0, end, "", 9, tuple(events[-1])),)
     data.append(await frames.ending(Finished(last, Usage(3, 9), StageClock(0))))
     assert kept == [frames.response]
     return b"".join(data), frames.response
@@ -142,13 +155,53 @@ async def test_the_items_are_those_of_the_output() -> None:
         "message",
         "function_call",
         "function_call",
+        "custom_tool_call",
+        "function_call",
         "message",
     ]
     assert found["output"][0]["content"][0]["text"] == "First the name, then äöü.\n"
     assert json.loads(found["output"][2]["arguments"]) == {"city": "Zürich", "days": [1, 2]}
     assert found["output"][3]["call_id"] == "call_1"
-    assert len({item["id"] for item in found["output"]}) == 5
+    assert (found["output"][4]["name"], found["output"][4]["input"]) == ("patch", "*** Begin\n+é\U0001f600")
+    assert (found["output"][5]["namespace"], found["output"][5]["name"]) == ("agents", "spawn")
+    assert "namespace" not in found["output"][2]
+    assert found["tools"] == TOOLS
+    assert len({item["id"] for item in found["output"]}) == 7
     assert found["usage"]["total_tokens"] == 12
+
+
+# The last part of an output that reaches its longest length, the item's type and status, and what is in it.
+CUT: tuple[tuple[list[OutputPart], str, str, str], ...] = (
+    ([ContentText("so f")], "message", "incomplete", "so f"),
+    ([CallDelta(0, "c", "weather", '{"city":"Z')], "function_call", "incomplete", '{"city":"Z'),
+    ([CallDelta(0, "c", "weather", "")], "function_call", "incomplete", ""),
+    ([CallDelta(0, "c", "weather", '{"city":"Z"}')], "function_call", "completed", '{"city":"Z"}'),
+    ([CallDelta(0, "c", "patch", '{"input": "a\\nb')], "custom_tool_call", "incomplete", "a\nb"),
+    ([CallDelta(0, "c", "patch", '{"inp')], "custom_tool_call", "incomplete", '{"inp'),
+)
+
+
+@pytest.mark.parametrize(("parts", "kind", "status", "text"), CUT)
+async def test_an_item_that_is_cut_short_is_incomplete_and_continues(
+    parts: list[OutputPart], kind: str, status: str, text: str
+) -> None:
+    events = [[ContentText("whole"), ReasoningText("x"), *parts], []]
+    data, response = await streamed(events, end=FinishReason.LENGTH)
+    items = json.loads(msgspec.json.encode(response.output))
+    assert response.status == "incomplete"
+    assert [item["status"] for item in items] == ["completed", "completed", status]
+    last = items[-1]
+    found = last["content"][0]["text"] if kind == "message" else last.get("arguments", last.get("input"))
+    assert (last["type"], found) == (kind, text)
+    done = [event["item"] for event in parsed(data) if event["type"] == "response.output_item.done"]
+    assert done == items
+    again = replayed(response, ResponseEvents(EventNumbers(with_ids=True)))
+    assert joined(parsed(again)) == joined(parsed(data))
+    # The next request has these items before its own.
+    output = {"type": "function_call_output", "call_id": "c", "output": "no JSON"}
+    body = json.dumps({"model": "m", "input": [output]}).encode()
+    turns = responses_request(responses_body(body), b"[" + json.dumps(items).encode() + b"]").generation.chat
+    assert [turn.role for turn in turns.messages] == ["assistant", "tool"] or kind == "message"
 
 
 async def lost(_: ModelResponse) -> bool:

@@ -116,7 +116,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "truncation": ({"truncation": "auto"}, "truncation"),
     "logprobs": ({"include": ["message.output_text.logprobs"]}, "include[0]"),
     "top_logprobs": ({"top_logprobs": 3}, "top_logprobs"),
-    "server tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "server tool": ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
+    "nested namespace": (
+        {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "namespace", "name": "b"}]}]},
+        "tools[0].tools[0].type",
+    ),
+    "field of a tool": ({"tools": [{**TOOL, "cost": 1}]}, "tools[0].cost"),
+    "search alone": ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
     "tool choice": ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
     "background without store": ({"background": True, "store": False}, "background"),
     "image": (
