@@ -61,6 +61,11 @@ class Settings(BaseModel):
     metrics_listen: Address = "127.0.0.1:0"
     # Folder for the files of this process.
     state_dir: Path = Path(".fairway/state")
+    # Bytes of each disk that files and model downloads leave to Redis, etcd, usage and settlements: at least
+    # twice Redis's maxmemory where it shares the disk.
+    disk_reserve_bytes: int = Field(default=512 * 1024**2, ge=0)
+    # etcd's --quota-backend-bytes: the last fifth takes no new objects.
+    etcd_quota_bytes: int = Field(default=2 * 1024**3, ge=16 * 1024**2)
     # Secret shared by all services, 32 characters or more.
     internal_token_file: Path = Path(".fairway/secrets/internal_token")
     # Secret that signs placement tickets.
