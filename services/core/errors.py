@@ -12,8 +12,8 @@
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced, StorageFull), NoLeader,
-    │                           StreamBroken, Overloaded, DeadlineUnmeetable, VersionFailing, TicketExpired, StaleRoute,
-    │                           UsageUnrecorded
+    │                           StreamBroken, Overloaded, DeadlineUnmeetable,
+    │                           VersionFailing, TicketExpired, StaleRoute, UsageUnrecorded
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented

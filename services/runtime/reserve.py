@@ -104,7 +104,5 @@ class Reserve:
                 self._free -= size_bytes
 
     def _text(self) -> str:
-        return (
-            f"no room in {self.store}: {max(0, int(self._free))} bytes are free and {self._reserve_bytes} are "
-            f"kept in reserve; {self._mend}"
-        )
+        free, kept = max(0, int(self._free)), self._reserve_bytes
+        return f"no room in {self.store}: {free} bytes are free, {kept} are kept in reserve; {self._mend}"
