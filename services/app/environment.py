@@ -65,7 +65,7 @@ class Environment:
         self.store = GuardedStore(etcd, self.clock, folder=settings.state_dir)
         self._informers: dict[str, Informer[Any]] = {}
         self.reserves = [etcd.space.reserve]
-        self.disk = self.disk_reserve("the state folder", settings.state_dir)
+        self.disk = self.disk_reserve("state_dir", settings.state_dir)
         self._open_telemetry()
         self.metrics.counted(
             "fairway_runtime_log_lines_lost_total",

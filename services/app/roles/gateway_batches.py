@@ -168,7 +168,7 @@ def _open_blobs(environment: Environment) -> BlobStore:
     folder = settings.files_dir
     if folder is None:
         return FolderBlobs(settings.state_dir / "files", environment.disk)
-    return FolderBlobs(folder, environment.disk_reserve("the folder of files", folder))
+    return FolderBlobs(folder, environment.disk_reserve("files_dir", folder))
 
 
 def _new_id() -> str:

@@ -25,7 +25,7 @@ def open_ledger(environment: Environment, election: Election) -> tuple[UsageLedg
     """Return the usage ledger, and the queries of it."""
     settings, clock = environment.settings, environment.clock
     if settings.usage_dir is not None:
-        environment.disk_reserve("the folder of usage", settings.usage_dir)
+        environment.disk_reserve("usage_dir", settings.usage_dir)
     ledger = UsageLedger(
         open_ledger_store(environment),
         clock,

@@ -58,13 +58,13 @@ class ProcessMetrics:
         """Export what is free in each store; others may be added."""
         self._metrics.gauge(
             "fairway_storage_free_bytes",
-            "Bytes that a store can still take, at its last measurement",
+            "Free bytes of a store",
             lambda: [((each.store,), each.free_bytes) for each in reserves if each.free_bytes < math.inf],
             ("store",),
         )
         self._metrics.gauge(
             "fairway_storage_reserve_reached",
-            "1 while a store takes nothing more of tenants, so that its reserve stays free, else 0",
+            "1 while refused to tenants, else 0",
             lambda: [((each.store,), float(each.reached)) for each in reserves],
             ("store",),
         )
