@@ -73,7 +73,7 @@ async def test_one_tenant_that_fills_redis_harms_no_other(bench: Bench) -> None:
     other = [await answered(bench.records, "other", number, b"answer") for number in range(20)]
     for number in range(2 * bench.max_bytes // len(CHUNK)):
         await answered(bench.records, "hoarder", number)
-        assert await bench.limiter.admit("other", f"r{number}", limits(requests=10**6))
+        await bench.limiter.admit("other", f"r{number}", limits(requests=10**6))
     for number in range(2 * bench.max_bytes // len(CHUNK)):
         await answered(bench.stored, "hoarder/responses", number)
     assert set(other) == {Written.KEPT}
@@ -95,12 +95,13 @@ async def test_keys_without_answers_are_bounded_by_a_share_as_well(bench: Bench)
             *(bench.records.claim(key, "same", "g") for key in keys), return_exceptions=True
         )
 
+    outcomes: list[object] = []
     for first in range(0, 16_000, 200):
         outcomes = await claims("hoarder", first)
     assert {type(each) for each in outcomes} == {IdempotencyKeysExceeded}
     assert await bench.refused_writes() == 0
     assert {type(each) for each in await claims("other", 0)} == {Owned}
-    assert await bench.limiter.admit("other", "r", limits(requests=10))
+    await bench.limiter.admit("other", "r", limits(requests=10))
 
 
 async def test_at_the_reserve_what_runs_ends_and_limits_go_on(bench: Bench) -> None:
@@ -116,7 +117,7 @@ async def test_at_the_reserve_what_runs_ends_and_limits_go_on(bench: Bench) -> N
     assert bench.memory.reserve.reached
     assert await bench.refused_writes() == 0
     for number in range(200):
-        assert await bench.limiter.admit("other", f"r{number}", limits(requests=10**6))
+        await bench.limiter.admit("other", f"r{number}", limits(requests=10**6))
     assert await bench.records.append([Addition(running.hold, b"token")]) == (Written.KEPT,)
     assert await bench.records.finish(running.hold, b"end", None, NONE) is Written.KEPT
     again = await bench.stored.claim(RecordKey("early", "b" * 32), "same", "g")

@@ -7,6 +7,7 @@ import hashlib
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -47,7 +48,7 @@ async def test_a_disk_at_its_reserve_is_reported_and_takes_no_chunk(
         assert 'fairway_storage_reserve_reached{store="state_dir"} 1.0' in metrics
         assert 'fairway_storage_reserve_reached{store="etcd"} 0.0' in metrics
         async with grpc.aio.insecure_channel(registry.address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+            health: Any = health_pb2_grpc.HealthStub(channel)
             whole = await health.Check(health_pb2.HealthCheckRequest())
             storage = await health.Check(health_pb2.HealthCheckRequest(service="storage"))
             assert whole.status == health_pb2.HealthCheckResponse.SERVING
