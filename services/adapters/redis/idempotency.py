@@ -74,7 +74,7 @@ class RedisIdempotency:
         self._delete = self._scripts.script("common", "idem_common", "idem_delete")
 
     async def claim(self, key: RecordKey, fingerprint: str, owner: str) -> Claim:
-        limits = self._limits
+        limits = await self._limits()
         answer = await self._scripts.run(
             key.tenant_id,
             self._claim,
@@ -133,16 +133,15 @@ class RedisIdempotency:
     async def close(self) -> None:
         await self._scripts.close()
 
-    @property
-    def _limits(self) -> RecordLimits:
-        return self._memory.bounds(self._most) if self._memory is not None else self._most
+    async def _limits(self) -> RecordLimits:
+        return await self._memory.bounds(self._most) if self._memory is not None else self._most
 
     def _wrote(self, size_bytes: int) -> None:
         if self._memory is not None:
             self._memory.reserve.wrote(size_bytes)
 
     async def _append_to(self, tenant_id: str, additions: Sequence[Addition]) -> list[Written]:
-        limits = self._limits
+        limits = await self._limits()
         _, bodies, sizes = _usage_keys(tenant_id)
         keys = [name for addition in additions for name in _record(addition.hold.key)]
         arguments: list[str | int | bytes] = [
@@ -164,7 +163,7 @@ class RedisIdempotency:
     async def _settle(
         self, hold: Hold, chunk: bytes, state: str, reservation: Reservation | None, usage: Usage
     ) -> Written:
-        limits, tenant_id = self._limits, hold.key.tenant_id
+        limits, tenant_id = await self._limits(), hold.key.tenant_id
         self._wrote(len(chunk))
         while True:
             keys: list[str] = [*_record(hold.key), *_usage_keys(tenant_id)]

@@ -7,6 +7,8 @@ reservations and requests that run: new keys are refused, and old answers make r
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
@@ -16,7 +18,7 @@ from services.adapters.redis.cluster import open_scripts
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
 from services.ports.idempotency import RecordLimits
-from services.runtime.reserve import Reserve
+from services.runtime.reserve import MEASURED_S, Reserve
 
 log = structlog.get_logger()
 
@@ -37,6 +39,8 @@ class RedisMemory:
         self._clock = clock
         self._scripts = open_scripts(url, clock, timeout_s=timeout_s, password=password, repeatable=True)
         self._max_bytes = 0
+        self._measured_s = clock.monotonic_s()
+        self._measuring = asyncio.Lock()
 
     async def run(self) -> None:
         """Measure once a second, until cancelled."""
@@ -49,12 +53,21 @@ class RedisMemory:
 
     async def measure(self) -> None:
         """Raises StoreUnavailable."""
+        self._measured_s = self._clock.monotonic_s()
         used_bytes, self._max_bytes = await self._scripts.memory()
         if self._max_bytes:
             self.reserve.measured(self._max_bytes - used_bytes, int(self._max_bytes * RESERVE_RATIO))
 
-    def bounds(self, limits: RecordLimits) -> RecordLimits:
-        """Return the limits of a tenant's records at the present fill."""
+    async def bounds(self, limits: RecordLimits) -> RecordLimits:
+        """Return the limits of a tenant's records at the present fill.
+
+        What was written may have replaced older records, so nothing is refused without a new measurement.
+        """
+        if self.reserve.reached:
+            async with self._measuring:
+                if self._clock.monotonic_s() - self._measured_s > MEASURED_S:
+                    with suppress(StoreUnavailable):
+                        await self.measure()
         if not self._max_bytes or self.reserve.free_bytes > self._max_bytes / 2:
             return limits
         share = self._max_bytes // (_LEAST_SHARES if self.reserve.reached else _SHARES)
