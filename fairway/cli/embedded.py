@@ -45,6 +45,7 @@ def etcd_command(
         f"--listen-peer-urls={peer}",
         f"--initial-advertise-peer-urls={peer}",
         f"--initial-cluster={name}={peer}",
+        "--quota-backend-bytes=2147483648",
         "--auto-compaction-mode=revision",
         "--auto-compaction-retention=10000",
         # This etcd's answers to progress requests are not ordered with the events; its periodic notices are.

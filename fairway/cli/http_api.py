@@ -24,6 +24,7 @@ _EXIT_CODES: Final = {
     413: ExitCode.REFUSED,
     429: ExitCode.REFUSED,
     503: ExitCode.UNAVAILABLE,
+    507: ExitCode.UNAVAILABLE,
 }
 
 
@@ -150,7 +151,7 @@ def _refused(status: int, data: bytes) -> CliError:
     except (ValueError, KeyError, TypeError):
         reason, message = f"HTTP_{status}", "the server gave no reason"
     code = _EXIT_CODES.get(status, ExitCode.FAILED)
-    step = "try again later" if status in (429, 503) else "correct the request and repeat it"
+    step = "try again later" if status in (429, 503, 507) else "correct the request and repeat it"
     return CliError(reason, message, next_step=step, exit_code=code)
 
 

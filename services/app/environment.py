@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import AsyncExitStack
+from pathlib import Path
 from random import Random
 from typing import Any, Final, TypeVar
+
+import structlog
 
 from fairway.log_stream import LogStream
 from services.adapters.etcd.store import EtcdStore
@@ -23,6 +27,7 @@ from services.runtime.ids import Ids
 from services.runtime.process.free_memory import return_free_memory
 from services.runtime.process.health import Check, Health
 from services.runtime.process.loop_watch import LoopWatch
+from services.runtime.reserve import Reserve
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.metrics import Metrics
@@ -30,9 +35,13 @@ from services.runtime.telemetry.process_metrics import ProcessMetrics
 from services.runtime.telemetry.server import TelemetryServer
 from services.runtime.telemetry.tracing import open_tracing
 
+log = structlog.get_logger()
+
 Record = TypeVar("Record")
 # The other roles carry all requests on a few long streams; there a span follows the request.
 TRACED_BY_RPC: Final = ("registry", "controlplane")
+_MORE_DISK: Final = "delete files, add disk, or lower FAIRWAY_DISK_RESERVE_BYTES"
+_MEASURE_S: Final = 1.0
 NEEDS_STORE: Final = ("registry", "controlplane")  # these roles answer from the store
 
 
@@ -49,10 +58,14 @@ class Environment:
         self.supervisor = Supervisor(self.clock)
         self.internal_token = read_secret(settings.internal_token_file)
         self.closing = AsyncExitStack()
-        etcd = EtcdStore(settings.etcd_endpoints, self.clock)
+        self._etcd = etcd = EtcdStore(
+            settings.etcd_endpoints, self.clock, quota_bytes=settings.etcd_quota_bytes
+        )
         self.closing.push_async_callback(etcd.close)
         self.store = GuardedStore(etcd, self.clock, folder=settings.state_dir)
         self._informers: dict[str, Informer[Any]] = {}
+        self.reserves = [etcd.space.reserve]
+        self.disk = self.disk_reserve("state_dir", settings.state_dir)
         self._open_telemetry()
         self.metrics.counted(
             "fairway_runtime_log_lines_lost_total",
@@ -70,6 +83,18 @@ class Environment:
         self._informers[prefix] = informer
         self.exported.informer(informer)
         return informer
+
+    def disk_reserve(self, name: str, folder: Path) -> Reserve:
+        """Return the reserve of a folder's disk, measured and reported from now on."""
+        found = Reserve(
+            name,
+            _MORE_DISK,
+            self.clock,
+            reserve_bytes=self.settings.disk_reserve_bytes,
+            measure=lambda: shutil.disk_usage(folder if folder.exists() else folder.parent).free,
+        )
+        self.reserves.append(found)
+        return found
 
     def identity(self) -> KeyDirectory:
         """Return the authentication of callers: a view of the keys and tenants."""
@@ -112,8 +137,28 @@ class Environment:
         """Start the telemetry server and the loop watch before the role serves. Raises FailedPrecondition."""
         self.supervisor.spawn("loop watch", self._loop_watch.run())
         self.supervisor.spawn("free memory", return_free_memory(self.clock))
+        self.supervisor.spawn("storage", self._watch_storage())
+        self.supervisor.spawn("etcd space", self._etcd.watch_space())
         self._loop_watch.start()
         await self._telemetry_server.start()
+
+    def storage_problem(self) -> str:
+        """Return which stores take nothing more of tenants; empty while all do."""
+        return "; ".join(filter(None, (reserve.problem() for reserve in self.reserves)))
+
+    def parts(self) -> dict[str, bool]:
+        """Return which stores can be used, for the health service."""
+        return {"store": not self.store.problem(), "storage": not self.storage_problem()}
+
+    async def _watch_storage(self) -> None:
+        """Measure the disks, so that what is reported is current without writes."""
+        while True:
+            for reserve in tuple(self.reserves):
+                try:
+                    await in_thread(reserve.look)
+                except OSError as error:
+                    log.warning("storage.not_measured", store=reserve.store, error=repr(error))
+            await self.clock.sleep(_MEASURE_S)
 
     async def close(self) -> None:
         self._loop_watch.stop()  # first: its task in the loop ends with the others
@@ -135,9 +180,13 @@ class Environment:
             [
                 Check("event_loop", self._loop_watch.problem),
                 Check("store", self.store.problem, withdraws=needs_store),
+                # Without new leases and changes, roles that run serve on.
+                Check("etcd", self._etcd.space.problem, withdraws=self.role == "controlplane"),
+                Check("storage", self.storage_problem, withdraws=False),
             ]
         )
         self.exported.store(self.store)
+        self.exported.storage(self.reserves)
         self.request_lines = LineBudget(self.clock.monotonic_s, settings.request_log_per_s)
         self.metrics.counted(
             "fairway_runtime_log_lines_suppressed_total",

@@ -82,7 +82,7 @@ async def _serve(environment: Environment, role: Role, stop: asyncio.Event) -> N
             if problems or previous:
                 log.warning("role.serving_changed", serving=not problems, problems=problems)
         previous = problems
-        await role.server.set_parts({**role.named(), "store": not environment.store.problem()})
+        await role.server.set_parts({**role.named(), **environment.parts()})
         try:
             async with asyncio.timeout(_HEALTH_PERIOD_S):
                 await stop.wait()

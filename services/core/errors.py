@@ -11,9 +11,9 @@
     ├── OverQuota               RequestRateExceeded, TokenRateExceeded, ConcurrencyExceeded,
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
-    │                           StoreUnavailable (StoreReplaced), NoLeader, StreamBroken, Overloaded,
-    │                           DeadlineUnmeetable, VersionFailing, TicketExpired, StaleRoute,
-    │                           UsageUnrecorded
+    │                           StoreUnavailable (StoreReplaced, StorageFull), NoLeader,
+    │                           StreamBroken, Overloaded, DeadlineUnmeetable,
+    │                           VersionFailing, TicketExpired, StaleRoute, UsageUnrecorded
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -221,6 +221,12 @@ class StoreReplaced(StoreUnavailable):
     An operator has to repair it, so a caller does not retry."""
 
     reason = "STORE_REPLACED"
+
+
+class StorageFull(StoreUnavailable):
+    """What is left of the store is kept for what the platform itself has to write. Nothing was written."""
+
+    reason = "STORAGE_FULL"
 
 
 class Overloaded(Unavailable):

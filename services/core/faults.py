@@ -72,6 +72,7 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "DRAINING": (Fault.OURS, "Send it to another gateway"),
     "STORE_UNAVAILABLE": (Fault.OURS, "Send it again later"),
     "STORE_REPLACED": (Fault.OURS, "The operator restores the store"),
+    "STORAGE_FULL": (Fault.OURS, "Delete files, or wait"),
     "STREAM_BROKEN": (Fault.OURS, "Send it again"),
     "STALE_ROUTE": (Fault.OURS, "Send it again"),
     "TICKET_EXPIRED": (Fault.OURS, "Send it to another gateway; the operator corrects a clock"),

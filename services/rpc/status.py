@@ -30,6 +30,7 @@ _TABLE: Final[tuple[tuple[type[errors.FairwayError], grpc.StatusCode, int], ...]
     (errors.FailedPrecondition, grpc.StatusCode.FAILED_PRECONDITION, 422),
     (errors.StoreReplaced, grpc.StatusCode.FAILED_PRECONDITION, 422),
     (errors.OverQuota, grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+    (errors.StorageFull, grpc.StatusCode.RESOURCE_EXHAUSTED, 507),
     (errors.Unavailable, grpc.StatusCode.UNAVAILABLE, 503),
     (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, 504),
     (errors.RequestCancelled, grpc.StatusCode.CANCELLED, 499),

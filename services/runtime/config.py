@@ -61,6 +61,10 @@ class Settings(BaseModel):
     metrics_listen: Address = "127.0.0.1:0"
     # Folder for the files of this process.
     state_dir: Path = Path(".fairway/state")
+    # Bytes of each disk left to stores.
+    disk_reserve_bytes: int = Field(default=512 * 1024**2, ge=0)
+    # etcd's --quota-backend-bytes.
+    etcd_quota_bytes: int = Field(default=2 * 1024**3, ge=16 * 1024**2)
     # Secret shared by all services, 32 characters or more.
     internal_token_file: Path = Path(".fairway/secrets/internal_token")
     # Secret that signs placement tickets.
@@ -161,7 +165,7 @@ class Settings(BaseModel):
     max_proposals: int = Field(default=8, ge=1, le=64)
     # Step duration of the null executor, which produces tokens without a model.
     null_step_s: float = Field(default=0.0, ge=0, le=60)
-    # Most bytes of model files on the local disk.
+    # Most bytes of model files on disk.
     model_cache_bytes: int = Field(default=20 * 1024**3, ge=1024**2)
 
     # Longest wait in the queue.

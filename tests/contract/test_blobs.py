@@ -11,14 +11,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import disk_usage
 
 import obstore
 import pytest
 
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.blobs.s3 import S3Blobs
-from services.core.errors import IntegrityError, InvalidInput, NotFound, StoreUnavailable
+from services.core.errors import IntegrityError, InvalidInput, NotFound, StorageFull, StoreUnavailable
 from services.ports.blob_store import BlobStore, StoredBlob
+from services.runtime.clock import SystemClock
+from services.runtime.reserve import Reserve
 from tests.support.memory_blobs import MemoryBlobs
 from tests.support.object_store import ObjectStore
 from tests.support.tiny_disk import tiny_disk
@@ -443,6 +446,35 @@ async def test_a_disk_that_is_really_full_is_said_clearly_and_leaves_nothing(tmp
         assert files(tmp_path / "disk" / "blobs") == []
         await blobs.put(digest_of(data[:9]), pieces(data[:9]), 9)
         assert os.listdir(tmp_path / "disk" / "blobs" / "unfinished") == []
+
+
+async def test_blobs_leave_the_reserve_of_their_disk_to_others(tmp_path: Path) -> None:
+    """Only what is stored is refused: blobs are read and deleted, others write, and room is used again."""
+    data = [bytes_of(300_000 + number) for number in range(20)]
+    with tiny_disk(tmp_path / "disk", 4_000_000):
+        reserve = Reserve(
+            "the folder of files",
+            "delete some",
+            SystemClock(),
+            reserve_bytes=1_500_000,
+            measure=lambda: disk_usage(tmp_path / "disk").free,
+        )
+        blobs = FolderBlobs(tmp_path / "disk" / "blobs", reserve)
+        outcomes = await asyncio.gather(
+            *(blobs.put(digest_of(one), pieces(one), len(one)) for one in data), return_exceptions=True
+        )
+        refused = [outcome for outcome in outcomes if outcome is not None]
+        stored = [one for one, outcome in zip(data, outcomes, strict=True) if outcome is None]
+        assert {type(outcome) for outcome in refused} == {StorageFull}
+        assert 6 <= len(stored) <= 8
+        assert disk_usage(tmp_path / "disk").free >= 1_500_000
+        (tmp_path / "disk" / "settlements").write_bytes(bytes(1_400_000))
+        await blobs.put(digest_of(stored[0]), pieces(stored[0]), len(stored[0]))  # it is there
+        assert b"".join(await read(blobs, digest_of(stored[1]))) == stored[1]
+        await blobs.discard([digest_of(one) for one in stored])
+        (tmp_path / "disk" / "settlements").unlink()
+        await asyncio.sleep(0.2)
+        await blobs.put(digest_of(data[-1]), pieces(data[-1]), len(data[-1]))
 
 
 # --- the bucket --------------------------------------------------------------------------------------

@@ -187,11 +187,13 @@ async def test_a_full_spool_refuses_new_work_until_it_drains(own_redis: Any, tmp
         with pytest.raises(Unavailable, match="as many settlements wait as may") as caught:
             await gateway.limiter.admit("t", "more", NONE)
         assert caught.value.retry_after_s
+        assert "as many settlements wait as may" in gateway.limiter.problem(), "the gateway is not ready"
         assert gateway.limiter.unsettled == 100, "what ran is kept beyond the bound: none is dropped"
         await asyncio.to_thread(own_redis.start)
         await gateway.reached()
         await gateway.limiter.renew([])
         await gateway.written()
+        assert gateway.limiter.problem() == ""
         assert not (await gateway.limiter.admit("t", "after", NONE)).local
         assert await charged(gateway.shared, "t") == Usage(100, 100)
     finally:

@@ -14,7 +14,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -26,6 +26,7 @@ from services.adapters.blobs.digests import PIECE_BYTES, Verifier, damaged, hex_
 from services.adapters.synced_files import disk_errors, on_disk, remove_unlocked, sync_folder
 from services.core.errors import IntegrityError, NotFound
 from services.ports.blob_store import MAX_BLOB_BYTES, StoredBlob
+from services.runtime.reserve import Reserve
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -36,9 +37,13 @@ _STORE: Final = "blob store"
 class FolderBlobs:
     """``BlobStore`` in a folder of a local file system. File I/O runs in the loop's thread pool."""
 
-    def __init__(self, root: Path | str) -> None:
-        """Create the folder and remove the files of interrupted writes. Raises StoreUnavailable."""
+    def __init__(self, root: Path | str, reserve: Reserve | None = None) -> None:
+        """Create the folder and remove the files of interrupted writes. ``reserve`` is that of its disk.
+
+        Raises StoreUnavailable.
+        """
         self._root = Path(root)
+        self._reserve = reserve
         self._blobs = self._root / "sha256"
         self._unfinished = self._root / "unfinished"
         self._damaged = self._root / "damaged"
@@ -53,7 +58,10 @@ class FolderBlobs:
         if await _on_disk(lambda: self._is_stored(digest, size_bytes)):
             return
         upload = _Upload(self._unfinished, self._path(digest), verifier, self._changing)
+        room = ExitStack()
         try:
+            if self._reserve is not None:
+                await _on_disk(partial(room.enter_context, self._reserve.taken(size_bytes)))
             await _on_disk(upload.open)
             buffer = bytearray()
             async for piece in data:
@@ -65,6 +73,7 @@ class FolderBlobs:
             await _on_disk(partial(upload.finish, bytes(buffer)))
         finally:
             upload.close()
+            room.close()
 
     async def get(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
         reader = _Reader(digest, self._path(digest))

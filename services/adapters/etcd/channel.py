@@ -12,7 +12,7 @@ from typing import Any, Final
 import grpc
 from aetcd import rpc
 
-from services.core.errors import InvalidInput, StoreUnavailable
+from services.core.errors import InvalidInput, StorageFull, StoreUnavailable
 from services.ports.store import Compacted, LeaseLost
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -120,7 +120,10 @@ class EtcdChannel:
 
 
 def domain_error(error: grpc.aio.AioRpcError) -> Exception:
-    """Return the domain error for an etcd status. Uses only the code: texts differ between versions."""
+    """Return the domain error for an etcd status.
+
+    Texts differ between versions: only that of a full store is read.
+    """
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.NOT_FOUND:
         return LeaseLost(details)
@@ -128,6 +131,8 @@ def domain_error(error: grpc.aio.AioRpcError) -> Exception:
         return Compacted(details)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidInput(f"etcd refused the request: {details}", field="operations")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "space" in details:
+        return StorageFull("etcd has reached its quota and takes no writes", retry_after_s=10.0)
     return StoreUnavailable(f"etcd did not answer: {code.name}", retry_after_s=1.0, code=code.name)
 
 

@@ -12,6 +12,7 @@ from services.adapters.commit_bounds import check_commit
 from services.adapters.etcd import watch as etcd_watch
 from services.adapters.etcd.channel import EtcdChannel
 from services.adapters.etcd.lease_stream import LeaseStream
+from services.adapters.etcd.space import EtcdSpace
 from services.adapters.etcd.watch import WatchTimes, entry_of, key_bytes, prefix_range
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
@@ -48,14 +49,17 @@ class EtcdStore:
         timeout_s: float = 3.0,
         progress_s: float = 6.0,
         silence_s: float = 8.0,
+        quota_bytes: int = 2 * 1024**3,
     ) -> None:
         """Connects at the first call. ``endpoints`` are ``host:port``, all of one cluster.
 
         A watch that receives no message for ``progress_s`` requests one, and is closed after ``silence_s``.
+        ``quota_bytes`` is what etcd was started with.
         Raises InvalidInput for an invalid endpoint.
         """
         self._channel = EtcdChannel(endpoints)
         self._leases = LeaseStream(self._channel)
+        self.space = EtcdSpace(quota_bytes, clock)
         self._clock = clock
         self._timeout_s = timeout_s
         self._watch_times = WatchTimes(timeout_s, progress_s, silence_s)
@@ -77,6 +81,7 @@ class EtcdStore:
         self, operations: Sequence[Operation], conditions: Sequence[Condition] = ()
     ) -> Committed | ConditionFailed:
         check_commit(operations)
+        self.space.check(operations, conditions)
         request = rpc.TxnRequest(
             compare=[_compare(condition) for condition in conditions],
             success=[_request_op(operation) for operation in operations],
@@ -107,6 +112,10 @@ class EtcdStore:
         async with aclosing(batches):
             async for batch in batches:
                 yield batch
+
+    async def watch_space(self) -> None:
+        """Measure the space, until cancelled."""
+        await self.space.run(self._channel)
 
     async def close(self) -> None:
         """Close the connection; running calls and watches raise StoreUnavailable."""

@@ -43,7 +43,7 @@ Chooser = Callable[[str], bool]
 
 _HEX_DIGITS: Final = 64  # of the version, at the beginning of a folder's name
 _STALE_PARTIALS: Final = 8
-_RESERVE_BYTES: Final = 64 * 1024 * 1024
+RESERVE_BYTES: Final = 64 * 1024 * 1024
 _OWNED: Final = "the folder of model files is owned by another process: give each its own FAIRWAY_STATE_DIR"
 
 
@@ -82,13 +82,16 @@ class ModelFiles:
         clock: Clock,
         *,
         max_bytes: int,
+        reserve_bytes: int = RESERVE_BYTES,
         found_damaged: Callable[[], None] = lambda: None,
     ) -> None:
-        """``found_damaged`` is called for each folder whose content does not match its digests."""
+        """``reserve_bytes`` of the disk stay free. ``found_damaged`` is called for each
+        folder whose content does not match its digests."""
         self._registry = registry
         self._folders = ModelFolders(root)
         self._chunks = ChunkFetcher(registry, clock)
         self._max_bytes = max_bytes
+        self._reserve_bytes = reserve_bytes
         self._found_damaged = found_damaged
         self._kept: dict[str, _Kept] = {}
         self._turns: dict[str, _Turn] = {}
@@ -372,10 +375,10 @@ class ModelFiles:
         idle = [other for other in await in_thread(self._folders.partials) if other not in self._turns]
         for position, other in enumerate(idle):
             free = await in_thread(self._folders.free_bytes)
-            if len(idle) - position > _STALE_PARTIALS or free < size_bytes + _RESERVE_BYTES:
+            if len(idle) - position > _STALE_PARTIALS or free < size_bytes + self._reserve_bytes:
                 await in_thread(self._folders.drop_partial, other)
         free = await in_thread(self._folders.free_bytes)
-        if free < size_bytes + _RESERVE_BYTES and name not in await in_thread(self._folders.partials):
+        if free < size_bytes + self._reserve_bytes and name not in await in_thread(self._folders.partials):
             raise _disk_full(free, size_bytes)
 
     def _disk_error(self, exc: OSError) -> StoreUnavailable:

@@ -203,6 +203,13 @@ class FallbackLimiter:
         """Number of settlements that wait for the store; ``renew`` and ``settle_forever`` retry them."""
         return len(self._unsettled)
 
+    def problem(self) -> str:
+        """Return why no request is admitted: there is no room for its settlement. Empty while there is."""
+        problem = self._spool.problem if self._spool is not None and self._unsettled else ""
+        if not problem and len(self._unsettled) >= _MAX_UNSETTLED:
+            problem = "as many settlements wait as may"
+        return problem
+
     async def _admit_shared(
         self,
         tenant_id: str,
@@ -262,9 +269,7 @@ class FallbackLimiter:
 
     def _require_room(self, tenant_id: str) -> None:
         """Raises Unavailable when there is no room for the settlement of one more request."""
-        problem = self._spool.problem if self._spool is not None and self._unsettled else ""
-        if not problem and len(self._unsettled) >= _MAX_UNSETTLED:
-            problem = "as many settlements wait as may"
+        problem = self.problem()
         if (
             not problem
             and self._unsettled

@@ -53,6 +53,10 @@ class ClusterScripts:
         return any(node.breaker_open for node in self._nodes.values())
 
     @property
+    def problem(self) -> str:
+        return next((node.problem for node in self._nodes.values() if node.problem), "")
+
+    @property
     def available_since_s(self) -> float:
         """The monotonic time at which a master was last found available again."""
         return max((node.available_since_s for node in self._nodes.values()), default=self._read_s)
@@ -70,6 +74,13 @@ class ClusterScripts:
 
     async def hash(self, tenant_id: str, key: str) -> Mapping[bytes, bytes]:
         return await self._routed(tenant_id, lambda node: node.hash(tenant_id, key))
+
+    async def memory(self) -> tuple[int, int]:
+        """Return what the fullest master has used, and the most that it may."""
+        if not self._slots:
+            await self._read_map(self._read_s)
+        found = [await self._node(address).memory() for address in {node for _, node in self._slots}]
+        return max(found, key=lambda one: one[0] / one[1] if one[1] else 0.0)
 
     async def close(self) -> None:
         for node in self._nodes.values():

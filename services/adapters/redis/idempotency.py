@@ -19,6 +19,7 @@ from typing import Final
 from services.adapters.idempotency_rules import READ_CHUNKS, WATCH_S, keys_exceeded
 from services.adapters.quotas.held_claims import decoded
 from services.adapters.redis.cluster import open_scripts
+from services.adapters.redis.memory import KEY_BYTES, RedisMemory
 from services.adapters.redis.reservation_calls import RESERVATION, arguments_of, keys_of, slots_key
 from services.core.generation import Usage
 from services.ports.clock import Clock
@@ -60,8 +61,11 @@ class RedisIdempotency:
         *,
         timeout_s: float = 0.25,
         password: str | None = None,
+        memory: RedisMemory | None = None,
     ) -> None:
-        self._limits = limits if limits is not None else RecordLimits()
+        """``memory`` bounds what a tenant keeps by what Redis has left."""
+        self._most = limits if limits is not None else RecordLimits()
+        self._memory = memory
         self._scripts = open_scripts(url, clock, timeout_s=timeout_s, password=password)
         self._claim = self._scripts.script("common", "idem_common", "idem_claim")
         self._append = self._scripts.script("common", "idem_common", "idem_append")
@@ -70,7 +74,7 @@ class RedisIdempotency:
         self._delete = self._scripts.script("common", "idem_common", "idem_delete")
 
     async def claim(self, key: RecordKey, fingerprint: str, owner: str) -> Claim:
-        limits = self._limits
+        limits = await self._limits()
         answer = await self._scripts.run(
             key.tenant_id,
             self._claim,
@@ -86,8 +90,11 @@ class RedisIdempotency:
         )
         word = answer[0].decode()
         if word == "owned":
+            self._wrote(KEY_BYTES)
             return Owned(Hold(key, owner, int(answer[1])), int(answer[2]))
         if word == "full":
+            if self._memory is not None and self._memory.reserve.reached:
+                raise self._memory.reserve.refusal()
             raise keys_exceeded(limits, int(answer[1]) / 1e6)
         return _FOUND[word]
 
@@ -126,8 +133,15 @@ class RedisIdempotency:
     async def close(self) -> None:
         await self._scripts.close()
 
+    async def _limits(self) -> RecordLimits:
+        return await self._memory.bounds(self._most) if self._memory is not None else self._most
+
+    def _wrote(self, size_bytes: int) -> None:
+        if self._memory is not None:
+            self._memory.reserve.wrote(size_bytes)
+
     async def _append_to(self, tenant_id: str, additions: Sequence[Addition]) -> list[Written]:
-        limits = self._limits
+        limits = await self._limits()
         _, bodies, sizes = _usage_keys(tenant_id)
         keys = [name for addition in additions for name in _record(addition.hold.key)]
         arguments: list[str | int | bytes] = [
@@ -142,13 +156,15 @@ class RedisIdempotency:
         for addition in additions:
             hold = addition.hold
             arguments += [hold.key.digest, hold.owner, hold.epoch, addition.chunk]
+        self._wrote(sum(len(addition.chunk) for addition in additions))
         words = await self._scripts.run(tenant_id, self._append, (bodies, sizes, *keys), arguments)
         return [Written(word.decode()) for word in words]
 
     async def _settle(
         self, hold: Hold, chunk: bytes, state: str, reservation: Reservation | None, usage: Usage
     ) -> Written:
-        limits, tenant_id = self._limits, hold.key.tenant_id
+        limits, tenant_id = await self._limits(), hold.key.tenant_id
+        self._wrote(len(chunk))
         while True:
             keys: list[str] = [*_record(hold.key), *_usage_keys(tenant_id)]
             arguments: list[str | int | bytes] = [

@@ -200,6 +200,11 @@ class RedisLimiter:
         return int(await self._scripts.run(tenant_id, self._concurrency, (slots_key(tenant_id),), ()))
 
     @property
+    def problem(self) -> str:
+        """Why the limits are this gateway's share only; empty while they are shared."""
+        return self._scripts.problem
+
+    @property
     def breaker_open(self) -> bool:
         """Redis counts as unavailable: one call per second is tried."""
         return self._scripts.breaker_open

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,13 @@ AWAY: Final = (redis.exceptions.RedisError, OSError, TimeoutError, RuntimeError)
 _SCRIPTS: Final = Path(__file__).parent / "lua"
 _LANES: Final = 4
 _IDLE_S: Final = 1.0
+_REFUSED_S: Final = 5.0
+# By a word of the server's answer.
+_REFUSALS: Final = {
+    "maxmemory": "its memory is full",
+    "MISCONF": "its disk does not take its log",
+    "NOREPLICAS": "too few replicas are connected",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,7 @@ class RedisScripts:
         self._repeatable = repeatable
         self._breaker = CircuitBreaker()
         self._available_since_s = clock.monotonic_s()
+        self._refusal, self._refused_s = "", -math.inf
         self._pool: Any = connection_pool(url, password, timeout_s)
         self._scripts: list[Script] = []
         self._queue = CallQueue()
@@ -92,6 +101,14 @@ class RedisScripts:
     def breaker_open(self) -> bool:
         """Redis counts as unavailable: one call per second is tried."""
         return self._breaker.open
+
+    @property
+    def problem(self) -> str:
+        """Why calls fail, or failed in the last few seconds; empty while none does."""
+        if self._breaker.open:
+            return "Redis does not answer"
+        refused = self._clock.monotonic_s() - self._refused_s < _REFUSED_S
+        return f"Redis refuses writes: {self._refusal}" if refused else ""
 
     @property
     def available_since_s(self) -> float:
@@ -113,6 +130,12 @@ class RedisScripts:
         if isinstance(answer, dict):
             return answer
         return dict(zip(answer[::2], answer[1::2], strict=True))
+
+    async def memory(self) -> tuple[int, int]:
+        """Return the bytes used and the most that may be, 0 for no bound."""
+        lines = (await self._call("", ("INFO", "memory"))).decode().splitlines()
+        values = dict(line.split(":", 1) for line in lines if ":" in line)
+        return int(values["used_memory"]), int(values["maxmemory"])
 
     async def close(self) -> None:
         _fail(self._queue.take_all(), "the connection to Redis was closed")
@@ -185,7 +208,15 @@ class RedisScripts:
                 self._breaker.succeeded()
                 for call, answer in zip(batch, answers, strict=True):
                     call.answered(answer)
+                    self._look_for_refusal(answer)
                 return
+
+    def _look_for_refusal(self, answer: Any) -> None:
+        """Note an answer by which Redis takes no writes: its memory or its disk is full."""
+        if isinstance(answer, redis.exceptions.ResponseError):
+            found = next((text for word, text in _REFUSALS.items() if word in str(answer)), "")
+            if found:
+                self._refusal, self._refused_s = found, self._clock.monotonic_s()
 
     async def _connected(self, lane: _Lane, batch: list[Call]) -> bool:
         """Return whether the lane is connected. When no connection can be opened, Redis counts as

@@ -159,7 +159,9 @@ def gateway(environment: Environment) -> Role:
 
     draining = Check("draining", lambda: "this gateway is shutting down" if service.draining else "")
     usage = Check("usage", lambda: _usage_problem(settings, outbox), withdraws=False)
-    return Role(server, start=start, open=start_serving, drain=drain, checks=(draining, usage))
+    return Role(
+        server, start=start, open=start_serving, drain=drain, checks=(draining, usage, *quotas.checks())
+    )
 
 
 def _rpc_services(

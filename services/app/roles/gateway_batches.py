@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from secrets import token_bytes, token_hex
 from typing import Final
 
@@ -166,8 +165,10 @@ def _open_blobs(environment: Environment) -> BlobStore:
     if settings.files_dir is None and settings.blob_store != "folder":
         url = settings.blob_store.rstrip("/") + "/files"
         return S3Blobs(open_bucket(settings.model_copy(update={"blob_store": url}), environment.clock))
-    folder: Path = settings.files_dir or settings.state_dir / "files"
-    return FolderBlobs(folder)
+    folder = settings.files_dir
+    if folder is None:
+        return FolderBlobs(settings.state_dir / "files", environment.disk)
+    return FolderBlobs(folder, environment.disk_reserve("files_dir", folder))
 
 
 def _new_id() -> str:

@@ -15,6 +15,7 @@ from services.adapters.quotas.observed_limiter import ObservedLimiter
 from services.adapters.quotas.settlement_spool import SettlementSpool
 from services.adapters.record_cipher import RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
+from services.adapters.redis.memory import RedisMemory
 from services.app.environment import Environment
 from services.app.roles.shared import open_redis, redis_password
 from services.core.errors import StoreUnavailable
@@ -23,6 +24,8 @@ from services.core.records import GATEWAYS, Gateway, dump
 from services.ports.idempotency import RecordLimits
 from services.runtime.config import Settings, read_secrets
 from services.runtime.fleet_state.registration import Registration
+from services.runtime.process.health import Check
+from services.runtime.reserve import Reserve
 
 log = structlog.get_logger()
 
@@ -39,16 +42,17 @@ class GatewayQuotas:
         self._supervisor = environment.supervisor
         password = redis_password(settings)
         self._redis = redis = open_redis(environment)
+        self._memory = memory = _open_memory(environment)
         self._record_store = RedisIdempotency(
-            settings.redis_url, clock, _record_limits(settings), password=password
+            settings.redis_url, clock, _record_limits(settings), password=password, memory=memory
         )
         environment.closing.push_async_callback(self._record_store.close)
         cipher = RecordCipher(read_secrets(settings.record_keys_file), token_bytes)
         self.records = EncryptedRecords(self._record_store, cipher)
-        self.stored_responses = _open_records(environment, _stored_limits(settings), cipher)
+        self.stored_responses = _open_records(environment, _stored_limits(settings), cipher, memory)
         self.responses: EncryptedRecords | None = None
         if settings.response_cache_ttl_s:
-            self.responses = _open_records(environment, _response_limits(settings), cipher)
+            self.responses = _open_records(environment, _response_limits(settings), cipher, memory)
         spool = SettlementSpool(settings.state_dir / "settlements")
         environment.closing.push_async_callback(spool.close)
         self.gateways = gateways = environment.informer(GATEWAYS, Gateway)
@@ -81,10 +85,18 @@ class GatewayQuotas:
             rng=environment.rng,
         )
 
+    def checks(self) -> tuple[Check, ...]:
+        """Return whether requests can be admitted, and whether Redis bounds them."""
+        return (
+            Check("quotas", self.limiter.problem),
+            Check("redis", lambda: self._redis.problem, withdraws=False),
+        )
+
     async def start(self) -> None:
         """Return once Redis has the scripts, or is found unavailable. Raises FailedPrecondition."""
         await self.limiter.recover()
         self._supervisor.spawn("settle", self.limiter.settle_forever())
+        self._supervisor.spawn("redis memory", self._memory.run())
         try:
             await self._redis.connect()
             await self._record_store.connect()
@@ -101,11 +113,24 @@ class GatewayQuotas:
             log.warning("gateway.not_registered", error=error.message)
 
 
-def _open_records(environment: Environment, limits: RecordLimits, cipher: RecordCipher) -> EncryptedRecords:
+def _open_memory(environment: Environment) -> RedisMemory:
+    """Return what bounds the records of tenants by Redis's memory."""
+    settings = environment.settings
+    mend = "wait until records expire, or raise Redis's maxmemory"
+    reserve = Reserve("Redis", mend, environment.clock)
+    environment.reserves.append(reserve)
+    memory = RedisMemory(settings.redis_url, environment.clock, reserve, password=redis_password(settings))
+    environment.closing.push_async_callback(memory.close)
+    return memory
+
+
+def _open_records(
+    environment: Environment, limits: RecordLimits, cipher: RecordCipher, memory: RedisMemory
+) -> EncryptedRecords:
     """Return a store of records with limits of its own."""
     settings = environment.settings
     records = RedisIdempotency(
-        settings.redis_url, environment.clock, limits, password=redis_password(settings)
+        settings.redis_url, environment.clock, limits, password=redis_password(settings), memory=memory
     )
     environment.closing.push_async_callback(records.close)
     return EncryptedRecords(records, cipher)

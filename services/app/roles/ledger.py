@@ -24,6 +24,8 @@ _DAY_S: Final = 86_400.0
 def open_ledger(environment: Environment, election: Election) -> tuple[UsageLedger, UsageListing]:
     """Return the usage ledger, and the queries of it."""
     settings, clock = environment.settings, environment.clock
+    if settings.usage_dir is not None:
+        environment.disk_reserve("usage_dir", settings.usage_dir)
     ledger = UsageLedger(
         open_ledger_store(environment),
         clock,

@@ -43,5 +43,5 @@ def open_blobs(environment: Environment) -> BlobStore:
     """Return the blob store of the settings. Raises ConfigError, StoreUnavailable for an unusable folder."""
     settings = environment.settings
     if settings.blob_store == "folder":
-        return FolderBlobs(settings.state_dir / "blobs")
+        return FolderBlobs(settings.state_dir / "blobs", environment.disk)
     return S3Blobs(open_bucket(settings, environment.clock))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.adapters.grpc.registry_client import RegistryClient
 from services.adapters.links.scheduler_directory import SchedulerDirectory
-from services.adapters.model_files.cache import ModelFiles
+from services.adapters.model_files.cache import RESERVE_BYTES, ModelFiles
 from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
 from services.core.records import Leader, dump, leader_key
@@ -61,6 +61,7 @@ def open_redis(environment: Environment) -> RedisLimiter:
 def open_model_files(
     environment: Environment, found_damaged: Callable[[], None] = lambda: None
 ) -> ModelFiles:
+    """Return the cache of model files. A gateway's are small and serve all tenants: they use the reserve."""
     settings = environment.settings
     channel = open_channel(settings.registry)
     environment.closing.push_async_callback(channel.close)
@@ -71,5 +72,6 @@ def open_model_files(
         root,
         environment.clock,
         max_bytes=settings.model_cache_bytes,
+        reserve_bytes=max(RESERVE_BYTES, settings.disk_reserve_bytes * (environment.role == "worker")),
         found_damaged=found_damaged,
     )

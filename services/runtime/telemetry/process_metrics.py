@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.runtime.fleet_state.guarded_store import GuardedStore
@@ -11,6 +12,7 @@ from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Election
 from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.process.product import product_version
+from services.runtime.reserve import Reserve
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Labels, Metrics, Reading
 
@@ -50,6 +52,21 @@ class ProcessMetrics:
             "fairway_store_restores_total",
             "Times that etcd answered with a lower revision than before",
             lambda: [((), float(store.restores))],
+        )
+
+    def storage(self, reserves: Sequence[Reserve]) -> None:
+        """Export what is free in each store; others may be added."""
+        self._metrics.gauge(
+            "fairway_storage_free_bytes",
+            "Free bytes of a store",
+            lambda: [((each.store,), each.free_bytes) for each in reserves if each.free_bytes < math.inf],
+            ("store",),
+        )
+        self._metrics.gauge(
+            "fairway_storage_reserve_reached",
+            "1 while refused to tenants, else 0",
+            lambda: [((each.store,), float(each.reached)) for each in reserves],
+            ("store",),
         )
 
     def lease(self, name: str, lease: LeaseHolder) -> None:

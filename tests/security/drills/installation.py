@@ -9,8 +9,9 @@ import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 from redis.asyncio import Redis
@@ -19,7 +20,7 @@ from fairway.cli.fleet.ports import load_ports
 from fairway.cli.fleet.probes import Probe, grpc_serving
 from fairway.cli.fleet.record import FleetRecord, ProcessId
 from fairway.cli.state import StateDir
-from fairway.client import AdminClient, ClientOptions
+from fairway.client import AdminClient, ClientOptions, FairwayError
 from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp
 from services.runtime.clock import SystemClock
@@ -30,6 +31,8 @@ from tests.security.drills.target import Gateway, Target
 from tests.support.stack import Stack
 
 LOG_DISK_BYTES: Final = 256 * 1024**2
+STATE_DISK_BYTES: Final = 640 * 1024**2
+RESERVE_BYTES: Final = 128 * 1024**2
 # requests a minute and concurrency of each tenant; 0: no limit. A storm is of `storm` and `other`.
 TENANTS: Final = {
     "canary": (0, 0),
@@ -40,6 +43,7 @@ TENANTS: Final = {
     "free": (0, 0),
     "session": (0, 0),
     "poor": (30, 0),
+    "hoarder": (0, 0),
 }
 _PROBE_PERIOD_S: Final = 1.0
 _SETTLE_S: Final = 20.0
@@ -121,8 +125,10 @@ class Installation:
     @classmethod
     @contextlib.asynccontextmanager
     async def started(cls, folder: Path) -> AsyncIterator[Installation]:
-        with _log_disk(folder) as log_disk:
-            starting = Stack.started(folder, workers=2, replicas=2, gateways=2)
+        state = StateDir.at(folder)
+        with _own_disk(state.logs, LOG_DISK_BYTES) as log_disk, _own_disk(state.data(""), STATE_DISK_BYTES):
+            settings = {"FAIRWAY_DISK_RESERVE_BYTES": str(RESERVE_BYTES)}
+            starting = Stack.started(folder, workers=2, replicas=2, gateways=2, settings=settings)
             stack = await asyncio.to_thread(starting.__enter__)
             try:
                 found = cls(stack, log_disk)
@@ -217,18 +223,20 @@ class Installation:
     # --- usage ----------------------------------------------------------------------------------
 
     async def settled(self, at_least: Mapping[str, Counted]) -> dict[str, Counted]:
-        """Return what was charged to each tenant, as soon as it is at least that or after 20 s."""
-        redis = redis_of(self._record().children["gateway"].pid)
-        deadline_s = now_s() + _SETTLE_S
-        try:
+        """Return what the ledger has of each tenant, as soon as it is at least that or after 20 s."""
+        deadline_s, found = now_s() + _SETTLE_S, dict.fromkeys(at_least, Counted())
+        async with admin_client(self.target) as admin:
             while True:
-                found = {name: _counted(await redis.hgetall(f"fw:{{{name}}}:usage")) for name in at_least}
+                with contextlib.suppress(FairwayError):
+                    records = await admin.usage.list(
+                        group_by=[cp.USAGE_DIMENSION_TENANT], start_time=datetime.now(UTC) - timedelta(days=1)
+                    )
+                    sums = {each.tenant: Counted(each.requests, each.output_tokens) for each in records}
+                    found = {name: sums.get(name, Counted()) for name in at_least}
                 there = all(found[name].requests >= least.requests for name, least in at_least.items())
                 if there or now_s() > deadline_s:
                     return found
                 await asyncio.sleep(0.5)
-        finally:
-            await redis.aclose()
 
 
 def redis_of(gateway_pid: int) -> Redis:
@@ -236,15 +244,6 @@ def redis_of(gateway_pid: int) -> Redis:
     settings = load(psutil.Process(gateway_pid).environ())
     password = read_password(settings.redis_password_file) if settings.redis_password_file else None
     return Redis.from_url(settings.redis_url, password=password)
-
-
-def _counted(counts: Mapping[Any, Any]) -> Counted:
-    totals = {"requests": 0, "output_tokens": 0}
-    for name, count in counts.items():
-        what = name.decode().partition(":")[2]
-        if what in totals:
-            totals[what] += int(count)
-    return Counted(totals["requests"], totals["output_tokens"])
 
 
 def _family(pid: int) -> list[psutil.Process]:
@@ -260,16 +259,15 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def _log_disk(folder: Path) -> Iterator[bool]:
-    """Put the logs on a small disk of their own where this user may; yield whether they are."""
-    logs = StateDir.at(folder).logs
-    logs.mkdir(parents=True)
+def _own_disk(folder: Path, size_bytes: int) -> Iterator[bool]:
+    """Put the folder on a small disk of its own where this user may; yield whether it is."""
+    folder.mkdir(parents=True)
     mounted = False
     if os.geteuid() == 0 and shutil.which("mount"):
-        command = ["mount", "-t", "tmpfs", "-o", f"size={LOG_DISK_BYTES}", "tmpfs", str(logs)]
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
         mounted = subprocess.run(command, check=False, capture_output=True).returncode == 0
     try:
         yield mounted
     finally:
         if mounted:
-            subprocess.run(["umount", "-l", str(logs)], check=False)
+            subprocess.run(["umount", "-l", str(folder)], check=False)

@@ -17,7 +17,7 @@ else
   redis.call('ZREMRANGEBYSCORE', index, '-inf', int(now))
   if redis.call('ZCARD', index) >= most then
     local oldest = redis.call('ZRANGE', index, 0, 0, 'WITHSCORES')
-    return {'full', tonumber(oldest[2]) - now}
+    return {'full', (tonumber(oldest[2]) or now) - now}
   end
   redis.call('DEL', log)
 end
