@@ -43,7 +43,7 @@ now_s = SystemClock().monotonic_s
 async def metric(target: Target, role: str, name: str) -> float:
     """Return the sum of a metric of a process; 0 where it has none."""
     request = head("/metrics", "", "connection: close", method="GET")
-    _, answer = await status_of(target.metrics[role], request)
+    _, answer = await status_of(target.metrics[role], request, answer_bytes=2**22)
     found = re.findall(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", answer.decode(), re.MULTILINE)
     return sum(map(float, found))
 
