@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,14 +49,14 @@ def filled(message: Message) -> Message:
     return message
 
 
-def _put(message: Message, field: FieldDescriptor, value: Any) -> None:
+def _put(message: Message, field: Any, value: Any) -> None:
     if field.is_repeated:
         getattr(message, field.name)[:] = [value]
     else:
         setattr(message, field.name, value)
 
 
-def numbers(message: Message) -> Iterator[tuple[Message, FieldDescriptor]]:
+def numbers(message: Message) -> Iterator[tuple[Message, Any]]:
     for field, value in message.ListFields():
         if field.message_type is not None and not field.message_type.GetOptions().map_entry:
             for each in value if field.is_repeated else [value]:
@@ -103,7 +103,7 @@ def apply_slis(request: slis_pb2.ReportSlisRequest) -> None:
                 assert math.isfinite(sketch.total)
 
 
-CASES = {
+CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "request": (lambda: usage_request("request"), apply_usage),
     "sequence": (lambda: usage_request("sequence"), apply_usage),
     "device": (lambda: usage_request("device"), apply_usage),
@@ -130,7 +130,7 @@ def test_an_extreme_number_is_refused_by_name_or_does_no_harm(case: str) -> None
                 _put(holder, field, value)
             try:
                 bounds.check(message)
-                apply(message)  # type: ignore[arg-type]
+                apply(message)
             except InvalidInput as error:
                 refused.append((field.name, error))
             else:  # what is summed and stored is refused long before a sum can overflow
@@ -153,13 +153,13 @@ def test_several_extremes_at_once_do_no_harm(seed: int) -> None:
                     _put(holder, field, rng.choice([*_BITS[field.cpp_type], 1, 10**9 % 2**31]))
             try:
                 bounds.check(message)
-                apply(message)  # type: ignore[arg-type]
+                apply(message)
             except InvalidInput:
                 refused += 1
     assert refused
 
 
-def _fits(field: FieldDescriptor, value: int) -> bool:
+def _fits(field: Any, value: int) -> bool:
     bits = _BITS[field.cpp_type]
     return min(bits) <= value <= max(bits)
 

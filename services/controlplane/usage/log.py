@@ -74,12 +74,14 @@ class UsageLog:
 
     async def load(self) -> LedgerBook:
         """Return the state after the last segment. Raises StoreUnavailable."""
+        problem = ""
         for _ in range(_LOADS):
-            book = await self._try_load()
-            if isinstance(book, LedgerBook):
-                return book
+            found = await self._try_load()
+            if isinstance(found, LedgerBook):
+                return found
+            problem = found
             await self._clock.sleep(_RELOAD_S)
-        raise StoreUnavailable(book)
+        raise StoreUnavailable(problem)
 
     async def append(self, segment: Segment) -> None:
         """Return once the segment is durable.

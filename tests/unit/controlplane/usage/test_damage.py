@@ -36,7 +36,7 @@ from services.controlplane.usage.policy.book import (
 )
 from services.core.arms import ArmKey, SliKey, SliReport, SliSums
 from services.core.errors import IntegrityError
-from services.core.frames import opened
+from services.core.frames import opened, read_frames
 from services.core.generation import Usage
 from services.core.records import Priority
 from services.core.usage import DeviceInterval, UsageEvent
@@ -130,6 +130,14 @@ def test_damage_is_named_and_nothing_is_read_as_other_content(kind: str) -> None
         if number < FLIPS:
             kept.append(len(parts) / len(whole))
     assert min(kept) > 0.4  # a flipped bit costs a block: 16 events, or 4 KiB
+
+
+def test_a_cut_between_two_blocks_is_named() -> None:
+    data = segment_to_bytes(SEGMENT)
+    last = read_frames(data, 8).starts[-1]
+    found = segment_from_bytes(data[:last], 1)
+    assert "1 of 13 blocks are missing" in found.damage, found.damage
+    assert found.value.charges == ()
 
 
 def test_a_damaged_snapshot_of_indicators_is_refused() -> None:
@@ -238,7 +246,8 @@ async def test_a_damaged_checkpoint_costs_nothing_while_the_one_before_is_there(
                 await ledger.checkpoint()
     newest = max(name for name in store.objects if name.startswith("checkpoints/"))
     data = bytearray(store.objects[newest])
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    place = data.find(b"src") if seed % 2 else rng.randrange(len(data))
+    data[place] ^= 1 << rng.randrange(8)
     store.objects[newest] = bytes(data)
     async with Leader(store, clock) as ledger:
         assert len(await booked(ledger)) == 8
