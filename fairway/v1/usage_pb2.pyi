@@ -50,7 +50,7 @@ Global___UsageSource: _TypeAlias = UsageSource  # noqa: Y015
 
 @_typing.final
 class TokenCounts(_message.Message):
-    """Tokens, as Usage in services/core/generation.py."""
+    """Tokens of one request, as Usage in services/core/generation.py."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -121,6 +121,7 @@ class SettledRequest(_message.Message):
     version_digest: _builtins.str
     ended_unix_ms: _builtins.int
     list_micros: _builtins.int
+    """At most what its tokens cost at the highest price of a deployment."""
     @_builtins.property
     def tokens(self) -> Global___TokenCounts: ...
     @_builtins.property
@@ -203,7 +204,7 @@ Global___SequenceUse: _TypeAlias = SequenceUse  # noqa: Y015
 
 @_typing.final
 class DeviceTime(_message.Message):
-    """How a device spent an interval."""
+    """How a device spent an interval of at most 1,000,000 s."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

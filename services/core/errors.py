@@ -295,6 +295,14 @@ class InternalError(FairwayError):
     reason = "INTERNAL"
 
 
+def is_final(error: FairwayError) -> bool:
+    """Return whether a receiver refuses this message for good: the same one is refused again, others may
+    pass."""
+    if isinstance(error, OverQuota):
+        return error.retry_after_s is None
+    return isinstance(error, (InvalidInput, FailedPrecondition))
+
+
 def first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the error that represents a group: the first that is no domain error, else the first.
 

@@ -8,6 +8,8 @@ workers.
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import Struct, field
 
 from services.core.generation import Usage
@@ -59,3 +61,21 @@ class DeviceInterval(Struct, frozen=True):
 
 
 UsageEvent = RequestUsage | SequenceDeviceUse | DeviceInterval
+
+MAX_MICROS_PER_TOKEN: Final = 1_000_000  # the highest price that a deployment can have
+MAX_INTERVAL_S: Final = 1e6
+
+
+def implausible(event: UsageEvent) -> tuple[str, str] | None:
+    """Return a field that contradicts the others and why; None for an event that can have been measured."""
+    match event:
+        case RequestUsage(usage=usage, list_micros=list_micros):
+            most = (usage.prompt_tokens + usage.output_tokens) * MAX_MICROS_PER_TOKEN
+            if list_micros > most:
+                return "list_micros", f"is {list_micros}; its tokens cost at most {most}"
+        case DeviceInterval():
+            if event.ended_unix_s - event.began_unix_s > MAX_INTERVAL_S:
+                return "began_unix_ms", f"is more than {MAX_INTERVAL_S:g} s before ended_unix_ms"
+            if event.attributed_s > event.busy_s * 1.001 + 1e-3:
+                return "attributed_s", f"is {event.attributed_s:g}; busy_s is {event.busy_s:g}"
+    return None

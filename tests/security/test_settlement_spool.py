@@ -7,12 +7,14 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 import redis.asyncio
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quotas.fallback_limiter import FallbackLimiter
@@ -20,7 +22,7 @@ from services.adapters.quotas.settlement_spool import SettlementSpool
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, FailedPrecondition, StoreUnavailable, Unavailable
 from services.core.generation import Usage
-from services.core.limits import Claim
+from services.core.limits import Claim, Limit, LimitKind, Scope
 from services.ports.idempotency import IdempotencyStore
 from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
@@ -345,3 +347,40 @@ async def test_the_usage_of_a_keyed_request_does_not_wait_for_its_record(redis_u
         await gateway.at_rest()
         await until(lambda: not gateway.keyed._pending_ends._runs)
         assert await charged(gateway.limiter, fleet.tenant) == Usage(5, 20), "counted once, by either way"
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_flipped_bits_and_cuts_cost_one_line_and_change_none(tmp_path: Path, seed: int) -> None:
+    rng, folder = Random(seed), tmp_path / "spool"
+    spool = SettlementSpool(folder)
+    await spool.load()
+    # A user's name that looks like the end of a line is no end.
+    users = [f"u{number}]\x1f{number:08x}" for number in range(12)]
+    rows = [
+        (
+            Reservation("t", f"r{number}", claims=(Claim(Limit(LimitKind.TOKENS, 9, Scope.USER, user), 5),)),
+            Usage(number, 3, 1),
+        )
+        for number, user in enumerate(users)
+    ]
+    for reservation, usage in rows:
+        spool.add(reservation, usage)
+    await spool.close()
+    path = folder / "settlements.log"
+    data = path.read_bytes()
+    for number in range(130):
+        copy = bytearray(data)
+        if number < 100:
+            copy[rng.randrange(len(copy))] ^= 1 << rng.randrange(8)
+        else:
+            del copy[rng.randrange(len(copy)) :]
+        path.write_bytes(copy)
+        damaged = SettlementSpool(folder)
+        with capture_logs() as logs:
+            found = await damaged.load()
+        await damaged.close()
+        assert [one for one in rows if one in found] == found
+        if number < 100:
+            assert len(found) >= len(rows) - 1
+            assert any(log["event"] == "settlements.line_damaged" for log in logs) or found == rows
+    assert path.with_suffix(".damaged").exists()

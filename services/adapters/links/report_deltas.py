@@ -188,6 +188,14 @@ class DeltaKeeper:
             deltas_number=deltas.number,
         )
 
+    def drop_unconfirmed(self) -> None:
+        """Drop and count what earlier streams left unconfirmed: no leader takes it."""
+        for deltas in (*self._again, *(deltas for _, deltas in self._unconfirmed)):
+            self.usage_dropped += len(deltas.usage)
+            self.tokens_dropped += sum(prefill + output for prefill, output, *_ in deltas.tokens.values())
+        self._again.clear()
+        self._unconfirmed.clear()
+
     def confirm(self, number: int) -> bool:
         """Drop the deltas of reports up to ``number``; return whether there were any."""
         before = len(self._unconfirmed)

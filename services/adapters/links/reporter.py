@@ -43,7 +43,7 @@ import structlog
 from services.adapters.links.leader_links import LeaderLink, LeaderLinks, keep_linked
 from services.adapters.links.report_deltas import DeltaKeeper
 from services.core.backoff import Backoff
-from services.core.errors import FairwayError, NoLeader
+from services.core.errors import FairwayError, InvalidInput, NoLeader
 from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter, TenantSlots
 from services.ports.clock import Clock
 from services.ports.streams.report_stream import ReportAnswer
@@ -53,6 +53,8 @@ log = structlog.get_logger()
 
 _BACKOFF: Final = Backoff(first_s=0.05, max_s=1.0)
 _UNANSWERED_BEATS: Final = 3
+# Links in a row whose leader refused a report, after which what is sent again on each is dropped.
+_MOST_REFUSALS: Final = 5
 
 
 class ReportLink(LeaderLink[ReportAnswer], Protocol):
@@ -125,6 +127,7 @@ class Reporter:
         self._unanswered_since_s = math.inf  # since when reports wait without any answer
         self._unanswered_beats = 0
         self._task: asyncio.Task[None] | None = None
+        self._refusals = 0
         self._last_epoch = 0
         self._leader_seen_s = -math.inf
 
@@ -166,6 +169,10 @@ class Reporter:
     async def _use(self, link: ReportLink) -> None:
         """Report over a new link until it breaks."""
         lost = await self._report_until_lost(link)
+        self._refusals += isinstance(lost, InvalidInput)
+        if self._refusals >= _MOST_REFUSALS:
+            self._refusals = 0
+            self._deltas.drop_unconfirmed()
         log.info(
             "reporter.stream_lost",
             epoch=self._last_epoch,
@@ -206,6 +213,7 @@ class Reporter:
         if self._on_tenant_slots is not None and answer.tenant_slots:
             self._on_tenant_slots(answer.tenant_slots)
         if self._deltas.confirm(answer.report):
+            self._refusals = 0
             self._answered.set()
             self._await_answer()
         else:

@@ -1,15 +1,18 @@
 """Settlements that wait for the shared store, on disk: an append-only file, written outside the event loop.
 
-One JSON array per line. A line torn by a crash is skipped. A settlement that is sent twice counts once. One
-process at a time owns the folder, because a second one would rewrite the file without the first one's lines.
+One JSON array with its CRC-32 per line; lines of earlier versions have none. A damaged or torn line is
+skipped, and a copy of the file is kept. A settlement that is sent twice counts once. One process at a time
+owns the folder, because a second one would rewrite the file without the first one's lines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
+import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -44,6 +47,8 @@ class _Line(msgspec.Struct, array_like=True):
 
 
 _LINES: Final = msgspec.json.Decoder(_Line)
+# JSON has no raw 0x1f, so nothing that a client names looks like the end of a line.
+_CHECKED: Final = re.compile(rb"(\[[^\x1f]*)\x1f([0-9a-f]{8})")
 
 
 class SettlementSpool:
@@ -167,7 +172,18 @@ def _line(reservation: Reservation, usage: Usage) -> bytes:
         reservation.admitted_us,
         held_by(reservation),
     )
-    return msgspec.json.encode(line) + b"\n"
+    data = msgspec.json.encode(line)
+    return b"%s\x1f%08x\n" % (data, zlib.crc32(data))
+
+
+def _contents(data: bytes) -> Iterator[bytes]:
+    """Yield the JSON of each settlement; nothing for a damaged one."""
+    for line in filter(None, data.split(b"\n")):
+        checked = _CHECKED.findall(line)  # several where a flipped bit joins lines
+        for content, checksum in checked:
+            yield content if zlib.crc32(content) == int(checksum, 16) else b""
+        if not checked:
+            yield line
 
 
 def _load(path: Path) -> tuple[list[Settlement], int]:
@@ -176,11 +192,12 @@ def _load(path: Path) -> tuple[list[Settlement], int]:
     except FileNotFoundError:
         return [], 0
     found: list[Settlement] = []
-    for number, line in enumerate(data.splitlines()):
+    for number, line in enumerate(_contents(data)):
         try:
             read = _LINES.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            log.warning("settlements.line_torn", line=number + 1)
+            log.error("settlements.line_damaged", line=number + 1)
+            replace_file(path.with_suffix(".damaged"), data)
             continue
         reservation = Reservation(read.tenant_id, read.request_id, read.local, admitted_us=read.admitted_us)
         found.append((with_held(reservation, read.held), Usage(*read.usage)))

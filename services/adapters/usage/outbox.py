@@ -3,16 +3,17 @@
 Each process life is one source, which numbers its events from 1. Events are appended to a file and synced
 a moment later, outside the event loop. A file is named by its source and its first event. About once a
 second the oldest file is sent; it no longer grows then, and is deleted when the ledger has stored all of
-it. Files of earlier lives are sent first, under their own sources. A torn end, which a crash left, is
-skipped.
+it. Files of earlier lives are sent first, under their own sources. Damaged bytes are passed over; a torn end
+is what a crash leaves.
+
+What the ledger refuses for good is halved until the single event is found, which is set apart.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
-import struct
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,7 +28,9 @@ from fairway.task_group import TaskGroup
 from fairway.v1 import usage_pb2 as pb
 from services.adapters.synced_files import append_bytes, own_folder
 from services.adapters.threads import in_thread
-from services.core.errors import FairwayError
+from services.adapters.usage.refused import EVENT, RefusedEvents
+from services.core.errors import FairwayError, InternalError, is_final
+from services.core.frames import framed, read_frames
 from services.core.usage import RequestUsage, UsageEvent
 from services.ports.clock import Clock
 from services.rpc.convert.usage import event_to_proto
@@ -35,17 +38,20 @@ from services.runtime.telemetry.metrics import Metrics
 
 log = structlog.get_logger()
 
-MAX_BYTES: Final = 64 * 1024**2
+MAX_BYTES: Final = 96 * 1024**2
 # Above this part the outbox is full, and takes only requests of tenants with budgets, which were admitted
-# before: a gateway runs at most 4,096, and an event is far below 4 KiB.
-FULL_RATIO: Final = 0.75
+# before: a gateway runs at most 4,096, and an event with all of its labels has below 9 KiB.
+FULL_RATIO: Final = 0.5
 SYNC_S: Final = 0.1
 SEND_S: Final = 1.0
 _RETRY_S: Final = 2.0
 _LAST_SEND_S: Final = 3.0
 _FILE_EVENTS: Final = 2000  # below what one report may contain
-_SUFFIX: Final = ".events"
-_HEAD: Final = struct.Struct("<II")  # size and checksum
+_REPORT_BYTES: Final = 4 * 1024**2  # well below what a message may have
+# Sends of a file after which an error of the ledger itself counts as a refusal of an event.
+_MOST_TRIES: Final = 5
+# What reading a file fails with for good.
+_UNREADABLE: Final = (errno.ENOENT, errno.EIO)
 
 
 class UsageReports(Protocol):
@@ -62,7 +68,8 @@ class UsageReports(Protocol):
 class _File:
     """A file of consecutive events.
 
-    ``count``: those that this life appended. ``stored_bytes``: its size once the ledger has all of it.
+    ``count``: those that this life appended. ``stored``: the ledger has all of it. ``tries``: sends that
+    failed in the ledger itself.
     """
 
     path: Path
@@ -70,7 +77,9 @@ class _File:
     first: int
     count: int = 0
     grows: bool = False
-    stored_bytes: int = -1
+    size_bytes: int = 0
+    stored: bool = False
+    tries: int = 0
 
 
 class DiskOutbox:
@@ -88,6 +97,7 @@ class DiskOutbox:
     ) -> None:
         """``source`` is unique to this life of the process."""
         self._folder = folder
+        self._apart = RefusedEvents(folder / "refused")
         self._source = source
         self._reports = reports
         self._clock = clock
@@ -119,12 +129,19 @@ class DiskOutbox:
         return "as many usage events wait for the ledger as may" if self._full else ""
 
     @property
+    def notice(self) -> str:
+        """What an operator has to look at, while no request is rejected for it."""
+        if not self._apart.count:
+            return ""
+        return f"{self._apart.count} refused usage events or damaged files are set apart in the outbox"
+
+    @property
     def _full(self) -> bool:
         return self.size_bytes >= self._max_bytes * FULL_RATIO
 
     @property
     def lost(self) -> int:
-        """Events that found the outbox full."""
+        """Events that found the outbox, or the folder of refused ones, full."""
         return self._lost
 
     def add(self, event: UsageEvent) -> None:
@@ -134,9 +151,8 @@ class DiskOutbox:
                 log.error("usage.outbox_full", bytes=self.size_bytes)
             self._lost += 1
             return
-        data = event_to_proto(event).SerializeToString()
-        self._added.append(_HEAD.pack(len(data), zlib.crc32(data)) + data)
-        self._added_bytes += _HEAD.size + len(data)
+        self._added.append(framed(event_to_proto(event).SerializeToString()))
+        self._added_bytes += len(self._added[-1])
         self._wake.set()
 
     async def recover(self) -> None:
@@ -146,9 +162,10 @@ class DiskOutbox:
         """
         if self._lock < 0:
             self._lock = await in_thread(own_folder, self._folder)
+        await in_thread(self._apart.release, self._folder)
         found = await in_thread(_files_in, self._folder)
-        self._stored_bytes = sum(size_bytes for _, size_bytes in found)
-        self._files.extend(file for file, _ in found)
+        self._stored_bytes = sum(file.size_bytes for file in found)
+        self._files.extend(found)
         if found:
             self._to_send.set()
 
@@ -190,18 +207,17 @@ class DiskOutbox:
             file = self._files[0]
             file.grows = False
             try:
-                if file.stored_bytes < 0:
-                    events, size_bytes = await in_thread(_read, file.path)
-                    if events and not await self._deliver(file, events):
+                if not file.stored:
+                    if not await self._deliver_all(file, await in_thread(self._read, file.path)):
                         return False
-                    file.stored_bytes = size_bytes
+                    file.stored = True
                 # A send that was cancelled here may have deleted it.
                 await in_thread(partial(file.path.unlink, missing_ok=True))
             except OSError as error:
-                log.error("usage.file_unreadable", error=repr(error))
+                log.error("usage.disk_failed", file=file.path.name, error=repr(error))
                 return False
             self._files.popleft()
-            self._stored_bytes -= file.stored_bytes
+            self._stored_bytes -= file.size_bytes
         return True
 
     async def _sync_forever(self) -> None:
@@ -242,32 +258,91 @@ class DiskOutbox:
         self._stored_bytes += size_bytes
         self._next += count
         file.count += count
+        file.size_bytes += size_bytes
         if not self._files or self._files[-1] is not file:
             self._files.append(file)
         self._to_send.set()
 
-    async def _deliver(self, file: _File, events: Sequence[pb.UsageEvent]) -> bool:
-        """Return whether every event of the file is durable in the ledger."""
-        lost_until = 0
-        for _ in range(2):
-            try:
-                last = await self._reports.report(file.source, file.first, events, lost_until)
-            except FairwayError as error:
+    async def _deliver_all(self, file: _File, events: Sequence[pb.UsageEvent]) -> bool:
+        """Return whether every event of the file is durable in the ledger, or set apart."""
+        first, batch, batch_bytes = file.first, list[pb.UsageEvent](), 0
+        for event in events:
+            size_bytes = event.ByteSize()
+            if batch and batch_bytes + size_bytes > _REPORT_BYTES:
+                if not await self._deliver(file, first, batch):
+                    return False
+                first, batch, batch_bytes = first + len(batch), [], 0
+            batch.append(event)
+            batch_bytes += size_bytes
+        return not batch or await self._deliver(file, first, batch)
+
+    async def _deliver(self, file: _File, first: int, events: Sequence[pb.UsageEvent]) -> bool:
+        """The same for consecutive events of the file."""
+        try:
+            return await self._report(file, first, events)
+        except FairwayError as error:
+            file.tries += isinstance(error, InternalError)
+            if not (is_final(error) or file.tries >= _MOST_TRIES):
                 log.info("usage.not_sent", source=file.source, reason=error.reason)
                 return False
-            if last >= file.first + len(events) - 1:
+            if len(events) == 1:
+                await self._set_apart(file.source, first, events[0], error)
                 return True
-            # Earlier events of the source are not here any more: the disk lost them.
-            log.error("usage.events_missing", source=file.source, after=last, before=file.first)
-            lost_until = file.first - 1
+        half = len(events) // 2
+        if not await self._deliver(file, first, events[:half]):
+            return False
+        return await self._deliver(file, first + half, events[half:])
+
+    async def _report(self, file: _File, first: int, events: Sequence[pb.UsageEvent]) -> bool:
+        """Return whether the events are durable in the ledger. Raises FairwayError."""
+        lost_until = 0
+        for _ in range(2):
+            last = await self._reports.report(file.source, first, events, lost_until)
+            if last >= first + len(events) - 1:
+                return True
+            # Earlier events of the source are not here any more: the disk lost them, or they are set apart.
+            log.error("usage.events_missing", source=file.source, after=last, before=first)
+            lost_until = first - 1
         return False
+
+    async def _set_apart(self, source: str, number: int, event: pb.UsageEvent, error: FairwayError) -> None:
+        kept = await in_thread(self._apart.keep, source, number, framed(event.SerializeToString()))
+        self._lost += not kept
+        log.error(
+            "usage.event_refused",
+            source=source,
+            number=number,
+            kept=kept,
+            reason=error.reason,
+            error=error.message,
+        )
+
+    def _read(self, path: Path) -> list[pb.UsageEvent]:
+        """Return the whole events of a file. A copy of a damaged one is set apart. Raises OSError."""
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            if error.errno not in _UNREADABLE:
+                raise
+            log.error("usage.file_unreadable", file=path.name, error=repr(error))
+            self._apart.move_unreadable(path)
+            return []
+        found = read_frames(data)
+        events = [pb.UsageEvent.FromString(content) for content in found.contents]
+        if found.torn:
+            log.warning("usage.file_torn", file=path.name, events=len(events))
+        elif found.damaged:
+            kept = self._apart.keep_damaged(path)
+            begin, end = found.damaged[0]
+            log.error("usage.file_damaged", file=path.name, begin=begin, end=end, kept=kept)
+        return events
 
     def _growing_file(self, count: int) -> _File:
         """Return the file that the next events go to: the last one, unless it is full or being sent."""
         last = self._files[-1] if self._files else None
         if last is not None and last.grows and last.count + count <= _FILE_EVENTS:
             return last
-        path = self._folder / f"{self._source}.{self._next:012d}{_SUFFIX}"
+        path = self._folder / f"{self._source}.{self._next:012d}{EVENT}"
         return _File(path, self._source, self._next, grows=True)
 
     def _export(self, metrics: Metrics) -> None:
@@ -278,34 +353,22 @@ class DiskOutbox:
         )
         metrics.counted(
             "fairway_usage_outbox_lost_total",
-            "Usage events that were dropped because the outbox was full",
+            "Usage events that were dropped because the outbox, or the folder of what is set apart, was full",
             lambda: [((), float(self._lost))],
+        )
+        metrics.level(
+            "fairway_usage_outbox_refused",
+            "Usage events that the ledger refused for good and damaged outbox files, which are set apart",
+            lambda: float(self._apart.count),
         )
 
 
-def _files_in(folder: Path) -> list[tuple[_File, int]]:
-    """Return the files of earlier lives and their sizes, by source and first event."""
-    paths = [path for path in folder.iterdir() if path.suffix == _SUFFIX]
+def _files_in(folder: Path) -> list[_File]:
+    """Return the files of earlier lives, by source and first event."""
+    paths = [path for path in folder.iterdir() if path.suffix == EVENT]
     found = []
     for path in paths:
         source, _, first = path.stem.rpartition(".")
         if source and first.isdecimal():
-            found.append((_File(path, source, int(first)), path.stat().st_size))
-    return sorted(found, key=lambda one: (one[0].source, one[0].first))
-
-
-def _read(path: Path) -> tuple[list[pb.UsageEvent], int]:
-    """Return the whole events of a file, and its size."""
-    data = path.read_bytes()
-    events: list[pb.UsageEvent] = []
-    at = 0
-    while at + _HEAD.size <= len(data):
-        size, checksum = _HEAD.unpack_from(data, at)
-        content = data[at + _HEAD.size : at + _HEAD.size + size]
-        if len(content) < size or zlib.crc32(content) != checksum:
-            break
-        events.append(pb.UsageEvent.FromString(content))
-        at += _HEAD.size + size
-    if at < len(data):
-        log.warning("usage.file_torn", events=len(events), bytes=len(data) - at)
-    return events, len(data)
+            found.append(_File(path, source, int(first), size_bytes=path.stat().st_size))
+    return sorted(found, key=lambda one: (one.source, one.first))

@@ -96,4 +96,8 @@ def controlplane(environment: Environment) -> Role:
         ),
         identity=keys,
     )
-    return Role(server, start=start, checks=(Check("rounds", rounds.problem),))
+    return Role(
+        server,
+        start=start,
+        checks=(Check("rounds", rounds.problem), Check("usage", ledger.problem, withdraws=False)),
+    )

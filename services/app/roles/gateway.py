@@ -302,9 +302,9 @@ def _keyed_ports(
 
 
 def _usage_problem(settings: Settings, outbox: DiskOutbox) -> str:
-    """Return the outbox's problem and what it does to requests; empty without one."""
+    """Return the outbox's problem and what it does to requests, else what is set apart; empty without any."""
     if not outbox.problem:
-        return ""
+        return outbox.notice
     rejected = settings.outage_usage == "closed"
     return (
         f"{outbox.problem}; requests of tenants with budgets are {'rejected' if rejected else 'not recorded'}"

@@ -32,7 +32,9 @@ def open_ledger(environment: Environment, election: Election) -> tuple[UsageLedg
         election,
         writer=environment.ids.request_id(),
         retention_s=settings.usage_retention_days * _DAY_S,
-        telemetry=LedgerTelemetry(environment.metrics, waiting=lambda: ledger.waiting),
+        telemetry=LedgerTelemetry(
+            environment.metrics, waiting=lambda: ledger.waiting, damaged=lambda: ledger.damaged
+        ),
     )
     leader = _leader(environment)
     return ledger, UsageListing(ledger, leader, clock)

@@ -87,7 +87,10 @@ def worker(environment: Environment) -> Role:
         start=start,
         open=start_serving,
         drain=agent.drain,
-        checks=(Check("engines", agent.problem), Check("usage", lambda: outbox.problem, withdraws=False)),
+        checks=(
+            Check("engines", agent.problem),
+            Check("usage", lambda: outbox.problem or outbox.notice, withdraws=False),
+        ),
         named=lambda: {f"version/{digest}": moves for digest, moves in agent.moving().items()},
     )
 

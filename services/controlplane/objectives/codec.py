@@ -11,6 +11,7 @@ from services.controlplane.objectives.policy.book import BurnKey, SliBook, SliSo
 from services.controlplane.objectives.policy.burn import BurnRings, EventCounts
 from services.core.arms import ArmKey, GateWindow, SliSums
 from services.core.errors import IntegrityError
+from services.core.frames import MAX_FRAME_BYTES, opened, sealed
 from services.core.records import Sli
 from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
 from services.rpc.convert.slis import (
@@ -50,13 +51,25 @@ def book_to_message(book: SliBook, number: int) -> pb.SliSnapshot:
     return message
 
 
+def snapshot_to_bytes(message: pb.SliSnapshot) -> bytes:
+    data = message.SerializeToString()
+    return sealed([data[at : at + MAX_FRAME_BYTES] for at in range(0, len(data), MAX_FRAME_BYTES)])
+
+
 def book_from_bytes(data: bytes) -> SliBook:
     """Raises IntegrityError."""
-    message = pb.SliSnapshot()
+    found, message = opened(data), pb.SliSnapshot()
     try:
-        message.ParseFromString(data)
-    except DecodeError as error:
-        raise IntegrityError("the snapshot of service level indicators is malformed") from error
+        if not found.damage:
+            message.ParseFromString(b"".join(found.blocks))
+            return _book_from(message)
+        problem = found.damage
+    except (DecodeError, KeyError, IndexError) as error:  # only one without checksums
+        problem = repr(error)
+    raise IntegrityError(f"the snapshot of service level indicators is damaged: {problem}")
+
+
+def _book_from(message: pb.SliSnapshot) -> SliBook:
     book = SliBook(message.number)
     book.sources = {one.name: SliSource(one.last, one.seen_unix_ms / 1000) for one in message.sources}
     book.intervals = {one.number: dict(map(series_from_proto, one.series)) for one in message.intervals}

@@ -15,12 +15,12 @@ from typing import Final
 import structlog
 
 from services.adapters.threads import in_thread
-from services.controlplane.objectives.codec import book_from_bytes, book_to_message
+from services.controlplane.objectives.codec import book_from_bytes, book_to_message, snapshot_to_bytes
 from services.controlplane.objectives.policy.book import ObjectivesByClass, SliBook
 from services.controlplane.objectives.policy.burn import EventCounts, alert_of
 from services.controlplane.usage.ledger import LedgerElection
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport, SliSums
-from services.core.errors import FairwayError, NoLeader, NotFound
+from services.core.errors import FairwayError, IntegrityError, NoLeader, NotFound
 from services.core.estimates.traffic_shapes import RequestShape, probed_shapes
 from services.core.records import BurnAlert, Priority, Sli
 from services.ports.clock import Clock
@@ -151,7 +151,7 @@ class SliStore:
         message = book_to_message(book, book.number + 1)  # a copy: reports go on while it is written
         durable = {name: source.last for name, source in book.sources.items()}
         term.changed = False
-        data = await in_thread(message.SerializeToString)
+        data = await in_thread(snapshot_to_bytes, message)
         name = _name(book.number + 1)
         try:
             created = await self._store.create(name, data) or await self._store.read(name) == data
@@ -176,16 +176,29 @@ class SliStore:
                 log.warning("slis.not_stored", reason=error.reason, error=error.message)
 
     async def _load(self) -> SliBook:
-        """Return the newest snapshot's sums, empty ones without any. Raises StoreUnavailable."""
+        """Return the sums of the newest snapshot without damage, empty ones without any.
+
+        Raises StoreUnavailable.
+        """
         for _ in range(_LOADS):
             names = await self._store.names(_PREFIX)
-            if not names:
-                return SliBook()
             try:
-                return await in_thread(book_from_bytes, await self._store.read(names[-1]))
+                return await self._newest(names)
             except NotFound:
                 continue  # deleted: there is a newer one
         raise NoLeader("other control planes replace the snapshots of service level indicators")
+
+    async def _newest(self, names: Sequence[str]) -> SliBook:
+        book = SliBook()
+        for name in reversed(names):
+            try:
+                book = await in_thread(book_from_bytes, await self._store.read(name))
+                break
+            except IntegrityError as error:  # gateways send again what an earlier snapshot lacks
+                log.error("slis.snapshot_damaged", name=name, error=error.message)
+        if names:
+            book.number = int(names[-1].removeprefix(_PREFIX))
+        return book
 
     def _leading(self) -> _Term:
         if self._term is None or self._leadership.epoch != self._term.epoch:

@@ -1,17 +1,26 @@
-"""The ledger's objects as bytes: segments, checkpoints and hours."""
+"""The ledger's objects as bytes: segments, checkpoints and hours.
+
+Each is a sealed object whose blocks are parts of one message. What cannot be read or booked is left out, and
+named in ``Read.damage``; the rest is returned.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 
+import structlog
 from google.protobuf.message import DecodeError, Message
 
 from fairway.v1 import usage_pb2 as pb
 from services.controlplane.usage.policy.book import Charge, LedgerBook, Segment, SourceEvents, StoredSource
 from services.controlplane.usage.policy.joins import Open
 from services.controlplane.usage.policy.lines import Amounts, Line, Lines, Source
-from services.core.errors import IntegrityError
+from services.core.errors import InvalidInput
+from services.core.frames import opened, sealed
+from services.core.usage import UsageEvent
+from services.rpc import bounds
 from services.rpc.convert.usage import (
     event_from_proto,
     event_to_proto,
@@ -23,86 +32,177 @@ from services.rpc.convert.usage import (
 
 SOURCES: Final = {source: pb.UsageSource.Value(f"USAGE_SOURCE_{source.name}") for source in Source}
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 _SOURCES_BACK: Final = {number: source for source, number in SOURCES.items()}
+# Of a block: few enough that little is lost with it. An event has below 9 KiB, the sequences of an open
+# request below 600 KiB.
+_EVENTS: Final = 16
+_BLOCK_BYTES: Final = 4096
+_MAX_CHARGE: Final = 2**60
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Read(Generic[T]):
+    """An object that was read. ``damage``: what of it was left out, and why; empty: nothing."""
+
+    value: T
+    damage: str = ""
 
 
 def segment_to_bytes(segment: Segment) -> bytes:
-    message = pb.UsageSegment(
-        number=segment.number,
-        writer=segment.writer,
-        booked_unix_ms=_ms(segment.booked_s),
-        batches=[
-            pb.UsageBatch(source=batch.source, last=batch.last, events=map(event_to_proto, batch.events))
-            for batch in segment.batches
-        ],
-        charged=[
-            pb.ChargedRequest(
-                request_id=charge.request_id,
-                tokens=tokens_to_proto(charge.usage),
-                list_micros=charge.list_micros,
-            )
-            for charge in segment.charges
-        ],
+    head = pb.UsageSegment(number=segment.number, writer=segment.writer, booked_unix_ms=_ms(segment.booked_s))
+    charged = [
+        pb.ChargedRequest(
+            request_id=charge.request_id,
+            tokens=tokens_to_proto(charge.usage),
+            list_micros=charge.list_micros,
+        )
+        for charge in segment.charges
+    ]
+    batches = [part for batch in segment.batches for part in _batches_to(batch)]
+    return sealed(
+        [
+            _encoded(head),
+            *(_encoded(pb.UsageSegment(batches=[batch])) for batch in batches),
+            *_blocks(pb.UsageSegment, "charged", charged),
+        ]
     )
-    return message.SerializeToString(deterministic=True)
 
 
-def segment_from_bytes(data: bytes) -> Segment:
-    """Raises IntegrityError."""
-    message = _parsed(pb.UsageSegment(), data)
-    return Segment(
-        number=message.number,
-        writer=message.writer,
-        booked_s=message.booked_unix_ms / 1000,
-        batches=tuple(
-            SourceEvents(batch.source, batch.last, tuple(map(event_from_proto, batch.events)))
-            for batch in message.batches
-        ),
-        charges=tuple(
-            Charge(one.request_id, tokens_from_proto(one.tokens), one.list_micros) for one in message.charged
-        ),
-    )
+def segment_from_bytes(data: bytes, number: int) -> Read[Segment]:
+    """Return what can be booked of the segment that is stored under this number."""
+    message, problems = _parsed(pb.UsageSegment, data)
+    if message.number not in (number, 0):
+        message, problems = pb.UsageSegment(), [f"it is segment {message.number}", *problems]
+    batches = [
+        SourceEvents(
+            batch.source,
+            batch.last,
+            tuple(
+                _kept(
+                    batch.events,
+                    _checked_event,
+                    problems,
+                    f"source {batch.source}, events up to {batch.last}",
+                )
+            ),
+        )
+        for batch in message.batches
+    ]
+    charges = tuple(_kept(message.charged, _checked_charge, problems, "charge"))
+    segment = Segment(number, message.writer, message.booked_unix_ms / 1000, tuple(batches), charges)
+    return Read(segment, "; ".join(problems))
 
 
 def hour_to_bytes(lines: Lines) -> bytes:
     rows = [pb.UsageRow(line=_line_to(line), amounts=_amounts_to(amounts)) for line, amounts in lines.items()]
-    return pb.UsageHour(rows=rows).SerializeToString(deterministic=True)
+    return sealed(list(_blocks(pb.UsageHour, "rows", rows)))
 
 
-def hour_from_bytes(data: bytes) -> Lines:
-    """Raises IntegrityError."""
-    rows = _parsed(pb.UsageHour(), data).rows
-    return {_line_from(row.line): _amounts_from(row.amounts) for row in rows}
+def hour_from_bytes(data: bytes) -> Read[Lines]:
+    """Return the lines that can be read."""
+    message, problems = _parsed(pb.UsageHour, data)
+    rows = _kept(
+        message.rows, lambda row: (_line_from(row.line), _amounts_from(row.amounts)), problems, "row"
+    )
+    return Read(dict(rows), "; ".join(problems))
 
 
 def checkpoint_to_bytes(book: LedgerBook, hours: Mapping[int, int]) -> bytes:
     """Encode the state without its sums, which are in the objects of the hours."""
     requests = book.requests
-    message = pb.UsageCheckpoint(
+    head = pb.UsageCheckpoint(
         through=book.number, booked_unix_ms=_ms(book.booked_s), closed_unix_ms=_ms(requests.closed_s)
     )
-    for name, stored in book.sources.items():
-        message.sources.add(name=name, last=stored.last, booked_unix_ms=_ms(stored.booked_s))
-    for hour, through in sorted(hours.items()):
-        message.hours.add(hour=hour, through=through)
-    for found in (requests.settled, requests.waiting):
-        message.open.extend(_open_to(request_id, each) for request_id, each in found.items())
-    return message.SerializeToString(deterministic=True)
+    sources = [
+        pb.UsageCheckpoint.Source(name=name, last=stored.last, booked_unix_ms=_ms(stored.booked_s))
+        for name, stored in book.sources.items()
+    ]
+    objects = [
+        pb.UsageCheckpoint.HourObject(hour=hour, through=through) for hour, through in sorted(hours.items())
+    ]
+    waiting = (
+        _open_to(request_id, each)
+        for found in (requests.settled, requests.waiting)
+        for request_id, each in found.items()
+    )
+    return sealed(
+        [
+            _encoded(head),
+            *_blocks(pb.UsageCheckpoint, "sources", sources),
+            *_blocks(pb.UsageCheckpoint, "hours", objects),
+            *_blocks(pb.UsageCheckpoint, "open", waiting),
+        ]
+    )
 
 
-def book_from_bytes(data: bytes) -> LedgerBook:
-    """Raises IntegrityError."""
-    message = _parsed(pb.UsageCheckpoint(), data)
-    book = LedgerBook(message.through, message.booked_unix_ms / 1000)
+def book_from_bytes(data: bytes, number: int) -> Read[LedgerBook]:
+    """Return what can be read of the state up to the segment with this number."""
+    message, problems = _parsed(pb.UsageCheckpoint, data)
+    if message.through not in (number, 0):
+        message, problems = pb.UsageCheckpoint(), [f"it ends with {message.through}", *problems]
+    book = LedgerBook(number, message.booked_unix_ms / 1000)
     book.sources = {one.name: StoredSource(one.last, one.booked_unix_ms / 1000) for one in message.sources}
     book.hours = {one.hour: one.through for one in message.hours}
     book.requests.closed_s = message.closed_unix_ms / 1000
     lines: dict[Line, Line] = {}
-    for one in message.open:
-        found = _open_from(one, lines)
+    for request_id, found in _kept(
+        message.open, lambda one: (one.request_id, _open_from(one, lines)), problems, "open request"
+    ):
         requests = book.requests.waiting if found.sequences else book.requests.settled
-        requests[one.request_id] = found
-    return book
+        requests[request_id] = found
+    return Read(book, "; ".join(problems))
+
+
+def _batches_to(batch: SourceEvents) -> Iterator[pb.UsageBatch]:
+    """Yield the batch in parts, each with the number of its own last event."""
+    events, last = batch.events, batch.last
+    for start in range(0, max(len(events), 1), _EVENTS):
+        part = events[start : start + _EVENTS]
+        number = last - max(0, len(events) - start - _EVENTS)
+        yield pb.UsageBatch(source=batch.source, last=number, events=map(event_to_proto, part))
+
+
+def _checked_event(message: pb.UsageEvent) -> UsageEvent:
+    bounds.check(message)
+    return event_from_proto(message)
+
+
+def _checked_charge(message: pb.ChargedRequest) -> Charge:
+    charge = Charge(message.request_id, tokens_from_proto(message.tokens), message.list_micros)
+    if max(charge.list_micros, charge.usage.prompt_tokens, charge.usage.output_tokens) > _MAX_CHARGE:
+        raise InvalidInput("its amounts are beyond any request's")
+    return charge
+
+
+def _kept(messages: Iterable[Any], decode: Callable[[Any], T], problems: list[str], what: str) -> Iterator[T]:
+    """Yield what can be decoded; add to the problems what cannot."""
+    for index, message in enumerate(messages):
+        try:
+            yield decode(message)
+        except InvalidInput as error:
+            problems.append(f"{what}, number {index} of its block: {error.message}")
+        except (KeyError, ValueError) as error:  # only in an object without checksums
+            problems.append(f"{what}, number {index}: {error!r}")
+
+
+def _blocks(kind: Callable[..., Message], field: str, items: Iterable[Message]) -> Iterator[bytes]:
+    """Yield messages of that kind that have the items in one of their fields."""
+    block: list[Message] = []
+    size_bytes = 0
+    for item in items:
+        if block and size_bytes + item.ByteSize() > _BLOCK_BYTES:
+            yield _encoded(kind(**{field: block}))
+            block, size_bytes = [], 0
+        block.append(item)
+        size_bytes += item.ByteSize()
+    if block:
+        yield _encoded(kind(**{field: block}))
+
+
+def _encoded(message: Message) -> bytes:
+    return message.SerializeToString(deterministic=True)
 
 
 def _open_to(request_id: str, found: Open) -> pb.OpenRequest:
@@ -156,6 +256,9 @@ def _line_from(message: pb.UsageLine) -> Line:
 
 
 def _amounts_to(amounts: Amounts) -> pb.UsageAmounts:
+    if amounts != (fitting := amounts.bounded()):
+        log.error("usage.sum_too_large", amounts=repr(amounts))
+        amounts = fitting
     return pb.UsageAmounts(
         requests=amounts.requests,
         prompt_tokens=amounts.prompt_tokens,
@@ -179,12 +282,18 @@ def _amounts_from(message: pb.UsageAmounts) -> Amounts:
     )
 
 
-def _parsed(message: M, data: bytes) -> M:
-    try:
-        message.ParseFromString(data)
-    except DecodeError as error:
-        raise IntegrityError("an object of the usage ledger is malformed") from error
-    return message
+def _parsed(kind: Callable[[], M], data: bytes) -> tuple[M, list[str]]:
+    """Return the message of the blocks that can be read, and what is damaged."""
+    found, message = opened(data), kind()
+    problems = [found.damage] if found.damage else []
+    for block in found.blocks:
+        try:
+            message.MergeFromString(block)
+        except DecodeError:
+            problems.append("a block is malformed")
+            if not found.sealed:
+                message = kind()
+    return message, problems
 
 
 def _ms(unix_s: float) -> int:

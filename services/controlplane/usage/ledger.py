@@ -40,6 +40,7 @@ _SEGMENT_EVENTS: Final = 20_000
 _COLLECT_S: Final = 0.1
 _SEGMENT_EACH_S: Final = 1.0  # at most one object per second
 _RETRY_S: Final = 0.5
+_MOST_RETRY_S: Final = 5.0
 _WARM_HOURS: Final = 48  # kept in memory
 _TRIES: Final = 3
 
@@ -102,6 +103,7 @@ class UsageLedger:
         self._queue: list[_Waiting] = []
         self._queued = asyncio.Event()
         self._checkpointing = asyncio.Lock()
+        self._failure = ""
 
     @property
     def leads(self) -> bool:
@@ -111,6 +113,19 @@ class UsageLedger:
     def waiting(self) -> int:
         """Requests that only workers reported."""
         return len(self._term.book.requests.waiting) if self._term is not None else 0
+
+    def problem(self) -> str:
+        """Return why the ledger that this process is to lead cannot be read, or what of it is set apart."""
+        if self._failure and self._leadership.epoch is not None:
+            return f"the usage ledger cannot be read: {self._failure}"
+        if not self._log.damaged:
+            return ""
+        return f"{len(self._log.damaged)} damaged objects of the usage ledger are set apart under damaged/"
+
+    @property
+    def damaged(self) -> int:
+        """Objects of the ledger's store that were set apart because of damage, up to the last load."""
+        return len(self._log.damaged)
 
     async def report(self, report: UsageReport) -> int:
         """Return the number up to which the source's events are durable: below ``report.first`` - 1, earlier
@@ -142,10 +157,13 @@ class UsageLedger:
 
     async def run(self) -> None:
         """Lead whenever this control plane is elected, until cancelled; survives an outage of the store."""
+        retry_s = _RETRY_S
         while True:
             epoch = await self._leadership.wait_leading()
             try:
                 self._term = _Term(epoch, await self._log.load())
+                self._failure, retry_s = "", _RETRY_S
+                self._telemetry.lost(self._log.unread)
                 log.info("usage.ledger_loaded", segment=self._term.book.number, epoch=epoch)
                 await first_of(
                     self._append_forever(), self._checkpoint_forever(), self._leadership.wait_lost(epoch)
@@ -156,11 +174,13 @@ class UsageLedger:
                 log.info("usage.leadership_lost", epoch=epoch)
             except FairwayError as error:
                 self._telemetry.store_failed()
-                log.warning("usage.ledger_interrupted", reason=error.reason, error=error.message)
+                if error.message != self._failure:
+                    log.warning("usage.ledger_interrupted", reason=error.reason, error=error.message)
+                self._failure, retry_s = error.message, min(_MOST_RETRY_S, 2 * retry_s)
             finally:
                 self._term = None
                 self._refuse()
-            await self._clock.sleep(_RETRY_S)
+            await self._clock.sleep(retry_s)
 
     # --- the one writer ----------------------------------------------------------------------------
 

@@ -111,7 +111,7 @@ def query_of(request: pb.ListUsageRequest, now_s: float) -> UsageQuery:
 
 
 def _record(query: UsageQuery, row: UsageRow) -> pb.UsageRecord:
-    line, amounts = row.line, row.amounts
+    line, amounts = row.line, row.amounts.bounded()
     hour = Timestamp()
     hour.FromDatetime(datetime.fromtimestamp(line.hour * HOUR_S, UTC))
     return pb.UsageRecord(

@@ -8,18 +8,24 @@ names. They are written first, then the checkpoint, and only ``KEEP_S`` later th
 are deleted. A number whose segment was deleted is free again, which would break the fence. Therefore a
 writer acknowledges a segment only if it saw no foreign checkpoint within the last ``VERIFY_S``, which is
 much shorter.
+
+An object with damage, or with events that no sender can have measured, is copied to ``damaged/`` before what
+can be read of it is used. Of a damaged checkpoint nothing is used while the one before it is there: the
+segments behind that are, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, TypeVar
 
 import structlog
 
 from services.adapters.threads import in_thread
 from services.controlplane.usage.codec import (
+    Read,
     book_from_bytes,
     checkpoint_to_bytes,
     hour_from_bytes,
@@ -40,9 +46,13 @@ KEEP_S: Final = 600.0
 _LOADS: Final = 5
 _RELOAD_S: Final = 0.2
 _AT_ONCE: Final = 16
+MAX_DAMAGED: Final = 1000  # copies of damaged objects
 _SEGMENTS: Final = "segments/"
 _CHECKPOINTS: Final = "checkpoints/"
 _HOURS: Final = "hours/"
+_DAMAGED: Final = "damaged/"
+_KINDS: Final = {_SEGMENTS: "1", _CHECKPOINTS: "2", _HOURS: "3"}
+T = TypeVar("T")
 
 
 class Superseded(Exception):
@@ -59,15 +69,19 @@ class UsageLog:
         self._own = ""  # name of the newest that was loaded, or that this process began to write
         self._verified_s = 0.0
         self._covered_s = 0.0  # when the newest checkpoint was loaded or written
+        self.damaged: frozenset[str] = frozenset()  # names of the copies of damaged objects
+        self.unread = 0  # events of damaged segments that the last load could not read
 
     async def load(self) -> LedgerBook:
-        """Return the state after the last segment. Raises StoreUnavailable, or IntegrityError."""
+        """Return the state after the last segment. Raises StoreUnavailable."""
+        problem = ""
         for _ in range(_LOADS):
-            book = await self._try_load()
-            if book is not None:
-                return book
+            found = await self._try_load()
+            if isinstance(found, LedgerBook):
+                return found
+            problem = found
             await self._clock.sleep(_RELOAD_S)
-        raise StoreUnavailable("the log of the usage ledger has a gap, or other control planes write it")
+        raise StoreUnavailable(problem)
 
     async def append(self, segment: Segment) -> None:
         """Return once the segment is durable.
@@ -98,7 +112,12 @@ class UsageLog:
         for hour, lines in sorted(sealed.sums.hours.items()):
             if hour < oldest:
                 continue
-            stored = await self.hour(hour, hours[hour]) if hour in hours else {}
+            stored: Lines = {}
+            if hour in hours:
+                try:
+                    stored = await self.hour(hour, hours[hour])
+                except NotFound:
+                    log.error("usage.object_missing", name=_hour_name(hour, hours[hour]))
             data = await in_thread(_merged, stored, lines)
             await self._store.create(_hour_name(hour, number), data)
             hours[hour] = number
@@ -121,42 +140,89 @@ class UsageLog:
         await self._store.delete([name for name in checkpoints if name < self._checkpoint])
 
     async def hour(self, hour: int, through: int) -> Lines:
-        """Return the lines of an hour's object. Raises NotFound, StoreUnavailable or IntegrityError."""
-        return await in_thread(hour_from_bytes, await self._store.read(_hour_name(hour, through)))
+        """Return the lines of an hour's object. Raises NotFound or StoreUnavailable."""
+        return (await self._read(_hour_name(hour, through), hour_from_bytes)).value
 
-    async def _try_load(self) -> LedgerBook | None:
-        """Return the state, or None when the log changed meanwhile."""
-        newest = await self._newest_checkpoint()
+    async def _try_load(self) -> LedgerBook | str:
+        """Return the state, or what changed meanwhile or is missing."""
+        self.damaged = frozenset(await self._store.names(_DAMAGED))
+        checkpoints = await self._store.names(_CHECKPOINTS)
         try:
-            book = LedgerBook()
-            if newest:
-                book = await in_thread(book_from_bytes, await self._store.read(newest))
+            newest, book = await self._book(checkpoints)
             names = await self._store.names(_SEGMENTS, _segment_name(book.number))
             segments = await self._read_all(names)
         except NotFound:
-            return None  # deleted: a newer checkpoint covers it
-        for segment in segments:
+            return "an object of the usage ledger is gone: other control planes write it"
+        unread = 0
+        for read in segments:
+            segment = read.value
             if segment.number != book.number + 1:
-                log.warning("usage.log_gap", after=book.number, found=segment.number)
-                return None
+                return f"segment {book.number + 1} of the usage ledger is missing: restore it from a backup"
+            if read.damage:
+                unread += _missing_in(segment, book)
             book.apply(segment)
         now_s = self._clock.monotonic_s()
         if await self._newest_checkpoint() != newest:
-            return None
+            return "other control planes write checkpoints of the usage ledger"
         self._checkpoint = self._own = newest
         self._verified_s = self._covered_s = now_s
+        self.unread = unread
         return book
+
+    async def _book(self, checkpoints: Sequence[str]) -> tuple[str, LedgerBook]:
+        """Return the name and the state of the newest checkpoint without damage that segments follow, else
+        what can be read of the newest."""
+        newest, found = checkpoints[-1] if checkpoints else "", LedgerBook()
+        for name in reversed(checkpoints):
+            read = await self._read(name, partial(book_from_bytes, number=_number_of(name)))
+            if name == newest:
+                found = read.value
+            after = await self._store.names(_SEGMENTS, _segment_name(read.value.number))
+            follows = name == newest or (after and _number_of(after[0]) == read.value.number + 1)
+            if follows and not read.damage:
+                # The numbers of the damaged ones are written again.
+                await self._store.delete([each for each in checkpoints if each > name])
+                return name, read.value
+        return newest, found
+
+    async def _read(self, name: str, decode: Callable[[bytes], Read[T]]) -> Read[T]:
+        """Return what can be read of an object; copy a damaged one. Raises NotFound or StoreUnavailable."""
+        data = await self._store.read(name)
+        read = await in_thread(decode, data)
+        kind, _, number = name.partition("/")
+        copy = f"{_DAMAGED}{_KINDS[kind + '/']}-{number}"
+        if read.damage and copy not in self.damaged:
+            kept = len(self.damaged) < MAX_DAMAGED
+            if kept:
+                await self._store.create(copy, data)
+            self.damaged |= {copy}
+            log.error("usage.object_damaged", name=name, copy=copy, kept=kept, damage=read.damage[:2000])
+        return read
 
     async def _newest_checkpoint(self) -> str:
         names = await self._store.names(_CHECKPOINTS)
         return names[-1] if names else ""
 
-    async def _read_all(self, names: Sequence[str]) -> list[Segment]:
-        segments: list[Segment] = []
+    async def _read_all(self, names: Sequence[str]) -> list[Read[Segment]]:
+        segments: list[Read[Segment]] = []
         for start in range(0, len(names), _AT_ONCE):
-            reads = [self._store.read(name) for name in names[start : start + _AT_ONCE]]
-            segments += map(segment_from_bytes, await asyncio.gather(*reads))
+            reads = [
+                self._read(name, partial(segment_from_bytes, number=_number_of(name)))
+                for name in names[start : start + _AT_ONCE]
+            ]
+            segments += await asyncio.gather(*reads)
         return segments
+
+
+def _missing_in(segment: Segment, book: LedgerBook) -> int:
+    """Return how many events are missing in the batches of a segment that the book is about to apply."""
+    last_of: dict[str, int] = {}
+    missing = 0
+    for batch in segment.batches:
+        last = last_of.get(batch.source, book.last_of(batch.source))
+        missing += max(0, batch.last - last - len(batch.events))
+        last_of[batch.source] = batch.last
+    return missing
 
 
 def _merged(stored: Lines, lines: Lines) -> bytes:

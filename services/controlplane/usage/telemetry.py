@@ -13,8 +13,15 @@ class LedgerTelemetry:
     """Counts what this process booked while it led; the sum over all control planes is exact but for a lost
     process."""
 
-    def __init__(self, metrics: Metrics | None = None, *, waiting: Callable[[], int] = lambda: 0) -> None:
-        """``waiting`` returns how many requests only workers have reported."""
+    def __init__(
+        self,
+        metrics: Metrics | None = None,
+        *,
+        waiting: Callable[[], int] = lambda: 0,
+        damaged: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """``waiting`` returns how many requests only workers have reported, ``damaged`` how many objects are
+        set apart."""
         metrics = metrics if metrics is not None else Metrics()
         self._tenants, self._models = metrics.tenants, metrics.models
         self._requests = metrics.counter(
@@ -50,6 +57,11 @@ class LedgerTelemetry:
             "fairway_usage_waiting_requests",
             "Requests that workers reported and no gateway did; 0 while not leading",
             lambda: float(waiting()),
+        )
+        metrics.level(
+            "fairway_usage_damaged_objects",
+            "Objects of the ledger with damage or impossible events, of which a copy is set apart",
+            lambda: float(damaged()),
         )
 
     def booked(self, added: Lines) -> None:

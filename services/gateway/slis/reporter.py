@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import structlog
 
 from services.core.arms import SliReceipt, SliReport
-from services.core.errors import FairwayError
+from services.core.errors import FairwayError, is_final
 from services.gateway.slis.recorder import SliRecorder
 from services.ports.clock import Clock
 from services.runtime.telemetry.metrics import Metrics
@@ -62,7 +62,7 @@ class SliReporter:
         if metrics is not None:
             metrics.counted(
                 "fairway_sli_reports_lost_total",
-                "Reports that were dropped because no control plane stored them in time",
+                "Reports that no control plane stored in time, or that one refused for good",
                 lambda: [((), float(self._lost))],
             )
 
@@ -93,11 +93,22 @@ class SliReporter:
             self._keep(report)
         if not self._kept:
             return
+        at_once = _AT_ONCE
         while True:
             begin = max(self._last + 1, self._first)
             at = min(begin - self._first, len(self._kept))
-            batch = [self._kept[at + more] for more in range(min(_AT_ONCE, len(self._kept) - at))]
-            receipt = await self._reports.report(self._source, begin, self._first, batch)
+            batch = [self._kept[at + more] for more in range(min(at_once, len(self._kept) - at))]
+            try:
+                receipt = await self._reports.report(self._source, begin, self._first, batch)
+            except FairwayError as error:
+                if not is_final(error) or not batch:
+                    raise
+                if at_once == 1:
+                    log.error("slis.report_refused", number=begin, reason=error.reason, error=error.message)
+                    self._kept[at] = SliReport(batch[0].cut_unix_s, {}, {})  # an empty one has its number
+                    self._lost += 1
+                at_once = 1
+                continue
             progress = receipt.last != self._last
             self._last = receipt.last
             while self._kept and self._first <= receipt.durable:

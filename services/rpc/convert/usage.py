@@ -5,7 +5,7 @@ from __future__ import annotations
 from fairway.v1 import usage_pb2 as pb
 from services.core.errors import InvalidInput
 from services.core.generation import Usage
-from services.core.usage import DeviceInterval, RequestUsage, SequenceDeviceUse, UsageEvent
+from services.core.usage import DeviceInterval, RequestUsage, SequenceDeviceUse, UsageEvent, implausible
 
 
 def event_to_proto(event: UsageEvent) -> pb.UsageEvent:
@@ -19,16 +19,21 @@ def event_to_proto(event: UsageEvent) -> pb.UsageEvent:
 
 
 def event_from_proto(message: pb.UsageEvent) -> UsageEvent:
-    """Return the event. Raises InvalidInput for a message without one."""
-    match message.WhichOneof("event"):
+    """Return the event. Raises InvalidInput for a message without one, or whose fields contradict another."""
+    kind = message.WhichOneof("event")
+    match kind:
         case "request":
-            return _request_from(message.request)
+            event: UsageEvent = _request_from(message.request)
         case "sequence":
-            return sequence_from_proto(message.sequence)
+            event = sequence_from_proto(message.sequence)
         case "device":
-            return _device_from(message.device)
+            event = _device_from(message.device)
         case _:
             raise InvalidInput("a usage event has no content", field="events")
+    if (found := implausible(event)) is not None:
+        field, why = f"events.{kind}.{found[0]}", found[1]
+        raise InvalidInput(f"{field} {why}", field=field)
+    return event
 
 
 def tokens_to_proto(usage: Usage) -> pb.TokenCounts:

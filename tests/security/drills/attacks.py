@@ -6,6 +6,7 @@ from typing import Final
 
 from tests.security.drills.filling import FILLING
 from tests.security.drills.framing import FRAMING
+from tests.security.drills.ledger import LEDGER
 from tests.security.drills.stores import ETCD, STORES
 from tests.security.drills.strangers import STRANGERS
 from tests.security.drills.target import Attack
@@ -13,4 +14,5 @@ from tests.security.drills.tenants import COLD, TENANTS
 from tests.security.drills.versions import VERSIONS
 
 _OF_TENANTS: Final = (*TENANTS, *FILLING)
-ATTACKS: Final[tuple[Attack, ...]] = (*STRANGERS, *FRAMING, *_OF_TENANTS, *VERSIONS, *STORES, COLD, ETCD)
+_OF_OPERATORS: Final = (*VERSIONS, *LEDGER, *STORES)
+ATTACKS: Final[tuple[Attack, ...]] = (*STRANGERS, *FRAMING, *_OF_TENANTS, *_OF_OPERATORS, COLD, ETCD)

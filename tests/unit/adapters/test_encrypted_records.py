@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 from secrets import token_bytes
 
 import pytest
@@ -220,3 +221,17 @@ async def test_positions_last_as_long_as_their_holds() -> None:
     assert len(store._next) == 10
     holds.clear()
     assert len(store._next) == 0
+
+
+def test_no_flipped_bit_and_no_cut_of_a_chunk_is_read_as_content() -> None:
+    """Idempotency records, stored responses and parts of batch files are sealed by this."""
+    rng, sealing = Random(7), cipher(NEW)
+    sealed = sealing.seal(KEY, 3, 2, b"the content of a chunk" * 20)
+    for number in range(400):
+        copy = bytearray(sealed)
+        if number < 300:
+            copy[rng.randrange(len(copy))] ^= 1 << rng.randrange(8)
+        else:
+            del copy[rng.randrange(len(copy)) :]
+        with pytest.raises(IntegrityError):
+            sealing.open(KEY, bytes(copy))

@@ -10,11 +10,13 @@ from enum import StrEnum
 from typing import Final, Self
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from services.core.generation import Usage
 
 HOUR_S: Final = 3600
 MAX_USERS: Final = 10_000  # end users of a tenant with lines of their own, per hour
+MAX_AMOUNT: Final = 2**63 - 1  # of a stored sum
 OTHER_USERS: Final = "(other)"
 
 
@@ -84,6 +86,10 @@ class Amounts(Struct, frozen=True, gc=False):
             -self.list_micros,
             -self.measured_nanos,
         )
+
+    def bounded(self) -> Amounts:
+        """Return the amounts, each within what is stored. The caller reports one that is not."""
+        return Amounts(*(max(-MAX_AMOUNT, min(MAX_AMOUNT, amount)) for amount in astuple(self)))
 
     def rise_to(self, total: Amounts) -> Amounts:
         """Return what the larger counts of ``total`` add to the tokens and the list price of these."""

@@ -14,8 +14,8 @@ import pytest
 from services.adapters.links.prefix_backlog import PrefixBacklog
 from services.adapters.links.report_deltas import DeltaKeeper
 from services.adapters.links.reporter import Reporter, ReporterSettings
-from services.core.errors import FairwayError, NoLeader
-from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter, TenantSlots
+from services.core.errors import FairwayError, InvalidInput, NoLeader
+from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter, TenantSlots, TenantTokens
 from services.core.records import Priority
 from services.ports.streams.report_stream import ReportAnswer
 from services.runtime.clock import SystemClock
@@ -86,13 +86,17 @@ class Worker:
         self.prefixes: list[int] = []
         self.incarnation = 100
         self.pools: tuple[PoolSnapshot, ...] = (POOL,)
+        self.tokens: tuple[TenantTokens, ...] = ()
 
     def snapshot(self, whole: bool) -> ReportSnapshot:
         self.happened.append("whole" if whole else "changes")
         seen, self.seen = tuple(self.seen), []
         added, self.prefixes = tuple(self.prefixes), []
+        tokens, self.tokens = self.tokens, ()
         pools = tuple(replace(pool, prefix_added=added) for pool in self.pools)
-        return ReportSnapshot("w", self.incarnation, "h:1", pools=pools, epoch=3, grants_seen=seen)
+        return ReportSnapshot(
+            "w", self.incarnation, "h:1", pools=pools, epoch=3, grants_seen=seen, tenants=tokens
+        )
 
     def on_leader(self, epoch: int) -> None:
         self.happened.append(f"epoch {epoch}")
@@ -271,3 +275,25 @@ async def test_a_full_worker_one_with_sequences_and_one_without_versions_do_not_
     worker.pools = pools
     async with reporting(leader, worker, rows_gap_s=3600.0):
         await until(lambda: leader.streams and len(leader.streams[0].reports) > 1)
+
+
+async def test_a_report_that_every_link_refuses_is_dropped_and_counted() -> None:
+    leader, worker = Leader(), Worker()
+    deltas = DeltaKeeper()
+    used = TenantTokens("a", "d", 7, 5, Priority.STANDARD, 0, 0, 0)
+    leader.epoch = 1
+    worker.tokens = (used,)
+    async with reporting(leader, worker, deltas):
+        for number in range(5):
+            stream = await nth_stream(leader, number)
+            assert not deltas.tokens_dropped
+            stream.fail(InvalidInput("tenants[0].prefill_tokens is too large"))
+        stream = await nth_stream(leader, 5)
+        assert deltas.tokens_dropped == 12
+        assert stream.reports[0].tenants == ()
+
+
+async def nth_stream(leader: Leader, number: int) -> LeaderStream:
+    """Return a stream that received a report."""
+    await until(lambda: len(leader.streams) > number and bool(leader.streams[number].reports))
+    return leader.streams[number]

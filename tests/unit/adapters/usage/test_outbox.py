@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from msgspec.structs import replace
 
 from fairway.v1 import usage_pb2 as pb
 from services.adapters.usage.outbox import MAX_BYTES, DiskOutbox
-from services.core.errors import NoLeader
+from services.adapters.usage.refused import MAX_FILES
+from services.core.errors import FairwayError, InternalError, InvalidInput, NoLeader, OverQuota
+from services.rpc.channel import MAX_MESSAGE_BYTES
 from services.runtime.clock import SystemClock
 from tests.support.tiny_disk import tiny_disk
 from tests.support.usage_ledgers import request_usage
@@ -290,4 +293,140 @@ async def test_what_was_synced_survives_sigkill(tmp_path: Path) -> None:
     assert await outbox.send()
     assert len(reports.stored) > 1000
     assert reports.stored == [f"r{number}" for number in range(len(reports.stored))]
+    await outbox.close()
+
+
+class Bounded(Reports):
+    """A ledger with the receiver's limit of bytes, and events that it refuses, by request id."""
+
+    def __init__(self, *refused: str, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        super().__init__()
+        self.refused = set(refused)
+        self.error: FairwayError = InvalidInput("events[0] is refused", field="events")
+        self._max_bytes = max_bytes
+
+    async def report(self, source: str, first: int, events: Sequence[pb.UsageEvent], lost_until: int) -> int:
+        size_bytes = sum(event.ByteSize() for event in events)
+        if size_bytes > self._max_bytes:
+            self.calls.append((source, first, len(events), lost_until))
+            raise OverQuota(f"the request is larger than {self._max_bytes} bytes")
+        if self.refused & {event.request.request_id for event in events}:
+            raise self.error
+        return await super().report(source, first, events, lost_until)
+
+
+async def test_a_file_above_the_receivers_limit_is_delivered_in_parts(tmp_path: Path) -> None:
+    reports = Bounded()
+    outbox = outbox_of(tmp_path, reports)
+    labels = {f"{number:02d}" + "n" * 126: "v" * 128 for number in range(32)}
+    names = [f"r{number}" for number in range(2000)]
+    for name in names:
+        outbox.add(replace(request_usage(name), labels=labels))
+    await outbox.sync()
+    assert files(tmp_path)[0].stat().st_size > MAX_MESSAGE_BYTES
+    assert await outbox.send()
+    assert reports.stored == names
+    assert all(count < 600 for _, _, count, _ in reports.calls), "none was refused for its size"
+    assert files(tmp_path) == []
+    assert outbox.notice == ""
+    await outbox.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_refused_events_are_set_apart_and_the_rest_is_delivered(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    names = [f"r{number}" for number in range(rng.randint(1, 300))]
+    refused = rng.sample(names, rng.randint(1, min(len(names), 12)))
+    reports = Bounded(*refused, max_bytes=rng.choice((200, 5_000, 10**6)))
+    outbox = outbox_of(tmp_path, reports)
+    await outbox.recover()
+    for start in range(0, len(names), 100):
+        add(outbox, *names[start : start + 100])
+        await outbox.sync()
+        assert await outbox.send()
+    assert reports.stored == [name for name in names if name not in refused]
+    assert files(tmp_path) == []
+    assert f"{len(refused)} refused" in outbox.notice
+    assert outbox.problem == ""
+    assert outbox.lost == 0
+    await outbox.close()
+
+    again = outbox_of(tmp_path, reports, "life-2")  # the next life sends them again, and again in vain
+    await again.recover()
+    assert again.notice == ""
+    assert await again.send()
+    assert f"{len(refused)} refused" in again.notice
+    await again.close()
+
+    reports.refused.clear()
+    mended = outbox_of(tmp_path, reports, "life-3")
+    await mended.recover()
+    assert await mended.send()
+    assert sorted(reports.stored) == sorted(names)
+    assert mended.notice == ""
+    assert mended.size_bytes == 0
+    await mended.close()
+
+
+async def test_an_error_of_the_ledger_itself_is_retried_before_it_counts_as_a_refusal(tmp_path: Path) -> None:
+    reports = Bounded("b")
+    reports.error = InternalError("a bug")
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, "a", "b", "c")
+    await outbox.sync()
+    assert [await outbox.send() for _ in range(5)] == [False, False, False, False, True]
+    assert reports.stored == ["a", "c"]
+    assert outbox.notice
+    await outbox.close()
+
+
+async def test_refused_events_above_the_bound_are_counted_as_lost(tmp_path: Path) -> None:
+    names = [f"r{number}" for number in range(MAX_FILES + 10)]
+    outbox = outbox_of(tmp_path, Bounded(*names))
+    add(outbox, *names)
+    await outbox.sync()
+    assert await outbox.send()
+    assert outbox.lost == 10
+    assert len(list((tmp_path / "usage" / "refused").iterdir())) == MAX_FILES
+    await outbox.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_a_damaged_file_loses_at_most_the_event_with_the_damage(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    reports = Reports()
+    reports.down = True
+    outbox = outbox_of(tmp_path, reports)
+    names = [f"r{number}" for number in range(20)]
+    add(outbox, *names)
+    await outbox.close()
+    (path,) = files(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    reports.down = False
+    later = outbox_of(tmp_path, reports, "life-2")
+    await later.recover()
+    assert await later.send()
+    assert [name for name in names if name in reports.stored] == reports.stored
+    assert len(reports.stored) == len(names) - 1
+    torn = reports.stored == names[:-1]  # its last event may look cut, as by a crash
+    assert torn or "damaged files are set apart" in later.notice
+    assert later.size_bytes == 0
+    await later.close()
+
+
+async def test_a_file_that_is_gone_holds_up_nothing(tmp_path: Path) -> None:
+    reports = Reports()
+    reports.down = True
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, "a")
+    await outbox.close()
+    files(tmp_path)[0].unlink()
+    reports.down = False
+    add(outbox, "b")
+    await outbox.sync()
+    assert await outbox.send()
+    assert reports.stored == ["b"]
+    assert outbox.size_bytes == 0
     await outbox.close()

@@ -14,7 +14,7 @@ from services.controlplane.objectives.codec import book_from_bytes, book_to_mess
 from services.controlplane.objectives.policy.book import SERIES_S, SliBook
 from services.controlplane.objectives.store import SliStore, SnapshotTaken
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport
-from services.core.errors import NoLeader, StoreUnavailable
+from services.core.errors import InvalidInput, NoLeader, StoreUnavailable
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
 from services.core.generation import Usage
 from services.core.records import BurnAlert, LatencyTarget, Meta, Objective, Priority, Sli
@@ -203,6 +203,60 @@ async def test_an_outage_of_the_objects_loses_nothing() -> None:
     await reporter.send()
     assert counted(plane)[0] == 3
     await plane.stop()
+
+
+async def test_a_damaged_snapshot_is_named_and_the_one_before_is_taken() -> None:
+    clock, objects = QuickClock(UNIX_S), MemoryLedger()
+    plane = Plane(objects, clock)
+    await plane.lead(1)
+    recorder = SliRecorder(zone="a")
+    reporter = SliReporter(recorder, Link(Random(1), [plane]), clock, "g")
+    for _ in range(3):
+        finish(recorder)
+        await reporter.send()
+        await plane.store.store()
+    newest = max(objects.objects)
+    objects.objects[newest] = objects.objects[newest][:-9]
+    await plane.lead(2)
+    assert counted(plane)[0] == 2
+    await reporter.send()  # the gateway still has what the damaged snapshot contained
+    assert counted(plane)[0] == 3
+    await plane.store.store()
+    assert max(objects.objects) > newest
+    await plane.stop()
+
+
+async def test_a_report_that_is_refused_for_good_is_dropped_and_the_rest_is_counted() -> None:
+    clock, plane = QuickClock(UNIX_S), Plane(MemoryLedger(), QuickClock(UNIX_S))
+    await plane.lead(1)
+    recorder, link = SliRecorder(zone="a"), Refusing(Random(1), [plane])
+    reporter = SliReporter(recorder, link, clock, "g")
+    link.down = True
+    for tokens in (10, 666, 10, 10, 10, 10):
+        finish(recorder, ttft_s=tokens / 100)
+        with suppress(NoLeader):
+            await reporter.send()
+    link.down = False
+    await reporter.send()
+    assert counted(plane)[0] == 5
+    await plane.stop()
+
+
+class Refusing(Link):
+    """Refuses a batch with a slow request in it."""
+
+    down = False
+
+    async def report(self, source: str, first: int, oldest: int, reports: Sequence[SliReport]) -> SliReceipt:
+        if self.down:
+            raise NoLeader("none leads")
+        if any(
+            sums.ttft and max(s.most for s in sums.ttft.values()) > 6
+            for r in reports
+            for sums in r.series.values()
+        ):
+            raise InvalidInput("reports[0] is refused", field="reports")
+        return await super().report(source, first, oldest, reports)
 
 
 async def test_an_arm_that_burns_its_budget_raises_an_alert_of_its_own() -> None:

@@ -1,0 +1,71 @@
+"""Usage events that the ledger refused for good, and outbox files with damaged bytes, in a folder of files.
+
+They are set apart so that what waits behind them is sent. The next life of the process sends the events
+again, each as a source of its own, because the ledger has passed over their numbers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from services.adapters.synced_files import replace_file, sync_folder
+
+log = structlog.get_logger()
+
+MAX_BYTES: Final = 16 * 1024**2
+MAX_FILES: Final = 1000
+EVENT: Final = ".events"
+DAMAGED: Final = ".damaged"
+_AGAIN: Final = "-x"
+
+
+class RefusedEvents:
+    """Owner of the folder. Every method but ``bytes`` and ``count`` does file I/O, for a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._sizes)
+
+    def keep(self, source: str, number: int, data: bytes) -> bool:
+        """Store a framed event. Returns False when there is no room. Raises OSError."""
+        name = f"{source}.{number:012d}{EVENT}"
+        if _AGAIN not in source:
+            name = f"{source}{_AGAIN}{number}.{1:012d}{EVENT}"
+        return self._keep(name, data)
+
+    def keep_damaged(self, file: Path) -> bool:
+        """Store a copy of a file with damaged bytes, which is not sent again. The same otherwise."""
+        return self._keep(f"{file.stem}{DAMAGED}", file.read_bytes())
+
+    def move_unreadable(self, file: Path) -> None:
+        """Take the file itself, if it is there. Raises OSError."""
+        if file.exists():
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            name = f"{file.stem}{DAMAGED}"
+            self._sizes[name] = file.stat().st_size
+            file.replace(self._folder / name)
+
+    def release(self, to: Path) -> None:
+        """Move the events back to the outbox. Raises OSError."""
+        found = sorted(self._folder.iterdir()) if self._folder.is_dir() else []
+        for path in found:
+            if path.suffix == EVENT:
+                path.replace(to / path.name)
+            elif path.suffix == DAMAGED:
+                self._sizes[path.name] = path.stat().st_size
+        if found:
+            sync_folder(to)
+
+    def _keep(self, name: str, data: bytes) -> bool:
+        others = [size for other, size in self._sizes.items() if other != name]
+        if len(others) >= MAX_FILES or sum(others) + len(data) > MAX_BYTES:
+            return False
+        self._sizes[name] = replace_file(self._folder / name, data)
+        return True

@@ -1,0 +1,109 @@
+"""Stored bytes in frames with a checksum each, so that damage is found and named, and the rest is read.
+
+A frame is its size, its CRC-32 and its content. CRC-32 finds every burst of up to 32 bits. Behind damaged
+bytes the next frame is found by its checksum. A sealed object is a mark, a frame with the number of blocks,
+and a frame for each block.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+MAX_FRAME_BYTES: Final = 1024**2
+_HEAD: Final = struct.Struct("<II")  # size and checksum
+_COUNT: Final = struct.Struct("<Q")
+_MARK: Final = b"fairway\x01"
+
+
+def framed(content: bytes) -> bytes:
+    """Return the content in a frame. It has 1 to ``MAX_FRAME_BYTES`` bytes."""
+    assert 0 < len(content) <= MAX_FRAME_BYTES, f"{len(content)} bytes are no frame"
+    return _HEAD.pack(len(content), zlib.crc32(content)) + content
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """What was read. ``damaged``: begin and end of the bytes that are in no frame. ``torn``: only a frame at
+    the end is cut, as by a crash."""
+
+    starts: tuple[int, ...]
+    contents: tuple[bytes, ...]
+    damaged: tuple[tuple[int, int], ...]
+    torn: bool
+
+
+def read_frames(data: bytes, start: int = 0) -> Frames:
+    """Return every whole frame from ``start`` on, over what is damaged between them."""
+    starts: list[int] = []
+    contents: list[bytes] = []
+    damaged: list[tuple[int, int]] = []
+    for at, content in _frames(data, start):
+        if at > start:
+            damaged.append((start, at))
+        starts.append(at)
+        contents.append(content)
+        start = at + _HEAD.size + len(content)
+    torn = not damaged and start < len(data) and start + _size_at(data, start) > len(data)
+    if start < len(data):
+        damaged.append((start, len(data)))
+    return Frames(tuple(starts), tuple(contents), tuple(damaged), torn)
+
+
+def _size_at(data: bytes, start: int) -> int:
+    """Return the size of the frame that begins there, as its head states it."""
+    if start + _HEAD.size > len(data):
+        return _HEAD.size
+    return _HEAD.size + int(_HEAD.unpack_from(data, start)[0])
+
+
+def _frames(data: bytes, at: int) -> Iterator[tuple[int, bytes]]:
+    while 0 <= at <= len(data) - _HEAD.size:
+        size, checksum = _HEAD.unpack_from(data, at)
+        end = at + _HEAD.size + size
+        if 0 < size <= MAX_FRAME_BYTES and end <= len(data):
+            content = data[at + _HEAD.size : end]
+            if zlib.crc32(content) == checksum:
+                yield at, content
+                at = end
+                continue
+        at = data.find(0, at + 4) - 3  # the highest byte of a size is zero
+
+
+def sealed(blocks: Sequence[bytes]) -> bytes:
+    """Return an object of these blocks; empty ones are left out."""
+    blocks = [block for block in blocks if block]
+    return _MARK + b"".join(map(framed, (_COUNT.pack(len(blocks)), *blocks)))
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """``damage``: what of the object could not be read; empty: nothing is missing. ``sealed``: False for an
+    object without checksums, as earlier versions stored them, which is one block."""
+
+    blocks: tuple[bytes, ...]
+    damage: str = ""
+    sealed: bool = True
+
+
+def opened(data: bytes) -> Opened:
+    """Return the blocks of an object that can be read."""
+    if not data:
+        return Opened((), "the object is empty")
+    start = len(_MARK)
+    found = read_frames(data, start)
+    is_marked = data[:start] == _MARK[: len(data)]
+    if not is_marked and not found.contents:
+        return Opened((data,), sealed=False)
+    counted = bool(found.starts) and found.starts[0] == start and len(found.contents[0]) == _COUNT.size
+    blocks = found.contents[1:] if counted else found.contents
+    problems = [f"bytes {begin} to {end} are damaged" for begin, end in found.damaged[:3]]
+    missing = _COUNT.unpack(found.contents[0])[0] - len(blocks) if counted else 0
+    if missing:
+        problems.append(f"{missing} of {missing + len(blocks)} blocks are missing")
+    if not is_marked or not counted:
+        problems.append("its head is damaged")
+    return Opened(blocks, ", ".join(problems))
