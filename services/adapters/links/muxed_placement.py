@@ -15,7 +15,6 @@ second. A placement that it made is withdrawn from a leader that may still have 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -119,8 +118,6 @@ class MuxedPlacement:
         self._woken = asyncio.Event()
         self._arrived = asyncio.Event()  # a placement is pending: the fallback may have to place it
         self._task: asyncio.Task[None] | None = None
-        # The link outlives the request that starts it. Its log lines must not carry that request's context.
-        self._context = contextvars.copy_context()
         self._numbers = 0
         self._last_epoch = 0
         self._pressures: dict[str, float] = {}
@@ -150,10 +147,10 @@ class MuxedPlacement:
     def start(self) -> None:
         """Start to connect to the leader. Idempotent."""
         if self._task is None:
-            self._task = self._context.run(self._supervisor.spawn, "placement.link", self._run())
+            self._task = self._supervisor.spawn("placement.link", self._run(), shared=True)
             if self._fallback is not None:
-                self._fallback_task = self._context.run(
-                    self._supervisor.spawn, "placement.alone", self._run_fallback(self._fallback)
+                self._fallback_task = self._supervisor.spawn(
+                    "placement.alone", self._run_fallback(self._fallback), shared=True
                 )
 
     async def close(self) -> None:
@@ -207,6 +204,7 @@ class MuxedPlacement:
                 del self._of_tenant[tenant_id]
             if self._unsent.pop(number, _SENT) is _SENT and not pending.future.done():
                 self._withdraw(number)
+            del pending
 
     def demand(self, wanted: SlotDemand) -> None:
         """See ``ports.slots.SlotClient.demand``."""
@@ -294,7 +292,10 @@ class MuxedPlacement:
         if not future.done() and self._link is not None:
             await asyncio.wait((future,), timeout=self._settings.answer_grace_s)
         if future.done():
-            return future.result()
+            try:
+                return future.result()
+            finally:
+                del future, pending  # an error's traceback refers to this frame
         spec = pending.spec
         if self._link is None or pending.sent_s is None:  # no leader received it
             why = f": {self._last_error.message}" if self._last_error is not None else ""

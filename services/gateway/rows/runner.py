@@ -135,7 +135,7 @@ class LeasedRows:
     async def run(self, request: RowsRequest) -> tuple[RowEnd, ...]:
         """See ``ports.rows.RowRunner.run``."""
         if self._task is None:
-            self._task = self._supervisor.spawn("rows.turns", self._turns())
+            self._task = self._supervisor.spawn("rows.turns", self._turns(), shared=True)
         if not request.rows:
             return ()
         self._check_room(request)

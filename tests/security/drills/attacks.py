@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from tests.security.drills.crowds import CROWDS
 from tests.security.drills.framing import FRAMING
 from tests.security.drills.stores import ETCD, STORES
 from tests.security.drills.strangers import STRANGERS
@@ -11,4 +12,4 @@ from tests.security.drills.target import Attack
 from tests.security.drills.tenants import COLD, TENANTS
 from tests.security.drills.versions import VERSIONS
 
-ATTACKS: Final[tuple[Attack, ...]] = (*STRANGERS, *FRAMING, *TENANTS, *VERSIONS, *STORES, COLD, ETCD)
+ATTACKS: Final[tuple[Attack, ...]] = (*STRANGERS, *FRAMING, *TENANTS, *CROWDS, *VERSIONS, *STORES, COLD, ETCD)
