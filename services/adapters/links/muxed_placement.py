@@ -19,7 +19,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from random import Random
 from typing import Final, Protocol, TypeAlias
 
@@ -34,6 +33,7 @@ from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import Granted, PlacementFrame
 from services.core.generation import AnyGrant, FallbackGrant, NotAdmittedReason, PlaceSpec
 from services.core.shares import share_of
+from services.core.tenant_turns import TenantRoundRobin
 from services.ports.clock import Clock
 from services.ports.placement import FallbackPlacer
 from services.ports.slots import SlotListener
@@ -110,7 +110,7 @@ class MuxedPlacement:
         self._settings = settings if settings is not None else PlacementSettings()
         self._pending: dict[int, _Pending] = {}
         self._of_tenant: Counter[str] = Counter()
-        self._unsent: dict[int, None] = {}
+        self._unsent: TenantRoundRobin[int] = TenantRoundRobin()
         self._cancelled: list[int] = []
         self._granted: dict[tuple[str, int, int], tuple[int, float]] = {}
         self._link: PlacementLink | None = None
@@ -189,7 +189,7 @@ class MuxedPlacement:
         )
         self._pending[number] = pending
         self._of_tenant[tenant_id] += 1
-        self._unsent[number] = None
+        self._unsent.add(tenant_id, number)
         self._woken.set()
         self._arrived.set()
         try:
@@ -202,7 +202,9 @@ class MuxedPlacement:
             self._of_tenant[tenant_id] -= 1
             if not self._of_tenant[tenant_id]:
                 del self._of_tenant[tenant_id]
-            if self._unsent.pop(number, _SENT) is _SENT and not pending.future.done():
+            if pending.sent_s is None:
+                self._unsent.discard(tenant_id, number)
+            elif not pending.future.done():
                 self._withdraw(number)
             del pending
 
@@ -253,7 +255,9 @@ class MuxedPlacement:
             if grant is None:
                 continue
             pending.future.set_result(grant)
-            if self._unsent.pop(number, _SENT) is _SENT:
+            if pending.sent_s is None:
+                self._unsent.discard(pending.spec.tenant_id, number)
+            else:
                 self._withdraw(number)
 
     def _place_alone(self, spec: PlaceSpec, now_s: float) -> FallbackGrant | None:
@@ -364,14 +368,16 @@ class MuxedPlacement:
             await link.close()
 
     def _resubmit(self, link: PlacementLink) -> None:
-        """Queue every pending placement for the new stream, in order of arrival."""
+        """Queue every pending placement for the new stream, those of a tenant in order of arrival."""
         self._last_epoch = link.epoch
         self._last_error = None
         self._cancelled.clear()
         self._granted.clear()  # grants of an earlier stream lapse by themselves
-        for pending in self._pending.values():
+        self._unsent = TenantRoundRobin()
+        for number, pending in self._pending.items():
             pending.sent_s = None
-        self._unsent = dict.fromkeys(number for number, p in self._pending.items() if not p.future.done())
+            if not pending.future.done():
+                self._unsent.add(pending.spec.tenant_id, number)
         self._slots.restart()
         self._link = link
         self._woken.set()
@@ -394,8 +400,7 @@ class MuxedPlacement:
     def _take_outgoing(self) -> tuple[list[tuple[int, PlaceSpec, float]], list[int]]:
         now_s = self._clock.monotonic_s()
         places: list[tuple[int, PlaceSpec, float]] = []
-        for number in tuple(islice(self._unsent, _BATCH)):
-            del self._unsent[number]
+        while len(places) < _BATCH and (number := self._unsent.take(())) is not None:
             pending = self._pending[number]
             pending.sent_s = now_s
             places.append((number, pending.spec, max(0.0, pending.deadline_s - now_s)))
@@ -431,6 +436,3 @@ class MuxedPlacement:
             if self._granted[key][1] > now_s:
                 return
             del self._granted[key]
-
-
-_SENT: Final = object()
