@@ -41,3 +41,4 @@ class TaskGroup(asyncio.TaskGroup):
             del error, traceback
             if _TIMEOUTS_COUNT_ALL and self._parent_cancel_requested and not before:
                 self._parent_task.uncancel()
+            del self._parent_task  # it may end with this error

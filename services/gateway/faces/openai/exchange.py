@@ -450,7 +450,7 @@ async def unless_disconnected(receive: Receive, reply: Reply, work: Coroutine[An
     try:
         raise failure  # outside of the handler: the group refers to it, so that both would stay
     finally:
-        del failure, group, watcher  # its traceback refers to this frame
+        del failure, watcher  # its traceback refers to this frame
 
 
 async def _watch(receive: Receive, reply: Reply) -> None:
