@@ -22,7 +22,10 @@ class TenantRoundRobin(Generic[Item]):
         return bool(self._waiting)
 
     def add(self, tenant: str, item: Item) -> None:
-        self._waiting.setdefault(tenant, OrderedDict())[item] = None
+        items = self._waiting.get(tenant)
+        if items is None:
+            items = self._waiting[tenant] = OrderedDict()
+        items[item] = None
 
     def add_first(self, tenant: str, item: Item) -> None:
         """Add an item before all others, for a turn that it already had."""
@@ -40,7 +43,10 @@ class TenantRoundRobin(Generic[Item]):
 
     def next_tenant(self, busy: Container[str]) -> str | None:
         """Return the next tenant that is not ``busy``."""
-        return next((tenant for tenant in self._waiting if tenant not in busy), None)
+        for tenant in self._waiting:
+            if tenant not in busy:
+                return tenant
+        return None
 
     def take(self, busy: Container[str]) -> Item | None:
         """Remove and return the next item of a tenant that is not ``busy``."""
