@@ -105,8 +105,8 @@ def test_a_service_without_a_rule_is_found() -> None:
         name="Open", input_type=".planted.Request", output_type=".planted.Request"
     )
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)  # type: ignore[no-untyped-call]
-    planted = pool.FindServiceByName("planted.Planted")  # type: ignore[no-untyped-call]
+    pool.Add(file)
+    planted = pool.FindServiceByName("planted.Planted")
     with pytest.raises(ValueError, match=r"planted.Planted.Open has no access rule"):
         access_table([*(each.descriptor for each in SERVICES), planted])
 

@@ -180,7 +180,9 @@ async def enter(
     gateway: Gateway, tenant: str, rows: int, priority: Priority
 ) -> asyncio.Task[tuple[RowEnd, ...]]:
     """Return the task of a tenant's request that waits, or was refused."""
-    request = RowsRequest(f"{tenant}{len(gateway.tasks)}", tenant, "m", "d", ((),) * rows, priority, 1e9)
+    request = RowsRequest(
+        f"{tenant}{len(gateway.tasks)}", tenant, "m", "d", ((),) * rows, priority, deadline_s=1e9
+    )
     task = asyncio.ensure_future(gateway.runner.run(request))
     gateway.tasks.append(task)
     for _ in range(3):
