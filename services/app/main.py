@@ -18,6 +18,7 @@ from services.core.errors import FairwayError
 from services.runtime import config
 from services.runtime.process.free_memory import limit_fragmentation
 from services.runtime.process.machine import raise_descriptor_limit
+from services.runtime.process.tenant_loop import TenantLoop
 from services.runtime.telemetry import logging
 
 Builder = Callable[[Environment], Role]
@@ -51,7 +52,7 @@ def main() -> None:
         settings = config.load()
         stream = logging.open_log(settings.log_format, role=role)
         logging.configure(settings.log_level, settings.log_format, role=role)
-        sys.exit(uvloop.run(_run(role, settings, stream, _builder(role))))
+        sys.exit(uvloop.run(_run(role, settings, stream, _builder(role)), loop_factory=TenantLoop))
     except config.ConfigError as error:
         sys.stderr.write(f"{role}: {error}\n")
         sys.exit(EXIT_USAGE)

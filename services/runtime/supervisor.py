@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ class Supervisor:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._context = contextvars.copy_context()  # of the process
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failures: list[str] = []
         self._closing = False
@@ -41,14 +43,18 @@ class Supervisor:
     def running(self) -> int:
         return len(self._tasks)
 
-    def spawn(self, name: str, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task and own it until it ends. Raises RuntimeError after ``close``."""
+    def spawn(self, name: str, coro: Coroutine[Any, Any, T], *, shared: bool = False) -> asyncio.Task[T]:
+        """Start a task and own it until it ends. Raises RuntimeError after ``close``.
+
+        ``shared``: it serves all tenants, so that nothing of the request that happens to start it is its own.
+        """
         if self._closing:
             coro.close()
             raise RuntimeError(f"cannot start {name}: the process is shutting down")
-        task = asyncio.get_running_loop().create_task(coro, name=name)
+        context = self._context.copy() if shared else None
+        task = asyncio.get_running_loop().create_task(coro, name=name, context=context)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._done, context=context)
         return task
 
     async def close(self, grace_s: float = 5.0) -> None:

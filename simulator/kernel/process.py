@@ -192,7 +192,7 @@ class _ProcessSupervisor(Supervisor):
         super().__init__(process.clock)
         self._process = process
 
-    def spawn(self, name: str, coro: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        if OWNER.get() is self._process:
+    def spawn(self, name: str, coro: Coroutine[Any, Any, T], *, shared: bool = False) -> asyncio.Task[T]:
+        if OWNER.get() is self._process and not shared:
             return super().spawn(name, coro)
         return self._process.context().run(super().spawn, name, coro)

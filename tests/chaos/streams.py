@@ -2,13 +2,14 @@
 
 Three parts on one fleet of three gateways and two workers, all drawn from ``--seed``:
 
-1. 300 streams, greedy and sampled, each with a key, while engines, workers and gateways are killed at random.
-   A client whose stream breaks sends its request again with its key. Each output must be that of an
-   undisturbed run.
-2. 2,000 keys, each sent by two or three clients at once to different gateways. All clients of a key must
-   receive one output, and the tenant must be charged for each key once.
+1. 300 streams, greedy and sampled, each with a key. A client whose stream breaks sends its request again with
+   its key. Each output must be that of an undisturbed run.
+2. 2,000 keys, each sent by two or three clients at once to different gateways, and again by each whose stream
+   breaks. All clients of a key must receive one output, and the tenant must be charged for each key once.
 3. 20,000 requests without a key that their client cancels: at once, when accepted, at a drawn token, or
    after a drawn time. Nothing may stay reserved afterwards.
+
+Engines, workers and gateways are killed at random during the first two, which run side by side.
 
 The last line is ``RESULT {json}``. Exits 0 when the ratios are 1 and nothing leaked.
 """
@@ -26,8 +27,8 @@ import json
 import logging
 import random
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -160,27 +161,34 @@ class StreamDrill:
         self._rng = random.Random(seed)
         self._specs = make_specs()
         self.tally = Tally()
+        self._expected = 0  # tokens that the tenant of the keys is charged
 
     # --- kills ---------------------------------------------------------------------------------------
 
-    async def kills(self, streams: int, undisturbed: Mapping[int, Reference], *, every_s: float) -> None:
-        """Run the streams while a process is killed every few seconds; compare their outputs."""
-        clients = KeyedClients(self._client, self._keys["kills"])
-        results = [KeyedResult(self._rng.randrange(len(self._specs))) for _ in range(streams)]
+    @asynccontextmanager
+    async def killing(self, every_s: float) -> AsyncIterator[None]:
+        """Kill a process every few seconds inside; every process runs and streams again afterwards."""
         killing = asyncio.create_task(self._kill_forever(every_s))
         try:
-            turns = asyncio.Semaphore(STREAMS_AT_ONCE)
-
-            async def one(number: int, result: KeyedResult) -> None:
-                async with turns:
-                    generation = self._generation(result.spec, f"kills-{number}")
-                    await clients.finish(generation, result, number)
-
-            await asyncio.gather(*(one(number, result) for number, result in enumerate(results)))
+            yield
         finally:
             killing.cancel()
             with suppress(asyncio.CancelledError):
                 await killing
+        await self._whole()
+
+    async def streams(self, streams: int, undisturbed: Mapping[int, Reference]) -> None:
+        """Run the streams; compare their outputs."""
+        clients = KeyedClients(self._client, self._keys["kills"])
+        results = [KeyedResult(self._rng.randrange(len(self._specs))) for _ in range(streams)]
+        turns = asyncio.Semaphore(STREAMS_AT_ONCE)
+
+        async def one(number: int, result: KeyedResult) -> None:
+            async with turns:
+                generation = self._generation(result.spec, f"kills-{number}")
+                await clients.finish(generation, result, number)
+
+        await asyncio.gather(*(one(number, result) for number, result in enumerate(results)))
         self.tally.streams = streams
         for number, result in enumerate(results):
             same = [ids for _, ids in result.outputs] == [undisturbed[result.spec].ids]
@@ -188,7 +196,6 @@ class StreamDrill:
             if not same or result.problems:
                 self.tally.problems.append(f"stream {number}: {result.problems or 'other tokens'}")
         print(f"kills: {streams} streams, {clients.retries} sent again", flush=True)
-        await self._whole()
 
     async def _kill_forever(self, every_s: float) -> None:
         kills = 0
@@ -222,19 +229,18 @@ class StreamDrill:
 
         await asyncio.gather(*(one(number, result) for number, result in enumerate(results)))
         self.tally.keys = keys
-        expected = 0
         for number, result in enumerate(results):
             outputs = set(result.outputs)
             once = len(outputs) == 1 and len(result.outputs) == duplicates[number] and not result.problems
             self.tally.charged_once += once
             if not once:
                 self.tally.problems.append(f"key {number}: {len(outputs)} outputs, {result.problems}")
-            expected += result.prompt_tokens + sum(len(ids) for _, ids in outputs)
-        await self._charged(expected)
+            self._expected += result.prompt_tokens + sum(len(ids) for _, ids in outputs)
+        print(f"keys: {keys} keys, {clients.retries} sent again", flush=True)
 
-    async def _charged(self, expected: int) -> None:
-        """The tenant is charged ``expected`` tokens in all; one more or less is a charge lost or doubled."""
-        charged = 0
+    async def charged(self) -> None:
+        """The tenant is charged what its keys received; a token more or less is a charge lost or doubled."""
+        charged, expected = 0, self._expected
 
         async def exact() -> str:
             nonlocal charged
@@ -324,8 +330,9 @@ async def run(options: argparse.Namespace, root: Path) -> Tally:
             await asyncio.sleep(2.0)  # the gateways receive the keys, the price and the budget
             undisturbed = await references(client, make_specs(), keys["reference"])
             drill = StreamDrill(fleet, client, keys, options.seed)
-            await drill.kills(options.streams, undisturbed, every_s=options.kill_every_s)
-            await drill.keys(options.keys)
+            async with drill.killing(options.kill_every_s):
+                await asyncio.gather(drill.streams(options.streams, undisturbed), drill.keys(options.keys))
+            await drill.charged()
             await drill.cancels(options.cancels)
             await drill.rest()
         finally:

@@ -1,52 +1,31 @@
 """Every RPC has a rule, and every rule holds on a real server, for every kind of caller."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fairway.inference import v2_pb2, v2_pb2_grpc
-from fairway.v1 import (
-    controlplane_pb2,
-    controlplane_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-    options_pb2,
-    registry_pb2,
-    registry_pb2_grpc,
-    scheduler_pb2,
-    scheduler_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from fairway.v1 import inference_pb2, options_pb2
 from services.core.errors import Unauthenticated
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.rpc.interceptors.access import access_table
 from services.rpc.server import RpcServer, Service
+from tests.support.rpc_services import rpc_methods, rpc_services
+from tests.support.stack import ROOT
 
 INTERNAL = "i" * 32
 KEYS = {
     "tenant-key": Principal("t", KeyRole.TENANT, "acme"),
     "admin-key": Principal("a", KeyRole.ADMIN),
 }
-MODULES = (
-    (inference_pb2, inference_pb2_grpc),
-    (v2_pb2, v2_pb2_grpc),
-    (scheduler_pb2, scheduler_pb2_grpc),
-    (worker_pb2, worker_pb2_grpc),
-    (registry_pb2, registry_pb2_grpc),
-    (controlplane_pb2, controlplane_pb2_grpc),
-)
-METHODS = [
-    (service, method)
-    for messages, _ in MODULES
-    for service in messages.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-]
+SERVICES = rpc_services()
+METHODS = rpc_methods()
 CALLERS = {
     "nobody": None,
     "garbage": "garbage",
@@ -70,11 +49,7 @@ def authenticate(token: str | None) -> Principal:
 @pytest.fixture
 async def channel() -> AsyncIterator[Any]:
     """Every service of the protos, with the base servicers: what is let in answers UNIMPLEMENTED."""
-    services = []
-    for messages, stubs in MODULES:
-        for name, descriptor in messages.DESCRIPTOR.services_by_name.items():
-            register = getattr(stubs, f"add_{name}Servicer_to_server")
-            services.append(Service(descriptor, register, getattr(stubs, f"{name}Servicer")()))
+    services = [Service(each.descriptor, each.register, each.servicer()) for each in SERVICES]
     server = RpcServer(
         services,
         listen="127.0.0.1:0",
@@ -103,16 +78,44 @@ async def call(channel: Any, method: Any, metadata: tuple[tuple[str, str], ...])
 
 
 def test_every_method_has_a_rule() -> None:
-    table = access_table({service.full_name: service for service, _ in METHODS}.values())
+    table = access_table(each.descriptor for each in SERVICES)
     assert len(table) == len(METHODS)
     assert all(rule and options_pb2.ACCESS_UNSPECIFIED not in rule for rule in table.values())
+
+
+def test_reports_of_use_and_of_objectives_are_internal() -> None:
+    table = access_table(each.descriptor for each in SERVICES)
+    for method in ("/fairway.v1.UsageService/ReportUsage", "/fairway.v1.SliService/ReportSlis"):
+        assert table[method] == {options_pb2.ACCESS_INTERNAL}, method
+
+
+def test_the_roles_serve_these_services_and_no_other() -> None:
+    """What a role registers is named by its descriptor: a service outside the protos would have no test."""
+    roles = "".join(path.read_text() for path in (ROOT / "services/app/roles").glob("*.py"))
+    registered = re.findall(r'services_by_name\["(\w+)"\]', roles)
+    assert len(registered) == len(re.findall(r"\bService\($", roles, re.MULTILINE))
+    assert sorted(registered) == sorted(each.descriptor.name for each in SERVICES)
+
+
+def test_a_service_without_a_rule_is_found() -> None:
+    """Neither the table nor, with it, a server is built of one."""
+    file = descriptor_pb2.FileDescriptorProto(name="planted.proto", package="planted")
+    file.message_type.add(name="Request")
+    file.service.add(name="Planted").method.add(
+        name="Open", input_type=".planted.Request", output_type=".planted.Request"
+    )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    planted = pool.FindServiceByName("planted.Planted")
+    with pytest.raises(ValueError, match=r"planted.Planted.Open has no access rule"):
+        access_table([*(each.descriptor for each in SERVICES), planted])
 
 
 @pytest.mark.parametrize("caller", CALLERS)
 async def test_a_caller_opens_what_its_rule_says_and_nothing_else(channel: Any, caller: str) -> None:
     key = CALLERS[caller]
     metadata = (("authorization", f"Bearer {key}"),) if key else ()
-    for _, method in METHODS:
+    for method in METHODS:
         code = await call(channel, method, metadata)
         rule = method.GetOptions().Extensions[options_pb2.access]
         if caller in ("nobody", "garbage"):
@@ -152,7 +155,7 @@ async def test_reflection_lists_every_service(channel: Any) -> None:
     call = stub.ServerReflectionInfo(iter([request]))
     answer = await call.read()
     named = {service.name for service in answer.list_services_response.service}
-    assert {service.full_name for service, _ in METHODS} <= named
+    assert {each.descriptor.full_name for each in SERVICES} <= named
 
 
 async def test_an_unknown_method_is_unimplemented_not_open(channel: Any) -> None:

@@ -24,6 +24,7 @@ import uvloop
 from services.gateway.events import Event, Tokens
 from services.gateway.faces.openai import server as http_server
 from services.gateway.faces.openai.exchange import HttpLimits
+from services.runtime.process.tenant_loop import TenantLoop
 from services.runtime.telemetry import logging
 from tests.integration.openai.face import CHAT, KEY, Call, accepted, plain, serving
 
@@ -46,6 +47,7 @@ class Report:
     exchanges: int  # that were answered in full
     refused: int
     displaced: int
+    running: int  # requests of the service
 
 
 class Target:
@@ -192,14 +194,28 @@ class _LoopWatch:
             self.worst_gap_cpu_s = max(self.worst_gap_cpu_s, time.process_time() - cpu_s)
 
 
-async def _script(call: Call) -> AsyncGenerator[Event, None]:
-    """A request of the user ``held`` does not end after its first token."""
-    if call.generation.session_key == "held":
-        yield accepted(call)
-        yield Tokens(0, 0, [0], "Hel")
-        await asyncio.sleep(600)
-    async for event in plain(call):
-        yield event
+class _Script:
+    """A request of the user ``held`` does not end after its first token.
+
+    Those of ``crowd`` have their tokens all at once: when one of ``go`` comes.
+    """
+
+    def __init__(self) -> None:
+        self._go = asyncio.Event()
+
+    async def __call__(self, call: Call) -> AsyncGenerator[Event, None]:
+        user = call.generation.session_key
+        if user == "held":
+            yield accepted(call)
+            yield Tokens(0, 0, [0], "Hel")
+            await asyncio.sleep(600)
+        if user == "crowd":
+            yield accepted(call)
+            await self._go.wait()
+        elif user == "go":
+            self._go.set()
+        async for event in plain(call):
+            yield event
 
 
 async def _serve(changes: dict[str, Any]) -> None:
@@ -207,7 +223,7 @@ async def _serve(changes: dict[str, Any]) -> None:
     for name, value in changes.pop("protocol", {}).items():
         setattr(http_server._Protocol, name, value)
     async with serving(HttpLimits(MAX_BODY), **changes) as face:
-        face.service.script = _script
+        face.service.script = _Script()
         recent: Any = collections.deque(maxlen=1)
         face.service.calls = recent
         watch = _LoopWatch()
@@ -223,6 +239,7 @@ async def _serve(changes: dict[str, Any]) -> None:
                 face.server._server.server_state.total_requests,
                 table.refused,
                 table.displaced,
+                face.service.running,
             )
             table.check_integrity()
             watch.worst_gap_s = watch.worst_gap_cpu_s = 0.0
@@ -232,7 +249,9 @@ async def _serve(changes: dict[str, Any]) -> None:
 
 def main() -> None:
     logging.configure()
-    uvloop.run(_serve(json.loads(sys.argv[1])))
+    changes = json.loads(sys.argv[1])
+    loop = TenantLoop if changes.pop("tenants_take_turns", True) else uvloop.Loop
+    uvloop.run(_serve(changes), loop_factory=loop)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,10 @@ second. A placement that it made is withdrawn from a leader that may still have 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from random import Random
 from typing import Final, Protocol, TypeAlias
 
@@ -35,6 +33,7 @@ from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import Granted, PlacementFrame
 from services.core.generation import AnyGrant, FallbackGrant, NotAdmittedReason, PlaceSpec
 from services.core.shares import share_of
+from services.core.tenant_turns import TenantRoundRobin
 from services.ports.clock import Clock
 from services.ports.placement import FallbackPlacer
 from services.ports.slots import SlotListener
@@ -111,7 +110,7 @@ class MuxedPlacement:
         self._settings = settings if settings is not None else PlacementSettings()
         self._pending: dict[int, _Pending] = {}
         self._of_tenant: Counter[str] = Counter()
-        self._unsent: dict[int, None] = {}
+        self._unsent: TenantRoundRobin[int] = TenantRoundRobin()
         self._cancelled: list[int] = []
         self._granted: dict[tuple[str, int, int], tuple[int, float]] = {}
         self._link: PlacementLink | None = None
@@ -119,8 +118,6 @@ class MuxedPlacement:
         self._woken = asyncio.Event()
         self._arrived = asyncio.Event()  # a placement is pending: the fallback may have to place it
         self._task: asyncio.Task[None] | None = None
-        # The link outlives the request that starts it. Its log lines must not carry that request's context.
-        self._context = contextvars.copy_context()
         self._numbers = 0
         self._last_epoch = 0
         self._pressures: dict[str, float] = {}
@@ -150,10 +147,10 @@ class MuxedPlacement:
     def start(self) -> None:
         """Start to connect to the leader. Idempotent."""
         if self._task is None:
-            self._task = self._context.run(self._supervisor.spawn, "placement.link", self._run())
+            self._task = self._supervisor.spawn("placement.link", self._run(), shared=True)
             if self._fallback is not None:
-                self._fallback_task = self._context.run(
-                    self._supervisor.spawn, "placement.alone", self._run_fallback(self._fallback)
+                self._fallback_task = self._supervisor.spawn(
+                    "placement.alone", self._run_fallback(self._fallback), shared=True
                 )
 
     async def close(self) -> None:
@@ -192,7 +189,7 @@ class MuxedPlacement:
         )
         self._pending[number] = pending
         self._of_tenant[tenant_id] += 1
-        self._unsent[number] = None
+        self._unsent.add(tenant_id, number)
         self._woken.set()
         self._arrived.set()
         try:
@@ -205,8 +202,11 @@ class MuxedPlacement:
             self._of_tenant[tenant_id] -= 1
             if not self._of_tenant[tenant_id]:
                 del self._of_tenant[tenant_id]
-            if self._unsent.pop(number, _SENT) is _SENT and not pending.future.done():
+            if pending.sent_s is None:
+                self._unsent.discard(tenant_id, number)
+            elif not pending.future.done():
                 self._withdraw(number)
+            del pending
 
     def demand(self, wanted: SlotDemand) -> None:
         """See ``ports.slots.SlotClient.demand``."""
@@ -255,7 +255,9 @@ class MuxedPlacement:
             if grant is None:
                 continue
             pending.future.set_result(grant)
-            if self._unsent.pop(number, _SENT) is _SENT:
+            if pending.sent_s is None:
+                self._unsent.discard(pending.spec.tenant_id, number)
+            else:
                 self._withdraw(number)
 
     def _place_alone(self, spec: PlaceSpec, now_s: float) -> FallbackGrant | None:
@@ -294,7 +296,10 @@ class MuxedPlacement:
         if not future.done() and self._link is not None:
             await asyncio.wait((future,), timeout=self._settings.answer_grace_s)
         if future.done():
-            return future.result()
+            try:
+                return future.result()
+            finally:
+                del future, pending  # an error's traceback refers to this frame
         spec = pending.spec
         if self._link is None or pending.sent_s is None:  # no leader received it
             why = f": {self._last_error.message}" if self._last_error is not None else ""
@@ -363,14 +368,16 @@ class MuxedPlacement:
             await link.close()
 
     def _resubmit(self, link: PlacementLink) -> None:
-        """Queue every pending placement for the new stream, in order of arrival."""
+        """Queue every pending placement for the new stream, those of a tenant in order of arrival."""
         self._last_epoch = link.epoch
         self._last_error = None
         self._cancelled.clear()
         self._granted.clear()  # grants of an earlier stream lapse by themselves
-        for pending in self._pending.values():
+        self._unsent = TenantRoundRobin()
+        for number, pending in self._pending.items():
             pending.sent_s = None
-        self._unsent = dict.fromkeys(number for number, p in self._pending.items() if not p.future.done())
+            if not pending.future.done():
+                self._unsent.add(pending.spec.tenant_id, number)
         self._slots.restart()
         self._link = link
         self._woken.set()
@@ -393,8 +400,7 @@ class MuxedPlacement:
     def _take_outgoing(self) -> tuple[list[tuple[int, PlaceSpec, float]], list[int]]:
         now_s = self._clock.monotonic_s()
         places: list[tuple[int, PlaceSpec, float]] = []
-        for number in tuple(islice(self._unsent, _BATCH)):
-            del self._unsent[number]
+        while len(places) < _BATCH and (number := self._unsent.take(())) is not None:
             pending = self._pending[number]
             pending.sent_s = now_s
             places.append((number, pending.spec, max(0.0, pending.deadline_s - now_s)))
@@ -430,6 +436,3 @@ class MuxedPlacement:
             if self._granted[key][1] > now_s:
                 return
             del self._granted[key]
-
-
-_SENT: Final = object()

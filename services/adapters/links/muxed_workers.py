@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections.abc import Callable
 from typing import Final
 
@@ -52,7 +51,6 @@ class MuxedWorkers:
         self._idle_s = idle_s
         self._links: dict[str, WorkerLink] = {}
         # A stream outlives the request that opens it. Its log lines must not carry that request's context.
-        self._context = contextvars.copy_context()
 
     def start(self, spec: StartSpec, sink: SequenceSink) -> RunningSequence:
         if (link := self._link_to(spec.grant.address)) is not None:
@@ -94,7 +92,7 @@ class MuxedWorkers:
             idle_s=self._idle_s,
         )
         self._links[address] = link
-        link.task = self._context.run(self._supervisor.spawn, f"worker-stream-{address}", self._own(link))
+        link.task = self._supervisor.spawn(f"worker-stream-{address}", self._own(link), shared=True)
         return link
 
     async def _own(self, link: WorkerLink) -> None:

@@ -27,6 +27,7 @@ from services.adapters.threads import in_thread
 from services.core.generation import Usage
 from services.core.shares import share_of
 from services.ports.limiter import Reservation
+from services.runtime.process.tenant_loop import nobody
 
 log = structlog.get_logger()
 
@@ -148,7 +149,7 @@ class SettlementSpool:
     def _begin(self, lines: list[bytes], *, anew: bool) -> None:
         store = partial(replace_file if anew else append_to_file, self._path, b"".join(lines))
         self._writing = asyncio.get_running_loop().run_in_executor(self._thread, store)
-        self._writing.add_done_callback(partial(self._written, lines))
+        self._writing.add_done_callback(partial(self._written, lines), context=nobody())
 
     def _written(self, lines: list[bytes], writing: asyncio.Future[int]) -> None:
         self._writing = None

@@ -167,7 +167,7 @@ class RedisScripts:
         elif len(self._lanes) < self._max_lanes:
             lane = _Lane(self._pool.make_connection(), self._scripts)
             self._lanes.append(lane)
-            self._tasks.spawn("redis lane", self._serve(lane))
+            self._tasks.spawn("redis lane", self._serve(lane), shared=True)
 
     async def _serve(self, lane: _Lane) -> None:
         while True:

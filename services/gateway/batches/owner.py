@@ -32,6 +32,7 @@ from services.gateway.policy.batch_turns import UnfinishedBatch, beside_older, n
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import RecordView
 from services.runtime.fleet_state.lease import LeaseHolder
+from services.runtime.process.tenant_loop import run_as
 from services.runtime.supervisor import Supervisor, first_of
 
 log = structlog.get_logger()
@@ -268,6 +269,7 @@ class BatchOwner:
             yielding.leave()
 
     async def _run(self, name: tuple[str, str], held: OwnedBatch, execution: BatchExecution) -> None:
+        run_as(held.record.tenant)
         try:
             await execution.run()
         except OwnershipLost:

@@ -1,13 +1,9 @@
-"""Which tenant's text is read next, and which tenants' texts are suspended."""
+"""Which tenants' texts are suspended."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Container
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
-
-Item = TypeVar("Item")
+from typing import Final
 
 FREE_KILLS: Final = 2
 FIRST_S: Final = 5.0
@@ -15,52 +11,6 @@ MOST_S: Final = 60.0
 CALM_S: Final = 120.0  # after this time a count starts again
 SUSPENDING_TENANTS: Final = 3
 MAX_TENANTS: Final = 256
-
-
-class TenantRoundRobin(Generic[Item]):
-    """Waiting items, by tenant. Each tenant's items are taken in order; a served tenant moves to the end."""
-
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[str, OrderedDict[Item, None]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    def add(self, tenant: str, item: Item) -> None:
-        self._waiting.setdefault(tenant, OrderedDict())[item] = None
-
-    def add_first(self, tenant: str, item: Item) -> None:
-        """Add an item before all others, for a turn that it already had."""
-        self.add(tenant, item)
-        self._waiting[tenant].move_to_end(item, last=False)
-        self._waiting.move_to_end(tenant, last=False)
-
-    def discard(self, tenant: str, item: Item) -> None:
-        """Remove an item that may be waiting."""
-        items = self._waiting.get(tenant)
-        if items is not None:
-            items.pop(item, None)
-            if not items:
-                del self._waiting[tenant]
-
-    def next_tenant(self, busy: Container[str]) -> str | None:
-        """Return the next tenant that is not ``busy``."""
-        return next((tenant for tenant in self._waiting if tenant not in busy), None)
-
-    def take(self, busy: Container[str]) -> Item | None:
-        """Remove and return the next item of a tenant that is not ``busy``."""
-        tenant = self.next_tenant(busy)
-        if tenant is None:
-            return None
-        items = self._waiting[tenant]
-        item, _ = items.popitem(last=False)
-        self._waiting.move_to_end(tenant)
-        if not items:
-            del self._waiting[tenant]
-        return item
 
 
 @dataclass(slots=True)

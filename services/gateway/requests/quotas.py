@@ -89,6 +89,8 @@ class RequestQuotas:
         except asyncio.CancelledError:
             ports.supervisor.spawn(f"undo {request_id}", self._undo(admission))
             raise
+        finally:
+            del admission  # a refusal's traceback refers to this frame
         ports.telemetry.admission("ADMITTED_LOCALLY" if reservation.local else _ADMITTED)
         return HeldQuota(reservation, ports)
 
@@ -134,7 +136,8 @@ class HeldQuota:
 
     async def release(self) -> None:
         """Release what the request holds, including the tokens that ``claim`` may have reserved."""
-        if self._claiming is not None and isinstance(outcome := await self._claiming, Reservation):
+        claiming, self._claiming = self._claiming, None
+        if claiming is not None and isinstance(outcome := await claiming, Reservation):
             self.reservation = outcome
         await _settle_or_log(self._ports.limiter.settle, self.reservation, Usage(0, 0))
 
@@ -155,7 +158,10 @@ def granted(outcome: Reservation | FairwayError, ports: Ports) -> Reservation:
     """Return the reservation. Raises the refusal, and counts it."""
     if isinstance(outcome, FairwayError):
         ports.telemetry.admission(outcome.reason)
-        raise outcome
+        try:
+            raise outcome
+        finally:
+            del outcome  # its traceback refers to this frame
     return outcome
 
 

@@ -62,11 +62,11 @@ class BufferedStream:
                         if isinstance(event, Finished):
                             return
                 if self._failure is not None:
-                    raise self._failure
+                    raise self._failure  # no local: its traceback refers to this frame
                 self._waiter = loop.create_future()
                 await self._waiter
         finally:
-            self._closed = True
+            self._closed, self._failure = True, None
             beat.cancel()
             if self._withdraws():
                 request.withdraw()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,6 +25,7 @@ from services.core.errors import (
     FairwayError,
     InternalError,
     NoWorkerAvailable,
+    Overloaded,
     QueueFull,
     QueueTimeout,
     ShareExceeded,
@@ -34,6 +35,7 @@ from services.core.errors import (
 from services.core.fixed_cost.explained import MAX_TRIPS, RowsExplanation, RowTrip
 from services.core.fixed_cost.rows import RowEnd, RowSpec, RowsRequest
 from services.core.generation import NotAdmittedReason
+from services.core.records import Priority
 from services.core.shares import share_of
 from services.gateway.policy.queue_wait import NewRows, late_answer_s
 from services.gateway.policy.retry import EXCLUDED_S
@@ -50,6 +52,7 @@ from services.runtime.supervisor import Supervisor
 log = structlog.get_logger()
 
 _TURN_S: Final = 0.02
+_SHED_RETRY_S: Final = 2.0
 _EXPIRE_S: Final = 0.1  # between two looks for rows that have waited for too long
 
 
@@ -122,6 +125,7 @@ class LeasedRows:
         self._demands = SlotDemands(slots, clock)
         self._runs: dict[QueuedRow, _Run] = {}
         self._of_tenant: Counter[str] = Counter()
+        self._of_class: dict[Priority, dict[_Run, None]] = {each: {} for each in Priority}  # by arrival
         self._transport = WorkerTransport()
         self._numbers = 0
         self._expire_s = 0.0
@@ -135,7 +139,7 @@ class LeasedRows:
     async def run(self, request: RowsRequest) -> tuple[RowEnd, ...]:
         """See ``ports.rows.RowRunner.run``."""
         if self._task is None:
-            self._task = self._supervisor.spawn("rows.turns", self._turns())
+            self._task = self._supervisor.spawn("rows.turns", self._turns(), shared=True)
         if not request.rows:
             return ()
         self._check_room(request)
@@ -163,15 +167,41 @@ class LeasedRows:
     # --- requests ---------------------------------------------------------------------------------
 
     def _check_room(self, request: RowsRequest) -> None:
+        """Raise where rows of this class have no room. Those of lower classes yield theirs."""
         rows, most = len(request.rows), self._limits.max_rows
-        if self._of_tenant[request.tenant_id] + rows > share_of(most):
+        lacking = self._of_tenant[request.tenant_id] + rows - share_of(most)
+        if lacking > 0 and not self._displace(request, lacking, (request.tenant_id,)):
             raise ShareExceeded(
                 f"more than {share_of(most)} rows of this tenant would be pending at this gateway",
                 retry_after_s=1.0,
                 limit=share_of(most),
             )
-        if len(self._runs) + rows > most:
+        lacking = len(self._runs) + rows - most
+        if lacking > 0 and not self._displace(request, lacking, tuple(self._of_tenant)):
             raise QueueFull(f"{len(self._runs)} rows are pending here", retry_after_s=1.0)
+
+    def _displace(self, request: RowsRequest, rows: int, tenants: Collection[str]) -> bool:
+        """Shed requests of lower classes of these tenants with at least so many rows, or none.
+
+        As the scheduler sheds placements: the lowest class first, of a class the newest request.
+        """
+        victims: list[_Run] = []
+        for priority in sorted(Priority, key=lambda each: each.rank):
+            if priority.rank >= request.priority.rank:
+                break
+            for run in reversed(self._of_class[priority]):
+                if rows <= 0:
+                    break
+                if run.rows[0].request.tenant_id in tenants:
+                    victims.append(run)
+                    rows -= run.left
+        if rows > 0:
+            return False
+        for run in victims:
+            self._withdraw(run)
+            shed = f"rows of the class {request.priority.value} need the room of this request"
+            _fail(run, Overloaded(shed, retry_after_s=_SHED_RETRY_S))
+        return True
 
     def _check_deadline(self, request: RowsRequest) -> None:
         """Raise DeadlineUnmeetable if the rows ahead take longer than the request has."""
@@ -203,13 +233,18 @@ class LeasedRows:
         if rests or (self._demands.rises and not rose):
             self._leases.changed.set()  # the turns are at rest, or the next one would come late
         self._of_tenant[request.tenant_id] += len(rows)
+        self._of_class[request.priority][run] = None
         for row in rows:
             self._runs[row] = run
             queue.push(row)
         return run
 
     def _withdraw(self, run: _Run) -> None:
-        """End the rows that have not ended: those that wait, and at their worker those in no batch."""
+        """End the rows that have not ended: those that wait, and at their worker those in no batch.
+
+        Idempotent.
+        """
+        self._of_class[run.rows[0].request.priority].pop(run, None)
         for row in run.rows:
             if (sink := run.sinks.pop(row.row, None)) is not None:
                 sink.running.cancel()
@@ -429,6 +464,6 @@ class _InFlight:
 
 
 def _fail(run: _Run, error: FairwayError) -> None:
-    """End a request with an error; ``run`` withdraws its rows."""
+    """End a request with an error; ``run`` withdraws its rows that are left."""
     if not run.done.done():
         run.done.set_exception(error)

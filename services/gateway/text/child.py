@@ -209,7 +209,7 @@ def own(supervisor: Supervisor, name: str, process: TextProcess, reaping: Corout
     Raises RuntimeError, with the process ended, when this process already shuts down.
     """
     try:
-        task = supervisor.spawn(f"{name} {process.pid}", reaping)
+        task = supervisor.spawn(f"{name} {process.pid}", reaping, shared=True)
     except RuntimeError:
         process.discard()
         raise

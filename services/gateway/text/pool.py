@@ -28,7 +28,8 @@ from services.core.errors import (
 )
 from services.core.generation import Constraint
 from services.core.shares import share_of
-from services.gateway.policy.text_turns import Strikes, TenantRoundRobin
+from services.core.tenant_turns import TenantRoundRobin
+from services.gateway.policy.text_turns import Strikes
 from services.gateway.text.child import Cause, ProcessEnded, TextLimits, TextProcess, own
 from services.gateway.text.messages import (
     Answer,
@@ -55,6 +56,7 @@ from services.gateway.text.text_model import (
     TokenRun,
 )
 from services.ports.clock import Clock
+from services.runtime.process.tenant_loop import nobody
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 
@@ -307,7 +309,8 @@ class TextProcesses:
         order = order_of(job, self._limits)
         cpu_s = order.cpu_s + (order.open_cpu_s if isinstance(order, CheckConstraint) else 0.0)
         answer = process.send_order(order, patience_s=self._limits.wait_s(cpu_s))
-        answer.add_done_callback(partial(self._answered, version, job))
+        # The process reads on for others: that is no step of this tenant's request.
+        answer.add_done_callback(partial(self._answered, version, job), context=nobody())
 
     def _answered(self, version: _Version, job: TextJob, answer: asyncio.Future[Answer]) -> None:
         (self._long if job.is_long else version.reading).discard(job.tenant_id)
@@ -394,7 +397,8 @@ class TextProcesses:
         process = TextProcess(self._clock, nice=nice)
         version.processes.append(process)
         self._work.set()
-        self._supervisor.spawn(f"text process of {version.digest[:19]}", self._grow(version, process))
+        name = f"text process of {version.digest[:19]}"
+        self._supervisor.spawn(name, self._grow(version, process), shared=True)
 
     async def _grow(self, version: _Version, process: TextProcess) -> None:
         try:

@@ -24,6 +24,7 @@ from services.core.records import KeyRole
 from services.rpc.connections import Connections
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
 from services.rpc.unauthenticated import UnauthenticatedCalls
+from services.runtime.process.tenant_loop import run_as
 
 Authenticate = Callable[[str | None], Principal]
 
@@ -139,6 +140,7 @@ class AccessControl(AroundInterceptor):
         self._running[name] = mine + 1
         self._all += 1
         _principal.set(who)
+        run_as(name)
         try:
             return await call()
         finally:

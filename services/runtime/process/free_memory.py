@@ -18,6 +18,8 @@ from services.ports.clock import Clock
 SLACK_BYTES: Final = 16 * 1024**2  # growth below this is ignored
 _PAUSE_S: Final = 15.0
 _MOST_CHECKS: Final = 64
+BUSY_TASKS: Final = 1024  # a collection beside so many takes some 50 ms
+_MOST_POSTPONED: Final = 20
 _M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h, like the next
 _M_ARENA_MAX: Final = -8
 _MAPPED_BYTES: Final = 64 * 1024
@@ -45,14 +47,15 @@ async def return_free_memory(clock: Clock) -> None:
 
     It collects cycles first: calls that grpc has ended keep their connections' buffers in cycles, and the
     collector itself runs too rarely to find them. That blocks the loop for a tenth of a second in a large
-    process, so a process that stays large does it at growing intervals. Ends at once where the C library or
-    the system does not support it.
+    process, so a process that stays large does it at growing intervals. While thousands of requests run it
+    takes longer and finds little, so that it waits for some minutes. Ends at once where the C library or the
+    system does not support it.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "malloc_trim") or not _STATM.exists():
         return
     base_bytes = left_bytes = resident_bytes()
-    checks, due_after = 0, 1
+    checks, due_after, postponed = 0, 1, 0
     while True:
         await clock.sleep(_PAUSE_S)
         before_bytes = resident_bytes()
@@ -62,6 +65,10 @@ async def return_free_memory(clock: Clock) -> None:
         checks += 1
         if checks < due_after and before_bytes - left_bytes < SLACK_BYTES // 4:
             continue
+        if len(asyncio.all_tasks()) > BUSY_TASKS and postponed < _MOST_POSTPONED:
+            postponed += 1
+            continue
+        postponed = 0
         gc.collect()
         # It takes some milliseconds, in which other threads run.
         await asyncio.to_thread(library.malloc_trim, 0)

@@ -11,9 +11,21 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from services.core import errors
-from services.gateway.events import Event
+from services.gateway.events import Event, Tokens
 from services.gateway.faces.openai.server import HttpServer
-from tests.integration.openai.face import CHAT, KEY, STREAM, Call, Face, accepted, begun, finished, serving
+from tests.integration.openai.face import (
+    CHAT,
+    KEY,
+    STREAM,
+    Call,
+    Face,
+    accepted,
+    begun,
+    finished,
+    plain,
+    serving,
+)
+from tests.support.waiting import until
 
 
 async def test_many_streams_at_once(face: Face) -> None:
@@ -136,3 +148,33 @@ async def test_a_stopped_port_is_free_again() -> None:
     again = HttpServer(face.app, "127.0.0.1", port)
     await again.start()
     await again.stop(0.1)
+
+
+@pytest.mark.parametrize("end", ["refused", "failed in the stream", "left"])
+async def test_what_a_request_held_is_freed_at_its_end_without_the_collector(face: Face, end: str) -> None:
+    """The collector stops the loop for as long as it takes to look at thousands of requests."""
+
+    async def script(call: Call) -> AsyncGenerator[Event, None]:
+        if end == "refused":
+            raise errors.Overloaded("the wait is too long", retry_after_s=1.0)
+        async for event in begun(call) if end == "left" else plain(call):
+            yield event
+            if end == "failed in the stream" and isinstance(event, Tokens):
+                raise errors.StreamBroken("the worker was lost", retry_after_s=1.0)
+
+    face.service.script = script
+    held: list[weakref.ref[Call]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            reader, writer = await face.send("/v1/chat/completions", STREAM)
+            await asyncio.wait_for(reader.read(100), 30)
+            held += map(weakref.ref, face.service.calls)
+            face.service.calls.clear()
+            writer.transport.abort()
+        await until(lambda: not face.service.running)
+        await until(lambda: not any(each() for each in held))
+    finally:
+        gc.enable()
+    assert len(held) == 5

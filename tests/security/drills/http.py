@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final
 
@@ -27,12 +28,25 @@ def post(path: str, body: bytes, key: str = "") -> bytes:
 
 @contextlib.asynccontextmanager
 async def connected(
-    address: str, source: str = ""
+    address: str, source: str = "", *, receive_bytes: int = 0
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to host:port, from a loopback address of one's choice."""
+    """A connection to host:port, from a loopback address of one's choice.
+
+    ``receive_bytes``: what the client's kernel takes of an answer before anything reads it. 0: as it likes.
+    """
     host, _, port = address.rpartition(":")
-    local = (source, 0) if source else None
-    reader, writer = await asyncio.open_connection(host, int(port), local_addr=local, limit=_MAX_LINE_BYTES)
+    opened = socket.socket()
+    try:
+        opened.setblocking(False)
+        if receive_bytes:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        if source:
+            opened.bind((source, 0))
+        await asyncio.get_running_loop().sock_connect(opened, (host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=opened, limit=_MAX_LINE_BYTES)
+    except BaseException:
+        opened.close()
+        raise
     try:
         yield reader, writer
     finally:

@@ -7,19 +7,12 @@ import time
 
 import pytest
 
-from fairway.inference import v2_pb2
-from fairway.v1 import controlplane_pb2, inference_pb2, options_pb2, registry_pb2, scheduler_pb2, worker_pb2
+from fairway.v1 import inference_pb2, options_pb2, scheduler_pb2
 from services.core.errors import InvalidInput
 from services.rpc import bounds
+from tests.support.rpc_services import rpc_methods
 
-SERVICES = [
-    service
-    for module in (inference_pb2, v2_pb2, scheduler_pb2, worker_pb2, registry_pb2, controlplane_pb2)
-    for service in module.DESCRIPTOR.services_by_name.values()
-]
-
-
-REQUESTS = [method.input_type for service in SERVICES for method in service.methods]
+REQUESTS = [method.input_type for method in rpc_methods()]
 
 
 def generate(**values: object) -> inference_pb2.GenerateRequest:

@@ -435,6 +435,7 @@ async def unless_disconnected(receive: Receive, reply: Reply, work: Coroutine[An
 
     The body must have been read: from then on the server reports only the end of the connection.
     """
+    failure: BaseException | None = None
     try:
         async with TaskGroup() as group:
             watcher = group.create_task(_watch(receive, reply))
@@ -443,7 +444,12 @@ async def unless_disconnected(receive: Receive, reply: Reply, work: Coroutine[An
             finally:
                 watcher.cancel()
     except BaseExceptionGroup as failures:
-        raise primary_failure(failures) from None
+        failure = primary_failure(failures)
+    assert failure is not None
+    try:
+        raise failure  # outside of the handler: the group refers to it, so that both would stay
+    finally:
+        del failure, watcher  # its traceback refers to this frame
 
 
 async def _watch(receive: Receive, reply: Reply) -> None:

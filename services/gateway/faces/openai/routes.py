@@ -76,6 +76,7 @@ from services.gateway.service import ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
 from services.runtime.process.product import product_version
+from services.runtime.process.tenant_loop import run_as
 
 log = structlog.get_logger()
 _encode: Final = msgspec.json.Encoder().encode
@@ -451,6 +452,7 @@ class _Guard:
             return exchange
         principal = tenant_caller(self._identity, exchange.headers.credentials())
         mark_authenticated(exchange.scope)
+        run_as(principal.tenant_id)
         return Exchange(
             exchange.scope, exchange.receive, exchange.reply, exchange.headers, exchange.received, principal
         )

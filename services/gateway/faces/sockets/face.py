@@ -39,6 +39,7 @@ from services.gateway.faces.sockets.messages import (
 )
 from services.gateway.faces.sockets.protocol import EXTENSION, SocketConnection
 from services.gateway.faces.transport.write_limit import WriteLimit
+from services.runtime.process.tenant_loop import run_as
 
 log = structlog.get_logger()
 
@@ -87,6 +88,7 @@ class SocketFace:
             return
         await send({"type": "websocket.accept", "subprotocol": opening.subprotocol})
         connection.authenticated()
+        run_as(caller.tenant_id)
         with self._bodies.account(caller.tenant_id) as hold:
             connection.account(hold)
             try:

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from services.gateway.policy.text_turns import TenantRoundRobin
+from services.core.tenant_turns import TenantRoundRobin
+from services.runtime.process.tenant_loop import nobody
 
 Result = TypeVar("Result")
 
@@ -26,14 +27,14 @@ class LoopTurns:
     def add(self, source: str, act: Callable[[], None]) -> None:
         """Call ``act`` in a turn of the source."""
         if not self._waiting and not self._begun:
-            asyncio.get_running_loop().call_soon(self._next)
+            asyncio.get_running_loop().call_soon(self._next, context=nobody())
         self._waiting.add(source, act)
 
     async def turn(self, source: str) -> None:
         """Return once a piece of the source may begin."""
         if self._begun < self._per_turn and not self._waiting:
             if not self._begun:
-                asyncio.get_running_loop().call_soon(self._next)
+                asyncio.get_running_loop().call_soon(self._next, context=nobody())
             self._begun += 1
             return
         turn = asyncio.get_running_loop().create_future()
@@ -58,4 +59,4 @@ class LoopTurns:
                     act()
         finally:  # a piece that fails stops no other
             if self._begun:
-                asyncio.get_running_loop().call_soon(self._next)
+                asyncio.get_running_loop().call_soon(self._next, context=nobody())

@@ -140,6 +140,21 @@ async def test_many_asked_at_once_travel_in_few_messages(rig: Rig) -> None:
     assert [grant.sequence for grant in await asyncio.gather(*asking)] == list(range(1, 601))
 
 
+async def test_tenants_take_turns_in_what_a_leader_has_not_received(rig: Rig) -> None:
+    """One placement of a tenant is not behind the hundreds of another that came before."""
+    crowd = [rig.place() for _ in range(299)]
+    await until(lambda: rig.placement.pending == 299)
+    canary = rig.place(replace(SPEC, tenant_id="beta"))
+    await until(lambda: rig.placement.pending == 300)
+    link = await rig.link(1)
+    await until(lambda: len(link.places) == 300)
+    assert [spec.tenant_id for _, spec, _ in link.places].index("beta") <= 1
+    of_crowd = [number for number, spec, _ in link.places if spec.tenant_id != "beta"]
+    assert of_crowd == sorted(of_crowd)
+    link.answer(*(Granted(number, grant_of(1, number)) for number, _, _ in link.places))
+    await asyncio.gather(*crowd, canary)
+
+
 async def test_the_link_logs_under_no_request_that_happened_to_start_it(rig: Rig) -> None:
     with structlog.contextvars.bound_contextvars(request_id="req_1"):
         await rig.link(1)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from random import Random
 
 import pytest
 import pytest_asyncio
 
-from services.core.errors import DeadlineUnmeetable
+from services.core.errors import DeadlineUnmeetable, Overloaded, QueueFull, ShareExceeded
 from services.core.fixed_cost.rows import RowEnd, RowSpec, RowsRequest
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.records import Priority
@@ -170,3 +171,81 @@ async def test_a_row_carries_its_target_and_how_much_of_it_passed(gateway: Gatew
     assert explained.target_s == 0.5
     await gateway.send(1, 60.0)
     assert (specs[-1].target_s, specs[-1].waited_s) == (0.0, 0.0)
+
+
+MOST = 20_000
+
+
+async def enter(
+    gateway: Gateway, tenant: str, rows: int, priority: Priority
+) -> asyncio.Task[tuple[RowEnd, ...]]:
+    """Return the task of a tenant's request that waits, or was refused."""
+    request = RowsRequest(
+        f"{tenant}{len(gateway.tasks)}", tenant, "m", "d", ((),) * rows, priority, deadline_s=1e9
+    )
+    task = asyncio.ensure_future(gateway.runner.run(request))
+    gateway.tasks.append(task)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return task
+
+
+async def test_a_full_gateway_sheds_the_newest_batch_rows_for_interactive_ones(gateway: Gateway) -> None:
+    older = await enter(gateway, "b1", 9_000, Priority.BATCH)
+    standard = await enter(gateway, "s1", 2_000, Priority.STANDARD)
+    newer = [await enter(gateway, "b2", 4_500, Priority.BATCH) for _ in range(2)]
+    assert gateway.runner.rows == MOST
+    urgent = await enter(gateway, "i1", 10, Priority.INTERACTIVE)
+    assert [task.done() for task in (older, standard, newer[0], newer[1], urgent)] == [0, 0, 0, 1, 0]
+    with pytest.raises(Overloaded, match="rows of the class interactive need the room") as shed:
+        newer[1].result()
+    assert shed.value.retry_after_s == 2.0
+    assert gateway.runner.rows == MOST - 4_500 + 10
+
+
+async def test_no_row_is_shed_for_one_of_its_class_or_where_that_makes_no_room(gateway: Gateway) -> None:
+    for tenant in ("b1", "b2"):
+        await enter(gateway, tenant, 9_990, Priority.INTERACTIVE)
+    await enter(gateway, "b3", 20, Priority.BATCH)
+    for rows, priority in ((1, Priority.BATCH), (21, Priority.INTERACTIVE)):
+        refused = await enter(gateway, "i1", rows, priority)
+        with pytest.raises(QueueFull, match=r"20000 rows are pending"):
+            refused.result()
+    assert gateway.runner.rows == MOST
+
+
+async def test_at_its_share_a_tenant_sheds_rows_of_its_own(gateway: Gateway) -> None:
+    other = await enter(gateway, "b1", 5_000, Priority.BATCH)
+    own = await enter(gateway, "b2", 10_000, Priority.BATCH)
+    assert not (await enter(gateway, "b2", 1, Priority.STANDARD)).done()
+    assert not other.done()
+    with pytest.raises(Overloaded):
+        own.result()
+    await enter(gateway, "b2", 9_999, Priority.STANDARD)
+    refused = await enter(gateway, "b2", 1, Priority.STANDARD)
+    with pytest.raises(ShareExceeded):
+        refused.result()
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_who_is_shed_is_always_of_a_lower_class_than_who_arrives(gateway: Gateway, seed: int) -> None:
+    rng, waiting = Random(seed), dict[asyncio.Task[tuple[RowEnd, ...]], tuple[Priority, int]]()
+    shed = refused = 0
+    for _ in range(60):
+        priority, rows = rng.choice(list(Priority)), rng.randint(1, 3_000)
+        lower = sum(count for each, count in waiting.values() if each.rank < priority.rank)
+        task = await enter(gateway, f"t{rng.randrange(8)}", rows, priority)
+        ended = [each for each in waiting if each.done()]
+        shed += len(ended)
+        assert all(waiting[each][0].rank < priority.rank for each in ended)
+        for each in ended:
+            del waiting[each]
+        if not task.done():
+            waiting[task] = priority, rows
+        elif isinstance(task.exception(), QueueFull):
+            refused += 1
+            assert not ended
+            assert gateway.runner.rows + rows - lower > MOST
+        assert gateway.runner.rows == sum(count for _, count in waiting.values()) <= MOST
+    assert shed
+    assert refused
