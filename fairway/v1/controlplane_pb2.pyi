@@ -1523,6 +1523,8 @@ class Objective(_message.Message):
     TTFT_FIELD_NUMBER: _builtins.int
     ITL_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    SHAPES_SERVING_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The deployment. Model and class never change, and have one objective."""
     priority: _common_pb2.Priority.ValueType
@@ -1533,6 +1535,10 @@ class Objective(_message.Message):
     """
     completion: _builtins.float
     """Share of begun streams that the platform does not break."""
+    shapes_serving: _builtins.bool
+    """Its targets replace those of the settings: TTFT in admission, shedding, pressure and degrading, and as the
+    time for a batch of rows; ITL in the pace of prefill. Otherwise it is measured, alerts and stops rollouts.
+    """
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
     @_builtins.property
@@ -1542,6 +1548,10 @@ class Objective(_message.Message):
     @_builtins.property
     def status(self) -> Global___ObjectiveStatus:
         """Set by the server. Absent: no control plane has measured yet."""
+
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Set by the server when it is created or updated: what it does to requests."""
 
     def __init__(
         self,
@@ -1554,10 +1564,12 @@ class Objective(_message.Message):
         ttft: Global___LatencyTarget | None = ...,
         itl: Global___LatencyTarget | None = ...,
         status: Global___ObjectiveStatus | None = ...,
+        shapes_serving: _builtins.bool = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "metadata", b"metadata", "status", b"status", "ttft", b"ttft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["availability", b"availability", "completion", b"completion", "itl", b"itl", "metadata", b"metadata", "model", b"model", "priority", b"priority", "status", b"status", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["availability", b"availability", "completion", b"completion", "itl", b"itl", "metadata", b"metadata", "model", b"model", "priority", b"priority", "shapes_serving", b"shapes_serving", "status", b"status", "ttft", b"ttft", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ from services.app.process import Role
 from services.app.roles.ledger import open_ledger
 from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
 from services.app.roles.slis import open_objectives
+from services.controlplane.alert_telemetry import AlertTelemetry
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
@@ -43,13 +44,18 @@ def controlplane(environment: Environment) -> Role:
     election = open_election(environment, "controlplane", leader_record(environment))
     fleet: Informer[FleetRecord | None] = Informer(store, ROOT, decode_fleet, clock, rng=environment.rng)
     environment.exported.informer(fleet)
-    rounds = ReconcilerTelemetry(clock, environment.metrics, leads=lambda: election.epoch is not None)
+
+    def leads() -> bool:
+        return election.epoch is not None
+
+    rounds = ReconcilerTelemetry(clock, environment.metrics, leads=leads)
+    levels = AlertTelemetry(environment.metrics, leads=leads)
     recorder = EventRecorder(store, clock)
     key = leader_key("controlplane")
     keys = environment.identity()
     limiter = open_redis(environment)
     service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()), limiter)
-    alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder)
+    alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder, telemetry=levels)
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
     environment.closing.push_async_callback(queues.close)
     ledger, usage = open_ledger(environment, election)
@@ -58,7 +64,7 @@ def controlplane(environment: Environment) -> Role:
         held = fleet.view.get(DEPLOYMENTS + model)
         return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
 
-    slis, sums, burning = open_objectives(environment, election, service.objectives, recorder)
+    slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
     reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder, probes=slis.probes)
     rollouts = RolloutController(store, fleet, election, key, clock, slis=slis)
     settler = UsageSettler(ledger, limiter, clock, price_of=price_of)
