@@ -213,9 +213,10 @@ def _once_gone(
 
 
 def _failed(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float) -> Rollout | None:
-    """Return the rollback of a candidate that crashes, burns an error budget or fails its gate."""
-    if (crashed := _crashed(rollout, facts, now_unix_s)) is not None:
-        return crashed
+    """Return the rollback of a candidate that crashes, fails its probe or gate, or burns an error budget."""
+    lost = _crashed(rollout, facts, now_unix_s) or _unanswered(rollout, facts, now_unix_s)
+    if lost is not None:
+        return lost
     for name, found in sorted(reports.items()):
         if found.verdict is Verdict.FAIL:
             failed = ", ".join(found.failed)
@@ -229,6 +230,18 @@ def _judged(rollout: Rollout, what: str, message: str, reports: Reports, now_uni
     name = rollout.final_arm.name
     report = reports.get(name)
     return RolloutEvent(now_unix_s, what, message, name, report.evidence if report is not None else ())
+
+
+def _unanswered(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout | None:
+    """Return the rollback of a candidate that fails its probe on a worker, also on one that loads it again.
+
+    One worker is enough: it is the version, or it was not proven that it is not.
+    """
+    for arm in rollout.arms:
+        if why := facts.arm(arm.name).unanswered:
+            event = RolloutEvent(now_unix_s, PROBE_FAILED, f"{arm.name}: {why}"[:512], arm.name)
+            return rolled_back(rollout, event)
+    return None
 
 
 def _crashed(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout | None:
@@ -248,11 +261,10 @@ def _load_failure(
     rollout: Rollout, facts: RolloutFacts, waiting: str, now_unix_s: float, *, since_unix_s: float
 ) -> Rollout | None:
     """Return the rollback of candidates that do not load. ``waiting``: see ``_waiting``, since then."""
+    if (unanswered := _unanswered(rollout, facts, now_unix_s)) is not None:
+        return unanswered
     for arm in rollout.arms:
         found = facts.arm(arm.name)
-        if found.unanswered:  # one worker is enough: it is the version, or it was not proven that it is not
-            event = RolloutEvent(now_unix_s, PROBE_FAILED, f"{arm.name}: {found.unanswered}"[:512], arm.name)
-            return rolled_back(rollout, event)
         if found.failed and found.failed == found.loaded:
             event = RolloutEvent(now_unix_s, "LOAD_FAILED", f"{arm.name}: {found.why}"[:512], arm.name)
             return rolled_back(rollout, event)

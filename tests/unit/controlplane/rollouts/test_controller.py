@@ -145,7 +145,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("changes", "metric"), FAULTS)
 def test_a_soak_is_judged_by_what_the_stable_version_did_before_it(
-    changes: dict[str, float], metric: GateMetric
+    changes: dict[str, Any], metric: GateMetric
 ) -> None:
     found = soak(itl(0.02, **changes), before_s=60.0, soak_s=60.0)
     assert [one for one, (verdict, counts) in found.items() if verdict is Verdict.FAIL and counts] == [metric]

@@ -336,6 +336,18 @@ def test_engines_that_crash_roll_the_candidate_back() -> None:
 
 
 @pytest.mark.parametrize("phase", [RolloutPhase.RUNNING, RolloutPhase.SOAKING])
+def test_a_probe_that_fails_where_a_worker_loads_it_again_rolls_the_candidate_back(
+    phase: RolloutPhase,
+) -> None:
+    driven = Driven(rollout())
+    driven.until(phase)
+    facts = driven.facts
+    arm = replace(facts.arm("canary"), unanswered="no answer")
+    found = advance(driven.rollout, replace(facts, arms={**facts.arms, "canary": arm}), {}, driven.now_s)
+    assert (found.phase, found.history[-1].what) == (RolloutPhase.ROLLING_BACK, "PROBE_FAILED")
+
+
+@pytest.mark.parametrize("phase", [RolloutPhase.RUNNING, RolloutPhase.SOAKING])
 def test_a_burn_alert_of_the_candidate_rolls_it_back(phase: RolloutPhase) -> None:
     driven = Driven(rollout())
     driven.until(phase)
