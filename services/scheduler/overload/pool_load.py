@@ -328,7 +328,7 @@ def _shed_error(model: str, rank: ShedRank, wait_s: float, limit_s: float, later
 
 def _unmeetable(spec: PlaceSpec, wait_s: float, limit_s: float, later_s: float) -> DeadlineUnmeetable:
     return DeadlineUnmeetable(
-        f"{spec.model} would begin it in {wait_s:.1f} s, after its deadline in {limit_s:.1f} s; allow more "
+        f"{spec.model} would begin it in {wait_s:.3g} s, after its deadline in {limit_s:.3g} s; allow more "
         f"time, or retry in {later_s:.1f} s",
         retry_after_s=later_s,
         model=spec.model,

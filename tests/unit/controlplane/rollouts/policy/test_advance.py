@@ -424,7 +424,7 @@ def test_all_traffic_waits_a_bounded_time_for_a_baseline(strategy: RolloutStrate
     driven = Driven(rollout(strategy))
     driven.unmeasured = "the stable has 7 of 100 requests"
     driven.tick(50)
-    assert driven.phase is RolloutPhase.LOADING
+    assert driven.weight_bp() == 0
     assert driven.rollout.message.startswith("the stable has 7 of 100 requests; all traffic moves in ")
     driven.tick(10)
     assert driven.phase is RolloutPhase.SOAKING
