@@ -44,12 +44,8 @@ def controlplane(environment: Environment) -> Role:
     election = open_election(environment, "controlplane", leader_record(environment))
     fleet: Informer[FleetRecord | None] = Informer(store, ROOT, decode_fleet, clock, rng=environment.rng)
     environment.exported.informer(fleet)
-
-    def leads() -> bool:
-        return election.epoch is not None
-
-    rounds = ReconcilerTelemetry(clock, environment.metrics, leads=leads)
-    levels = AlertTelemetry(environment.metrics, leads=leads)
+    rounds = ReconcilerTelemetry(clock, environment.metrics, leads=lambda: election.epoch is not None)
+    levels = AlertTelemetry(environment.metrics, leads=lambda: election.epoch is not None)
     recorder = EventRecorder(store, clock)
     key = leader_key("controlplane")
     keys = environment.identity()
@@ -67,7 +63,6 @@ def controlplane(environment: Environment) -> Role:
     slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
     reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder, probes=slis.probes)
     rollouts = RolloutController(store, fleet, election, key, clock, slis=slis)
-    settler = UsageSettler(ledger, limiter, clock, price_of=price_of)
 
     async def start() -> None:
         await environment.store.found(environment.ids.store_generation())
@@ -79,7 +74,9 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("rollouts", rollouts.run())
         environment.supervisor.spawn("event recorder", recorder.run())
         environment.supervisor.spawn("usage ledger", ledger.run())
-        environment.supervisor.spawn("usage settler", settler.run())
+        environment.supervisor.spawn(
+            "usage settler", UsageSettler(ledger, limiter, clock, price_of=price_of).run()
+        )
         environment.supervisor.spawn("spend alerts", alerts.run())
         environment.supervisor.spawn("service level indicators", slis.run())
         environment.supervisor.spawn("objective alerts", burning.run())
