@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fairway.v1 import (
     controlplane_pb2,
     controlplane_pb2_grpc,
@@ -55,13 +57,9 @@ def controlplane(environment: Environment) -> Role:
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
     environment.closing.push_async_callback(queues.close)
     ledger, usage = open_ledger(environment, election)
-
-    def price_of(model: str) -> Price:
-        held = fleet.view.get(DEPLOYMENTS + model)
-        return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
-
     slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
     reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder, probes=slis.probes)
+    settler = UsageSettler(ledger, limiter, clock, price_of=partial(_price_of, fleet))
     rollouts = RolloutController(store, fleet, election, key, clock, slis=slis)
 
     async def start() -> None:
@@ -74,9 +72,7 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("rollouts", rollouts.run())
         environment.supervisor.spawn("event recorder", recorder.run())
         environment.supervisor.spawn("usage ledger", ledger.run())
-        environment.supervisor.spawn(
-            "usage settler", UsageSettler(ledger, limiter, clock, price_of=price_of).run()
-        )
+        environment.supervisor.spawn("usage settler", settler.run())
         environment.supervisor.spawn("spend alerts", alerts.run())
         environment.supervisor.spawn("service level indicators", slis.run())
         environment.supervisor.spawn("objective alerts", burning.run())
@@ -100,3 +96,8 @@ def controlplane(environment: Environment) -> Role:
         identity=keys,
     )
     return Role(server, start=start, checks=(Check("rounds", rounds.problem),))
+
+
+def _price_of(fleet: Informer[FleetRecord | None], model: str) -> Price:
+    held = fleet.view.get(DEPLOYMENTS + model)
+    return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
