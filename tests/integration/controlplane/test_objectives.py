@@ -73,8 +73,9 @@ async def test_what_shapes_serving_is_stored_and_warned_of_when_it_changes(plane
     assert "predicted wait exceeds 0.02 s" in warning
     found = await get(plane)
     assert (found.shapes_serving, list(found.warnings)) == (True, [])
-    batch = {"priority": common_pb2.PRIORITY_BATCH, "ttft": pb.LatencyTarget(seconds=1.0)}
-    (warning,) = (await create(plane, "batch", shapes_serving=True, **batch)).warnings
+    ttft = pb.LatencyTarget(seconds=1.0)
+    batch = await create(plane, "batch", priority=common_pb2.PRIORITY_BATCH, ttft=ttft, shapes_serving=True)
+    (warning,) = batch.warnings
     assert warning.startswith("batch requests of chat")
 
 
