@@ -71,7 +71,7 @@ WITH_TRAFFIC: Final = (cp.ROLLOUT_PHASE_RUNNING, cp.ROLLOUT_PHASE_SOAKING)
 LONG_TOKENS: Final = 300
 # The event of the rollback, and what its message contains one of.
 REASONS: Final[Mapping[VersionFault, Mapping[str, tuple[str, ...]]]] = {
-    VersionFault.SLOW: {"GATE_FAILED": ("ttft_p95", "itl_p95")},
+    VersionFault.SLOW: {"GATE_FAILED": ("ttft_p95", "itl_p95", "cost")},
     VersionFault.FAILING: {"GATE_FAILED": ("error_ratio", "broken_ratio")},
     VersionFault.GARBAGE: {"GATE_FAILED": ("output_length",)},
     # Requests wait while its engine starts again: that may show before its errors do.
