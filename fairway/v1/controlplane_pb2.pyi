@@ -63,7 +63,7 @@ class _RolloutStrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Rollo
     ROLLOUT_STRATEGY_BLUE_GREEN: _RolloutStrategy.ValueType  # 4
     """Every replica beside the stable ones, then all traffic; the version before stays warm."""
     ROLLOUT_STRATEGY_INSTANT: _RolloutStrategy.ValueType  # 5
-    """As BLUE_GREEN, final at once."""
+    """As BLUE_GREEN, final as soon as its gate passes."""
 
 class RolloutStrategy(_RolloutStrategy, metaclass=_RolloutStrategyEnumTypeWrapper): ...
 
@@ -78,7 +78,7 @@ ROLLOUT_STRATEGY_SHADOW: RolloutStrategy.ValueType  # 3
 ROLLOUT_STRATEGY_BLUE_GREEN: RolloutStrategy.ValueType  # 4
 """Every replica beside the stable ones, then all traffic; the version before stays warm."""
 ROLLOUT_STRATEGY_INSTANT: RolloutStrategy.ValueType  # 5
-"""As BLUE_GREEN, final at once."""
+"""As BLUE_GREEN, final as soon as its gate passes."""
 Global___RolloutStrategy: _TypeAlias = RolloutStrategy  # noqa: Y015
 
 class _RolloutPhase:
@@ -93,7 +93,7 @@ class _RolloutPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RolloutP
     ROLLOUT_PHASE_RUNNING: _RolloutPhase.ValueType  # 2
     """Traffic is split by the present step."""
     ROLLOUT_PHASE_SOAKING: _RolloutPhase.ValueType  # 3
-    """All traffic is on the candidate; the version before is warm."""
+    """All traffic is on the candidate, which is judged by what the version before did; that one is warm."""
     ROLLOUT_PHASE_FINISHING: _RolloutPhase.ValueType  # 4
     """The deployment has the candidate; the version before ends its requests."""
     ROLLOUT_PHASE_COMPLETED: _RolloutPhase.ValueType  # 5
@@ -109,7 +109,7 @@ ROLLOUT_PHASE_LOADING: RolloutPhase.ValueType  # 1
 ROLLOUT_PHASE_RUNNING: RolloutPhase.ValueType  # 2
 """Traffic is split by the present step."""
 ROLLOUT_PHASE_SOAKING: RolloutPhase.ValueType  # 3
-"""All traffic is on the candidate; the version before is warm."""
+"""All traffic is on the candidate, which is judged by what the version before did; that one is warm."""
 ROLLOUT_PHASE_FINISHING: RolloutPhase.ValueType  # 4
 """The deployment has the candidate; the version before ends its requests."""
 ROLLOUT_PHASE_COMPLETED: RolloutPhase.ValueType  # 5
@@ -131,7 +131,7 @@ class _InconclusivePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_In
     INCONCLUSIVE_POLICY_ABORT: _InconclusivePolicy.ValueType  # 3
 
 class InconclusivePolicy(_InconclusivePolicy, metaclass=_InconclusivePolicyEnumTypeWrapper):
-    """What happens to a step that its gate does not decide."""
+    """What happens to a step that its gate does not decide. Of a soak, only abort has an effect: it ends by itself."""
 
 INCONCLUSIVE_POLICY_UNSPECIFIED: InconclusivePolicy.ValueType  # 0
 """Wait for an operator."""
@@ -1251,7 +1251,7 @@ class Rollout(_message.Message):
     def metadata(self) -> Global___Metadata: ...
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutStep]:
-        """Of a canary; absent: 1, 5, 25, 50 and 100 %."""
+        """Of a canary; absent: 1, 5, 25, 50 and 100 %. Of a blue/green or instant one: at most one, of 100 %."""
 
     @_builtins.property
     def arms(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutArm]:
@@ -1265,7 +1265,7 @@ class Rollout(_message.Message):
     def gate(self) -> Global___RolloutGate: ...
     @_builtins.property
     def soak(self) -> _duration_pb2.Duration:
-        """With all traffic, before it is final. Absent: 5 minutes."""
+        """With all traffic, before it is final; an instant one ends it once its gate passes. Absent: 5 minutes."""
 
     @_builtins.property
     def arm_status(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutArmStatus]: ...
@@ -1523,6 +1523,8 @@ class Objective(_message.Message):
     TTFT_FIELD_NUMBER: _builtins.int
     ITL_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    SHAPES_SERVING_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The deployment. Model and class never change, and have one objective."""
     priority: _common_pb2.Priority.ValueType
@@ -1533,6 +1535,10 @@ class Objective(_message.Message):
     """
     completion: _builtins.float
     """Share of begun streams that the platform does not break."""
+    shapes_serving: _builtins.bool
+    """Its targets replace those of the settings: TTFT in admission, shedding, pressure and degrading, and as the
+    time for a batch of rows; ITL in the pace of prefill. Otherwise it is measured, alerts and stops rollouts.
+    """
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
     @_builtins.property
@@ -1542,6 +1548,10 @@ class Objective(_message.Message):
     @_builtins.property
     def status(self) -> Global___ObjectiveStatus:
         """Set by the server. Absent: no control plane has measured yet."""
+
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Set by the server when it is created or updated: what it does to requests."""
 
     def __init__(
         self,
@@ -1554,10 +1564,12 @@ class Objective(_message.Message):
         ttft: Global___LatencyTarget | None = ...,
         itl: Global___LatencyTarget | None = ...,
         status: Global___ObjectiveStatus | None = ...,
+        shapes_serving: _builtins.bool = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "metadata", b"metadata", "status", b"status", "ttft", b"ttft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["availability", b"availability", "completion", b"completion", "itl", b"itl", "metadata", b"metadata", "model", b"model", "priority", b"priority", "status", b"status", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["availability", b"availability", "completion", b"completion", "itl", b"itl", "metadata", b"metadata", "model", b"model", "priority", b"priority", "shapes_serving", b"shapes_serving", "status", b"status", "ttft", b"ttft", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -456,9 +456,12 @@ class SliSnapshot(_message.Message):
         STEP_FIELD_NUMBER: _builtins.int
         SEEN_UNIX_MS_FIELD_NUMBER: _builtins.int
         CLUSTERS_FIELD_NUMBER: _builtins.int
+        BEGAN_UNIX_MS_FIELD_NUMBER: _builtins.int
         model: _builtins.str
         step: _builtins.str
         seen_unix_ms: _builtins.int
+        began_unix_ms: _builtins.int
+        """Of its first report."""
         @_builtins.property
         def clusters(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliCluster]: ...
         def __init__(
@@ -468,10 +471,11 @@ class SliSnapshot(_message.Message):
             step: _builtins.str = ...,
             seen_unix_ms: _builtins.int = ...,
             clusters: _abc.Iterable[Global___SliCluster] | None = ...,
+            began_unix_ms: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["clusters", b"clusters", "model", b"model", "seen_unix_ms", b"seen_unix_ms", "step", b"step"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["began_unix_ms", b"began_unix_ms", "clusters", b"clusters", "model", b"model", "seen_unix_ms", b"seen_unix_ms", "step", b"step"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fairway.v1 import controlplane_pb2 as pb
 from services.controlplane.resources.budgets import BudgetView
 from services.controlplane.resources.objectives import ObjectiveView
@@ -43,8 +45,10 @@ def budget_message(view: BudgetView) -> pb.Budget:
     return convert.budget_to_proto(view.stored.record, view.stored.etag, amounts, view.message)
 
 
-def objective_message(view: ObjectiveView) -> pb.Objective:
-    return convert.objective_to_proto(view.stored.record, view.stored.etag, view.status)
+def objective_message(view: ObjectiveView, warnings: Sequence[str] = ()) -> pb.Objective:
+    found = convert.objective_to_proto(view.stored.record, view.stored.etag, view.status)
+    found.warnings.extend(warnings)
+    return found
 
 
 def node_message(view: NodeView) -> pb.Node:

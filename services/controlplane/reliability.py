@@ -5,20 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from fairway.v1 import controlplane_pb2 as pb
+from services.controlplane.objectives.warnings import SliPages
 from services.controlplane.resources.quarantine import QuarantinedInputs
 from services.controlplane.unimplemented import NotYetServed
 from services.ports.poison.quarantine import Quarantined
 from services.rpc.convert.inference import timestamp
 from services.rpc.interceptors.access import caller
-
-
-class SliPages(Protocol):
-    """``objectives.listing.SliListing``."""
-
-    async def page(self, request: pb.ListSlisRequest, *, forwarded: bool) -> pb.ListSlisResponse: ...
 
 
 class ReliabilityMethods(NotYetServed):

@@ -22,7 +22,8 @@ from services.controlplane.messages import (
     objective_message,
     tenant_message,
 )
-from services.controlplane.reliability import ReliabilityMethods, SliPages
+from services.controlplane.objectives.warnings import SliPages, warnings_of
+from services.controlplane.reliability import ReliabilityMethods
 from services.controlplane.resources.resources import Stored
 from services.controlplane.rollouts.methods import RolloutMethods
 from services.controlplane.service import ControlPlaneService
@@ -265,7 +266,8 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
     ) -> pb.CreateObjectiveResponse:
         objective = convert.objective_from_proto(request.objective)
         view = await self._service.objectives.create(objective, request_id=request.request_id)
-        return pb.CreateObjectiveResponse(objective=objective_message(view))
+        warnings = await warnings_of(objective, self._slis)
+        return pb.CreateObjectiveResponse(objective=objective_message(view, warnings))
 
     async def GetObjective(
         self, request: pb.GetObjectiveRequest, context: Context
@@ -283,12 +285,14 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
     async def UpdateObjective(
         self, request: pb.UpdateObjectiveRequest, context: Context
     ) -> pb.UpdateObjectiveResponse:
+        objective = convert.objective_from_proto(request.objective)
         view = await self._service.objectives.update(
-            convert.objective_from_proto(request.objective),
+            objective,
             etag=request.objective.metadata.etag,
             request_id=request.request_id,
         )
-        return pb.UpdateObjectiveResponse(objective=objective_message(view))
+        warnings = await warnings_of(objective, self._slis)
+        return pb.UpdateObjectiveResponse(objective=objective_message(view, warnings))
 
     async def DeleteObjective(
         self, request: pb.DeleteObjectiveRequest, context: Context

@@ -6,16 +6,18 @@ if the budget is unchanged. So a threshold is reported once in a period, whichev
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import structlog
 
+from services.controlplane.alert_telemetry import AlertTelemetry
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import readable
 from services.controlplane.leading import repeat_while_leading
 from services.controlplane.policy.spend_alerts import spend_alerts
 from services.controlplane.reconciler import Leadership
-from services.controlplane.resources.budgets import Budgets
+from services.controlplane.resources.budgets import Budgets, BudgetView
 from services.core.records import BUDGET_ALERTS, BUDGETS, BudgetAlert, dump
 from services.ports.clock import Clock
 from services.ports.store import CreateRevisionIs, ModRevisionIs, Put, Store
@@ -37,6 +39,7 @@ class SpendAlerts:
         clock: Clock,
         *,
         events: EventRecorder,
+        telemetry: AlertTelemetry | None = None,
     ) -> None:
         self._store = store
         self._budgets = budgets
@@ -44,6 +47,7 @@ class SpendAlerts:
         self._leader_key = leader_key
         self._clock = clock
         self._events = events
+        self._telemetry = telemetry or AlertTelemetry()
 
     async def run(self) -> None:
         """Check every ``PERIOD_S`` while leading, until cancelled; survives a store outage."""
@@ -55,7 +59,9 @@ class SpendAlerts:
         """Report the thresholds that were passed since the last check of any leader."""
         listing = await self._store.list(BUDGET_ALERTS)
         stored = {entry.key: entry for entry in listing.entries}
-        for view in await self._budgets.all():
+        views = await self._budgets.all()
+        self._telemetry.spent(_levels(views))
+        for view in views:
             budget = view.stored.record
             key = BUDGET_ALERTS + budget.meta.name
             entry = stored.get(key)
@@ -72,3 +78,10 @@ class SpendAlerts:
                 unchanged = ModRevisionIs(BUDGETS + budget.meta.name, view.stored.mod_revision)
                 together = WriteSet((fence, unchanged), (Put(key, dump(alert)),))
                 await self._events.record_with(events, listing.revision, together)
+
+
+def _levels(views: Iterable[BudgetView]) -> Iterator[tuple[str, str, int | None, int]]:
+    for view in views:
+        budget = view.stored.record
+        yield budget.meta.name, "month", view.spent_micros, budget.limit_micros
+        yield budget.meta.name, "day", view.day_spent_micros, budget.day_limit_micros

@@ -267,6 +267,8 @@ class Objective:
     completion: float = 0.0
     ttft: LatencyTarget = field(default_factory=LatencyTarget)
     itl: LatencyTarget = field(default_factory=LatencyTarget)
+    # Its latencies replace the targets of the settings; otherwise it only observes.
+    shapes_serving: bool = False
 
 
 class Sli(StrEnum):

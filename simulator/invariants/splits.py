@@ -1,4 +1,6 @@
-"""The stored split of a rollout at each of its writes: whole, by one writer, never larger after an abort."""
+"""The stored split of a rollout at each of its writes: whole, by one writer, never larger after an abort, and
+never final after a failed gate.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from simulator.invariants.invariant import Invariant
 SPLIT: Final = "split"
 WRITERS: Final = "two-writers"
 OUTCOME: Final = "rollout-outcome"
+FAILED_GATE: Final = "failed-gate"
 
 _NEXT: Final = {
     RolloutPhase.LOADING: {RolloutPhase.RUNNING, RolloutPhase.SOAKING, RolloutPhase.ROLLING_BACK},
@@ -37,6 +40,9 @@ class SplitHistory(RolloutListener, Invariant):
         self.writers: dict[str, int] = {}  # how many writes of the rollout each made
         self.aborted_s: float | None = None
         self.aborted_revision = 0
+        self._failed = set[str]()  # metrics of its gates
+        # Of a soak that ended without a baseline: a gateway and the leader were lost before a snapshot.
+        self._unjudged = False
         self._route: ModelRoute | None = None
         self._weight_bp = 0
         self._digest = stable  # the deployment's version
@@ -65,7 +71,7 @@ class SplitHistory(RolloutListener, Invariant):
 
     def at_rest(self, fleet: SimFleet) -> None:
         ended = None if self.rollout is None else self.rollout.phase
-        if ended is not self._expected:
+        if ended is not self._expected and not (self._unjudged and ended is RolloutPhase.COMPLETED):
             why = "" if self.rollout is None else self.rollout.message
             self._add(OUTCOME, f"it ended {ended}, not {self._expected}: {why}")
 
@@ -91,6 +97,12 @@ class SplitHistory(RolloutListener, Invariant):
                 self._add(SPLIT, f"from {before.phase} to {rollout.phase}")
             self.phases.append(rollout.phase)
             self._fleet.trace.note("rollout", rollout.phase.value, rollout.message)
+        self._failed.update(one for report in rollout.gates.values() for one in report.failed)
+        if self._failed and rollout.phase in (RolloutPhase.FINISHING, RolloutPhase.COMPLETED):
+            self._add(FAILED_GATE, f"{rollout.phase} although {', '.join(sorted(self._failed))} failed")
+        if rollout.phase is RolloutPhase.FINISHING:
+            lacks = [report.waits_for for report in rollout.gates.values()]
+            self._unjudged |= any(one.startswith("the baseline") for one in lacks)
         if rollout.phase is RolloutPhase.ROLLING_BACK and self.aborted_s is None:
             self.aborted_s, self.aborted_revision = self._fleet.loop.now_s, revision
 

@@ -24,6 +24,7 @@ class Operator:
 
     def __init__(self, seed: int) -> None:
         self._kind = kind_of(seed)
+        self._seed = seed
         self._rng = Random(f"operator {seed}")
         self.phase: RolloutPhase | None = None  # as it saw it last
 
@@ -31,7 +32,7 @@ class Operator:
         process = Process("operator", fleet.loop, self._rng)
         rollouts = Rollouts(SignedStore(process, fleet.network, fleet.routes), process.clock)
         await fleet.wait(_BEGIN_S)
-        await self._until_done(fleet, lambda: rollouts.create(rollout(), request_id="start"))
+        await self._until_done(fleet, lambda: rollouts.create(rollout(self._seed), request_id="start"))
         abort_s: float | None = None
         aborts = self._kind is CandidateKind.ABORTED
         while self.phase not in ENDED:
@@ -41,7 +42,7 @@ class Operator:
             except FairwayError:
                 continue
             self.phase = found.phase
-            if found.phase is RolloutPhase.RUNNING and abort_s is None:
+            if found.phase in (RolloutPhase.RUNNING, RolloutPhase.SOAKING) and abort_s is None:
                 abort_s = fleet.loop.now_s + self._rng.uniform(0.0, _ABORT_WITHIN_S)
             if aborts and abort_s is not None and fleet.loop.now_s >= abort_s:
                 aborts = False

@@ -14,6 +14,7 @@ from typing import Final
 
 from services.controlplane.rollouts.records import (
     ENDED,
+    FULL,
     GateSettings,
     Inconclusive,
     Rollout,
@@ -88,8 +89,31 @@ _FAULTS: Final = (
 )
 
 
+# Of ten seeds each, one of each kind.
+_STRATEGIES: Final = (
+    RolloutStrategy.CANARY,
+    RolloutStrategy.CANARY,
+    RolloutStrategy.BLUE_GREEN,
+    RolloutStrategy.INSTANT,
+)
+# How long all traffic is on a candidate; the longer one is where nothing was judged before.
+_SOAK_S: Final = 4.0
+_FULL_SOAK_S: Final = 25.0
+
+
 def kind_of(seed: int) -> CandidateKind:
     return _KINDS[seed % len(_KINDS)]
+
+
+def strategy_of(seed: int) -> RolloutStrategy:
+    return _STRATEGIES[seed // len(_KINDS) % len(_STRATEGIES)]
+
+
+def is_judged(seed: int, phase: RolloutPhase | None) -> bool:
+    """Whether requests of the phase are compared, or compared with: of a canary, those of its steps."""
+    if strategy_of(seed) in FULL:
+        return phase in (RolloutPhase.LOADING, RolloutPhase.SOAKING)
+    return phase is RolloutPhase.RUNNING
 
 
 def end_of(kind: CandidateKind) -> RolloutPhase:
@@ -97,17 +121,19 @@ def end_of(kind: CandidateKind) -> RolloutPhase:
     return RolloutPhase.COMPLETED if kind is CandidateKind.GOOD else RolloutPhase.ABORTED
 
 
-def rollout() -> Rollout:
+def rollout(seed: int) -> Rollout:
     """Return the terms. A step that its gate cannot decide goes on, as where traffic is low."""
+    strategy = strategy_of(seed)
+    full = strategy in FULL
     gate = GateSettings(min_sessions=15, patience_s=18.0, inconclusive=Inconclusive.PROMOTE)
     return Rollout(
         Meta(NAME),
         MODEL,
-        RolloutStrategy.CANARY,
+        strategy,
         (RolloutArm("canary", CANDIDATE),),
-        _STEPS,
+        _STEPS[-1:] if full else _STEPS,
         gate=gate,
-        soak_s=4.0,
+        soak_s=_FULL_SOAK_S if full else _SOAK_S,
         load_timeout_s=60.0,
     )
 
@@ -143,7 +169,7 @@ def rollout_load(seed: int, phase: Callable[[], RolloutPhase | None]) -> Iterato
     """Yield requests of sessions until the rollout has ended."""
     rng, at_s, number = Random(f"rollout load {seed}"), 0.0, 0
     while (now := phase()) not in ENDED and at_s < LONGEST_S:
-        at_s += rng.expovariate(REQUESTS_PER_S if now is RolloutPhase.RUNNING else QUIET_PER_S)
+        at_s += rng.expovariate(REQUESTS_PER_S if is_judged(seed, now) else QUIET_PER_S)
         number += 1
         poisoned = rng.random() < _POISONED_RATIO
         yield SimRequest(

@@ -29,9 +29,10 @@ from simulator.rollouts.script import (
     rollout_faults,
     rollout_fleet,
     rollout_load,
+    strategy_of,
 )
 
-SEEDS: Final = 20
+SEEDS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,9 @@ def main(arguments: Sequence[str]) -> int:
         results.append(ran)
         requests += ran.report.requests
         found["violations"] += len(ran.violations)
-        found[f"{ran.kind} {ran.phases[-1] if ran.phases else 'not started'}"] += 1
-        print(f"seed {seed}: {ran.kind}, {', '.join(ran.phases)}: {ran.why}; {ran.reached}", flush=True)
+        kind = f"{strategy_of(seed)} {ran.kind}"
+        found[f"{kind} {ran.phases[-1] if ran.phases else 'not started'}"] += 1
+        print(f"seed {seed}: {kind}, {', '.join(ran.phases)}: {ran.why}; {ran.reached}", flush=True)
         for violation in ran.violations:
             print(f"  VIOLATION {violation}", flush=True)
     print(f"ends: {', '.join(f'{name} {count}' for name, count in sorted(found.items()))}")

@@ -2,8 +2,10 @@
 executor.
 
 A good version must reach all traffic; a slow one, a failing one, one of twice the cost, one with outputs of
-another length and one that crashes on some prompts must be rolled back without an operator. Steps and windows
-are shortened. ``--runs N``: per kind; ``--kinds a,b``: only these.
+another length and one that crashes on some prompts must be rolled back without an operator. So must a failing
+one by its gate where all traffic moves at once (``green-failing``, ``instant-failing``), and by the burn
+alert of an objective where its gate counts no errors (``burn``). Steps and windows are shortened.
+``--runs N``: per kind; ``--kinds a,b``: only these.
 
 Measured: ``actuation_s``, from an abort until the last new request of the aborted version began;
 ``rollback_s``, from a rollback until its last request ended; ``ab_memory_ratio``, the memory of an A/B test
@@ -55,7 +57,6 @@ LONGEST_S: Final = 240.0
 # What an abort and a rollback as a whole may take, in seconds, and an A/B test of what one version takes.
 LARGEST: Final = {"actuation_p95_s": 5.0, "rollback_p95_s": 60.0, "ab_memory_ratio": 1.1}
 MEMORY: Final = "memory"
-# At a third, a replica of the candidate has the traffic of each of the two stable ones: the cost counts.
 STEPS: Final = (0.1, 0.34, 1.0)
 SETTINGS: Final = {
     "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support/rollout_faults'}",
@@ -64,10 +65,13 @@ SETTINGS: Final = {
 }
 # Requests of the candidate, by which its fault is detected.
 MOST_REQUESTS: Final = 3000
+# Where all traffic moves at once, the longest time with it.
+FULL_SOAK_S: Final = 45
+WITH_TRAFFIC: Final = (cp.ROLLOUT_PHASE_RUNNING, cp.ROLLOUT_PHASE_SOAKING)
 LONG_TOKENS: Final = 300
 # The event of the rollback, and what its message contains one of.
 REASONS: Final[Mapping[VersionFault, Mapping[str, tuple[str, ...]]]] = {
-    VersionFault.SLOW: {"GATE_FAILED": ("ttft_p95", "itl_p95")},
+    VersionFault.SLOW: {"GATE_FAILED": ("ttft_p95", "itl_p95", "cost")},
     VersionFault.FAILING: {"GATE_FAILED": ("error_ratio", "broken_ratio")},
     VersionFault.GARBAGE: {"GATE_FAILED": ("output_length",)},
     # Requests wait while its engine starts again: that may show before its errors do.
@@ -78,8 +82,39 @@ REASONS: Final[Mapping[VersionFault, Mapping[str, tuple[str, ...]]]] = {
     VersionFault.UNANSWERING: {"PROBE_FAILED": ("",)},
     VersionFault.COSTLY: {"GATE_FAILED": ("cost",)},
 }
-# Twice the device time is slower too: only the cost is judged there, from the step with equal load on.
-METRICS: Final = {VersionFault.COSTLY: ["cost"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A rollout: what its version does wrong, how it moves traffic, what is judged, and why it ends."""
+
+    fault: VersionFault
+    strategy: cp.RolloutStrategy.ValueType = cp.ROLLOUT_STRATEGY_CANARY
+    # Empty: all metrics.
+    metrics: tuple[str, ...] = ()
+    # Whether an objective promises availability meanwhile.
+    promised: bool = False
+    # See REASONS; empty: those of its fault.
+    reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+GREEN, INSTANT = cp.ROLLOUT_STRATEGY_BLUE_GREEN, cp.ROLLOUT_STRATEGY_INSTANT
+KINDS: Final[Mapping[str, Kind]] = {
+    **{fault.value: Kind(fault) for fault in VersionFault},
+    # Twice the device time is slower too: only the cost is judged there.
+    VersionFault.COSTLY.value: Kind(VersionFault.COSTLY, metrics=("cost",)),
+    "green-good": Kind(VersionFault.GOOD, GREEN),
+    "green-failing": Kind(VersionFault.FAILING, GREEN),
+    "green-slow": Kind(VersionFault.SLOW, GREEN),
+    "instant-good": Kind(VersionFault.GOOD, INSTANT),
+    "instant-failing": Kind(VersionFault.FAILING, INSTANT),
+    "burn": Kind(
+        VersionFault.FAILING,
+        metrics=("cost",),
+        promised=True,
+        reasons={"BURN_RATE": ("burns the error budget of availability",)},
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +123,15 @@ class Installation:
 
     step_s: float
     clients: int
-    kinds: tuple[VersionFault, ...]
+    kinds: tuple[str, ...]
     long_streams: bool = True
 
 
 # A device that never idles spends 1 / throughput on a token, however long its steps are: the cost shows only
 # under a load that lets it idle.
 INSTALLATIONS: Final = (
-    Installation(0.02, 32, tuple(kind for kind in VersionFault if kind is not VersionFault.COSTLY)),
-    Installation(0.004, 2, (VersionFault.COSTLY,), long_streams=False),
+    Installation(0.02, 32, tuple(kind for kind in KINDS if kind != VersionFault.COSTLY)),
+    Installation(0.004, 2, (VersionFault.COSTLY.value,), long_streams=False),
 )
 
 
@@ -195,7 +230,7 @@ class Load:
 class Run:
     """One rollout's outcome. Times in seconds; None where nothing was rolled back."""
 
-    fault: VersionFault
+    name: str
     phase: str
     why: str
     took_s: float
@@ -205,7 +240,7 @@ class Run:
 
     @property
     def right(self) -> bool:
-        if self.fault is VersionFault.GOOD:
+        if KINDS[self.name].fault is VersionFault.GOOD:
             return self.phase == "COMPLETED"
         return self.phase == "ABORTED" and self.is_its_fault and self.canary_requests <= MOST_REQUESTS
 
@@ -213,33 +248,52 @@ class Run:
     def is_its_fault(self) -> bool:
         """Whether it was rolled back for the fault that its version has."""
         what, _, message = self.why.partition(" ")
-        return any(word in message for word in REASONS[self.fault].get(what, ()))
+        kind = KINDS[self.name]
+        return any(word in message for word in (kind.reasons or REASONS[kind.fault]).get(what, ()))
 
 
-def rollout(fault: VersionFault, version: str, number: int) -> cp.Rollout:
+def rollout(kind: Kind, version: str) -> cp.Rollout:
     found = cp.Rollout(
-        metadata=cp.Metadata(name=f"{fault}-{number}"),
+        metadata=cp.Metadata(name=version),
         deployment=NAME,
+        strategy=kind.strategy,
         arms=[cp.RolloutArm(name="canary", version=version)],
-        gate=cp.RolloutGate(metrics=METRICS.get(fault, []), min_sessions=30),
+        gate=cp.RolloutGate(metrics=kind.metrics, min_sessions=30),
     )
-    for ratio in STEPS if fault is not VersionFault.COSTLY else STEPS[1:]:
+    full = kind.strategy != cp.ROLLOUT_STRATEGY_CANARY
+    for ratio in STEPS[-1:] if full else STEPS:
         step = found.steps.add(weight_ratio=ratio, min_requests=150)
-        step.hold.FromSeconds(3)
-    found.soak.FromSeconds(3)
+        step.hold.FromSeconds(0 if full else 3)
+    found.soak.FromSeconds(FULL_SOAK_S if full else 3)
     found.gate.patience.FromSeconds(90)
     return found
 
 
-async def roll_out(admin: AdminClient, load: Load, fault: VersionFault, version: str, number: int) -> Run:
+@asynccontextmanager
+async def promised(admin: AdminClient, kind: Kind) -> AsyncIterator[None]:
+    """Promise availability during a run of a kind that needs it."""
+    if not kind.promised:
+        yield
+        return
+    await admin.objectives.create(
+        cp.Objective(metadata=cp.Metadata(name=NAME), model=NAME, availability=0.999)
+    )
+    await asyncio.sleep(2.0)  # the leading control plane counts from when it receives it
+    try:
+        yield
+    finally:
+        await admin.objectives.delete(NAME)
+
+
+async def roll_out(admin: AdminClient, load: Load, kind: str, version: str) -> Run:
     """Run one rollout to its end."""
     began_s = time.monotonic()
-    started = await admin.rollouts.create(rollout(fault, version, number))
+    started = await admin.rollouts.create(rollout(KINDS[kind], version))
     name, digest = started.metadata.name, started.arms[0].version_digest
     back_s: float | None = None
     while True:
         found = await admin.rollouts.get(name)
-        load.candidate = digest if found.phase == cp.ROLLOUT_PHASE_RUNNING else ""
+        load.candidate = digest if found.phase in WITH_TRAFFIC else ""
         if found.phase == cp.ROLLOUT_PHASE_ROLLING_BACK and back_s is None:
             back_s = time.monotonic() - (time.time() - found.history[-1].time.ToNanoseconds() / 1e9)
         ended = found.phase in (cp.ROLLOUT_PHASE_COMPLETED, cp.ROLLOUT_PHASE_ABORTED)
@@ -258,7 +312,7 @@ async def roll_out(admin: AdminClient, load: Load, fault: VersionFault, version:
     late = [one.began_s - back_s for one in mine if back_s is not None and one.began_s > back_s]
     ends = [one.ended_s - back_s for one in [*mine, *long] if back_s is not None and one.ended_s > back_s]
     return Run(
-        fault,
+        kind,
         cp.RolloutPhase.Name(found.phase).removeprefix("ROLLOUT_PHASE_"),
         "; ".join(f"{entry.what} {entry.message}" for entry in found.history[-2:]),
         time.monotonic() - began_s,
@@ -269,7 +323,7 @@ async def roll_out(admin: AdminClient, load: Load, fault: VersionFault, version:
 
 
 async def drill(
-    stack: Stack, folder: Path, kinds: list[VersionFault], runs: int, installation: Installation
+    stack: Stack, folder: Path, kinds: list[str], runs: int, installation: Installation
 ) -> list[Run]:
     found: list[Run] = []
     publish(stack, write_version(folder / "stable", VersionFault.GOOD, 0), NAME, "stable")
@@ -284,11 +338,12 @@ async def drill(
         async with load.running(stack, installation.clients, long_streams=installation.long_streams):
             await asyncio.sleep(3.0)
             for number in range(1, runs + 1):
-                for fault in kinds:
-                    tag = f"{fault}-{number}"
+                for kind in kinds:
+                    tag, fault = f"{kind}-{number}", KINDS[kind].fault
                     written = write_version(folder / tag, fault, number)
                     await asyncio.to_thread(publish, stack, written, NAME, tag)
-                    run = await roll_out(admin, load, fault, tag, number)
+                    async with promised(admin, KINDS[kind]):
+                        run = await roll_out(admin, load, kind, tag)
                     print(f"{tag}: {'right' if run.right else 'WRONG'} {run}", flush=True)
                     found.append(run)
                     if not run.right:
@@ -312,7 +367,7 @@ def print_evidence(rollout: cp.Rollout) -> None:
         print(f"  {one}".replace("\n", " "), flush=True)
 
 
-def run_installation(installation: Installation, kinds: list[VersionFault], runs: int) -> list[Run]:
+def run_installation(installation: Installation, kinds: list[str], runs: int) -> list[Run]:
     settings = {**SETTINGS, "FAIRWAY_NULL_STEP_S": str(installation.step_s)}
     with (
         tempfile.TemporaryDirectory(prefix="fairway-rollouts-") as folder,
@@ -334,18 +389,19 @@ def measure_memory() -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="drill_rollouts")
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--kinds", default=",".join([MEMORY, *VersionFault]))
+    parser.add_argument("--kinds", default=",".join([MEMORY, *KINDS]))
     arguments = parser.parse_args()
     named = arguments.kinds.split(",")
-    kinds = {VersionFault(kind) for kind in named if kind != MEMORY}
+    if unknown := set(named) - {MEMORY, *KINDS}:
+        parser.error(f"there is no kind {', '.join(sorted(unknown))}: {', '.join([MEMORY, *KINDS])}")
     memory_ratio = round(measure_memory(), 3) if MEMORY in named else None
     found: list[Run] = []
     for installation in INSTALLATIONS:
-        wanted = [kind for kind in installation.kinds if kind in kinds]
+        wanted = [kind for kind in installation.kinds if kind in named]
         if wanted:
             found += run_installation(installation, wanted, arguments.runs)
-    good = [run for run in found if run.fault is VersionFault.GOOD]
-    bad = [run for run in found if run.fault is not VersionFault.GOOD]
+    good = [run for run in found if KINDS[run.name].fault is VersionFault.GOOD]
+    bad = [run for run in found if KINDS[run.name].fault is not VersionFault.GOOD]
     actuations = [run.actuation_s for run in bad if run.actuation_s is not None]
     rollbacks = [run.rollback_s for run in bad if run.rollback_s is not None]
     result = {

@@ -98,7 +98,7 @@ def write_version(folder: Path, fault: VersionFault, number: int) -> Path:
     config = folder / "config.json"
     fields = json.loads(config.read_text())
     config.write_text(json.dumps({**fields, FIELD: fault.value}))
-    (folder / "README.md").write_text(f"A version of a drill: {fault}, number {number}.\n")
+    (folder / "README.md").write_text(f"A version of a drill: {folder.name}, number {number}.\n")
     return folder
 
 

@@ -23,6 +23,7 @@ from fairway.cli.flags import (
 )
 from fairway.cli.terminal.cells import age, enum_name, labels, priority
 from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
+from fairway.cli.terminal.output import err, plain
 from fairway.cli.terminal.table import Column
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -67,6 +68,22 @@ QuantileOption = Annotated[
 ]
 
 
+ShapeOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--shape/--observe",
+        help="Whether its latencies replace the targets of admission, shedding, degrading and prefill.",
+    ),
+]
+
+
+def _write(made: cp.Objective, output: Format) -> None:
+    """Print the objective, and on stderr what it does to requests."""
+    for warning in made.warnings:
+        plain(err(), f"warning: {warning}")
+    OBJECTIVES.write_one(made, output)
+
+
 def _promises(found: cp.Objective) -> str:
     parts = []
     if found.availability:
@@ -76,6 +93,8 @@ def _promises(found: cp.Objective) -> str:
     for name, target in (("ttft", found.ttft), ("itl", found.itl)):
         if target.seconds:
             parts.append(f"{name} p{100 * target.quantile:g} {target.seconds:g}s")
+    if found.shapes_serving:
+        parts.append("shapes serving")
     return ", ".join(parts)
 
 
@@ -135,10 +154,14 @@ async def create(
     ttft: TtftOption = None,
     itl: ItlOption = None,
     quantile: QuantileOption = None,
+    shape: ShapeOption = None,
     label: LabelOption = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Promise something to the requests of a model and class. The scheduler aims at its TTFT."""
+    """Promise something to the requests of a model and class. It is measured, alerts and stops rollouts.
+
+    With --shape its latencies also decide who is refused, shed and degraded.
+    """
     wanted = cp.Objective(
         metadata=cp.Metadata(name=name, labels=key_values(label, flag="--label")),
         model=model,
@@ -147,9 +170,10 @@ async def create(
         completion=completion_share or 0.0,
         ttft=cp.LatencyTarget(seconds=ttft or 0.0, quantile=quantile or 0.0),
         itl=cp.LatencyTarget(seconds=itl or 0.0, quantile=quantile or 0.0),
+        shapes_serving=bool(shape),
     )
     made = connection.admin.objectives.create(wanted)
-    OBJECTIVES.write_one(await checked(made, what=f"cannot create the objective {name}"), output)
+    _write(await checked(made, what=f"cannot create the objective {name}"), output)
 
 
 @command(
@@ -159,6 +183,7 @@ async def create(
     examples=(
         "fairway objectives update chat --availability 99.95%",
         "fairway objectives update chat --itl 0s",
+        "fairway objectives update chat --shape",
     ),
 )
 async def update(
@@ -169,6 +194,7 @@ async def update(
     ttft: TtftOption = None,
     itl: ItlOption = None,
     quantile: QuantileOption = None,
+    shape: ShapeOption = None,
     label: LabelOption = None,
     etag: EtagOption = "",
     output: OutputOption = Format.TABLE,
@@ -188,10 +214,12 @@ async def update(
                 target.seconds = seconds
             if quantile is not None:
                 target.quantile = quantile
+        if shape is not None:
+            found.shapes_serving = shape
         replace_labels(found.metadata, label)
 
     changed = connection.admin.objectives.change(name, change, etag=etag)
-    OBJECTIVES.write_one(await checked(changed, what=f"cannot change the objective {name}"), output)
+    _write(await checked(changed, what=f"cannot change the objective {name}"), output)
 
 
 add_delete(

@@ -54,9 +54,9 @@ TERMS: Final = OptionGroup(
         "hold": _span("--hold", "Shortest time of each step. Default: 1m."),
         "min_requests": Annotated[
             int | None,
-            typer.Option("--min-requests", min=1, help="Of each arm, before a step is judged. Default: 100."),
+            typer.Option("--min-requests", min=1, help="Of each arm, before it is judged. Default: 100."),
         ],
-        "soak": _span("--soak", "With all traffic, while the version before is warm. Default: 5m."),
+        "soak": _span("--soak", "With all traffic, judged, while the version before is warm. Default: 5m."),
         "load_timeout": _span("--load-timeout", "To load the versions of a step. Default: 15m."),
         "by_worker": Annotated[
             bool | None,
@@ -112,6 +112,8 @@ def rollout_of(
     )
     if strategy is StrategyName.CANARY:
         rollout.steps.extend(_steps(terms))
+    elif strategy in (StrategyName.BLUE_GREEN, StrategyName.INSTANT) and "min_requests" in terms:
+        rollout.steps.add(weight_ratio=1.0, hold=Duration(), min_requests=terms["min_requests"])
     if strategy is StrategyName.SHADOW:
         rollout.shadow.arm = arms[0].name
         rollout.shadow.fraction_ratio = terms.get("fraction", 100.0) / 100

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fairway.v1 import (
     controlplane_pb2,
     controlplane_pb2_grpc,
@@ -16,6 +18,7 @@ from services.app.process import Role
 from services.app.roles.ledger import open_ledger
 from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
 from services.app.roles.slis import open_objectives
+from services.controlplane.alert_telemetry import AlertTelemetry
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
@@ -44,24 +47,20 @@ def controlplane(environment: Environment) -> Role:
     fleet: Informer[FleetRecord | None] = Informer(store, ROOT, decode_fleet, clock, rng=environment.rng)
     environment.exported.informer(fleet)
     rounds = ReconcilerTelemetry(clock, environment.metrics, leads=lambda: election.epoch is not None)
+    levels = AlertTelemetry(environment.metrics, leads=lambda: election.epoch is not None)
     recorder = EventRecorder(store, clock)
     key = leader_key("controlplane")
     keys = environment.identity()
     limiter = open_redis(environment)
     service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()), limiter)
-    alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder)
+    alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder, telemetry=levels)
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
     environment.closing.push_async_callback(queues.close)
     ledger, usage = open_ledger(environment, election)
-
-    def price_of(model: str) -> Price:
-        held = fleet.view.get(DEPLOYMENTS + model)
-        return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
-
-    slis, sums, burning = open_objectives(environment, election, service.objectives, recorder)
+    slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
     reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder, probes=slis.probes)
+    settler = UsageSettler(ledger, limiter, clock, price_of=partial(_price_of, fleet))
     rollouts = RolloutController(store, fleet, election, key, clock, slis=slis)
-    settler = UsageSettler(ledger, limiter, clock, price_of=price_of)
 
     async def start() -> None:
         await environment.store.found(environment.ids.store_generation())
@@ -101,3 +100,8 @@ def controlplane(environment: Environment) -> Role:
         start=start,
         checks=(Check("rounds", rounds.problem), Check("usage", ledger.problem, withdraws=False)),
     )
+
+
+def _price_of(fleet: Informer[FleetRecord | None], model: str) -> Price:
+    held = fleet.view.get(DEPLOYMENTS + model)
+    return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()

@@ -6,6 +6,7 @@ from services.adapters.grpc.slis import GrpcSlis
 from services.app.environment import Environment
 from services.app.roles.ledger import open_ledger_store
 from services.app.roles.shared import open_directory
+from services.controlplane.alert_telemetry import AlertTelemetry
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.objectives.alerts import ObjectiveAlerts
 from services.controlplane.objectives.listing import SliListing
@@ -19,13 +20,24 @@ from services.runtime.fleet_state.objectives import ObjectiveIndex
 
 
 def open_objectives(
-    environment: Environment, election: Election, objectives: Objectives, recorder: EventRecorder
+    environment: Environment,
+    election: Election,
+    objectives: Objectives,
+    recorder: EventRecorder,
+    telemetry: AlertTelemetry,
 ) -> tuple[SliStore, SliListing, ObjectiveAlerts]:
     """Return the store of what gateways measure, the queries of it, and the alerts of the objectives."""
     clock, index = environment.clock, ObjectiveIndex(environment.informer(OBJECTIVES, Objective))
     slis = SliStore(open_ledger_store(environment), clock, election, lambda: index.by_class)
     alerts = ObjectiveAlerts(
-        environment.store, objectives, slis, election, leader_key("controlplane"), clock, events=recorder
+        environment.store,
+        objectives,
+        slis,
+        election,
+        leader_key("controlplane"),
+        clock,
+        events=recorder,
+        telemetry=telemetry,
     )
     return slis, SliListing(slis, _leader(environment)), alerts
 

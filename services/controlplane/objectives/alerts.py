@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 import structlog
 
+from services.controlplane.alert_telemetry import AlertTelemetry
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import readable
 from services.controlplane.leading import repeat_while_leading
@@ -26,6 +27,7 @@ from services.core.records import (
     ObjectiveStatus,
     Priority,
     Sli,
+    SliStatus,
     dump,
 )
 from services.ports.clock import Clock
@@ -57,6 +59,7 @@ class ObjectiveAlerts:
         clock: Clock,
         *,
         events: EventRecorder,
+        telemetry: AlertTelemetry | None = None,
     ) -> None:
         self._store = store
         self._objectives = objectives
@@ -65,6 +68,7 @@ class ObjectiveAlerts:
         self._leader_key = leader_key
         self._clock = clock
         self._events = events
+        self._telemetry = telemetry or AlertTelemetry()
 
     async def run(self) -> None:
         """Check every ``PERIOD_S`` while leading, until cancelled; survives a store outage."""
@@ -75,21 +79,32 @@ class ObjectiveAlerts:
     async def check(self, epoch: int) -> None:
         """Write the status of each objective that changed. Raises NoLeader before the sums are loaded."""
         objectives = await self._objectives.all()
+        statuses = [(one.record, self._measured(one.record)) for one in objectives]
+        self._telemetry.burns(statuses)
         if not objectives:
             return
         listing = await self._store.list(OBJECTIVE_STATUS)
         found = {entry.key: entry for entry in listing.entries}
-        for stored in objectives:
+        for stored, (_, slis) in zip(objectives, statuses, strict=True):
             entry = found.get(OBJECTIVE_STATUS + stored.record.meta.name)
-            await self._write(stored, entry, epoch, listing.revision)
+            status = ObjectiveStatus(slis, self._clock.unix_s(), stored.create_revision)
+            await self._write(stored, status, entry, epoch, listing.revision)
 
-    async def _write(self, stored: Stored[Objective], entry: Entry | None, epoch: int, revision: int) -> None:
-        objective, now_s = stored.record, self._clock.unix_s()
+    def _measured(self, objective: Objective) -> tuple[SliStatus, ...]:
+        return status_of(objective, partial(self._slis.events_of, objective.model, objective.priority))
+
+    async def _write(
+        self,
+        stored: Stored[Objective],
+        status: ObjectiveStatus,
+        entry: Entry | None,
+        epoch: int,
+        revision: int,
+    ) -> None:
+        objective, now_s = stored.record, status.unix_s
         before = readable(entry, ObjectiveStatus) if entry is not None else None
         if before is not None and before.create_revision != stored.create_revision:
             before = None  # of a deleted objective with this name
-        over = partial(self._slis.events_of, objective.model, objective.priority)
-        status = ObjectiveStatus(status_of(objective, over), now_s, stored.create_revision)
         events = transitions(objective, before, status)
         unchanged = before is not None and before.slis == status.slis
         if not events and (unchanged or (before is not None and now_s < before.unix_s + _REFRESH_S)):

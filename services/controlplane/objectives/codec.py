@@ -46,6 +46,7 @@ def book_to_message(book: SliBook, number: int) -> pb.SliSnapshot:
             model=window.model,
             step=window.step,
             seen_unix_ms=round(step.seen_s * 1000),
+            began_unix_ms=round(step.began_s * 1000),
             clusters=clusters_to_proto({window: book.arms_of(window)}),
         )
     return message
@@ -82,7 +83,7 @@ def _book_from(message: pb.SliSnapshot) -> SliBook:
             digest: dict(arm.clusters)
             for digest, arm in windows_from_proto(one.clusters).get(window, {}).items()
         }
-        book.steps[window] = StepSums(arms, one.seen_unix_ms / 1000)
+        book.steps[window] = StepSums(arms, one.seen_unix_ms / 1000, one.began_unix_ms / 1000)
     book.shapes, book.shapes_number = shapes_from_proto(message.shapes), message.shapes_number
     return book
 

@@ -82,6 +82,10 @@ class SliStore:
         """Return what was measured in a step of a rollout, by version digest. Raises NoLeader."""
         return self._leading().book.arms_of(window)
 
+    def lasted_s(self, window: GateWindow) -> float:
+        """Return for how long requests of a step ended so far. Raises NoLeader."""
+        return self._leading().book.lasted_s(window)
+
     def counting_s(self) -> float:
         """Return for how long this leader has taken reports. Raises NoLeader."""
         return self._clock.monotonic_s() - self._leading().began_s

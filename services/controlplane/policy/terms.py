@@ -28,10 +28,13 @@ NO_TERMS: Final = ServingTerms()
 def serving_terms(
     objectives: Iterable[Objective], probes: Mapping[str, tuple[RequestShape, ...]]
 ) -> dict[str, ServingTerms]:
-    """Return the terms by deployment. The tightest ITL target of any class holds: they share steps."""
+    """Return the terms by deployment. The tightest ITL target of any class holds: they share steps.
+
+    An objective that only observes has no part in them.
+    """
     targets: dict[str, float] = {}
     for one in objectives:
-        if one.itl.seconds > 0:
+        if one.shapes_serving and one.itl.seconds > 0:
             targets[one.model] = min(one.itl.seconds, targets.get(one.model, one.itl.seconds))
     models = sorted({*targets, *probes})
     return {model: ServingTerms(probes.get(model, ()), targets.get(model, 0.0)) for model in models}

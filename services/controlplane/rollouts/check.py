@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from services.controlplane.rollouts.records import (
     DEFAULT_STEPS,
+    FULL,
     STABLE,
     Rollout,
     RolloutStrategy,
@@ -21,8 +22,6 @@ def with_defaults(rollout: Rollout) -> Rollout:
     """Return it with the steps of its strategy, and the last one at all traffic."""
     if rollout.strategy is RolloutStrategy.CANARY:
         return replace(rollout, steps=rollout.steps or DEFAULT_STEPS)
-    if rollout.strategy is RolloutStrategy.INSTANT:
-        return replace(rollout, soak_s=0.0)
     return rollout
 
 
@@ -69,9 +68,11 @@ def _check_weights(rollout: Rollout) -> None:
             )
     elif any(arm.weight_bp for arm in rollout.arms):
         raise InvalidInput("only arms of an A/B test have weights", field="rollout.arms")
-    if rollout.strategy is not RolloutStrategy.CANARY and rollout.steps:
-        raise InvalidInput("only a canary has steps", field="rollout.steps")
     weights = [step.weight_bp for step in rollout.steps]
+    if rollout.strategy in FULL and weights not in ([], [WHOLE_BP]):
+        raise InvalidInput(f"a {rollout.strategy} rollout has one step, of 100 %", field="rollout.steps")
+    if rollout.strategy in (RolloutStrategy.AB, RolloutStrategy.SHADOW) and weights:
+        raise InvalidInput(f"a {rollout.strategy} rollout has no steps", field="rollout.steps")
     if len(weights) > MAX_STEPS or weights != sorted(set(weights)) or any(bp <= 0 for bp in weights):
         raise InvalidInput(f"at most {MAX_STEPS} steps have growing weights above 0", field="rollout.steps")
 

@@ -20,14 +20,26 @@ from services.controlplane.objectives.policy.gates import (
     GatePlan,
     GateReport,
     judge,
+    missing,
 )
 from services.controlplane.policy.assign import Unplaced
 from services.controlplane.reconciler import Leadership
 from services.controlplane.resources.status import unplaced_in, unplaced_message
 from services.controlplane.rollouts.policy.advance import advance
-from services.controlplane.rollouts.policy.effects import MOST_LOAD_RATIO, copies_ratio, load_ratio, step_name
+from services.controlplane.rollouts.policy.effects import (
+    MOST_LOAD_RATIO,
+    load_ratio,
+    measured_ratio,
+    step_name,
+)
 from services.controlplane.rollouts.policy.facts import facts_of
-from services.controlplane.rollouts.records import Rollout, RolloutPhase
+from services.controlplane.rollouts.records import (
+    FULL,
+    STABLE,
+    Rollout,
+    RolloutPhase,
+    RolloutStrategy,
+)
 from services.controlplane.rollouts.writes import context_in, effects
 from services.core.arms import ArmKey, ArmWindow, GateWindow
 from services.core.errors import NoLeader, StoreUnavailable
@@ -48,6 +60,7 @@ _PAGING: Final = frozenset({BurnAlert.FAST, BurnAlert.ACUTE})
 _LARGEST: Final = 1e6
 _EQUAL_LOAD: Final = (1 / MOST_LOAD_RATIO, MOST_LOAD_RATIO)
 _LATENCIES: Final = (GateMetric.TTFT_P95, GateMetric.ITL_P95)
+_JUDGED: Final = frozenset({RolloutPhase.RUNNING, RolloutPhase.SOAKING})
 _MESSAGE_S: Final = 2.0  # between two writes of a message alone
 # A new leader has the sums since the last snapshot only once the gateways have sent them again.
 _COMPLETE_S: Final = 15.0
@@ -58,6 +71,9 @@ class ArmSlis(Protocol):
 
     def arms_of(self, window: GateWindow) -> Mapping[str, ArmWindow]:
         """Return what was measured in a step so far, by version digest."""
+
+    def lasted_s(self, window: GateWindow) -> float:
+        """Return for how long requests of a step ended so far."""
 
     def arm_alerts(self, arm: ArmKey, since_unix_s: float) -> Mapping[tuple[Priority, Sli], BurnAlert]:
         """Return the burn alerts of one arm alone by the events since then, without those that are NONE."""
@@ -128,7 +144,9 @@ class RolloutController:
                 _shortages(held.record, unplaced),
                 self.alarms(held.record),
             )
-            facts = replace(facts, measured=self._is_measured(held.record))
+            facts = replace(
+                facts, measured=self._is_measured(held.record), unmeasured=self._unmeasured(held.record)
+            )
             reports = self.reports(held.record, context.route)
             after = advance(held.record, facts, reports, self._clock.unix_s())
             after = self._without_chatter(held.record, replace(after, gates=reports))
@@ -150,10 +168,20 @@ class RolloutController:
             log.info("rollout.refused", rollout=name, phase=rollout.phase, step=rollout.step)
 
     def reports(self, rollout: Rollout, route: ModelRoute | None) -> dict[str, GateReport]:
-        """Return the gates of the present step, by candidate; none without traffic. Raises NoLeader."""
-        if rollout.phase is not RolloutPhase.RUNNING or route is None:
+        """Return the gates of the present step or the soak, by candidate; none without traffic.
+
+        Raises NoLeader.
+        """
+        if rollout.phase not in _JUDGED or route is None:
             return {}
-        return judged(rollout, route, self._slis.arms_of(GateWindow(rollout.deployment, step_name(rollout))))
+        here = GateWindow(rollout.deployment, step_name(rollout))
+        windows, lasted_ratio = dict(self._slis.arms_of(here)), 1.0
+        if rollout.phase is RolloutPhase.SOAKING:
+            before = GateWindow(rollout.deployment, rollout.baseline)
+            stable = rollout.stable_digest
+            windows[stable] = self._slis.arms_of(before).get(stable, ArmWindow())
+            lasted_ratio = self._slis.lasted_s(before) / max(self._slis.lasted_s(here), 1.0)
+        return judged(rollout, route, windows, lasted_ratio=lasted_ratio)
 
     def alarms(self, rollout: Rollout) -> dict[str, str]:
         """Return the candidates that burn an error budget while the stable version does not. Raises
@@ -161,7 +189,7 @@ class RolloutController:
 
         What a version did in an earlier rollout does not count.
         """
-        if rollout.phase not in (RolloutPhase.RUNNING, RolloutPhase.SOAKING):
+        if rollout.phase not in _JUDGED:
             return {}
         stable = self._paging(rollout, rollout.stable_digest)
         found = {arm.name: self._paging(rollout, arm.version_digest) for arm in rollout.arms}
@@ -169,7 +197,14 @@ class RolloutController:
 
     def _is_measured(self, rollout: Rollout) -> bool:
         """Whether the sums of the present step are complete. Raises NoLeader."""
-        return rollout.phase is not RolloutPhase.RUNNING or self._slis.counting_s() >= _COMPLETE_S
+        return rollout.phase not in _JUDGED or self._slis.counting_s() >= _COMPLETE_S
+
+    def _unmeasured(self, rollout: Rollout) -> str:
+        """Return what the soak's baseline lacks before all traffic moves at once. Raises NoLeader."""
+        if rollout.phase is not RolloutPhase.LOADING or rollout.strategy not in FULL:
+            return ""
+        arms = self._slis.arms_of(GateWindow(rollout.deployment, step_name(rollout)))
+        return missing(gate_plan(rollout, 1.0), STABLE, arms.get(rollout.stable_digest, ArmWindow()))
 
     def _paging(self, rollout: Rollout, digest: str) -> set[str]:
         alerts = self._slis.arm_alerts(ArmKey(rollout.deployment, digest), rollout.meta.create_unix_s)
@@ -186,16 +221,21 @@ class RolloutController:
         return after
 
 
-def judged(rollout: Rollout, route: ModelRoute, windows: Mapping[str, ArmWindow]) -> dict[str, GateReport]:
-    """Return the gate of each candidate. ``windows``: what was measured in the step, by version digest."""
+def judged(
+    rollout: Rollout, route: ModelRoute, windows: Mapping[str, ArmWindow], *, lasted_ratio: float = 1.0
+) -> dict[str, GateReport]:
+    """Return the gate of each candidate. ``windows``: what was measured in the step, by version digest.
+
+    ``lasted_ratio``: how long the stable version was measured, over how long the candidates were.
+    """
     baseline = windows.get(rollout.stable_digest, ArmWindow())
     found = {}
     for arm in rollout.arms:
         candidate = windows.get(arm.version_digest, ArmWindow())
-        if rollout.shadow is None:
+        if rollout.shadow is None and rollout.phase is RolloutPhase.RUNNING:
             load = load_ratio(route, arm.name)
         else:
-            load = copies_ratio(route, arm.name, baseline.requests, candidate.requests)
+            load = measured_ratio(route, arm.name, baseline.requests, candidate.requests * lasted_ratio)
         found[arm.name] = storable(judge(gate_plan(rollout, load), baseline, candidate))
     return found
 
@@ -213,37 +253,36 @@ def _finite(value: float) -> float:
 
 
 def gate_plan(rollout: Rollout, load: float) -> GatePlan:
-    """Return how an arm is compared in the present step. ``load``: its ``effects.load_ratio``.
+    """Return how an arm is compared in the present step. ``load``: of its replica over a stable one's.
 
-    The cost of arms whose replicas have different load is shown and does not count, nor do the latencies of
-    replicas with more load than the stable ones, and of copies: they run in another class than the requests
-    that they are compared with.
+    With less load, whole engine steps are compared instead of shares of them: smaller batches have larger
+    shares. What more load makes worse does not count, nor do the latencies of copies: they run in another
+    class than the requests that they are compared with.
     """
     metrics = rollout.gate.metrics or tuple(DEFAULT_BOUNDS)
-    steps = [step for step in rollout.steps if step.weight_bp < WHOLE_BP]
+    shadow = rollout.strategy is RolloutStrategy.SHADOW
+    of_arms = shadow or rollout.strategy is RolloutStrategy.AB
+    gates = len(rollout.arms) if of_arms else sum(step.weight_bp < WHOLE_BP for step in rollout.steps)
     step = rollout.steps[rollout.step] if rollout.step < len(rollout.steps) else None
     plan_ = GatePlan(
         bounds={metric: DEFAULT_BOUNDS[metric] for metric in metrics},
-        gates=max(1, len(steps), len(rollout.arms)),
+        gates=gates if shadow else gates + 1,  # and the soak
         min_sessions=rollout.gate.min_sessions,
-        accepted={**_unequal(load), **_of_copies(rollout), **rollout.gate.accepted},
+        accepted={**_unequal(load, rollout), **rollout.gate.accepted},
+        whole_steps=load < _EQUAL_LOAD[0] and not shadow,
     )
     return plan_ if step is None else replace(plan_, min_requests=step.min_requests)
 
 
-def _unequal(load: float) -> dict[GateMetric, str]:
-    if _EQUAL_LOAD[0] <= load <= _EQUAL_LOAD[1]:
-        return {}
-    metrics = [GateMetric.COST]
-    if load > MOST_LOAD_RATIO:
-        metrics += _LATENCIES
-    return dict.fromkeys(metrics, f"a replica has {load:.2f} times the traffic of a stable one")
-
-
-def _of_copies(rollout: Rollout) -> dict[GateMetric, str]:
+def _unequal(load: float, rollout: Rollout) -> dict[GateMetric, str]:
+    """Return the metrics that the load, or being a copy, makes incomparable, and why."""
+    text = f"a replica has {load:.2f} times the traffic of a stable one"
+    if load > _EQUAL_LOAD[1]:
+        return dict.fromkeys((GateMetric.COST, *_LATENCIES), text)
     if rollout.shadow is None:
         return {}
-    return dict.fromkeys(_LATENCIES, "copies run in the lowest class")
+    of_copies = dict.fromkeys(_LATENCIES, "copies run in the lowest class")
+    return of_copies | ({GateMetric.COST: text} if load < _EQUAL_LOAD[0] else {})
 
 
 def _shortages(rollout: Rollout, unplaced: Mapping[str, Unplaced]) -> dict[str, str]:

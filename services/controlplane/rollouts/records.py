@@ -23,13 +23,17 @@ class RolloutStrategy(StrEnum):
     AB = "ab"  # fixed weights until an operator decides
     SHADOW = "shadow"  # copies of requests, whose results are dropped
     BLUE_GREEN = "blue_green"  # all replicas beside the stable ones, then all traffic
-    INSTANT = "instant"  # as blue_green, final at once
+    INSTANT = "instant"  # as blue_green, final as soon as its gate passes
+
+
+# All traffic changes at once.
+FULL: Final = (RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT)
 
 
 class RolloutPhase(StrEnum):
     LOADING = "loading"  # the candidates are loaded; no traffic
     RUNNING = "running"  # traffic by the present step
-    SOAKING = "soaking"  # all traffic on the candidate; the version before is warm
+    SOAKING = "soaking"  # all traffic on the candidate, which is judged; the version before is warm
     FINISHING = "finishing"  # the deployment has the candidate; the version before ends its requests
     ROLLING_BACK = "rolling_back"  # new requests are stable; the candidates end their requests
     COMPLETED = "completed"
@@ -110,7 +114,7 @@ class Rollout:
     rules: SplitRules = field(default_factory=SplitRules)
     shadow: Shadow | None = None
     gate: GateSettings = field(default_factory=GateSettings)
-    # All traffic is on the candidate for this long before the rollout is final.
+    # All traffic is on the candidate for this long before the rollout is final; of an instant one, at most.
     soak_s: float = 300.0
     # Longest time to load the candidates, and those of the next step.
     load_timeout_s: float = 900.0
@@ -131,6 +135,8 @@ class Rollout:
     preparing_unix_s: float = 0.0
     # An operator asked for at least this step, without waiting for its predecessors' gates.
     promote_to: int = 0
+    # The window in which the stable version served before all traffic moved: what the soak is compared with.
+    baseline: str = ""
     # The arm that gets all traffic in the end.
     target: str = ""
     paused: bool = False

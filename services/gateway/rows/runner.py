@@ -214,8 +214,8 @@ class LeasedRows:
         answer_s = late_answer_s(new, ahead, rate, now_s)
         if answer_s is not None:
             raise DeadlineUnmeetable(
-                f"{ahead.rows} rows are ahead: the answer would take about {answer_s:.1f} s; "
-                f"the deadline is in {new.left_s:.1f} s",
+                f"{ahead.rows} rows are ahead: the answer would take about {answer_s:.3g} s; "
+                f"the deadline is in {new.left_s:.3g} s",
                 retry_after_s=min(self._limits.queue_ttl_s, max(1.0, answer_s - new.left_s)),
             )
 

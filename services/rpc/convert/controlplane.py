@@ -185,6 +185,7 @@ def objective_from_proto(message: pb.Objective) -> Objective:
         completion=message.completion,
         ttft=_target_from(message.ttft),
         itl=_target_from(message.itl),
+        shapes_serving=message.shapes_serving,
     )
 
 
@@ -199,6 +200,7 @@ def objective_to_proto(objective: Objective, etag: str, status: ObjectiveStatus 
         ttft=_target_to(objective.ttft),
         itl=_target_to(objective.itl),
         status=None if status is None else _objective_status_to(status),
+        shapes_serving=objective.shapes_serving,
     )
 
 

@@ -27,6 +27,6 @@ class ObjectiveIndex:
         return self._by_class
 
     def ttft_target_s(self, model: str, priority: Priority) -> float | None:
-        """Return the time to first token that is promised, None for none."""
+        """Return the time to first token that shapes serving, None where an objective only observes."""
         found = self.by_class.get((model, priority))
-        return (found.ttft.seconds or None) if found is not None else None
+        return (found.ttft.seconds or None) if found is not None and found.shapes_serving else None

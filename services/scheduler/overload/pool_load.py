@@ -123,7 +123,7 @@ class Overload:
         if mine is None:
             mine = pool.of_tenant[item.tenant] = SheddingOrder()
         mine.add(waits)
-        pool.backlog.add(item.priority, item.tenant, item.demand.reserved_tokens)
+        pool.backlog.add(item.priority, item.tenant, item.demand.reserved_tokens, self._target_s(item.spec))
         pool.arrivals[item.priority].note(item.demand.reserved_tokens, now_s)
         pool.model = item.spec.model
         pool.weights.pop(item.tenant, None)
@@ -139,7 +139,8 @@ class Overload:
         pool.of_tenant[item.tenant].discard(waits)
         if not len(pool.of_tenant[item.tenant]):
             del pool.of_tenant[item.tenant]
-        pool.backlog.remove(item.priority, item.tenant, item.demand.reserved_tokens)
+        tokens, target_s = item.demand.reserved_tokens, self._target_s(item.spec)
+        pool.backlog.remove(item.priority, item.tenant, tokens, target_s)
         if not pool.backlog.holds(item.tenant):
             pool.weights.pop(item.tenant, None)
 
@@ -170,7 +171,7 @@ class Overload:
                     arrival.rank, retried=arrival.attempt > 0
                 )
                 if victim is None:
-                    return _shed_error(spec.model, arrival.rank, found_s, later_s)
+                    return _shed_error(spec.model, arrival.rank, found_s, limit_s, later_s)
                 if claims:
                     self._victims[victim.number] = victim.item, self._error_of(victim, found_s, limit_s)
         return None
@@ -194,7 +195,7 @@ class Overload:
         for priority in Priority:
             if not pool.backlog.waits(priority):
                 continue
-            limit_s = min(self.policy.targets.of(priority), victim.item.spec.queue_ttl_s)
+            limit_s = min(pool.backlog.target_of(priority), victim.item.spec.queue_ttl_s)
             found_s = pool.backlog.total(priority) / rate
             if found_s > limit_s * self.policy.overdue_ratio:
                 return victim.item, self._error_of(victim, min(MAX_WAIT_S, found_s), limit_s)
@@ -229,7 +230,7 @@ class Overload:
             return PoolPressure(digest, 0.0, 0.0)
         rate = self._rate(digest, pool)
         found_s = wait_s(pool.backlog.total(Priority.STANDARD), rate)
-        ratio = pressure_ratio(pool.backlog, rate, self.policy.targets)
+        ratio = pressure_ratio(pool.backlog, rate)
         return PoolPressure(digest, ratio, 0.0 if found_s is None else min(MAX_WAIT_S, found_s))
 
     def pressures(self) -> tuple[PoolPressure, ...]:
@@ -292,7 +293,10 @@ class Overload:
     def _error_of(self, victim: _Waits, found_s: float, limit_s: float) -> FairwayError:
         spec = victim.item.spec
         later_s = retry_after_s(found_s, limit_s, spec.attempt, self.policy, self._rng)
-        return _shed_error(spec.model, victim.rank, found_s, later_s)
+        return _shed_error(spec.model, victim.rank, found_s, limit_s, later_s)
+
+    def _target_s(self, spec: PlaceSpec) -> float:
+        return self.policy.targets.of(spec.priority, spec.ttft_target_s)
 
     def _rate(self, digest: str, pool: _Pool) -> float | None:
         return pool.rate.tokens_per_s(self._serving(digest))
@@ -304,26 +308,27 @@ class Overload:
         return pool
 
 
-def _shed_error(model: str, rank: ShedRank, wait_s: float, later_s: float) -> FairwayError:
-    what = f"{model} is overloaded: the wait is {wait_s:.1f} s"
+def _shed_error(model: str, rank: ShedRank, wait_s: float, limit_s: float, later_s: float) -> FairwayError:
+    """Return the refusal. ``limit_s`` 0: the queue is full, whatever the wait."""
+    limit = f", longer than {limit_s:.3g} s" if limit_s else ""
+    what = f"{model} is overloaded: the predicted wait is {wait_s:.3g} s{limit}"
+    found = {"model": model, "wait_s": f"{wait_s:.6g}", "limit_s": f"{limit_s:.6g}"}
     if rank is ShedRank.OVER_QUOTA:
         return OverCommitment(
             f"{what}, and the tenant uses more than its committed rate; retry in {later_s:.1f} s",
             retry_after_s=later_s,
-            model=model,
-            wait_s=f"{wait_s:.3f}",
+            **found,
         )
     return Overloaded(
         f"{what}, and {rank.name.lower()} requests are rejected first; retry in {later_s:.1f} s",
         retry_after_s=later_s,
-        model=model,
-        wait_s=f"{wait_s:.3f}",
+        **found,
     )
 
 
 def _unmeetable(spec: PlaceSpec, wait_s: float, limit_s: float, later_s: float) -> DeadlineUnmeetable:
     return DeadlineUnmeetable(
-        f"{spec.model} would begin it in {wait_s:.1f} s, after its deadline in {limit_s:.1f} s; allow more "
+        f"{spec.model} would begin it in {wait_s:.3g} s, after its deadline in {limit_s:.3g} s; allow more "
         f"time, or retry in {later_s:.1f} s",
         retry_after_s=later_s,
         model=spec.model,

@@ -6,10 +6,12 @@ import asyncio
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from prometheus_client import generate_latest
 
 from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.store import MemoryStore
+from services.controlplane.alert_telemetry import AlertTelemetry
 from services.controlplane.event_log import EventRecorder, event_of
 from services.controlplane.resources.budgets import Budgets
 from services.controlplane.spend_alerts import SpendAlerts
@@ -38,6 +40,7 @@ from services.core.records import (
 )
 from services.ports.limiter import Spent
 from services.ports.store import Put
+from services.runtime.telemetry.metrics import Metrics
 from tests.integration.controlplane.plane import Interleaving, Plane
 
 PRICE = Price(output_micros=1_000_000)  # one micro-dollar per token
@@ -210,15 +213,14 @@ class Led:
         return self.epoch
 
 
-async def lead(plane: Plane, leader: str) -> tuple[SpendAlerts, int]:
+async def lead(plane: Plane, leader: str, metrics: Metrics | None = None) -> tuple[SpendAlerts, int]:
     await plane.store.commit([Put(LEADER, dump(Leader(leader, "h:1")))])
     entry = await plane.store.get(LEADER)
     assert entry is not None
     budgets = Budgets(plane.store, plane.clock, plane.limiter)
     recorder = EventRecorder(plane.store, plane.clock)
-    alerts = SpendAlerts(
-        plane.store, budgets, Led(entry.create_revision), LEADER, plane.clock, events=recorder
-    )
+    led, levels = Led(entry.create_revision), AlertTelemetry(metrics)
+    alerts = SpendAlerts(plane.store, budgets, led, LEADER, plane.clock, events=recorder, telemetry=levels)
     return alerts, entry.create_revision
 
 
@@ -230,12 +232,16 @@ async def alerted(plane: Plane) -> list[str]:
 async def test_each_threshold_is_reported_once_by_any_leader(plane: Plane) -> None:
     await plane.tenant("acme")
     await plane.budget("all", limit_micros=1000)
-    first, epoch = await lead(plane, "a")
+    metrics = Metrics()
+    first, epoch = await lead(plane, "a", metrics)
     await first.check(epoch)
     assert await alerted(plane) == []
     await spend(plane.limiter, "r1", 850, LimitKind.MONTH_MICROS)
     await asyncio.gather(first.check(epoch), first.check(epoch))
     assert sorted(await alerted(plane)) == ["BUDGET_SPENT_50", "BUDGET_SPENT_80"]
+    await first.check(epoch)
+    level = 'fairway_budget_spent_ratio{budget="all",period="month"} 0.85'
+    assert level in generate_latest(metrics.registry).decode()
     second, _ = await lead(plane, "b")
     await second.check(epoch)
     assert len(await alerted(plane)) == 2, "the next leader continues from the record"

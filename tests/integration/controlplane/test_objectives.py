@@ -63,6 +63,22 @@ async def test_create_get_list_update_delete(plane: Plane) -> None:
     await create(plane, "again")  # model and class are free
 
 
+async def test_what_shapes_serving_is_stored_and_warned_of_when_it_changes(plane: Plane) -> None:
+    made = await create(plane, ttft=pb.LatencyTarget(seconds=0.02))
+    assert (made.shapes_serving, list(made.warnings)) == (False, [])
+    made.shapes_serving = True
+    answer = await plane.call("UpdateObjective", pb.UpdateObjectiveRequest(objective=made))
+    assert isinstance(answer, pb.UpdateObjectiveResponse)
+    (warning,) = answer.objective.warnings
+    assert "predicted wait exceeds 0.02 s" in warning
+    found = await get(plane)
+    assert (found.shapes_serving, list(found.warnings)) == (True, [])
+    ttft = pb.LatencyTarget(seconds=1.0)
+    batch = await create(plane, "batch", priority=common_pb2.PRIORITY_BATCH, ttft=ttft, shapes_serving=True)
+    (warning,) = batch.warnings
+    assert warning.startswith("batch requests of chat")
+
+
 async def test_a_model_and_class_have_one_objective(plane: Plane) -> None:
     await create(plane)
     with pytest.raises(FailedPrecondition, match="chat has an objective for standard requests: chat"):

@@ -34,6 +34,7 @@ from services.core.rollouts.routes import ROUTES, ModelRoute
 from tests.integration.controlplane.plane import DIGEST, OTHER, Plane
 
 MIB = 2**20
+AT_ONCE = (pb.ROLLOUT_STRATEGY_BLUE_GREEN, pb.ROLLOUT_STRATEGY_INSTANT)
 
 
 def message(name: str = "r", **fields: Any) -> pb.Rollout:
@@ -119,6 +120,7 @@ async def test_one_rollout_of_a_deployment_at_a_time_and_its_version_does_not_ch
         ({"arms": [pb.RolloutArm(name="stable", version=OTHER)]}, InvalidInput),
         ({"steps": [pb.RolloutStep(weight_ratio=0.5), pb.RolloutStep(weight_ratio=0.1)]}, InvalidInput),
         ({"strategy": pb.ROLLOUT_STRATEGY_AB}, InvalidInput),
+        *(({"strategy": one, "steps": [pb.RolloutStep(weight_ratio=0.5)]}, InvalidInput) for one in AT_ONCE),
         ({"strategy": pb.ROLLOUT_STRATEGY_SHADOW}, InvalidInput),
         ({"gate": pb.RolloutGate(metrics=["speed"])}, InvalidInput),
         ({"gate": pb.RolloutGate(accepted={"cost": " "})}, InvalidInput),
@@ -205,7 +207,20 @@ async def test_where_nothing_fits_the_plan_and_the_start_give_the_bytes(plane: P
     assert await route(plane) is None
 
 
-@pytest.mark.parametrize("strategy", [pb.ROLLOUT_STRATEGY_BLUE_GREEN, pb.ROLLOUT_STRATEGY_INSTANT])
+@pytest.mark.parametrize("strategy", AT_ONCE)
+async def test_all_traffic_at_once_has_one_step_with_the_requests_of_its_gate(
+    serving: Plane, strategy: pb.RolloutStrategy.ValueType
+) -> None:
+    steps = [pb.RolloutStep(weight_ratio=1.0, min_requests=7)]
+    found = await create(serving, message(strategy=strategy, steps=steps))
+    assert [(step.weight_ratio, step.min_requests) for step in found.steps] == [(1.0, 7)]
+    assert found.soak.seconds == 300, "also of an instant one, at most"
+    stored = await route(serving)
+    assert stored is not None
+    assert stored.step.endswith("/loading"), "what the soak is compared with"
+
+
+@pytest.mark.parametrize("strategy", AT_ONCE)
 async def test_only_a_canary_goes_worker_by_worker(
     plane: Plane, strategy: pb.RolloutStrategy.ValueType
 ) -> None:

@@ -55,6 +55,9 @@ class NoSlis:
     def arms_of(self, window: GateWindow) -> dict[str, ArmWindow]:
         return {}
 
+    def lasted_s(self, window: GateWindow) -> float:
+        return 0.0
+
     def counting_s(self) -> float:
         return 60.0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from services.controlplane.objectives.policy.gates import GateReport, Verdict
 from services.controlplane.rollouts.controller import RolloutController
-from services.controlplane.rollouts.records import Rollout
+from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.core.generation import NotAdmittedReason, StartSpec
 from services.core.rollouts.routes import ModelRoute, RouteArm, SplitCaller
 from services.gateway.splits import Splits
@@ -76,6 +76,15 @@ class JudgesNothing(PlaneNode):
     def make_controller(self) -> RolloutController:
         controller = super().make_controller()
         controller.__class__ = _Lenient
+        return controller
+
+
+class PromotesAtOnce(PlaneNode):
+    """Judges the soak and completes it whatever the verdict, as if it were no gate."""
+
+    def make_controller(self) -> RolloutController:
+        controller = super().make_controller()
+        controller.__class__ = _Unjudged
         return controller
 
 
@@ -149,6 +158,14 @@ class _Lenient(RolloutController):
     def reports(self, rollout: Rollout, route: ModelRoute | None) -> dict[str, GateReport]:
         found = super().reports(rollout, route)
         return {name: replace(report, verdict=Verdict.PASS) for name, report in found.items()}
+
+
+class _Unjudged(RolloutController):
+    def reports(self, rollout: Rollout, route: ModelRoute | None) -> dict[str, GateReport]:
+        found = super().reports(rollout, route)
+        if rollout.phase is not RolloutPhase.SOAKING:
+            return found
+        return {name: replace(report, verdict=Verdict.INCONCLUSIVE) for name, report in found.items()}
 
 
 class _Drawing(Splits):

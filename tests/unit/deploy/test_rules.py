@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator, Iterable
+from random import Random
 
 import pytest
 import yaml
@@ -11,9 +12,11 @@ from prometheus_client import generate_latest
 
 from services.adapters.blobs.observed import ObservedBlobs
 from services.adapters.memory.quarantine import MemoryQuarantine
+from services.controlplane.alert_telemetry import MAX_NAMES, AlertTelemetry
 from services.core.errors import FairwayError, IntegrityError, PoisonedInput
 from services.core.faults import ERRORS, FINISHED, Fault
 from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling
+from services.core.records import BurnAlert, Meta, Objective, Sli, SliStatus
 from services.gateway.events import Received
 from services.gateway.poison import PoisonGate
 from services.gateway.telemetry import GatewayTelemetry
@@ -38,6 +41,7 @@ PANELS = {
     for expression in dashboard_expressions(path)
     if expression != "prometheus" and not expression.startswith("label_values(")
 }
+SLOW, FAST, ACUTE = BurnAlert.SLOW, BurnAlert.FAST, BurnAlert.ACUTE
 OURS = sorted(reason for reason, (fault, _) in ERRORS.items() if fault is Fault.OURS)
 OTHERS = sorted(set(ERRORS) - set(OURS) - {FINISHED, "HTTP_PROBLEM"})
 
@@ -169,3 +173,63 @@ async def test_the_first_condemned_input_of_a_version_alerts() -> None:
     (labels,) = evaluate(RULES["FairwayInputCondemned"], scrapes)
     assert dict(labels) == {"model": "chat", "version": "sha256:1"}
     await supervisor.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_alerts_of_objectives_and_budgets_page_by_their_levels(seed: int) -> None:
+    rng, metrics = Random(seed), Metrics()
+    leads = [True]
+    levels = AlertTelemetry(metrics, leads=lambda: leads[0])
+    alerts = {f"o{number}": rng.choice(list(BurnAlert)) for number in range(rng.randint(1, 9))}
+    spent = {f"b{number}": rng.randrange(0, 2000, 50) for number in range(rng.randint(1, 9))}
+    levels.burns(
+        (Objective(Meta(name), "chat"), [SliStatus(Sli.TTFT, 1.0, 9, 0, alert, ())])
+        for name, alert in alerts.items()
+    )
+    levels.spent((name, "month", micros, 1000) for name, micros in spent.items())
+    assert firing(metrics) == {
+        (
+            "FairwayObjectiveBurnsFast",
+            frozenset(name for name, one in alerts.items() if one in (FAST, ACUTE)),
+        ),
+        ("FairwayObjectiveBurnsSlowly", frozenset(name for name, one in alerts.items() if one is SLOW)),
+        ("FairwayBudgetSpent", frozenset(name for name, micros in spent.items() if micros >= 1000)),
+        (
+            "FairwayBudgetNearlySpent",
+            frozenset(name for name, micros in spent.items() if 800 <= micros < 1000),
+        ),
+    }
+    leads[0] = False
+    assert {names for _, names in firing(metrics)} == {frozenset()}, "the next leader exports them"
+
+
+def test_further_objectives_share_the_highest_level() -> None:
+    metrics = Metrics()
+    levels = AlertTelemetry(metrics)
+    levels.burns(
+        (Objective(Meta(f"o{number}"), "chat"), [SliStatus(Sli.TTFT, 1.0, 9, 0, alert, ())])
+        for number, alert in enumerate([BurnAlert.NONE] * MAX_NAMES + [SLOW, ACUTE, FAST])
+    )
+    levels.spent((f"b{number}", "day", None if number % 2 else 1, number % 3) for number in range(9))
+    text = generate_latest(metrics.registry).decode()
+    assert text.count("fairway_objective_burn_level{") == MAX_NAMES + 1
+    assert 'fairway_objective_burn_level{objective="other",sli="ttft"} 3.0' in text
+    assert text.count("fairway_budget_spent_ratio{") == 3, "an unknown amount and no limit have no ratio"
+    assert ("FairwayObjectiveBurnsFast", frozenset({"other"})) in firing(metrics)
+
+
+def firing(metrics: Metrics) -> set[tuple[str, frozenset[str]]]:
+    """Return the alerts of promises, each with the objectives or budgets that it names."""
+    scrapes = Scrapes()
+    scrapes.add(generate_latest(metrics.registry).decode(), 15.0, job="controlplane", instance="c")
+    return {
+        (
+            alert,
+            frozenset(
+                dict(labels).get("objective") or dict(labels)["budget"]
+                for labels in evaluate(RULES[alert], scrapes)
+            ),
+        )
+        for alert in RULES
+        if alert.startswith(("FairwayObjective", "FairwayBudget"))
+    }

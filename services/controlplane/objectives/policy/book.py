@@ -27,6 +27,7 @@ MAX_WINDOWS: Final = 256
 MAX_SHAPED: Final = 256  # models with shapes of traffic
 SHAPES_KEPT: Final = 0.97  # of their weight, from one interval to the next: half of it after 4 hours
 SOURCE_S: Final = 3600.0  # a source that was silent for so long has nothing left to send again
+REPORT_S: Final = 2.0  # between two reports of a gateway
 OTHER: Final = "(other)"
 _LATE_S: Final = 900.0
 
@@ -51,10 +52,13 @@ class BurnKey:
 
 @dataclass(slots=True)
 class StepSums:
-    """The arms of a step by version digest and cluster."""
+    """The arms of a step by version digest and cluster. Of its first and its last report: ``began_s`` and
+    ``seen_s``.
+    """
 
     arms: dict[str, dict[int, SliSums]] = field(default_factory=dict)
     seen_s: float = 0.0
+    began_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -111,6 +115,11 @@ class SliBook:
         """Return the arms of a step, by version digest."""
         found = self.steps.get(window)
         return {} if found is None else {digest: ArmWindow(one) for digest, one in found.arms.items()}
+
+    def lasted_s(self, window: GateWindow) -> float:
+        """Return for how long requests of a step ended so far: a first report covers a period too."""
+        found = self.steps.get(window)
+        return 0.0 if found is None else found.seen_s - found.began_s + REPORT_S
 
     def series(self, window_s: float, now_s: float) -> set[SliKey]:
         """Return the series with requests in the window that ends now; ``SERIES_S`` at most are kept."""
@@ -172,7 +181,7 @@ class SliBook:
     def _add_window(self, window: GateWindow, arms: Mapping[str, ArmWindow], now_s: float) -> None:
         step = self.steps.get(window)
         if step is None:
-            step = self.steps[window] = StepSums()
+            step = self.steps[window] = StepSums(began_s=now_s)
         step.seen_s = now_s
         for digest, arm in arms.items():
             clusters = step.arms.setdefault(digest, {})

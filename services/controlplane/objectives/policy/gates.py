@@ -35,7 +35,7 @@ class GateMetric(StrEnum):
     TTFT_P95 = "ttft_p95"
     ITL_P95 = "itl_p95"
     OUTPUT_LENGTH = "output_length"  # mean; longer and shorter are regressions
-    COST = "cost"  # device seconds per 1,000 tokens
+    COST = "cost"  # device seconds per 1,000 tokens, as shares of engine steps or of whole ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,9 @@ class GatePlan:
     min_sessions: int = 30
     # Metrics whose regression the operator accepts, and why. They are shown and do not count.
     accepted: Mapping[GateMetric, str] = field(default_factory=dict)
+    # Whether cost is the time of the steps between two tokens, whoever shares them: a batch with fewer
+    # sequences has larger shares.
+    whole_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class GateReport:
 
 def judge(plan: GatePlan, baseline: ArmWindow, candidate: ArmWindow) -> GateReport:
     """Return the verdict on the candidate, from what both arms served in the same window."""
-    waits_for = _missing(plan, baseline, candidate)
+    waits_for = missing(plan, "candidate", candidate) or missing(plan, "baseline", baseline)
     evidence = tuple(
         _evidence(plan, metric, baseline, candidate, judged=not waits_for) for metric in plan.bounds
     )
@@ -130,14 +133,14 @@ def judge(plan: GatePlan, baseline: ArmWindow, candidate: ArmWindow) -> GateRepo
     return GateReport(verdict, evidence, baseline.sessions, candidate.sessions, waits_for)
 
 
-def _missing(plan: GatePlan, baseline: ArmWindow, candidate: ArmWindow) -> str:
-    for name, arm in (("candidate", candidate), ("baseline", baseline)):
-        if arm.requests < plan.min_requests:
-            return f"the {name} has {arm.requests} of {plan.min_requests} requests"
-        if arm.sessions < plan.min_sessions:
-            return f"the {name} has {arm.sessions} of {plan.min_sessions} sessions"
-        if len(arm.clusters) < comparisons.MIN_CLUSTERS:
-            return f"the sessions of the {name} are in {len(arm.clusters)} clusters"
+def missing(plan: GatePlan, name: str, arm: ArmWindow) -> str:
+    """Return what an arm has too few of to be judged, empty for nothing."""
+    if arm.requests < plan.min_requests:
+        return f"the {name} has {arm.requests} of {plan.min_requests} requests"
+    if arm.sessions < plan.min_sessions:
+        return f"the {name} has {arm.sessions} of {plan.min_sessions} sessions"
+    if len(arm.clusters) < comparisons.MIN_CLUSTERS:
+        return f"the sessions of the {name} are in {len(arm.clusters)} clusters"
     return ""
 
 
@@ -145,7 +148,7 @@ def _evidence(
     plan: GatePlan, metric: GateMetric, baseline: ArmWindow, candidate: ArmWindow, *, judged: bool
 ) -> MetricEvidence:
     alarm_ratio = plan.false_alarm_ratio / (plan.gates * len(plan.bounds))
-    found = _compared(metric, plan.bounds[metric], baseline, candidate)
+    found = _compared(plan, metric, baseline, candidate)
     bound = found.bound(alarm_ratio)
     verdict = Verdict.INCONCLUSIVE
     if judged and found.regression_z > bound:
@@ -167,10 +170,9 @@ def _evidence(
     )
 
 
-def _compared(
-    metric: GateMetric, bounds: MetricBounds, baseline: ArmWindow, candidate: ArmWindow
-) -> Comparison:
-    arms, margin, limit = (baseline, candidate), bounds.margin, bounds.limit
+def _compared(plan: GatePlan, metric: GateMetric, baseline: ArmWindow, candidate: ArmWindow) -> Comparison:
+    arms, bounds = (baseline, candidate), plan.bounds[metric]
+    margin, limit = bounds.margin, bounds.limit
     match metric:
         case GateMetric.ERROR_RATIO:
             return comparisons.of_shares(arms, lambda one: (one.errors, one.requests), margin, limit)
@@ -184,5 +186,7 @@ def _compared(
             return comparisons.of_means(
                 arms, lambda one: (one.output_tokens, one.finished), margin, limit, two_sided=True
             )
+        case GateMetric.COST if plan.whole_steps:
+            return comparisons.of_means(arms, lambda one: (1e3 * one.itl.total, one.itl.count), margin, limit)
         case GateMetric.COST:
             return comparisons.of_means(arms, lambda one: (1e3 * one.device_s, one.tokens), margin, limit)

@@ -1,14 +1,16 @@
 """The next state of a rollout. Pure and level-triggered: it depends on states and times, not on what changed.
 
 The order of what decides: a crash bound, a burn alert or a failed gate rolls back, also while paused; then
-an operator's promotion; then the hold, the gate and the replicas of the next step. A state that is final for
-new requests (ROLLING_BACK, FINISHING) ends when no worker has the versions that leave.
+an operator's promotion; then the hold, the gate and the replicas of the next step. The soak is judged like a
+step, by what the stable version did before it. A state that is final for new requests (ROLLING_BACK,
+FINISHING) ends when no worker has the versions that leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 from services.controlplane.objectives.policy.gates import GateMetric, GateReport, Verdict
 from services.controlplane.rollouts.policy.effects import (
@@ -16,10 +18,12 @@ from services.controlplane.rollouts.policy.effects import (
     replicas_beside,
     replicas_by_worker,
     replicas_of_arm,
+    step_name,
     weight_of_step,
 )
 from services.controlplane.rollouts.policy.facts import PROBE_FAILED, RolloutFacts
 from services.controlplane.rollouts.records import (
+    FULL,
     STABLE,
     Inconclusive,
     Rollout,
@@ -30,6 +34,8 @@ from services.controlplane.rollouts.records import (
 from services.core.rollouts.routes import WHOLE_BP
 
 Reports = Mapping[str, GateReport]
+# Where all traffic moves at once: the longest wait for figures of the stable version to compare with.
+BASELINE_S: Final = 60.0
 
 
 def advance(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float) -> Rollout:
@@ -40,7 +46,7 @@ def advance(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s:
         case RolloutPhase.RUNNING:
             return _running(rollout, facts, reports, now_unix_s)
         case RolloutPhase.SOAKING:
-            return _soaking(rollout, facts, now_unix_s)
+            return _soaking(rollout, facts, reports, now_unix_s)
         case RolloutPhase.FINISHING:
             names = [STABLE, *(arm.name for arm in rollout.arms if arm is not rollout.final_arm)]
             message = f"{rollout.final_arm.name} is final"
@@ -67,7 +73,10 @@ def _loading(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollou
         return replace(rollout, message=waiting)
     if rollout.paused:
         return replace(rollout, message="paused before its first step")
-    if rollout.strategy in (RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT):
+    if rollout.strategy in FULL:
+        left_s = min(BASELINE_S, rollout.gate.patience_s) - (now_unix_s - rollout.phase_unix_s)
+        if facts.unmeasured and left_s > 0:
+            return replace(rollout, message=f"{facts.unmeasured}; all traffic moves in {left_s:.0f} s anyway")
         return _soak(rollout, now_unix_s)
     event = RolloutEvent(now_unix_s, "STARTED", f"{_weights_text(rollout, 0)} of the sessions")
     if rollout.steps and rollout.steps[0].weight_bp == WHOLE_BP:
@@ -76,13 +85,8 @@ def _loading(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollou
 
 
 def _running(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float) -> Rollout:
-    if (crashed := _crashed(rollout, facts, now_unix_s)) is not None:
-        return crashed
-    for name, found in sorted(reports.items()):
-        if found.verdict is Verdict.FAIL:
-            failed = ", ".join(found.failed)
-            event = RolloutEvent(now_unix_s, "GATE_FAILED", f"{name} fails {failed}", name, found.evidence)
-            return rolled_back(rollout, event)
+    if (failed := _failed(rollout, facts, reports, now_unix_s)) is not None:
+        return failed
     if rollout.strategy is not RolloutStrategy.CANARY:
         return _until_operator(rollout, facts, now_unix_s)
     if rollout.promote_to > rollout.step:
@@ -111,10 +115,7 @@ def _without_verdict(rollout: Rollout, facts: RolloutFacts, reports: Reports, no
         case Inconclusive.PROMOTE:
             return _next_step(rollout, facts, reports, now_unix_s, why)
         case Inconclusive.ABORT:
-            report = reports.get(rollout.final_arm.name)
-            evidence = report.evidence if report is not None else ()
-            event = RolloutEvent(now_unix_s, "INCONCLUSIVE", why, rollout.final_arm.name, evidence)
-            return rolled_back(rollout, event)
+            return rolled_back(rollout, _judged(rollout, "INCONCLUSIVE", why, reports, now_unix_s))
         case Inconclusive.WAIT:
             return replace(rollout, message=f"{why}: promote or abort it")
 
@@ -136,7 +137,7 @@ def _next_step(
 ) -> Rollout:
     """Return the next step once its replicas are READY."""
     step = next_step_of(rollout)
-    last, weight_bp = step >= len(rollout.steps), weight_of_step(rollout, step)
+    weight_bp = weight_of_step(rollout, step)
     since_unix_s = rollout.preparing_unix_s or now_unix_s
     waiting = _waiting(rollout, facts, weight_bp)
     failed = _load_failure(rollout, facts, waiting, now_unix_s, since_unix_s=since_unix_s)
@@ -144,14 +145,9 @@ def _next_step(
         return failed
     if waiting:
         return replace(rollout, preparing_unix_s=since_unix_s, message=waiting)
-    report = reports.get(rollout.final_arm.name)
-    evidence = report.evidence if report is not None else ()
-    text = f"{weight_bp / 100:g} %: {why}"
-    event = RolloutEvent(now_unix_s, "STEP", text, rollout.final_arm.name, evidence)
+    event = _judged(rollout, "STEP", f"{weight_bp / 100:g} %: {why}", reports, now_unix_s)
     if weight_bp == WHOLE_BP:
-        hold_s = 0.0 if last else rollout.steps[step].hold_s
-        noted = replace(rollout.noted(event), soak_s=max(rollout.soak_s, hold_s))
-        return _soak(noted, now_unix_s)
+        return _soak(rollout.noted(event), now_unix_s)
     return replace(rollout.noted(event), step=step, step_unix_s=now_unix_s, preparing_unix_s=0.0)
 
 
@@ -166,22 +162,39 @@ def _until_operator(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) ->
     return _soak(rollout, now_unix_s)
 
 
-def _soaking(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
-    if (crashed := _crashed(rollout, facts, now_unix_s)) is not None:
-        return crashed
+def _soaking(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float) -> Rollout:
+    """Return the rollout as final after its soak, an instant one once its gate passes.
+
+    A gate that did not decide meanwhile does not hold it: the soak is its patience.
+    """
+    if (failed := _failed(rollout, facts, reports, now_unix_s)) is not None:
+        return failed
     left_s = rollout.soak_s - (now_unix_s - rollout.phase_unix_s)
     if rollout.paused:
         return replace(rollout, message="paused with all traffic; the version before is warm")
-    if left_s > 0 and not rollout.promote_to > rollout.step:
-        return replace(rollout, message=f"the version before is warm for {rollout.soak_s:g} s")
-    event = RolloutEvent(now_unix_s, "FINAL", f"{rollout.final_arm.name} is the deployment's version")
-    return _entered(rollout, RolloutPhase.FINISHING, event)
+    report = reports.get(rollout.final_arm.name)
+    passed = report is not None and report.verdict is Verdict.PASS
+    if rollout.promote_to <= rollout.step and not (passed and rollout.strategy is RolloutStrategy.INSTANT):
+        if left_s > 0 or not facts.measured:
+            gate = "the gate passes" if passed else "the gate is inconclusive so far"
+            return replace(rollout, message=f"the version before is warm for {rollout.soak_s:g} s; {gate}")
+        if not passed and rollout.gate.inconclusive is Inconclusive.ABORT:
+            why = f"no verdict within the soak of {rollout.soak_s:g} s"
+            return rolled_back(rollout, _judged(rollout, "INCONCLUSIVE", why, reports, now_unix_s))
+    text = f"{rollout.final_arm.name} is the deployment's version"
+    return _entered(rollout, RolloutPhase.FINISHING, _judged(rollout, "FINAL", text, reports, now_unix_s))
 
 
 def _soak(rollout: Rollout, now_unix_s: float) -> Rollout:
     event = RolloutEvent(now_unix_s, "ALL_TRAFFIC", f"{rollout.final_arm.name} has all traffic")
-    entered = _entered(rollout, RolloutPhase.SOAKING, event)
-    return replace(entered, step=max(rollout.step, rollout.promote_to), step_unix_s=now_unix_s)
+    hold_s = next((one.hold_s for one in rollout.steps if one.weight_bp == WHOLE_BP), 0.0)
+    return replace(
+        _entered(rollout, RolloutPhase.SOAKING, event),
+        baseline=step_name(rollout),
+        soak_s=max(rollout.soak_s, hold_s),
+        step=max(rollout.step, rollout.promote_to),
+        step_unix_s=now_unix_s,
+    )
 
 
 def _once_gone(
@@ -197,6 +210,38 @@ def _once_gone(
     if left:
         return replace(rollout, message=f"{message}; {left} replicas end their requests")
     return _entered(rollout, phase, RolloutEvent(now_unix_s, phase.name, message))
+
+
+def _failed(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float) -> Rollout | None:
+    """Return the rollback of a candidate that crashes, fails its probe or gate, or burns an error budget."""
+    lost = _crashed(rollout, facts, now_unix_s) or _unanswered(rollout, facts, now_unix_s)
+    if lost is not None:
+        return lost
+    for name, found in sorted(reports.items()):
+        if found.verdict is Verdict.FAIL:
+            failed = ", ".join(found.failed)
+            event = RolloutEvent(now_unix_s, "GATE_FAILED", f"{name} fails {failed}", name, found.evidence)
+            return rolled_back(rollout, event)
+    return None
+
+
+def _judged(rollout: Rollout, what: str, message: str, reports: Reports, now_unix_s: float) -> RolloutEvent:
+    """Return an event of the final arm with the evidence of its gate."""
+    name = rollout.final_arm.name
+    report = reports.get(name)
+    return RolloutEvent(now_unix_s, what, message, name, report.evidence if report is not None else ())
+
+
+def _unanswered(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout | None:
+    """Return the rollback of a candidate that fails its probe on a worker, also on one that loads it again.
+
+    One worker is enough: it is the version, or it was not proven that it is not.
+    """
+    for arm in rollout.arms:
+        if why := facts.arm(arm.name).unanswered:
+            event = RolloutEvent(now_unix_s, PROBE_FAILED, f"{arm.name}: {why}"[:512], arm.name)
+            return rolled_back(rollout, event)
+    return None
 
 
 def _crashed(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout | None:
@@ -216,11 +261,10 @@ def _load_failure(
     rollout: Rollout, facts: RolloutFacts, waiting: str, now_unix_s: float, *, since_unix_s: float
 ) -> Rollout | None:
     """Return the rollback of candidates that do not load. ``waiting``: see ``_waiting``, since then."""
+    if (unanswered := _unanswered(rollout, facts, now_unix_s)) is not None:
+        return unanswered
     for arm in rollout.arms:
         found = facts.arm(arm.name)
-        if found.unanswered:  # one worker is enough: it is the version, or it was not proven that it is not
-            event = RolloutEvent(now_unix_s, PROBE_FAILED, f"{arm.name}: {found.unanswered}"[:512], arm.name)
-            return rolled_back(rollout, event)
         if found.failed and found.failed == found.loaded:
             event = RolloutEvent(now_unix_s, "LOAD_FAILED", f"{arm.name}: {found.why}"[:512], arm.name)
             return rolled_back(rollout, event)
@@ -243,7 +287,7 @@ def _waiting(rollout: Rollout, facts: RolloutFacts, weight_bp: int) -> str:
 
 
 def _needed(rollout: Rollout, name: str, weight_bp: int, replicas: int) -> int:
-    if rollout.strategy in (RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT):
+    if rollout.strategy in FULL:
         return max(1, replicas)
     if rollout.strategy in (RolloutStrategy.AB, RolloutStrategy.SHADOW):
         return replicas_of_arm(rollout, name, replicas)

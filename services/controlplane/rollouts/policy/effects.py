@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from services.controlplane.rollouts.records import (
+    FULL,
     STABLE,
     Rollout,
     RolloutPhase,
@@ -21,7 +22,6 @@ from services.core.rollouts.routes import WHOLE_BP, ModelRoute, RouteArm
 # Traffic on a replica of a candidate over that on a stable one, up to which their latencies are compared.
 MOST_LOAD_RATIO = 1.25
 _STABLE_KV_BP = 2_500
-_FULL = (RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT)
 
 
 def weights_of(rollout: Rollout) -> dict[str, int]:
@@ -47,7 +47,7 @@ def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
         at_end = rollout.phase is RolloutPhase.SOAKING
         weight_bp = WHOLE_BP if at_end else weight_of_step(rollout, rollout.step + rollout.preparing)
         return replicas_by_worker(weight_bp, replicas)
-    everything = rollout.phase is RolloutPhase.SOAKING or rollout.strategy in _FULL
+    everything = rollout.phase is RolloutPhase.SOAKING or rollout.strategy in FULL
     if everything:
         return max(1, replicas) if name == rollout.final_arm.name else 1
     if rollout.strategy is RolloutStrategy.AB:
@@ -174,7 +174,7 @@ def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
         arms,
         rules,
         shadow=rollout.shadow if running and rollout.strategy is RolloutStrategy.SHADOW else None,
-        step=step_name(rollout) if running else "",
+        step="" if closed else step_name(rollout),
         by_worker=by_worker,
     )
 
@@ -190,20 +190,22 @@ def load_ratio(route: ModelRoute, name: str) -> float:
     return arm.weight_bp * stable.replicas / (stable.weight_bp * arm.replicas)
 
 
-def copies_ratio(route: ModelRoute, name: str, requests: int, copies: int) -> float:
-    """Return the copies on a replica of a shadow over the requests on a replica of the stable arm.
+def measured_ratio(route: ModelRoute, name: str, stable: float, candidate: float) -> float:
+    """Return the traffic on a replica of an arm over that on a replica of the stable one, as measured.
 
-    As measured: a gateway leaves copies out when it has no capacity for them.
+    Of a shadow, since a gateway leaves copies out when it has no capacity for them, and of a soak, whose
+    baseline served at another time. ``stable`` and ``candidate``: their requests, in the same time.
     """
     arm = route.arm(name)
-    if arm is None or not requests:
+    if arm is None or not stable:
         return 0.0
-    return copies * route.stable.replicas / (requests * arm.replicas)
+    return candidate * route.stable.replicas / (stable * arm.replicas)
 
 
 def step_name(rollout: Rollout) -> str:
-    """Return the name under which the arms of the present step are compared."""
-    return f"{rollout.salt}/{rollout.step}"
+    """Return the name under which the requests of the present phase and step are counted."""
+    running = rollout.phase is RolloutPhase.RUNNING
+    return f"{rollout.salt}/{rollout.step if running else rollout.phase}"
 
 
 def deployment_of(rollout: Rollout, deployment: Deployment) -> Deployment:

@@ -34,12 +34,14 @@ class ArmFacts:
 class RolloutFacts:
     """``replicas``: those of the deployment. ``arms``: by name. ``unplaced``: why an arm lacks a worker, by
     name. ``measured``: the sums of the present step are complete, which they are not just after a failover.
+    ``unmeasured``: what the stable version has too few of to be compared with, empty for nothing.
     """
 
     replicas: int
     arms: Mapping[str, ArmFacts]
     unplaced: Mapping[str, str] = field(default_factory=dict)
     measured: bool = True
+    unmeasured: str = ""
 
     def arm(self, name: str) -> ArmFacts:
         return self.arms.get(name, ArmFacts())

@@ -27,7 +27,7 @@ LEAST_LEFT_RATIO: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ServiceTargets:
-    """Default time to first token of each class, in seconds, for requests without a target.
+    """Time to first token of each class, in seconds, for requests without a target of their objective.
 
     Batch is bounded by its queue time only.
     """
@@ -40,7 +40,13 @@ class ServiceTargets:
         if min(self.interactive_s, self.standard_s, self.batch_s) <= 0:
             raise ValueError("a target is above zero")
 
-    def of(self, priority: Priority) -> float:
+    def of(self, priority: Priority, objective_s: float | None = None) -> float:
+        """Return the target of a request: what its objective shapes serving with, otherwise its class's.
+
+        Verdict, shedding, pressure and with it degrading have it from here.
+        """
+        if objective_s is not None:
+            return objective_s
         found = {
             Priority.INTERACTIVE: self.interactive_s,
             Priority.STANDARD: self.standard_s,
@@ -115,14 +121,26 @@ class Backlog:
     )
     _sums: dict[Priority, float] = field(default_factory=lambda: dict.fromkeys(Priority, 0.0))
     _counts: dict[tuple[Priority, str], int] = field(default_factory=dict)
+    # How many placements of a class wait with each target.
+    _targets: dict[Priority, dict[float, int]] = field(
+        default_factory=lambda: {priority: {} for priority in Priority}
+    )
 
-    def add(self, priority: Priority, tenant: str, tokens: float) -> None:
+    def add(self, priority: Priority, tenant: str, tokens: float, target_s: float = math.inf) -> None:
+        """Count a placement. ``target_s``: ``ServiceTargets.of`` it."""
+        targets = self._targets[priority]
+        targets[target_s] = targets.get(target_s, 0) + 1
         by_tenant = self._tokens[priority]
         by_tenant[tenant] = by_tenant.get(tenant, 0.0) + tokens
         self._counts[priority, tenant] = self._counts.get((priority, tenant), 0) + 1
         self._sums[priority] += tokens
 
-    def remove(self, priority: Priority, tenant: str, tokens: float) -> None:
+    def remove(self, priority: Priority, tenant: str, tokens: float, target_s: float = math.inf) -> None:
+        """Count a placement no longer, with the values with which it was added."""
+        targets = self._targets[priority]
+        targets[target_s] -= 1
+        if not targets[target_s]:
+            del targets[target_s]
         by_tenant = self._tokens[priority]
         self._sums[priority] -= tokens
         by_tenant[tenant] -= tokens
@@ -143,6 +161,13 @@ class Backlog:
     def waits(self, priority: Priority) -> bool:
         """Whether a placement of the class waits."""
         return bool(self._tokens[priority])
+
+    def target_of(self, priority: Priority) -> float:
+        """Return the target of a class: the loosest of those that wait, infinity without any.
+
+        They differ only while an objective changes, or where deployments share a version.
+        """
+        return max(self._targets[priority], default=math.inf)
 
     def ahead_of(
         self,
@@ -186,15 +211,15 @@ def wait_s(
     return tokens_ahead / left
 
 
-def pressure_ratio(backlog: Backlog, tokens_per_s: float | None, targets: ServiceTargets) -> float:
+def pressure_ratio(backlog: Backlog, tokens_per_s: float | None) -> float:
     """Return the pressure: the highest ratio of predicted wait to target over all classes, at most 1.
 
     A class without waiting placements does not count, and neither does one without a target.
     """
     worst = 0.0
     for priority in Priority:
-        target_s = targets.of(priority)
-        if not backlog.waits(priority) or target_s == math.inf:
+        target_s = backlog.target_of(priority)
+        if target_s == math.inf:
             continue
         found_s = wait_s(backlog.total(priority), tokens_per_s)
         worst = max(worst, 0.0 if found_s is None else found_s / target_s)

@@ -83,8 +83,8 @@ class Hopeless:
 class Shed:
     """A placement has to be shed: the one with the lowest rank in the pool, or the new one if it is lowest.
 
-    ``claims``: the predicted wait exceeds the target of its class too. Otherwise no other placement is shed
-    for it: a stricter target than that of the class, or a retry, does not justify shedding others.
+    ``claims``: the predicted wait exceeds the whole target, not only a retry's part of it, which does not
+    justify shedding others.
     """
 
     wait_s: float
@@ -115,15 +115,12 @@ def judge(arrival: OfferedPlacement, wait_s: float | None, policy: SheddingPolic
     own_s = math.inf if arrival.deadline_left_s is None else arrival.deadline_left_s
     if wait_s > own_s:
         return Hopeless(wait_s, own_s, retry_after_s(wait_s, own_s, arrival.attempt, policy, rng))
-    target_s, class_s = arrival.ttft_target_s, policy.targets.of(arrival.priority)
-    limit_s = min(class_s if target_s is None else target_s, arrival.queue_ttl_s)
-    if arrival.attempt:
-        limit_s *= policy.retry_patience_ratio
+    whole_s = min(policy.targets.of(arrival.priority, arrival.ttft_target_s), arrival.queue_ttl_s)
+    limit_s = whole_s * policy.retry_patience_ratio if arrival.attempt else whole_s
     if wait_s <= limit_s:
         return Take()
     later_s = retry_after_s(wait_s, limit_s, arrival.attempt, policy, rng)
-    claims = wait_s > max(limit_s, min(class_s, arrival.queue_ttl_s))
-    return Shed(wait_s, limit_s, later_s, claims)
+    return Shed(wait_s, limit_s, later_s, claims=wait_s > whole_s)
 
 
 def retry_after_s(wait_s: float, limit_s: float, attempt: int, policy: SheddingPolicy, rng: Random) -> float:

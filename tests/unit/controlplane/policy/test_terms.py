@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.controlplane.policy.assign import PutAssignment, plan
 from services.controlplane.policy.terms import ServingTerms, serving_terms
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind
@@ -25,7 +27,8 @@ SHAPES = (RequestShape(9, 5, SamplingKind.GREEDY),)
 
 
 def objective(model: str, itl_s: float, priority: Priority = Priority.STANDARD) -> Objective:
-    return Objective(Meta(f"{model}-{priority}"), model, priority, itl=LatencyTarget(itl_s))
+    itl = LatencyTarget(itl_s)
+    return Objective(Meta(f"{model}-{priority}"), model, priority, itl=itl, shapes_serving=True)
 
 
 def assigned(held: tuple[Assignment, ...], terms: dict[str, ServingTerms]) -> tuple[Assignment, ...]:
@@ -41,6 +44,7 @@ def versions(held: tuple[Assignment, ...]) -> list[AssignedVersion]:
 
 def test_the_tightest_target_of_the_classes_of_a_model_holds() -> None:
     objectives = [objective("a", 0.1), objective("a", 0.05, Priority.INTERACTIVE), objective("b", 0.0)]
+    objectives.append(replace(objective("a", 0.01, Priority.BATCH), shapes_serving=False))
     found = serving_terms(objectives, {"c": SHAPES})
     assert found == {"a": ServingTerms((), 0.05), "c": ServingTerms(SHAPES, 0.0)}
 

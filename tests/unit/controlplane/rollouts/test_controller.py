@@ -1,13 +1,17 @@
-"""What a shadow's copies are judged by: what the class in which they run does not change."""
+"""What candidates, copies and soaks are judged by: what load, class and time do not change."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from services.controlplane.objectives.policy.gates import GateMetric, Verdict
-from services.controlplane.rollouts.controller import judged
-from services.controlplane.rollouts.records import Rollout, RolloutPhase, RolloutStrategy
-from services.core.arms import ArmWindow
+from services.controlplane.rollouts.controller import RolloutController, gate_plan, judged
+from services.controlplane.rollouts.policy.effects import load_ratio, replicas_beside, route_of
+from services.controlplane.rollouts.records import GateSettings, Rollout, RolloutPhase, RolloutStrategy
+from services.core.arms import ArmKey, ArmWindow, GateWindow
+from services.core.records import BurnAlert, Priority, Sli
 from services.core.rollouts.routes import WHOLE_BP, ModelRoute, RouteArm, Shadow
 from tests.unit.controlplane.objectives.policy.test_gates import window
 from tests.unit.controlplane.policy.test_update import NEW, OLD
@@ -76,3 +80,94 @@ def test_the_cost_counts_by_the_copies_that_were_made() -> None:
     few = arm(12, tokens=500, output_tokens=250)
     assert verdicts(few)[GateMetric.COST] == (Verdict.FAIL, False)
     assert verdicts(few, replicas=1)[GateMetric.COST] == (Verdict.FAIL, True)
+
+
+def itl(seconds: float, requests: int = 25, **changes: float) -> ArmWindow:
+    """Return an arm whose tokens came that far apart."""
+    found = arm(requests, **changes)
+    for sums in found.clusters.values():
+        sums.itl.add(seconds, 10 * requests)
+    return found
+
+
+@pytest.mark.parametrize("replicas", range(2, 9))
+@pytest.mark.parametrize(("step", "weight_bp"), [(0, 100), (1, 500), (2, 2500), (3, 5000)])
+@pytest.mark.parametrize("costly", [False, True])
+def test_the_cost_counts_from_the_first_step_whatever_replicas(
+    replicas: int, step: int, weight_bp: int, *, costly: bool
+) -> None:
+    """Batches of fewer sequences have larger shares: they cost no more, and steps that last longer do."""
+    needed = replicas_beside(weight_bp, replicas)
+    arms = (
+        RouteArm("stable", OLD, WHOLE_BP - weight_bp, replicas),
+        RouteArm("canary", NEW, weight_bp, needed),
+    )
+    route = ModelRoute("d", "salt", arms, step=f"r/{step}")
+    load = load_ratio(route, "canary")
+    of_step = 2.0 if costly else 1.0
+    candidate = itl(0.02 * of_step, device_s=10.0 * of_step / (load if load < 0.8 else 1.0))
+    canary = rollout(phase=RolloutPhase.RUNNING, step=step, gate=GateSettings(metrics=(GateMetric.COST,)))
+    found = judged(canary, route, {OLD: itl(0.02), NEW: candidate})["canary"]
+    (cost,) = found.evidence
+    assert (found.verdict, cost.counted) == (Verdict.FAIL if costly else Verdict.PASS, True), load
+
+
+def soak(candidate: ArmWindow, *, before_s: float, soak_s: float) -> dict[GateMetric, tuple[Verdict, bool]]:
+    """Return verdict and whether it counts, by metric, of all traffic after that of the stable version."""
+    green = rollout(RolloutStrategy.BLUE_GREEN, phase=RolloutPhase.SOAKING, baseline="r/loading", salt="r")
+
+    class Slis:
+        def arms_of(self, window: GateWindow) -> dict[str, ArmWindow]:
+            return {"r/loading": {OLD: itl(0.02)}, "r/soaking": {NEW: candidate}}[window.step]
+
+        def lasted_s(self, window: GateWindow) -> float:
+            return {"r/loading": before_s, "r/soaking": soak_s}[window.step]
+
+        def counting_s(self) -> float:
+            return 60.0
+
+        def arm_alerts(self, arm: ArmKey, since_unix_s: float) -> dict[tuple[Priority, Sli], BurnAlert]:
+            return {}
+
+    unused: Any = None
+    controller = RolloutController(unused, unused, unused, "", unused, slis=Slis())
+    report = controller.reports(green, route_of(green, 2))["canary"]
+    return {one.metric: (one.verdict, one.counted) for one in report.evidence}
+
+
+FAULTS = [
+    ({"errors": 5}, GateMetric.ERROR_RATIO),
+    ({"broken": 5}, GateMetric.BROKEN_RATIO),
+    ({"output_tokens": 100}, GateMetric.OUTPUT_LENGTH),
+    ({"device_s": 20.0}, GateMetric.COST),
+]
+
+
+@pytest.mark.parametrize(("changes", "metric"), FAULTS)
+def test_a_soak_is_judged_by_what_the_stable_version_did_before_it(
+    changes: dict[str, Any], metric: GateMetric
+) -> None:
+    found = soak(itl(0.02, **changes), before_s=60.0, soak_s=60.0)
+    assert [one for one, (verdict, counts) in found.items() if verdict is Verdict.FAIL and counts] == [metric]
+
+
+def test_a_version_like_the_stable_one_does_not_fail_its_soak() -> None:
+    found = soak(itl(0.02), before_s=60.0, soak_s=60.0)
+    assert Verdict.FAIL not in {verdict for verdict, _ in found.values()}
+    assert found[GateMetric.COST] == (Verdict.PASS, True)
+
+
+def test_latencies_of_a_soak_do_not_count_with_more_traffic_than_before() -> None:
+    slow = itl(0.03)
+    assert soak(slow, before_s=60.0, soak_s=60.0)[GateMetric.ITL_P95] == (Verdict.FAIL, True)
+    assert soak(slow, before_s=60.0, soak_s=40.0)[GateMetric.ITL_P95] == (Verdict.FAIL, False)
+    assert soak(slow, before_s=40.0, soak_s=60.0)[GateMetric.ITL_P95] == (Verdict.FAIL, True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gates"),
+    [(RolloutStrategy.CANARY, 5), (RolloutStrategy.BLUE_GREEN, 1), (RolloutStrategy.INSTANT, 1)],
+)
+def test_the_soak_shares_the_false_alarms_of_the_rollout(strategy: RolloutStrategy, gates: int) -> None:
+    assert gate_plan(rollout(strategy), 1.0).gates == gates
+    assert gate_plan(shadow(), 1.0).gates == 1

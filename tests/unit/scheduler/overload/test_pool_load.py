@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -383,6 +384,50 @@ def test_a_burst_on_a_pool_of_unknown_speed_is_cut_as_soon_as_that_is_known() ->
     assert refused == newest or {id(one) for one in refused} == {id(one) for one in newest}
     plant.run(30)
     assert all(one.wait_s <= 20.0 for one in found if one.error is None)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_objective_that_shapes_serving_reaches_verdict_shedding_and_pressure_alike(seed: int) -> None:
+    """A burst is judged, shed and measured by one target, above that of its class or below."""
+    rng = Random(seed)
+    target_s = rng.choice([rng.uniform(0.02, 0.5), rng.uniform(2.0, 8.0), rng.uniform(20.0, 28.0)])
+    plant = Plant(1)
+    warm(plant)
+    count = rng.randint(240, 300)  # 24 to 30 s of work: beyond 1.5 times the class's 10 s
+    found = [plant.ask(ttft_target_s=target_s) for _ in range(count)]
+    plant.run(TICK_S)
+    (pool,) = plant.term.overload.pressures()
+    rate = plant.term.overload._rate(DIGEST, plant.term.overload._pools[DIGEST])
+    assert rate is not None
+    waiting_s = plant.term.overload._pools[DIGEST].backlog.total(Priority.STANDARD) / rate
+    assert pool.pressure_ratio == pytest.approx(min(1.0, waiting_s / target_s))
+    plant.run(6)
+    refused = [one.error for one in found if one.error is not None]
+    assert {type(one) for one in refused} <= {Overloaded}
+    allowed_s = 1.5 * target_s
+    if count * 0.1 < target_s:
+        assert refused == []
+    else:
+        assert 0.1 * (count - len(refused)) <= allowed_s + 1.5, "what waits is cut to the target"
+    for one in refused:
+        wait_s, limit_s = float(one.metadata["wait_s"]), float(one.metadata["limit_s"])
+        assert wait_s > limit_s == pytest.approx(target_s, rel=1e-3)
+        assert f"the predicted wait is {wait_s:.3g} s, longer than {target_s:.3g} s" in one.message
+    plant.run(30)
+    assert all(one.wait_s <= 2.0 * target_s + 2.0 for one in found if one.error is None)
+
+
+def test_a_loose_objective_keeps_a_burst_that_the_class_would_shed() -> None:
+    """The same burst with and without: by the class's target most of it is shed within the first second."""
+    shed = {}
+    for target_s in (None, 28.0):
+        plant = Plant(1)
+        warm(plant)
+        found = [plant.ask(ttft_target_s=target_s) for _ in range(270)]
+        plant.run(1)
+        shed[target_s] = sum(one.error is not None for one in found)
+    assert shed[28.0] == 0
+    assert shed[None] > 100
 
 
 def test_of_two_workers_the_slow_one_is_found() -> None:

@@ -54,6 +54,7 @@ class Driven:
         self.verdict: Verdict | None = Verdict.PASS
         self.alarms: dict[str, str] = {}
         self.measured = True
+        self.unmeasured = ""
         self.routes: list[ModelRoute | None] = []
         self.apply()
 
@@ -67,11 +68,11 @@ class Driven:
         missing = [one.deployment for one in self.fleet.actions if isinstance(one, Unplaced)]
         unplaced = {"canary": "no room"} if f"d@{NEW}" in missing else {}
         found = facts_of(self.rollout, self.fleet.wanted.replicas, workers, unplaced, self.alarms)
-        return replace(found, measured=self.measured)
+        return replace(found, measured=self.measured, unmeasured=self.unmeasured)
 
     @property
     def reports(self) -> Mapping[str, GateReport]:
-        if self.verdict is None or self.phase is not RolloutPhase.RUNNING:
+        if self.verdict is None or self.phase not in (RolloutPhase.RUNNING, RolloutPhase.SOAKING):
             return {}
         return {arm.name: report(self.verdict) for arm in self.rollout.arms}
 

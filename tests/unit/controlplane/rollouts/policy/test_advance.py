@@ -15,6 +15,7 @@ from services.controlplane.rollouts.policy.facts import ArmFacts, facts_of
 from services.controlplane.rollouts.policy.operate import Promotion, abort, pause, promote, resume
 from services.controlplane.rollouts.records import (
     ABORTABLE,
+    FULL,
     MAX_HISTORY,
     GateSettings,
     Inconclusive,
@@ -335,6 +336,18 @@ def test_engines_that_crash_roll_the_candidate_back() -> None:
 
 
 @pytest.mark.parametrize("phase", [RolloutPhase.RUNNING, RolloutPhase.SOAKING])
+def test_a_probe_that_fails_where_a_worker_loads_it_again_rolls_the_candidate_back(
+    phase: RolloutPhase,
+) -> None:
+    driven = Driven(rollout())
+    driven.until(phase)
+    facts = driven.facts
+    arm = replace(facts.arm("canary"), unanswered="no answer")
+    found = advance(driven.rollout, replace(facts, arms={**facts.arms, "canary": arm}), {}, driven.now_s)
+    assert (found.phase, found.history[-1].what) == (RolloutPhase.ROLLING_BACK, "PROBE_FAILED")
+
+
+@pytest.mark.parametrize("phase", [RolloutPhase.RUNNING, RolloutPhase.SOAKING])
 def test_a_burn_alert_of_the_candidate_rolls_it_back(phase: RolloutPhase) -> None:
     driven = Driven(rollout())
     driven.until(phase)
@@ -344,9 +357,9 @@ def test_a_burn_alert_of_the_candidate_rolls_it_back(phase: RolloutPhase) -> Non
     assert driven.whats()[-1] == "BURN_RATE"
 
 
-@pytest.mark.parametrize("strategy", [RolloutStrategy.BLUE_GREEN, RolloutStrategy.INSTANT])
+@pytest.mark.parametrize("strategy", FULL)
 def test_blue_green_takes_all_traffic_once_every_replica_is_ready(strategy: RolloutStrategy) -> None:
-    driven = Driven(rollout(strategy, soak_s=30.0 if strategy is RolloutStrategy.BLUE_GREEN else 0.0))
+    driven = Driven(rollout(strategy, soak_s=30.0))
     while driven.phase is RolloutPhase.LOADING:
         driven.tick()
         assert driven.weight_bp() == 0 or driven.fleet.ready(NEW) == 2
@@ -354,8 +367,89 @@ def test_blue_green_takes_all_traffic_once_every_replica_is_ready(strategy: Roll
     if strategy is RolloutStrategy.BLUE_GREEN:
         driven.tick(20)
         assert (driven.phase, driven.fleet.ready(OLD)) == (RolloutPhase.SOAKING, 2)
+    else:
+        driven.tick()
+        assert driven.phase is RolloutPhase.FINISHING, "its gate passes"
     driven.until(RolloutPhase.COMPLETED)
     assert driven.fleet.digests() == {NEW}
+
+
+SOAKED = (RolloutStrategy.CANARY, *FULL)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("strategy", SOAKED)
+def test_a_failed_gate_rolls_the_soak_back_onto_warm_replicas(
+    strategy: RolloutStrategy, *, paused: bool
+) -> None:
+    driven = Driven(rollout(strategy))
+    driven.verdict = Verdict.PASS if strategy is RolloutStrategy.CANARY else None
+    driven.until(RolloutPhase.SOAKING)
+    driven.verdict = Verdict.INCONCLUSIVE
+    driven.tick(10)
+    assert (driven.phase, driven.fleet.ready(OLD)) == (RolloutPhase.SOAKING, 2)
+    if paused:
+        driven.operate(lambda one: pause(one, driven.now_s))
+    driven.verdict = Verdict.FAIL
+    driven.tick()
+    assert (driven.phase, driven.weight_bp(), driven.fleet.ready(OLD)) == (RolloutPhase.ROLLING_BACK, 0, 2)
+    driven.until(RolloutPhase.ABORTED)
+    assert driven.fleet.digests() == {OLD}
+    assert driven.whats()[-2:] == ["GATE_FAILED", "ABORTED"]
+
+
+@pytest.mark.parametrize("strategy", SOAKED)
+@pytest.mark.parametrize("inconclusive", Inconclusive)
+def test_the_soak_ends_without_a_verdict_as_its_policy_says(
+    strategy: RolloutStrategy, inconclusive: Inconclusive
+) -> None:
+    driven = Driven(rollout(strategy, gate=GateSettings(inconclusive=inconclusive)))
+    driven.verdict = Verdict.PASS if strategy is RolloutStrategy.CANARY else None
+    driven.until(RolloutPhase.SOAKING)
+    driven.verdict = Verdict.INCONCLUSIVE
+    driven.tick(19)
+    assert driven.phase is RolloutPhase.SOAKING
+    driven.measured = False  # the leader is new: its sums are not complete
+    driven.tick(5)
+    assert driven.phase is RolloutPhase.SOAKING
+    driven.measured = True
+    driven.tick(1)
+    aborts = inconclusive is Inconclusive.ABORT
+    assert driven.phase is (RolloutPhase.ROLLING_BACK if aborts else RolloutPhase.FINISHING)
+    assert driven.whats()[-1] == ("INCONCLUSIVE" if aborts else "FINAL")
+
+
+@pytest.mark.parametrize("strategy", FULL)
+def test_all_traffic_waits_a_bounded_time_for_a_baseline(strategy: RolloutStrategy) -> None:
+    driven = Driven(rollout(strategy))
+    driven.unmeasured = "the stable has 7 of 100 requests"
+    driven.tick(50)
+    assert driven.weight_bp() == 0
+    assert driven.rollout.message.startswith("the stable has 7 of 100 requests; all traffic moves in ")
+    driven.tick(10)
+    assert driven.phase is RolloutPhase.SOAKING
+    other = Driven(rollout(strategy))
+    other.unmeasured = "the stable has 7 of 100 requests"
+    other.tick(20)
+    other.unmeasured = ""
+    other.tick()
+    assert other.phase is RolloutPhase.SOAKING
+
+
+def test_the_soak_is_compared_with_what_was_counted_before_it() -> None:
+    """The names of the windows: of the step before, or of the time in which the versions were loaded."""
+    canary, green = Driven(rollout(salt="s")), Driven(rollout(RolloutStrategy.BLUE_GREEN, salt="s"))
+    canary.until(RolloutPhase.SOAKING)
+    green.until(RolloutPhase.SOAKING)
+    assert [one.rollout.baseline for one in (canary, green)] == ["s/3", "s/loading"]
+    for driven, before in ((canary, "s/3"), (green, "s/loading")):
+        steps = [route.step for route in driven.routes if route is not None]
+        assert steps[-2:] == [before, "s/soaking"]
+    driven = canary
+    driven.until(RolloutPhase.FINISHING)
+    route = driven.routes[-1]
+    assert route is not None
+    assert route.step == ""
 
 
 def test_an_ab_test_keeps_its_weights_until_an_operator_chooses() -> None:

@@ -160,16 +160,28 @@ def test_a_backlog_balances(entries: list[tuple[Priority, str, int]]) -> None:
 
 def test_pressure_follows_the_class_that_is_worst_off() -> None:
     backlog, targets = Backlog(), ServiceTargets()
-    assert pressure_ratio(backlog, 100.0, targets) == 0.0
-    backlog.add(Priority.BATCH, "a", 10**9)
-    assert pressure_ratio(backlog, 100.0, targets) == 0.0, "batch has no target"
-    backlog.add(Priority.STANDARD, "a", 500)
-    assert pressure_ratio(backlog, 100.0, targets) == pytest.approx(0.5)
-    backlog.add(Priority.INTERACTIVE, "a", 150)
-    assert pressure_ratio(backlog, 100.0, targets) == pytest.approx(0.75)
-    backlog.add(Priority.INTERACTIVE, "a", 150)
-    assert pressure_ratio(backlog, 100.0, targets) == 1.0
-    assert pressure_ratio(backlog, None, targets) == 0.0, "nothing is known yet"
+    assert pressure_ratio(backlog, 100.0) == 0.0
+    backlog.add(Priority.BATCH, "a", 10**9, targets.of(Priority.BATCH))
+    assert pressure_ratio(backlog, 100.0) == 0.0, "batch has no target"
+    backlog.add(Priority.STANDARD, "a", 500, targets.of(Priority.STANDARD))
+    assert pressure_ratio(backlog, 100.0) == pytest.approx(0.5)
+    backlog.add(Priority.INTERACTIVE, "a", 150, targets.of(Priority.INTERACTIVE))
+    assert pressure_ratio(backlog, 100.0) == pytest.approx(0.75)
+    backlog.add(Priority.INTERACTIVE, "a", 150, targets.of(Priority.INTERACTIVE))
+    assert pressure_ratio(backlog, 100.0) == 1.0
+    assert pressure_ratio(backlog, None) == 0.0, "nothing is known yet"
+
+
+def test_the_target_of_a_class_is_the_loosest_that_waits() -> None:
+    backlog = Backlog()
+    assert backlog.target_of(Priority.STANDARD) == math.inf
+    for target_s in (10.0, 28.0, 28.0):
+        backlog.add(Priority.STANDARD, "a", 100, target_s)
+    assert backlog.target_of(Priority.STANDARD) == 28.0
+    backlog.remove(Priority.STANDARD, "a", 100, 28.0)
+    assert backlog.target_of(Priority.STANDARD) == 28.0
+    backlog.remove(Priority.STANDARD, "a", 100, 28.0)
+    assert (backlog.target_of(Priority.STANDARD), pressure_ratio(backlog, 20.0)) == (10.0, 0.5)
 
 
 def test_the_rate_is_learned_while_work_waits() -> None:
@@ -228,13 +240,13 @@ def test_a_weight_counts_for_one_that_has_nothing_waiting_too() -> None:
         (STANDARD, 10.1, True),
         (replace(STANDARD, attempt=1000), 6.0, False),
         (replace(STANDARD, attempt=1000), 10.1, True),
-        (replace(STANDARD, ttft_target_s=0.001), 1.0, False),
-        (replace(STANDARD, ttft_target_s=0.001), 10.1, True),
+        (replace(STANDARD, ttft_target_s=0.001), 1.0, True),
+        (replace(STANDARD, ttft_target_s=0.001, attempt=1), 0.0008, False),
         (replace(STANDARD, ttft_target_s=20.0), 21.0, True),
         (replace(STANDARD, priority=Priority.BATCH), 31.0, True),
     ],
 )
-def test_only_a_wait_beyond_its_class_is_a_claim_on_others(
+def test_only_a_wait_beyond_the_whole_target_is_a_claim_on_others(
     arrival: OfferedPlacement, wait: float, claims: bool
 ) -> None:
     found = judge(arrival, wait, POLICY, Random(1))
