@@ -11,6 +11,7 @@ from fairway.client.publish.publish import PublishProgress, PublishRefused, publ
 from services.core.errors import InvalidInput
 from services.core.manifest import digest_of, sha256_of
 from services.core.records import VersionRecord, load, version_key
+from services.core.rollouts.computation import READ
 from tests.integration.registry.harness import Registry, file_of, files, manifest_of, same
 from tests.support.registry import ADMIN
 
@@ -45,8 +46,8 @@ async def test_publish_register_fetch(registry: Registry, folder: Path, tmp_path
     models.check_integrity()
     entry = await registry.store.get(version_key("tiny", first.digest))
     assert entry is not None
-    sampling = (path / "generation_config.json").read_bytes()
-    computation = await models.computation("tiny", first.digest, generation_config=sampling)
+    contents = {name: (path / name).read_bytes() for name in READ if (path / name).exists()}
+    computation = await models.computation("tiny", first.digest, contents=contents)
     assert load(entry.value, VersionRecord).computation == computation, "the planner has what workers compute"
 
 

@@ -15,14 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fairway.formats.decoder_config import parse_config
-from services.worker.engine.load.weights import (
-    INDEX,
-    SINGLE,
-    Checkpoint,
-    TensorLayout,
-    decoder_layout,
-    expected_shapes,
-)
+from fairway.formats.weights import INDEX, SINGLE, TensorLayout, decoder_layout, expected_shapes
+from services.worker.engine.load.weights import Checkpoint
 from services.worker.engine.unsupported import BadCheckpoint
 
 FIELDS: dict[str, Any] = {
