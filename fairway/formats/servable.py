@@ -71,7 +71,9 @@ def checkpoint_problem(names: Collection[str], read: Read, kind: str = "causal-l
             _require_fixed_cost(names, read)
         else:
             _require_decoder(names, read)
-    except (UnsupportedModel, BadWeights) as refused:
+    except UnsupportedModel as refused:
+        return f"{refused} by the {'batcher' if kind == 'fixed-cost' else 'engine'}"
+    except BadWeights as refused:
         return str(refused)
     return ""
 

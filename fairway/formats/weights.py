@@ -110,7 +110,7 @@ def weight_files(folder: str, names: Collection[str], read: Read) -> tuple[str, 
         raise BadWeights(f"{folder}{INDEX} has no usable weight_map")
     for shard in shards.values():
         if not isinstance(shard, str) or "/" in shard or not shard.endswith(".safetensors"):
-            raise BadWeights(f"{folder}{INDEX} names a file outside the model's folder")
+            raise BadWeights(f"{folder}{INDEX}: weight_map names a file outside the model's folder")
     missing = sorted({folder + shard for shard in shards.values()} - set(names))
     if missing:
         rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

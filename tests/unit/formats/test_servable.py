@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from fairway.formats.decoder_config import parse_config
 from fairway.formats.servable import checkpoint_problem
+from fairway.formats.weights import expected_shapes
+from tests.support.model_folder import header_of
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -19,11 +23,16 @@ CONFIG = {
     "max_position_embeddings": 64,
 }
 INDEX = "model.safetensors.index.json"
-PLAIN: dict[str, Any] = {"config.json": CONFIG, "tokenizer.json": {}, "model.safetensors": 0}
+SHAPES = expected_shapes(parse_config(CONFIG))
+TOKENIZER = {
+    "added_tokens": [{"id": 0, "content": "<s>", "special": True}],
+    "model": {"vocab": {"<s>": 0, "a": 1}},
+}
+PLAIN: dict[str, Any] = {"config.json": CONFIG, "tokenizer.json": TOKENIZER, "model.safetensors": 0}
 SHARDED: dict[str, Any] = {name: PLAIN[name] for name in ("config.json", "tokenizer.json")} | {
     INDEX: {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}},
-    "a.safetensors": 0,
-    "b.safetensors": 0,
+    "a.safetensors": {name: SHAPES[name] for name in sorted(SHAPES)[::2]},
+    "b.safetensors": {name: SHAPES[name] for name in sorted(SHAPES)[1::2]},
 }
 
 
@@ -36,7 +45,19 @@ EMBEDS: dict[str, Any] = PLAIN | {
 
 def found(files: dict[str, Any]) -> str:
     held = {name: content for name, content in files.items() if content is not ...}
-    return checkpoint_problem(held, lambda name: json.dumps(held[name]).encode())
+    return checkpoint_problem(held, reader(held))
+
+
+def reader(held: dict[str, Any]) -> Callable[[str], bytes]:
+    """Return what reads the files: of a tensor file a header, of 0 that of all tensors."""
+
+    def read(name: str) -> bytes:
+        content = held[name]
+        if not name.endswith(".safetensors"):
+            return json.dumps(content).encode()
+        return header_of(SHAPES if content == 0 else content)
+
+    return read
 
 
 def test_whole_checkpoints_and_null_models_are_served() -> None:
