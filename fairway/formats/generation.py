@@ -30,7 +30,9 @@ def eos_ids(names: Collection[str], read: Read, fields: Mapping[str, Any], vocab
     ids: set[int] = set()
     for entry in value if isinstance(value, list) else [value]:
         if entry is not None and type(entry) is not int:
-            raise UnsupportedModel(f"{GENERATION_CONFIG if own else 'config.json'}: eos_token_id", value)
+            raise UnsupportedModel(
+                f"{GENERATION_CONFIG if own else 'config.json'}: eos_token_id", repr(value)
+            )
         if entry is not None and 0 <= entry < vocab_size:
             ids.add(entry)
     return frozenset(ids)

@@ -17,6 +17,7 @@ from typing import Final
 import structlog
 
 from fairway.formats import servable
+from fairway.formats.tokenizer_files import TOKENIZER
 from fairway.formats.version_files import GATEWAY_FILES
 from fairway.formats.weights import MAX_HEADERS_BYTES, TOO_LARGE
 from services.adapters.threads import in_thread
@@ -413,7 +414,7 @@ async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, te
                 raise InvalidInput(TOO_LARGE, field="manifest.files")
             await _write(folder / path, header)
         problem = await in_thread(servable.checkpoint_problem, names, read, manifest.kind)
-        has_text = manifest.kind == "causal-lm" or servable.TOKENIZER in names
+        has_text = manifest.kind == "causal-lm" or TOKENIZER in names
         if not problem and has_text:
             try:
                 problem = await texts.fault(folder, digest)

@@ -302,15 +302,16 @@ def _template_sources(folder: Path, settings: Mapping[str, Any]) -> tuple[tuple[
     wrong with them. Files go before the settings; an empty source is no template.
     """
     try:
-        files = {Path(name).stem: source for name in TEMPLATES if (source := _template_file(folder, name))}
+        sources = {Path(name).stem: _template_file(folder, name) for name in TEMPLATES}
     except FailedPrecondition as error:
         return ("", ""), _shown(error)
+    files = {name: source for name, source in sources.items() if source}
     if "chat_template" in files:
         files.setdefault("default", files["chat_template"])
-    found = settings.get("chat_template")
+    found: Any = settings.get("chat_template")
     if isinstance(found, list):  # several by name
         found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-    named = files or (found if isinstance(found, dict) else {"default": found})
+    named: Mapping[Any, Any] = files or (found if isinstance(found, dict) else {"default": found})
     default, tools = (source if isinstance(source := named.get(name), str) else "" for name in _NAMES)
     return (default, tools), ""
 

@@ -85,3 +85,38 @@ def test_whole_checkpoints_and_null_models_are_served() -> None:
 )
 def test_what_is_not_served_is_named(files: dict[str, Any], words: str) -> None:
     assert words in found(files)
+
+
+def test_a_checkpoint_without_an_architecture_has_no_engine() -> None:
+    bare = {name: value for name, value in CONFIG.items() if name != "architectures"}
+    assert "config.json: architectures: None is not supported by the engine" in found(
+        PLAIN | {"config.json": bare}
+    )
+    assert found(
+        {"config.json": {"vocab_size": 7}, "generation_config.json": {"eos_token_id": "1"}}
+    ).startswith("generation_config.json: eos_token_id: '1'")
+
+
+def test_a_declared_token_beyond_the_vocabulary_is_named() -> None:
+    settings = {"tokenizer_config.json": {"pad_token": "<pad>"}}
+    assert found(PLAIN | settings) == "", "id 2 of 100"
+    full = {"vocab": {f"t{number}": number for number in range(100)}}
+    refused = found(PLAIN | settings | {"tokenizer.json": {"added_tokens": [], "model": full}})
+    assert "the token '<pad>' is declared beside tokenizer.json" in refused
+    assert "id: 100" in refused
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_end_that_the_generation_lacks_is_a_warning(seed: int) -> None:
+    rng = random.Random(seed)
+    ends = rng.sample(range(100), rng.randint(0, 3))
+    own = rng.random() < 0.5  # else the ids of config.json count
+    named = rng.choice(["<s>", "a", "<new>", None])
+    files = PLAIN | {"tokenizer_config.json": {"eos_token": named}}
+    files |= {"generation_config.json": {"eos_token_id": ends}} if own else {}
+    files["config.json"] = CONFIG | {"eos_token_id": [] if own else ends}
+    token = {"<s>": 0, "a": 1, "<new>": 2, None: -1}[named]
+    warnings = checkpoint_warnings(files, reader(files))
+    assert len(warnings) == (token >= 0 and token not in ends)
+    assert all(f"{named!r}, id {token}, which eos_token_id" in warning for warning in warnings)
+    assert found(files) == ""

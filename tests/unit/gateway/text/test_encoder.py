@@ -275,7 +275,7 @@ def test_rendered_text_beyond_the_context_is_not_tokenised(
 def test_strftime_takes_no_widths(make_folder: Callable[..., Path], clock: Clock) -> None:
     model = load_encoder(make_folder(template="{{ strftime_now('%d %b %Y') }}"), DIGEST, clock)
     assert model.templates.default is not None
-    assert model.template.depends_on_time
+    assert model.templates.default.depends_on_time
     assert model.templates.default.render([], max_chars=100).text == "15 Jan 2027"
     model = load_encoder(make_folder(template="{{ strftime_now('%0999999999d') }}"), DIGEST, clock)
     with pytest.raises(FailedPrecondition, match="strftime_now"):
