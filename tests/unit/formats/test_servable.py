@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from fairway.formats.decoder_config import parse_config
-from fairway.formats.servable import checkpoint_problem
+from fairway.formats.servable import checkpoint_problem, checkpoint_warnings
 from fairway.formats.weights import expected_shapes
 from tests.support.model_folder import header_of
 
@@ -89,12 +90,10 @@ def test_what_is_not_served_is_named(files: dict[str, Any], words: str) -> None:
 
 def test_a_checkpoint_without_an_architecture_has_no_engine() -> None:
     bare = {name: value for name, value in CONFIG.items() if name != "architectures"}
-    assert "config.json: architectures: None is not supported by the engine" in found(
-        PLAIN | {"config.json": bare}
-    )
-    assert found(
-        {"config.json": {"vocab_size": 7}, "generation_config.json": {"eos_token_id": "1"}}
-    ).startswith("generation_config.json: eos_token_id: '1'")
+    refused = found(PLAIN | {"config.json": bare})
+    assert refused == "config.json: architectures: None is not supported by the engine"
+    text = {"config.json": {"vocab_size": 7}, "generation_config.json": {"eos_token_id": "1"}}
+    assert found(text).startswith("generation_config.json: eos_token_id: '1'")
 
 
 def test_a_declared_token_beyond_the_vocabulary_is_named() -> None:

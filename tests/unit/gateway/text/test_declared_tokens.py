@@ -43,7 +43,7 @@ PLACES: Mapping[str, Callable[[Files], object]] = {
     ),
     "extra list": lambda files: settings_of(files).update(extra_special_tokens=MARKS),
     "extra dict": lambda files: settings_of(files).update(
-        extra_special_tokens=dict(zip("abc", MARKS, strict=True))
+        extra_special_tokens={mark[2:4]: mark for mark in MARKS}
     ),
     "additional": lambda files: settings_of(files).update(additional_special_tokens=MARKS),
     "special map": lambda files: files.update(
@@ -58,9 +58,8 @@ def version(folder: Path, change: Callable[[Files], object], template: Any = TUR
     folder.mkdir()
     for name in ("config.json", "generation_config.json"):
         shutil.copy(TINY / name, folder)
-    files: Files = {
-        name: json.loads((TINY / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json")
-    }
+    own = ("tokenizer.json", "tokenizer_config.json")
+    files: Files = {name: json.loads((TINY / name).read_text()) for name in own}
     settings_of(files)["chat_template"] = template
     files["tokenizer.json"]["added_tokens"] = files["tokenizer.json"]["added_tokens"][:2]
     change(files)
