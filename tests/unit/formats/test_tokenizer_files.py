@@ -118,5 +118,8 @@ def test_drawn_declarations_are_read_as_transformers_reads_them(seed: int, tmp_p
             assert ours.decode(ids, skip_special_tokens=skip) == expected.decode(
                 ids, skip_special_tokens=skip
             )
+    for number, token in ours.get_added_tokens_decoder().items():
+        hidden = expected.decode([number], skip_special_tokens=True) == ""
+        assert token.special == hidden, "the guard and the detokeniser read the flag"
     assert dict(found.named) == {name: str(value) for name, value in expected.special_tokens_map.items()}
     assert found.outside.items() <= ours.get_vocab().items()
