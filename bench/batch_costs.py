@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import save_file
 
 from fairway.formats.fixed_cost.config import parse_fixed_cost
-from services.worker.batcher.models.loading import layout_of, load_model
+from fairway.formats.fixed_cost.layouts import layout_of
+from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.model import FixedCostModel
 from services.worker.batcher.models.rows import Batch, Packed, Padded, Row
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from bench.engines.load import VOCABULARY
 from fairway.formats.decoder_config import parse_config
-from services.worker.engine.load.weights import EMBEDDING, HEAD, SINGLE, Shape, expected_shapes
+from fairway.formats.weights import EMBEDDING, HEAD, SINGLE, Shape, expected_shapes
 
 DEVIATION: Final = 0.02
 SEED: Final = 0

@@ -13,10 +13,11 @@ from typing import Any, Final, cast
 import torch
 
 from fairway.formats.decoder_config import ModelConfig, parse_config
+from fairway.formats.weights import expected_shapes
 from services.worker.engine.execute.model import Weights, load_weights
 from services.worker.engine.execute.operators import Operators
 from services.worker.engine.load import torch_loading
-from services.worker.engine.load.weights import Checkpoint, expected_shapes
+from services.worker.engine.load.weights import Checkpoint
 from services.worker.engine_protocol import EngineConfig
 
 SPREAD: Final = 0.02  # standard deviation, as transformers initialises

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from fairway.formats.decoder_config import parse_config
+from fairway.formats.weights import expected_shapes
 from services.core.generation import Constraint, OutputLimits, Prompt, Sampling
 from services.worker.engine.core import Engine
 from services.worker.engine.load.loading import load
-from services.worker.engine.load.weights import expected_shapes
 from services.worker.engine_protocol import EngineConfig, Submit
 
 BUNDLED: Final = Path(__file__).parents[2] / "models" / "tiny" / "checkpoint"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 MAX_SIZE: Final = 1 << 31  # bound of every dimension of a model; products of two stay exact
 MAX_NUMBER: Final = 1e18  # far above the numbers of published models; products of two are finite
 MIN_NUMBER: Final = 1e-18  # the same for numbers that must be positive
 MAX_SHOWN: Final = 80
+MAX_JSON_BYTES: Final = 16 * 1024 * 1024  # of a file that configures a model
 
 
 class UnsupportedModel(Exception):
@@ -27,6 +29,20 @@ def _shown(value: object) -> str:
         return str(value)[:MAX_SHOWN]
     except ValueError:  # an integer with thousands of digits
         return f"a {type(value).__name__} of many digits"
+
+
+def object_in(name: str, read: Callable[[str], bytes]) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises UnsupportedModel for anything else and for a huge file."""
+    data = read(name)
+    if len(data) > MAX_JSON_BYTES:
+        raise UnsupportedModel(name, f"{len(data)} bytes")
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModel(name, "not JSON") from error
+    if not isinstance(content, dict):
+        raise UnsupportedModel(name, type(content).__name__)
+    return content
 
 
 def positive_int(fields: Mapping[str, Any], name: str, *, most: int = MAX_SIZE) -> int:

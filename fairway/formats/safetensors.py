@@ -9,7 +9,8 @@ The number of tensors is limited before the header is parsed, which takes some m
 
 from __future__ import annotations
 
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Final
 
 import msgspec
 
@@ -33,6 +34,29 @@ BITS: Final = {
 
 class BadHeader(ValueError):
     """The file is not a valid safetensors file; the text is the problem, without the file's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(stream: BinaryIO, file_bytes: int) -> bytes:
+    """Return the header at the beginning of a file of this size, checked. Raises BadHeader."""
+    header = stream.read(header_bytes(stream.read(LENGTH_BYTES), file_bytes))
+    check_header(header, file_bytes)
+    return header
+
+
+def tensors_of(header: bytes) -> dict[str, TensorHeader]:
+    """Return the tensors in a header. Raises BadHeader."""
+    entries = _decoded(header, dict[str, msgspec.Raw])
+    entries.pop(_METADATA, None)
+    found = {name: _decoded(entry, Any) for name, entry in entries.items()}
+    for name, entry in found.items():
+        _place(name, entry)
+    return {name: TensorHeader(entry["dtype"], tuple(entry["shape"])) for name, entry in found.items()}
 
 
 def header_bytes(first: bytes, file_bytes: int) -> int:

@@ -1,8 +1,8 @@
-"""Whether workers and gateways can serve a checkpoint, judged by its small files.
+"""Whether workers and gateways can serve a checkpoint, judged by its small files and its tensors' headers.
 
-A ``config.json`` without ``architectures`` does not belong to a checkpoint: it describes a model of the null
+A ``config.json`` without ``architectures`` belongs to no checkpoint: it describes a model of the null
 executor, which has no weights. The architecture also decides the kind of a version: a decoder or a fixed-cost
-model.
+model. The engine's own checks are applied, so that what is accepted here loads.
 """
 
 from __future__ import annotations
@@ -12,19 +12,35 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Literal
 
 from fairway.formats import drafts
-from fairway.formats.config_fields import UnsupportedModel
-from fairway.formats.decoder_config import parse_config
+from fairway.formats.config_fields import UnsupportedModel, object_in
+from fairway.formats.decoder_config import ModelConfig, parse_config
 from fairway.formats.fixed_cost.config import CONFIG, is_fixed_cost, parse_fixed_cost
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
+from fairway.formats.fixed_cost.layouts import layout_of
 from fairway.formats.fixed_cost.pooling import FILES, MODULES, last_token
+from fairway.formats.generation import GENERATION_CONFIG, eos_ids, sampling_defaults
+from fairway.formats.tokenizer_files import (
+    SETTINGS,
+    TOKENIZER,
+    TokenizerFiles,
+    read_tokenizer_files,
+    require_decodable,
+)
+from fairway.formats.weights import (
+    INDEX,
+    SINGLE,
+    BadWeights,
+    Read,
+    decoder_layout,
+    require_layout,
+    weight_files,
+)
 
 Kind = Literal["causal-lm", "fixed-cost"]
 
-TOKENIZER: Final = "tokenizer.json"
-SINGLE, INDEX = drafts.WEIGHTS
-# The files that ``checkpoint_problem`` reads.
-READ: Final = (CONFIG, INDEX, f"{drafts.FOLDER}/{CONFIG}", f"{drafts.FOLDER}/{INDEX}", *FILES)
-_NO_TOKENIZER: Final = f"{TOKENIZER} is missing: gateways need it to tokenize text"
+_DRAFT: Final = f"{drafts.FOLDER}/"
+# The small files that ``checkpoint_problem`` reads beside those of a gateway.
+READ: Final = (CONFIG, INDEX, _DRAFT + CONFIG, _DRAFT + INDEX, *FILES)
 
 
 def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> Kind:
@@ -33,63 +49,117 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> Kind:
     return "fixed-cost" if is_fixed else "causal-lm"
 
 
-def checkpoint_problem(names: Collection[str], read: Callable[[str], bytes], kind: str = "causal-lm") -> str:
+def tensor_files(names: Collection[str], read: Read) -> tuple[str, ...]:
+    """Return the tensor files whose headers ``checkpoint_problem`` reads; it names what is wrong."""
+    found: list[str] = []
+    for folder in ("", _DRAFT):
+        try:
+            found += weight_files(folder, names, read)
+        except (BadWeights, UnsupportedModel):
+            continue
+    return tuple(found)
+
+
+def checkpoint_problem(names: Collection[str], read: Read, kind: str = "causal-lm") -> str:
     """Return why a version of this kind and these files cannot be served, or an empty text.
 
-    ``read`` returns a file of at most a few megabytes; its errors are passed on.
+    ``read`` returns a file of at most a few megabytes, and of a tensor file its header; its errors are passed
+    on.
     """
-    if kind == "fixed-cost":
-        return _fixed_cost_problem(names, read)
-    fields = _object(read, CONFIG) if CONFIG in names else {}
-    if "architectures" not in fields:
-        return ""
-    if is_fixed_cost(fields):
-        return f"{CONFIG}: {fields['architectures'][0]} is a fixed-cost model, not one of kind causal-lm"
-    if problem := _shape_problem(CONFIG, fields) or _shard_problem("", names, read):
-        return problem
-    if TOKENIZER not in names:
-        return _NO_TOKENIZER
     try:
-        if MODULES in names:
-            last_token(parse_config(fields).hidden_size, 1, names, lambda name: json.loads(read(name)))
-    except (UnsupportedModel, ValueError, RecursionError) as error:
-        return f"how it embeds: {error}"
-    draft = f"{drafts.FOLDER}/"
-    if draft + CONFIG not in names:
-        return ""
-    return _shape_problem(draft + CONFIG, _object(read, draft + CONFIG)) or _shard_problem(draft, names, read)
-
-
-def _fixed_cost_problem(names: Collection[str], read: Callable[[str], bytes]) -> str:
-    if any(name.startswith(f"{drafts.FOLDER}/") for name in names):
-        return f"{drafts.FOLDER}/: a fixed-cost model has no draft"
-    try:
-        config = parse_fixed_cost(names, read)
+        if kind == "fixed-cost":
+            _require_fixed_cost(names, read)
+        else:
+            _require_decoder(names, read)
     except UnsupportedModel as refused:
-        return f"{refused} by the batcher"
-    if problem := _shard_problem("", names, read):
-        return problem
-    return _NO_TOKENIZER if isinstance(config, EncoderConfig) and TOKENIZER not in names else ""
-
-
-def _shape_problem(name: str, fields: Mapping[str, Any]) -> str:
-    try:
-        parse_config(fields)
-    except UnsupportedModel as refused:
-        return f"{name}: {refused} by the engine"
+        return f"{refused} by the {'batcher' if kind == 'fixed-cost' else 'engine'}"
+    except BadWeights as refused:
+        return str(refused)
     return ""
 
 
-def _shard_problem(folder: str, names: Collection[str], read: Callable[[str], bytes]) -> str:
-    """Return which file of the weights is missing."""
-    if folder + INDEX not in names:
-        return "" if folder + SINGLE in names else f"{folder}{SINGLE} is missing, and there is no {INDEX}"
-    shards = _object(read, folder + INDEX).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-        return f"{folder}{INDEX} has no usable weight_map"
-    missing = sorted({folder + shard for shard in shards.values()} - set(names))
-    rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    return f"{missing[0]}{rest} is missing: {folder}{INDEX} names it" if missing else ""
+def _require_decoder(names: Collection[str], read: Read) -> None:
+    fields = object_in(CONFIG, read) if CONFIG in names else {}
+    if GENERATION_CONFIG in names:
+        sampling_defaults(object_in(GENERATION_CONFIG, read))
+    if "architectures" not in fields and SINGLE not in names and INDEX not in names:
+        eos_ids(names, read, fields, 0)
+        return
+    if is_fixed_cost(fields):
+        raise BadWeights(
+            f"{CONFIG}: {fields['architectures'][0]} is a fixed-cost model, not one of kind causal-lm"
+        )
+    config = _config(CONFIG, fields)
+    eos_ids(names, read, fields, config.vocab_size)
+    require_layout("", names, read, decoder_layout(config))
+    require_decodable(_tokenizer(names, read, config.vocab_size).tokenizer)
+    try:
+        if MODULES in names:
+            last_token(config.hidden_size, 1, names, lambda name: json.loads(read(name)))
+    except (UnsupportedModel, ValueError, RecursionError) as error:
+        raise BadWeights(f"how it embeds: {error}") from error
+    if _DRAFT + CONFIG in names:
+        _require_draft(names, read, config)
+
+
+def _require_draft(names: Collection[str], read: Read, config: ModelConfig) -> None:
+    fields = object_in(_DRAFT + CONFIG, read)
+    draft = _config(_DRAFT + CONFIG, fields)
+    if draft.vocab_size != config.vocab_size:
+        raise BadWeights(
+            f"{_DRAFT}{CONFIG}: a vocabulary of {draft.vocab_size} is not the model's {config.vocab_size}"
+        )
+    try:
+        eos_ids((), read, fields, draft.vocab_size)
+        require_layout(_DRAFT, names, read, decoder_layout(draft))
+    except (BadWeights, UnsupportedModel) as refused:
+        raise BadWeights(f"the draft: {refused}") from refused
+
+
+def _require_fixed_cost(names: Collection[str], read: Read) -> None:
+    if any(name.startswith(_DRAFT) for name in names):
+        raise BadWeights(f"{_DRAFT}: a fixed-cost model has no draft")
+    config = parse_fixed_cost(names, read)
+    require_layout("", names, read, layout_of(config))
+    if isinstance(config, EncoderConfig):
+        _tokenizer(names, read, config.vocab_size)
+
+
+def _tokenizer(names: Collection[str], read: Read, vocab_size: int) -> TokenizerFiles:
+    if TOKENIZER not in names:
+        raise BadWeights(f"{TOKENIZER} is missing: gateways need it to tokenize text")
+    files = read_tokenizer_files(names, read)
+    for text, token in files.outside.items():
+        if token >= vocab_size:
+            raise UnsupportedModel(
+                f"the token {text[:80]!r} is declared beside {TOKENIZER}, which lacks it, and the model's "
+                f"vocabulary of {vocab_size} has no id for it: remove it, or enlarge the embedding; id",
+                token,
+            )
+    return files
+
+
+def _config(name: str, fields: Mapping[str, Any]) -> ModelConfig:
+    try:
+        return parse_config(fields)
+    except UnsupportedModel as refused:
+        raise UnsupportedModel(f"{name}: {refused.field}", refused.value) from refused
+
+
+def checkpoint_warnings(names: Collection[str], read: Read, kind: str = "causal-lm") -> tuple[str, ...]:
+    """Return what a servable version may not mean, each in a sentence."""
+    if kind != "causal-lm" or TOKENIZER not in names or CONFIG not in names:
+        return ()
+    files, fields = read_tokenizer_files(names, read), object_in(CONFIG, read)
+    end = files.named.get("eos_token", "")
+    token = files.ids.get(end)
+    if token is None or token in eos_ids(names, read, fields, token + 1):
+        return ()
+    where = GENERATION_CONFIG if GENERATION_CONFIG in names else CONFIG
+    return (
+        f"{SETTINGS} has the eos_token {end[:80]!r}, id {token}, which eos_token_id of {where} lacks: "
+        "outputs do not end there, as in transformers (in vLLM they do); add the id if they should",
+    )
 
 
 def _object(read: Callable[[str], bytes], name: str) -> dict[str, Any]:

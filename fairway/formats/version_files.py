@@ -31,11 +31,19 @@ OPAQUE_NAME: Final = "tokenizer.model"
 # registry reads it, so a few stored bytes must not expand to many.
 MAX_RATIO: Final = 4
 FREE_BYTES: Final = 64 * 1024 * 1024
+# Chat templates; a later one of a name goes before an earlier one.
+TEMPLATES: Final = (
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+    "additional_chat_templates/default.jinja",
+)
 # The files of a version that a gateway reads.
 GATEWAY_FILES: Final = (
-    "chat_template.jinja",
+    *TEMPLATES,
+    "added_tokens.json",
     "config.json",
     "generation_config.json",
+    "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
     # Of a fixed-cost model: how it embeds, and the most tokens of a row.

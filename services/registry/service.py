@@ -17,7 +17,9 @@ from typing import Final
 import structlog
 
 from fairway.formats import servable
+from fairway.formats.tokenizer_files import TOKENIZER
 from fairway.formats.version_files import GATEWAY_FILES
+from fairway.formats.weights import MAX_HEADERS_BYTES, TOO_LARGE
 from services.adapters.threads import in_thread
 from services.core.errors import (
     Conflict,
@@ -33,7 +35,6 @@ from services.core.manifest import (
     CHUNK_BYTES,
     MAX_MANIFEST_BYTES,
     Manifest,
-    ManifestFile,
     canonical_json,
     check_draft,
     check_manifest,
@@ -64,7 +65,7 @@ from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
 from services.ports.text_check import TextCheck
 from services.registry.garbage import Collected, Collector, SweepFence
-from services.registry.verification import VerificationLimiter, computation_of, content_of, verify
+from services.registry.verification import VerificationLimiter, computation_of, content_of, header_of, verify
 from services.runtime.idempotent_writes import Answer, RequestLog, WriteRequest, WriteSet, fingerprint_of
 
 log = structlog.get_logger()
@@ -397,14 +398,23 @@ async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, te
     """
     with tempfile.TemporaryDirectory(prefix="fw-text-") as name:
         folder = Path(name)
-        for file in manifest.files:
-            if file.path in _READ:
-                await _copy(blobs, file, folder / file.path)
-        names = [file.path for file in manifest.files]
-        problem = await in_thread(
-            servable.checkpoint_problem, names, lambda path: (folder / path).read_bytes(), manifest.kind
-        )
-        has_text = manifest.kind == "causal-lm" or servable.TOKENIZER in names
+        files = {file.path: file for file in manifest.files}
+        for path in _READ & files.keys():
+            await _write(folder / path, await content_of(blobs, files[path]))
+
+        def read(path: str) -> bytes:
+            return (folder / path).read_bytes()
+
+        names = list(files)
+        headers_bytes = 0
+        for path in await in_thread(servable.tensor_files, names, read):
+            header = await header_of(blobs, files[path])
+            headers_bytes += len(header)
+            if headers_bytes > MAX_HEADERS_BYTES:
+                raise InvalidInput(TOO_LARGE, field="manifest.files")
+            await _write(folder / path, header)
+        problem = await in_thread(servable.checkpoint_problem, names, read, manifest.kind)
+        has_text = manifest.kind == "causal-lm" or TOKENIZER in names
         if not problem and has_text:
             try:
                 problem = await texts.fault(folder, digest)
@@ -414,8 +424,6 @@ async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, te
         raise InvalidInput(f"the version cannot be served here: {problem}; {_NEXT}", field="manifest.files")
 
 
-async def _copy(blobs: BlobStore, file: ManifestFile, path: Path) -> None:
-    """Write a file of at most 64 MiB, the limit of a text file."""
-    body = await content_of(blobs, file)
+async def _write(path: Path, body: bytes) -> None:
     path.parent.mkdir(exist_ok=True)
     await in_thread(path.write_bytes, body)

@@ -9,11 +9,12 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from fairway.formats.contents import Checker, ContentRefused, checker_for
+from fairway.formats import safetensors
+from fairway.formats.contents import MAX_TEXT_BYTES, Checker, ContentRefused, checker_for
 from services.adapters.threads import in_thread
 from services.core.errors import FailedPrecondition, IntegrityError, InvalidInput, NotFound, Unavailable
-from services.core.manifest import Manifest, ManifestFile
-from services.core.rollouts.computation import GENERATION_CONFIG, computation_digest
+from services.core.manifest import CHUNK_BYTES, Manifest, ManifestFile
+from services.core.rollouts.computation import READ, computation_digest
 from services.ports.blob_store import BlobStore
 
 PARALLEL: Final = 2
@@ -72,18 +73,28 @@ async def computation_of(blobs: BlobStore, manifest: Manifest) -> str:
     """Return the digest of the computation of a verified version; empty where it shares no engine."""
     if manifest.kind == "fixed-cost":
         return ""
-    found = [await content_of(blobs, file) for file in manifest.files if file.path == GENERATION_CONFIG]
-    return computation_digest(manifest, b"".join(found))
+    contents = {file.path: await content_of(blobs, file) for file in manifest.files if file.path in READ}
+    return await in_thread(computation_digest, manifest, contents)
 
 
-async def content_of(blobs: BlobStore, file: ManifestFile) -> bytes:
-    """Return a file of at most 64 MiB, the limit of a text file."""
+async def content_of(blobs: BlobStore, file: ManifestFile, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Return a file, or the chunks of it that hold its first ``most_bytes``."""
     body = bytearray()
-    for chunk in file.chunks:
+    for chunk in file.chunks[: -(-most_bytes // CHUNK_BYTES)]:
         async with aclosing(blobs.get(chunk)) as pieces:
             async for piece in pieces:
                 body += piece
     return bytes(body)
+
+
+async def header_of(blobs: BlobStore, file: ManifestFile) -> bytes:
+    """Return the header of a verified tensor file."""
+    begin = safetensors.LENGTH_BYTES
+    head = await content_of(blobs, file, begin)
+    end = begin + safetensors.header_bytes(head, file.size_bytes)
+    if end > len(head):
+        head = await content_of(blobs, file, end)
+    return head[begin:end]
 
 
 class _File:

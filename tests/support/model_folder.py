@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from fairway.formats.safetensors import BITS
 
 
 def safetensors(size_bytes: int, seed: int = 7) -> bytes:
@@ -20,6 +24,22 @@ def safetensors(size_bytes: int, seed: int = 7) -> bytes:
                 break
             data_bytes -= surplus
     raise AssertionError(f"no file of {size_bytes} bytes")
+
+
+def header_of(shapes: Mapping[str, Sequence[int]], dtype: str = "F32") -> bytes:
+    """Return the header of a tensor file that holds tensors of these shapes, one after the other."""
+    places, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * BITS[dtype] // 8
+        places[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [begin, end]}
+    return json.dumps(places).encode()
+
+
+def tensor_file(shapes: Mapping[str, Sequence[int]], dtype: str = "F32") -> bytes:
+    """Return a tensor file of zeros."""
+    header = header_of(shapes, dtype)
+    zeros = bytes(sum(math.prod(shape) for shape in shapes.values()) * BITS[dtype] // 8)
+    return len(header).to_bytes(8, "little") + header + zeros
 
 
 def _header(data_bytes: int) -> bytes:

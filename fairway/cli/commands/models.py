@@ -112,6 +112,8 @@ async def publish(
 
 
 def _show_published(done: Published, tag: str, output: Format) -> None:
+    for warning in done.warnings:
+        plain(err(), f"warning: {warning}")
     if output in DOCUMENTS:
         found = {
             "model": done.model,
@@ -121,6 +123,7 @@ def _show_published(done: Published, tag: str, output: Format) -> None:
             "size_bytes": str(done.size_bytes),
             "uploaded_bytes": str(done.uploaded_bytes),
             "uploaded_chunks": done.uploaded_chunks,
+            "warnings": list(done.warnings),
         }
         write_document(found, output)
         return

@@ -19,8 +19,8 @@ from typing import BinaryIO, Final
 from fairway.formats.contents import MAX_TEXT_BYTES, ContentRefused, checker_for
 from fairway.formats.drafts import draft_problem
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
-from fairway.formats.safetensors import LENGTH_BYTES
-from fairway.formats.servable import Kind, kind_of
+from fairway.formats.safetensors import LENGTH_BYTES, read_header
+from fairway.formats.servable import Kind, checkpoint_warnings, kind_of
 from fairway.formats.servable import checkpoint_problem as problem_of_checkpoint
 from fairway.formats.version_files import (
     TENSOR_SUFFIX,
@@ -64,32 +64,34 @@ class Hashed:
 def find_files(folder: Path) -> dict[str, Path]:
     """Return the files to publish by their name in the version, sorted. Raises PublishRefused, OSError.
 
-    Names that begin with a dot are left out. A link is followed only to a file inside the folder.
+    Names that begin with a dot are left out. A link is followed only to a file inside the folder, and from a
+    snapshot of a Hugging Face cache to its blobs.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder")
     root = folder.resolve()
+    roots = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
     found: dict[str, Path] = {}
     for here, folders, names in os.walk(folder, onerror=_fail):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in [*folders, *sorted(names)]:
             path = Path(here) / name
             if not name.startswith(".") and (name not in folders or path.is_symlink()):
-                found[path.relative_to(folder).as_posix()] = _inside(path, root)
+                found[path.relative_to(folder).as_posix()] = _inside(path, roots)
     if not found:
         raise FileNotFoundError(f"{folder} contains no files to publish")
     return dict(sorted(found.items()))
 
 
-def _inside(path: Path, root: Path) -> Path:
-    """Return the regular file at this path or link target; it must be inside the folder."""
+def _inside(path: Path, roots: tuple[Path, ...]) -> Path:
+    """Return the regular file at this path or link target; it must be inside one of the folders."""
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError) as exc:  # a loop is a RuntimeError before Python 3.13
         if isinstance(exc, OSError) and exc.errno not in (errno.ENOENT, errno.ELOOP):
             raise
         raise PublishRefused(f"{path} is a broken link", next_step="remove it") from exc
-    if not real.is_relative_to(root):
+    if not any(map(real.is_relative_to, roots)):
         raise PublishRefused(
             f"{path} is a link to a place outside the folder",
             next_step="copy the folder with its links resolved (cp -RL), and publish the copy",
@@ -104,17 +106,23 @@ def declared_kind(files: dict[str, Path]) -> Kind:
     return kind_of(files, _reader(files))
 
 
-def require_servable(files: dict[str, Path], kind: Kind) -> None:
-    """Return if workers can serve the folder, by its small files. Raises PublishRefused, OSError."""
+def require_servable(files: dict[str, Path], kind: Kind) -> tuple[str, ...]:
+    """Return warnings if workers can serve the folder, by its small files and the headers of its tensors.
+
+    Raises PublishRefused, OSError.
+    """
     if problem := problem_of_checkpoint(files, _reader(files), kind):
         raise PublishRefused(
             problem, next_step="repair the folder; or, where another engine serves it: --for-another-engine"
         )
+    return checkpoint_warnings(files, _reader(files), kind)
 
 
 def _reader(files: dict[str, Path]) -> Callable[[str], bytes]:
     def read(name: str) -> bytes:
         with _open(files[name]) as stream:
+            if suffix_of(name) == TENSOR_SUFFIX:
+                return read_header(stream, os.fstat(stream.fileno()).st_size)
             return stream.read(MAX_TEXT_BYTES)
 
     return read

@@ -84,6 +84,7 @@ class Published:
     size_bytes: int
     uploaded_chunks: int
     uploaded_bytes: int
+    warnings: tuple[str, ...] = ()  # where the version may not mean what its files seem to
 
 
 async def publish(
@@ -109,8 +110,9 @@ async def publish(
     """
     files = await asyncio.to_thread(find_files, folder)
     declared = await asyncio.to_thread(declared_kind, files) if kind is None else kind
+    warnings: tuple[str, ...] = ()
     if not for_another_engine:
-        await asyncio.to_thread(require_servable, files, declared)
+        warnings = await asyncio.to_thread(require_servable, files, declared)
     reporter = _ProgressReporter(progress, sum(path.stat().st_size for path in files.values()))
     hashed = await asyncio.to_thread(hash_files, files, reporter.hashed_from_thread)
     reporter.update(hashed_bytes=reporter.now.total_bytes, chunks=len(hashed.chunks))
@@ -142,6 +144,7 @@ async def publish(
         sum(file.size_bytes for file in hashed.files),
         len(uploaded),
         sum(hashed.chunks[chunk].size_bytes for chunk in uploaded),
+        warnings,
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -151,9 +151,9 @@ class ModelFiles:
         """Return the kind that the manifest states. Raises as ``fetch`` does."""
         return (await self._manifest_of(model, digest)).kind
 
-    async def computation(self, model: str, digest: str, *, generation_config: bytes) -> str:
+    async def computation(self, model: str, digest: str, *, contents: Mapping[str, bytes]) -> str:
         """Return the digest of the version's computation. Raises as ``fetch`` does."""
-        return computation_digest(await self._manifest_of(model, digest), generation_config)
+        return await in_thread(computation_digest, await self._manifest_of(model, digest), contents)
 
     async def _manifest_of(self, model: str, digest: str) -> Manifest:
         try:

@@ -1,21 +1,26 @@
 """What of a version its engine computes with: versions that agree in it can be served by one engine.
 
 A gateway applies chat template, sampling defaults and safety policy; an engine reads none of them, except
-for the end-of-sequence ids among the sampling defaults. A file that is not listed here counts, so that an
-unknown one prevents sharing rather than being ignored.
+for the end-of-sequence ids among the sampling defaults and the tokens declared beside tokenizer.json. A file
+that is not listed here counts, so that an unknown one prevents sharing rather than being ignored.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
+from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.limits import POLICY_NAME
+from fairway.formats.tokenizer_files import FILES, TOKENIZER, read_tokenizer_files
 from services.core.manifest import Manifest, sha256_of
 
 GENERATION_CONFIG: Final = "generation_config.json"
+# Files whose contents decide the digest, by less than all of them.
+READ: Final = (GENERATION_CONFIG, *FILES)
 # Read by gateways, or by people.
 _TEXT_FILES: Final = frozenset(
     {
@@ -29,18 +34,31 @@ _TEXT_FILES: Final = frozenset(
 _PROSE: Final = ".md"
 
 
-def computation_digest(manifest: Manifest, generation_config: bytes = b"") -> str:
+def computation_digest(manifest: Manifest, contents: Mapping[str, bytes]) -> str:
     """Return one digest of everything that an engine of the version computes with.
 
-    ``generation_config``: the content of that file, empty without it.
+    ``contents`` are those of the files in ``READ`` that the version has.
     """
     files = [
         (file.path, file.digest)
         for file in manifest.files
         if file.path not in _TEXT_FILES and not file.path.lower().endswith(_PROSE)
     ]
-    parts = (manifest.kind, manifest.max_context_tokens, _eos_of(generation_config), files)
+    eos = _eos_of(contents.get(GENERATION_CONFIG, b""))
+    declared = _declared(contents)
+    parts = (manifest.kind, manifest.max_context_tokens, eos, files, *((declared,) if declared else ()))
     return sha256_of(json.dumps(parts).encode())
+
+
+def _declared(contents: Mapping[str, bytes]) -> str:
+    """Return the digest of a tokenizer to which other files add tokens; empty where they add none."""
+    if TOKENIZER not in contents:
+        return ""
+    try:
+        found = read_tokenizer_files(contents.keys(), lambda name: contents[name]).tokenizer
+    except UnsupportedModel:
+        found = b"".join(contents.get(name, b"") for name in FILES)
+    return sha256_of(found) if found != contents[TOKENIZER] else ""
 
 
 def _eos_of(generation_config: bytes) -> object:

@@ -7,12 +7,14 @@ writes exactly its usual text. Where a control token is spelled with at least on
 cut behind the token's first character and tokenised in pieces, so that no piece spells it. Messages that
 spell none give exactly their usual tokens. ``TextEncoder.encode_chat`` counts the control tokens afterwards.
 
-Control tokens are the tokenizer's added tokens that are flagged special. Other added tokens (``<think>``) are
-ordinary text with an id of their own: transformers reads them from messages too.
+Control tokens are the tokenizer's added tokens that are flagged special, and those that the template writes
+around turns. Other added tokens (``<think>``) are ordinary text with an id of their own: transformers reads
+them from messages too.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,7 +74,8 @@ class ControlTokens:
     """The spellings of a tokenizer's control tokens."""
 
     def __init__(self, special: Iterable[str]) -> None:
-        self._special = _any_of(special)
+        self.texts = frozenset(special)
+        self._special = _any_of(self.texts)
 
     def spelled(self, text: str) -> list[str]:
         """Return the control tokens that a tokenizer reads from the text, in order."""
@@ -123,6 +126,12 @@ class ChatTemplate:
         # Such a template takes arguments as text too: `arguments is string`.
         self._takes_text = "arguments is string" in source
         self.depends_on_time = "strftime_now" in source
+
+    def guarding(self, control: ControlTokens) -> ChatTemplate:
+        """Return the same template with these control tokens."""
+        found = copy.copy(self)
+        found._control = control
+        return found
 
     def render(
         self,

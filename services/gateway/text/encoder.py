@@ -5,17 +5,19 @@ Everything is read from the version's verified files and is immutable afterwards
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.generation import sampling_defaults
 from fairway.formats.rope_config import context_of
+from fairway.formats.tokenizer_files import FILES, read_tokenizer_files
+from fairway.formats.version_files import TEMPLATES
 from services.core.errors import (
     ConstraintRefused,
     FailedPrecondition,
@@ -45,26 +47,22 @@ _PROBES: Final = (
     (ChatMessage("user", "Hi"), ChatMessage("assistant", "Hi"), ChatMessage("user", "Hi")),
 )
 _MAX_SHOWN: Final = 200
-_TEMPLATE_TOKENS: Final = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-_BOUNDS: Final = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (0, 1_000_000),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 10.0),
-}
+TOOL_USE: Final = "tool_use"
+_NAMES: Final = ("default", TOOL_USE)
+# A template for requests with tools is tried with one.
+_PROBE_TOOLS: Final = (Tool("probe", "A tool", '{"type": "object", "properties": {}}'),)
 
 
 class RowTextEncoder(Protocol):
     def encode_rows(self, rows: RowTexts) -> EncodedRows: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """A version's chat templates. ``with_tools`` is for requests with tools, where the version has one."""
+
+    default: ChatTemplate | None
+    with_tools: ChatTemplate | None = None
 
 
 class TextEncoder:
@@ -78,7 +76,7 @@ class TextEncoder:
         self,
         model: TextModel,
         tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        templates: Templates,
         control: ControlTokens,
         unknown: str,
         eos_ids: Sequence[int] = (),
@@ -87,14 +85,16 @@ class TextEncoder:
         self._eos_ids = eos_ids
         self._grammars: Grammars | None = None
         self.model = model
-        self.template = template
+        self.templates = templates
         self.tokenizer = tokenizer
         self.rows: RowTextEncoder | None = None  # of a decoder that embeds
         self._control = control
         added = tokenizer.get_added_tokens_decoder()
         self._unknown = unknown
         self._control_ids = frozenset(
-            token for token, entry in added.items() if entry.special and entry.content != unknown
+            token
+            for token, entry in added.items()
+            if entry.content in control.texts and entry.content != unknown
         )
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
@@ -122,10 +122,11 @@ class TextEncoder:
                 f"this version takes prompts only: {self.model.template_fault}",
                 version_digest=self.model.version_digest,
             )
-        if self.template is None:
+        template = (tools and self.templates.with_tools) or self.templates.default
+        if template is None:
             raise UnsupportedFeature("this model has no chat template; send a prompt", field="messages")
         most = self.model.max_prompt_bytes + MAX_TEMPLATE_BYTES
-        rendered = self.template.render(messages, max_chars=most, variables=variables, tools=tools)
+        rendered = template.render(messages, max_chars=most, variables=variables, tools=tools)
         if len(rendered.text) > self.model.max_prompt_bytes:
             raise PromptTooLong(
                 f"the rendered messages have {len(rendered.text)} characters, more than the "
@@ -188,16 +189,19 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
     config = read_json(folder / "config.json", required=True)
     generation = read_json(folder / "generation_config.json")
     settings = read_json(folder / "tokenizer_config.json")
-    tokenizer, unknown = read_tokenizer(folder / "tokenizer.json")
+    tokenizer, unknown, tokens = read_tokenizer(folder)
     added = tokenizer.get_added_tokens_decoder()
-    control = ControlTokens(token.content for token in added.values() if token.special)
-    texts = {name: _token_text(settings.get(name)) for name in _TEMPLATE_TOKENS}
-    # An unset token is undefined in the template, as in transformers.
-    tokens = {name: text for name, text in texts.items() if text is not None}
-    template, fault = _open_template(
-        partial(_template_source, folder, settings), control=control, tokens=tokens, clock=clock
+    sources, fault = _template_sources(folder, settings)
+    form = form_of(settings, "".join(sources))
+    marks = mark_tokens(form, (MarkToken(one.content, id_, one.special) for id_, one in added.items()))
+    default, with_tools = (
+        _open_template(source, tokens=tokens, clock=clock, tools=tools)
+        for source, tools in zip(sources, ((), _PROBE_TOOLS), strict=True)
     )
-    form = form_of(settings, template.source if template is not None else "")
+    control = ControlTokens(_control(added.values(), marks, default.written + with_tools.written))
+    templates = Templates(*(one.template and one.template.guarding(control) for one in (default, with_tools)))
+    if not fault:
+        fault = default.fault or (with_tools.fault and f"the template {TOOL_USE}: {with_tools.fault}")
     text_config = config.get("text_config", config)
     if not isinstance(text_config, dict):
         raise FailedPrecondition("config.json of the version has no usable text_config")
@@ -207,15 +211,15 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
         max_context_tokens=_context(text_config),
         longest_token_bytes=max((len(text.encode()) for text in tokenizer.get_vocab()), default=1),
         defaults=_defaults(generation),
-        depends_on_time=template is not None and template.depends_on_time,
+        depends_on_time=any(one.template and one.template.depends_on_time for one in (default, with_tools)),
         template_fault=fault,
         form=form,
-        marks=mark_tokens(form, (MarkToken(one.content, id_, one.special) for id_, one in added.items())),
+        marks=marks,
         openings=reasoning_openings(form, lambda text: tokenizer.encode(text, add_special_tokens=False).ids),
     )
     if unknown in (tokens.get("bos_token"), tokens.get("eos_token")):
         unknown = ""  # it is also a start or end token
-    return TextEncoder(model, tokenizer, template, control, unknown, _eos_ids(folder, generation, config))
+    return TextEncoder(model, tokenizer, templates, control, unknown, _eos_ids(folder, generation, config))
 
 
 def _eos_ids(folder: Path, generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -249,16 +253,24 @@ class _TokenizerFile(msgspec.Struct):
     model: _TokenizerModel
 
 
-def read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
-    """Return the tokenizer and its token for unknown text, empty without one. Raises FailedPrecondition."""
+def read_tokenizer(folder: Path) -> tuple[Tokenizer, str, Mapping[str, str]]:
+    """Return the tokenizer that the files of a version declare, its token for unknown text, empty without
+    one, and its named tokens. Raises FailedPrecondition.
+    """
+
+    def read(name: str) -> bytes:
+        if (folder / name).stat().st_size > _MAX_JSON_BYTES:
+            raise FailedPrecondition(f"{name} of the version is larger than {_MAX_JSON_BYTES} bytes")
+        return (folder / name).read_bytes()
+
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise FailedPrecondition(f"tokenizer.json of the version is larger than {_MAX_JSON_BYTES} bytes")
-        data = path.read_bytes()
-        tokenizer = Tokenizer.from_buffer(data)
-        model = msgspec.json.decode(data, type=_TokenizerFile).model
+        files = read_tokenizer_files([name for name in FILES if (folder / name).is_file()], read)
+        tokenizer = Tokenizer.from_buffer(files.tokenizer)
+        model = msgspec.json.decode(files.tokenizer, type=_TokenizerFile).model
     except FileNotFoundError:
         raise FailedPrecondition("the version has no tokenizer.json: it takes no text") from None
+    except UnsupportedModel as exc:
+        raise FailedPrecondition(f"the version's {exc}") from exc
     except (FairwayError, MemoryError):
         raise
     except Exception as exc:  # the library raises nothing narrower
@@ -267,29 +279,53 @@ def read_tokenizer(path: Path) -> tuple[Tokenizer, str]:
     # A training script may leave truncation on: a prompt is rejected, never truncated.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer, unknown or ""
+    return tokenizer, unknown or "", files.named
 
 
-def _template_source(folder: Path, settings: Mapping[str, Any]) -> str:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        if file.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise FailedPrecondition(f"chat_template.jinja is longer than {MAX_TEMPLATE_BYTES} bytes")
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as exc:
-            raise FailedPrecondition("chat_template.jinja of the version is malformed") from exc
-    found = settings.get("chat_template", "")
+def _control(added: Iterable[AddedToken], marks: Iterable[MarkToken], written: str) -> list[str]:
+    """Return the spellings that no message may have as tokens.
+
+    Beside the special tokens those that a template writes around turns and no output form has: many
+    publishers leave the marks of turns unflagged.
+    """
+    free = {mark.text for mark in marks}
+    return [
+        token.content
+        for token in added
+        if token.special
+        or (token.content in written and token.content not in free and not token.content.isspace())
+    ]
+
+
+def _template_sources(folder: Path, settings: Mapping[str, Any]) -> tuple[tuple[str, str], str]:
+    """Return the templates for requests without and with tools, as transformers takes them, and what is
+    wrong with them. Files go before the settings; an empty source is no template.
+    """
+    try:
+        sources = {Path(name).stem: _template_file(folder, name) for name in TEMPLATES}
+    except FailedPrecondition as error:
+        return ("", ""), _shown(error)
+    files = {name: source for name, source in sources.items() if source}
+    if "chat_template" in files:
+        files.setdefault("default", files["chat_template"])
+    found: Any = settings.get("chat_template")
     if isinstance(found, list):  # several by name
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default", "")
-    return found if isinstance(found, str) else ""
+        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+    named: Mapping[Any, Any] = files or (found if isinstance(found, dict) else {"default": found})
+    default, tools = (source if isinstance(source := named.get(name), str) else "" for name in _NAMES)
+    return (default, tools), ""
 
 
-def _token_text(value: Any) -> str | None:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
+def _template_file(folder: Path, name: str) -> str:
+    file = folder / name
+    if not file.is_file():
+        return ""
+    if file.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise FailedPrecondition(f"{name} is longer than {MAX_TEMPLATE_BYTES} bytes")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as exc:
+        raise FailedPrecondition(f"{name} of the version is malformed") from exc
 
 
 def _context(text_config: Mapping[str, Any]) -> int:
@@ -307,47 +343,42 @@ def _positive(config: Mapping[str, Any], name: str) -> int:
 
 
 def _defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
-    found: dict[str, Any] = {}
-    for name, (low, high) in _BOUNDS.items():
-        value = generation.get(name)
-        if value is None:
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or not low <= value <= high:
-            raise FailedPrecondition(
-                f"generation_config.json of the version has {name} {value!r}, not from {low} to {high}"
-            )
-        found[name] = int(value) if name == "top_k" else float(value)
-    return SamplingDefaults(**found)
-
-
-def _open_template(
-    read: Callable[[], str], *, control: ControlTokens, tokens: Mapping[str, str], clock: Clock
-) -> tuple[ChatTemplate | None, str]:
-    """Return the template that ``read`` returns, and why it renders no conversation: empty if it renders one.
-
-    An empty source is no template. FailedPrecondition of ``read`` counts as a fault too.
-    """
     try:
-        source = read()
-        if not source:
-            return None, ""
-        template = ChatTemplate(source, control=control, tokens=tokens, clock=clock)
+        return SamplingDefaults(**sampling_defaults(generation))
+    except UnsupportedModel as error:
+        raise FailedPrecondition(f"the version's {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    template: ChatTemplate | None = None
+    fault: str = ""  # why it renders no conversation
+    written: str = ""  # its text of the conversations that it was tried with
+
+
+def _open_template(source: str, *, tokens: Mapping[str, str], clock: Clock, tools: Sequence[Tool]) -> _Opened:
+    """Return the template, without control tokens, after a few conversations. An empty source is none."""
+    if not source:
+        return _Opened()
+    try:
+        template = ChatTemplate(source, control=ControlTokens(()), tokens=tokens, clock=clock)
     except FailedPrecondition as error:
-        return None, _shown(error)
+        return _Opened(fault=_shown(error))
     faults: list[str] = []
+    written: list[str] = []
+    works = False
     for messages in _PROBES:
         try:
-            template.render(messages, max_chars=MAX_TEMPLATE_BYTES)
+            written.append(template.render(messages, max_chars=MAX_TEMPLATE_BYTES, tools=tools).text)
         except (FailedPrecondition, InvalidInput) as error:
-            if isinstance(error.__cause__, TemplateRefused):  # a deliberate rejection: the template works
-                return template, ""
+            # A deliberate rejection: the template works.
+            works = works or isinstance(error.__cause__, TemplateRefused)
             if isinstance(error.__cause__, TemplateTooCostly):  # other conversations would take as long
-                return template, _shown(error)
+                faults = [_shown(error)]
+                break
             faults.append(_shown(error))
-        else:
-            return template, ""
-    return template, faults[0]
+    fault = "" if works or written else faults[0]
+    return _Opened(template, fault, "".join(written))
 
 
 def _shown(error: FailedPrecondition | InvalidInput) -> str:

@@ -84,7 +84,7 @@ def load_version(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
     except UnsupportedModel as error:
         raise FailedPrecondition(f"the version cannot be served: {error}") from error
     has_text = signature.vocab_size > 0 and (folder / "tokenizer.json").is_file()
-    tokenizer = read_tokenizer(folder / "tokenizer.json")[0] if has_text else None
+    tokenizer = read_tokenizer(folder)[0] if has_text else None
     vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
     model = TextModel(
         version_digest,

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
 
 from fairway.formats import drafts
+from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.limits import LIMITS_NAME, EngineLimits, check_limits
+from fairway.formats.safetensors import tensors_of
+from fairway.formats.weights import weight_files
 from services.core.errors import FailedPrecondition
 from services.core.records import AssignedVersion
-from services.core.rollouts.computation import GENERATION_CONFIG
+from services.core.rollouts.computation import READ
 from services.ports.clock import Clock
 from services.ports.text_check import TextCheck
+from services.worker.engine.load.config import names_in, read_part
 from services.worker.engine_protocol import EngineConfig
 from services.worker.text.detokenizer import Vocabulary, load_vocabulary
 
 CHECK_COUNTS_S: Final = 10.0  # a start within this time after the check of its files needs no new check
-MAX_HEADER_BYTES: Final = 64 * 1024 * 1024
-MAX_INDEX_BYTES: Final = 64 * 1024 * 1024
-INDEX: Final = "model.safetensors.index.json"
-SINGLE: Final = "model.safetensors"
 
 
 class ModelSource(Protocol):
@@ -45,7 +45,7 @@ class ModelSource(Protocol):
 
     async def kind(self, model: str, digest: str) -> str: ...
 
-    async def computation(self, model: str, digest: str, *, generation_config: bytes) -> str: ...
+    async def computation(self, model: str, digest: str, *, contents: Mapping[str, bytes]) -> str: ...
 
     def pin(self, folder: Path) -> None: ...
 
@@ -143,11 +143,9 @@ class VersionFiles:
         return await self._source.kind(self._version.model, self._version.version_digest)
 
     async def computation(self, folder: Path) -> str:
-        generation = await asyncio.to_thread(_content_of, folder / GENERATION_CONFIG)
+        contents = await asyncio.to_thread(_contents_of, folder)
         version = self._version
-        return await self._source.computation(
-            version.model, version.version_digest, generation_config=generation
-        )
+        return await self._source.computation(version.model, version.version_digest, contents=contents)
 
     async def vocabulary(self, folder: Path) -> Vocabulary:
         if self._vocabulary is None:
@@ -204,14 +202,12 @@ def limited(config: EngineConfig, limits: EngineLimits, *, max_context_tokens: i
     )
 
 
-def _content_of(path: Path) -> bytes:
-    """Return the file's content, empty without it. Blocks for I/O. Raises FailedPrecondition."""
+def _contents_of(folder: Path) -> dict[str, bytes]:
+    """Return the files that decide its computation, by name. Blocks for I/O. Raises FailedPrecondition."""
     try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""
+        return {name: (folder / name).read_bytes() for name in READ if (folder / name).is_file()}
     except OSError as error:
-        raise FailedPrecondition(f"{path.name} of the version: {error.strerror}") from error
+        raise FailedPrecondition(f"the files of the version: {error.strerror}") from error
 
 
 def weight_bytes(folder: Path, bytes_per_value: int) -> int:
@@ -219,39 +215,9 @@ def weight_bytes(folder: Path, bytes_per_value: int) -> int:
 
     Counts only what the engine opens: some publishers add the same weights in another layout.
     """
-    return sum(_values(folder / name) for name in _files(folder)) * bytes_per_value
-
-
-def _files(folder: Path) -> list[str]:
-    index = folder / INDEX
-    if not index.exists():
-        if not (folder / SINGLE).exists():
-            raise FailedPrecondition(f"the version has no weights: neither {SINGLE} nor {INDEX}")
-        return [SINGLE]
+    read = partial(read_part, folder)
     try:
-        if index.stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError("the index's size")
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise ValueError("a file outside the folder")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
-        raise FailedPrecondition(f"{INDEX} is no readable index") from exc
-    return sorted(names)
-
-
-def _values(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if not 0 < size <= min(MAX_HEADER_BYTES, path.stat().st_size):
-                raise ValueError("the header's size")
-            header = json.loads(file.read(size))
-        return sum(
-            math.prod(int(extent) for extent in entry["shape"])
-            for name, entry in header.items()
-            if name != "__metadata__"
-        )
-    except FileNotFoundError as exc:
-        raise FailedPrecondition(f"the version has no {path.name}, which {INDEX} names") from exc
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
-        raise FailedPrecondition(f"{path.name} has no readable safetensors header") from exc
+        headers = [tensors_of(read(name)) for name in weight_files("", names_in(folder), read)]
+    except (UnsupportedModel, ValueError) as exc:
+        raise FailedPrecondition(f"the version has no readable weights: {exc}") from exc
+    return sum(math.prod(one.shape) for header in headers for one in header.values()) * bytes_per_value

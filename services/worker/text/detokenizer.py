@@ -13,31 +13,22 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
 from tokenizers import Tokenizer
 
-from services.core.errors import FailedPrecondition
+from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.tokenizer_files import read_tokenizer_files, require_decodable
+from services.core.errors import FailedPrecondition, FairwayError
 
 REPLACEMENT = "\ufffd"
 MAX_PENDING_TOKENS = 8  # above the bytes of any UTF-8 character, so that many pending tokens are invalid
 # Of a context: enough for the character and for the token that the text goes on from.
 _CONTEXT_TOKENS: Final = 32
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
-MAX_TOKEN_CHARS = 16 * 1024
-_PLAIN_DECODERS: Final = (
-    "ByteLevel",
-    "ByteFallback",
-    "Fuse",
-    "Metaspace",
-    "Strip",
-    "WordPiece",
-    "BPEDecoder",
-    "CTC",
-)
-_MAX_DECODERS: Final = 16
 _BLANK: Final = "\u2581"  # the leading blank of a piece of SentencePiece
 _BYTE_TOKEN: Final = re.compile("<0x[0-9A-Fa-f]{2}>")
 _utf8 = codecs.getincrementaldecoder("utf-8")
@@ -80,27 +71,34 @@ class Vocabulary(Protocol):
 
 def load_vocabulary(model_dir: Path) -> Vocabulary:
     """Return the vocabulary of a model folder. Blocks for file I/O. Raises FailedPrecondition."""
-    path = model_dir / "tokenizer.json"
+    names = [path.name for path in model_dir.iterdir()] if model_dir.is_dir() else []
     try:
-        if path.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise FailedPrecondition(f"tokenizer.json exceeds {MAX_TOKENIZER_BYTES} bytes")
-        file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
-        _check_decoder(file.decoder)
+        content = read_tokenizer_files(names, partial(_content, model_dir)).tokenizer
+        require_decodable(content)
+        file = msgspec.json.decode(content, type=_TokenizerFile)
         # Without the encoding parts: they are not needed here, and can be too expensive.
         tokenizer = Tokenizer.from_buffer(msgspec.json.encode(file))
-    except FailedPrecondition:
+    except UnsupportedModel as exc:
+        raise FailedPrecondition(str(exc)) from exc
+    except FairwayError:
         raise
-    except FileNotFoundError as exc:
-        raise FailedPrecondition("the version has no tokenizer.json") from exc
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as exc:  # the library raises bare Exception; its panics are not even that
         raise FailedPrecondition("the model's tokenizer.json cannot be read") from exc
-    if max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0) > MAX_TOKEN_CHARS:
-        raise FailedPrecondition(f"tokenizer.json has a token of more than {MAX_TOKEN_CHARS} characters")
     if is_byte_level(file.decoder):
         return ByteLevelVocabulary(tokenizer)
     return WindowedVocabulary(tokenizer, byte_fallback=has_byte_fallback(file.decoder))
+
+
+def _content(folder: Path, name: str) -> bytes:
+    path = folder / name
+    try:
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise FailedPrecondition(f"{name} exceeds {MAX_TOKENIZER_BYTES} bytes")
+        return path.read_bytes()
+    except FileNotFoundError as exc:
+        raise FailedPrecondition(f"the version has no {name}") from exc
 
 
 class _TokenizerFile(msgspec.Struct):
@@ -110,31 +108,6 @@ class _TokenizerFile(msgspec.Struct):
     added_tokens: msgspec.Raw = msgspec.Raw(b"[]")
     decoder: dict[str, Any] | None = None
     version: str = "1.0"
-
-
-def _check_decoder(decoder: dict[str, Any] | None) -> None:
-    """Raise FailedPrecondition for a decoder without a small bound on its work per token.
-
-    It runs in the agent's event loop: no regular expression, and no replacement that lengthens the text.
-    """
-    parts: list[Any] = [decoder] if decoder is not None else []
-    if decoder is not None and decoder.get("type") == "Sequence":
-        parts = decoder.get("decoders") or []
-    if len(parts) > _MAX_DECODERS or not all(map(_is_plain, parts)):
-        raise FailedPrecondition(
-            "tokenizer.json has a decoder that is not offered: Replace puts no longer text in place of a "
-            f"text, others are {', '.join(_PLAIN_DECODERS)}"
-        )
-
-
-def _is_plain(part: Any) -> bool:
-    if not isinstance(part, dict):
-        return False
-    if part.get("type") != "Replace":
-        return part.get("type") in _PLAIN_DECODERS
-    pattern, content = part.get("pattern"), part.get("content")
-    found = pattern.get("String") if isinstance(pattern, dict) else None
-    return isinstance(found, str) and isinstance(content, str) and 0 < len(found) >= len(content)
 
 
 def is_byte_level(decoder: object) -> bool:

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from fairway.client.publish.publish import publish
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
 from services.adapters.blobs.folder import FolderBlobs
@@ -26,6 +28,8 @@ from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from tests.support.registry import ADMIN, Served
 
+# The folders of these tests are no checkpoints.
+publish_any = partial(publish, for_another_engine=True)
 MAX_BYTES = 64 * 1024 * 1024
 
 

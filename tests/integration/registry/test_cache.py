@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from fairway.client.publish.publish import CHUNK_BYTES, publish
+from fairway.client.publish.publish import CHUNK_BYTES
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.grpc.registry_client import RegistryClient
 from services.adapters.memory.store import MemoryStore
@@ -23,6 +23,7 @@ from services.core.manifest import Manifest
 from services.core.records import VersionRecord
 from services.ports.registry import VersionSource
 from services.runtime.clock import SystemClock
+from tests.integration.registry.harness import publish_any
 from tests.support.model_folder import write_model
 from tests.support.registry import ADMIN, TOKEN, Served, served
 from tests.support.tiny_disk import fill, tiny_disk
@@ -79,7 +80,7 @@ class Fills(VersionSource):
 
 
 async def test_a_disk_that_fills_up_amid_a_fetch(registry: Served, folder: Path, tmp_path: Path) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     disk = tmp_path / "disk"
     with tiny_disk(disk, 96 * MIB):
         source = Fills(registry.client, disk)
@@ -112,7 +113,7 @@ def no_file_over(size_bytes: int) -> Iterator[None]:
 
 async def test_a_write_that_the_system_refuses(registry: Served, folder: Path, tmp_path: Path) -> None:
     """The same where nothing can be mounted."""
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     files = cache(registry.client, tmp_path / "cache")
     for limit in (2 * CHUNK_BYTES + 100, 10):  # amid the weights; amid the manifest
         with no_file_over(limit), pytest.raises(StoreUnavailable, match="is full"):
@@ -125,9 +126,9 @@ async def test_a_write_that_the_system_refuses(registry: Served, folder: Path, t
 async def test_a_full_disk_leaves_what_is_in_use_alone(
     registry: Served, folder: Path, tmp_path: Path
 ) -> None:
-    first = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    first = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     other = write_model(tmp_path / "other", weight_bytes=3 * CHUNK_BYTES, seed=8)
-    second = await publish(registry.channel, other, "tiny", metadata=ADMIN)
+    second = await publish_any(registry.channel, other, "tiny", metadata=ADMIN)
     files = cache(registry.client, tmp_path / "cache")
     used = await files.fetch("tiny", first.digest)
     files.pin(used)
@@ -145,7 +146,7 @@ async def test_versions_in_use_beyond_the_bound_are_an_error_that_names_sizes(
     files = cache(registry.client, tmp_path / "cache", max_bytes=25_000)
     for number in range(3):
         folder = write_model(tmp_path / f"m{number}", weight_bytes=10_000, seed=number)
-        done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+        done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
         sizes.append(done.size_bytes)
         if number < 2:
             files.pin(await files.fetch("tiny", done.digest))
@@ -181,7 +182,7 @@ asyncio.run(main())
 async def test_a_second_process_is_told_and_harms_nothing(
     registry: Served, folder: Path, tmp_path: Path
 ) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     root = tmp_path / "cache"
     arguments = ("-c", _OWNER, registry.address, str(root), done.digest, TOKEN)
     owner = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fairway.client.publish.publish import PublishRefused, publish
+from fairway.client.publish.publish import PublishRefused
 from services.core.errors import InvalidInput
 from services.core.manifest import canonical_json, digest_of, parse, weights_digest_of
 from services.worker.slots.version_files import without_weights
@@ -16,6 +16,7 @@ from tests.integration.registry.harness import (
     file_of,
     files,
     manifest_of,
+    publish_any,
     same,
     store_blobs,
 )
@@ -37,7 +38,7 @@ def drafted(folder: Path) -> Path:
 async def test_it_is_published_and_fetched_with_its_version(
     registry: Registry, drafted: Path, tmp_path: Path
 ) -> None:
-    done = await publish(registry.channel, drafted, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, drafted, "tiny", metadata=ADMIN)
     path = await files(registry.client, tmp_path / "cache").fetch("tiny", done.digest)
     assert same(drafted, path)
     assert (path / "draft" / "model.safetensors").stat().st_size == 5000
@@ -47,7 +48,7 @@ async def test_another_draft_is_another_version_with_other_weights(registry: Reg
     digests, weights = set(), set()
     for seed in (1, 2, 1):
         (drafted / "draft" / "model.safetensors").write_bytes(safetensors(5000, seed))
-        done = await publish(registry.channel, drafted, "tiny", metadata=ADMIN)
+        done = await publish_any(registry.channel, drafted, "tiny", metadata=ADMIN)
         digests.add(done.digest)
         weights.add((await registry.client.get_version("tiny", done.digest))[1].weights_digest)
     assert (len(digests), len(weights)) == (2, 2)
@@ -56,7 +57,7 @@ async def test_another_draft_is_another_version_with_other_weights(registry: Reg
 async def test_an_engine_without_weights_fetches_none_of_the_draft(
     registry: Registry, drafted: Path, tmp_path: Path
 ) -> None:
-    done = await publish(registry.channel, drafted, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, drafted, "tiny", metadata=ADMIN)
     source = Counting(registry.client)
     models = files(source, tmp_path / "cache")
     path = await models.fetch("tiny", done.digest, only=without_weights)
@@ -81,7 +82,7 @@ async def test_what_is_no_draft_is_refused_before_anything_is_sent(
 ) -> None:
     (drafted / "draft" / name).write_bytes(data)
     with pytest.raises(PublishRefused, match=problem):
-        await publish(registry.channel, drafted, "tiny", metadata=ADMIN)
+        await publish_any(registry.channel, drafted, "tiny", metadata=ADMIN)
     assert [path for path in (registry.blobs_root / "sha256").rglob("*") if path.is_file()] == []
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import grpc
 import pytest
 
-from fairway.client.publish.publish import publish
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
 from services.core.errors import (
@@ -29,14 +28,14 @@ from services.core.errors import (
 )
 from services.core.manifest import CHUNK_BYTES
 from services.rpc.status import from_rpc_error
-from tests.integration.registry.harness import Counting, Registry, files, same
+from tests.integration.registry.harness import Counting, Registry, files, publish_any, same
 from tests.support.registry import ADMIN
 
 
 async def test_only_chosen_files_have_a_folder_of_their_own(
     registry: Registry, folder: Path, tmp_path: Path
 ) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     models = files(registry.client, tmp_path / "cache")
     small = await models.fetch("tiny", done.digest, only=lambda path: path.endswith(".json"))
     assert not (small / "model.safetensors").exists()
@@ -51,7 +50,7 @@ async def test_only_chosen_files_have_a_folder_of_their_own(
 async def test_concurrent_fetches_share_one_download(
     registry: Registry, folder: Path, tmp_path: Path
 ) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     source = Counting(registry.client)
     models = files(source, tmp_path / "cache")
     paths = await asyncio.gather(*(models.fetch("tiny", done.digest) for _ in range(5)))
@@ -63,7 +62,7 @@ async def test_concurrent_fetches_share_one_download(
 async def test_broken_connection_resumes_at_the_byte(
     registry: Registry, folder: Path, tmp_path: Path, error: type[FairwayError]
 ) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     source = Counting(registry.client)
     source.broken, source.error = 3, error
     path = await files(source, tmp_path / "cache").fetch("tiny", done.digest)
@@ -72,7 +71,7 @@ async def test_broken_connection_resumes_at_the_byte(
 
 
 async def test_a_download_that_nobody_reads_ends(registry: Registry, folder: Path) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     _, manifest = await registry.client.get_version("tiny", done.digest)
     weights = next(file for file in manifest.files if file.path == "model.safetensors")
     registry.servicer.unread_s = 0.2
@@ -92,7 +91,7 @@ async def test_a_download_that_nobody_reads_ends(registry: Registry, folder: Pat
 async def test_one_flipped_bit_is_fetched_again_two_are_an_error(
     registry: Registry, folder: Path, tmp_path: Path
 ) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     _, manifest = await registry.client.get_version("tiny", done.digest)
     weights = next(file for file in manifest.files if file.path == "model.safetensors")
     source = Counting(registry.client)
@@ -110,7 +109,7 @@ async def test_one_flipped_bit_is_fetched_again_two_are_an_error(
 async def test_bit_rot_in_the_blob_store_never_reaches_a_folder(
     registry: Registry, folder: Path, tmp_path: Path
 ) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     _, manifest = await registry.client.get_version("tiny", done.digest)
     blob = registry.blob(manifest.files[3].chunks[0])
     blob.chmod(0o600)
@@ -124,7 +123,7 @@ async def test_bit_rot_in_the_blob_store_never_reaches_a_folder(
 async def test_killed_fetch_resumes_and_cuts_a_torn_chunk(
     registry: Registry, folder: Path, tmp_path: Path
 ) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     first = Counting(registry.client)
     first.stop_after = 5  # stands in the last chunk of the weights
     models = files(first, tmp_path / "cache")
@@ -152,7 +151,7 @@ async def test_a_fetch_may_be_cancelled_anywhere(registry: Registry, tmp_path: P
     for number in range(6):
         (root / f"f{number}.json").write_text(json.dumps(chr(65 + number) * 48))
     (root / "config.json").write_text("{}")
-    done = await publish(registry.channel, root, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, root, "tiny", metadata=ADMIN)
     rng = random.Random(3)
     completed = 0
     for turn in range(25):
@@ -176,7 +175,7 @@ async def test_a_fetch_may_be_cancelled_anywhere(registry: Registry, tmp_path: P
 async def test_cancelled_while_its_folder_appears_it_counts(
     registry: Registry, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     source = Counting(registry.client)
     models = files(source, tmp_path / "cache")
     fetching = asyncio.ensure_future(models.fetch("tiny", done.digest))
@@ -228,7 +227,7 @@ asyncio.run(main())
 
 
 async def test_fetch_goes_on_after_sigkill(registry: Registry, folder: Path, tmp_path: Path) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     child = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",

@@ -12,7 +12,6 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from fairway.client.publish.publish import publish
 from fairway.v1 import registry_pb2 as pb
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.etcd.store import EtcdStore
@@ -37,6 +36,7 @@ from services.registry.garbage import LEASE_S, SWEEPING, SweepFence
 from services.registry.service import RegistryService
 from services.runtime.clock import SystemClock
 from tests.conftest import Server
+from tests.integration.registry.harness import publish_any
 from tests.support.memory_blobs import MemoryBlobs
 from tests.support.model_folder import write_model
 from tests.support.registry import ADMIN, Served, served
@@ -65,7 +65,7 @@ class Registry:
         return {"sha256:" + path.name for path in (self.root / "sha256").rglob("*") if path.is_file()}
 
     async def publish(self, folder: Path, model: str = "tiny", tag: str = "") -> str:
-        return (await publish(self.running.channel, folder, model, tag, metadata=ADMIN)).digest
+        return (await publish_any(self.running.channel, folder, model, tag, metadata=ADMIN)).digest
 
     async def collect(self, *, dry_run: bool = False) -> pb.CollectGarbageResponse:
         request = pb.CollectGarbageRequest(dry_run=dry_run)

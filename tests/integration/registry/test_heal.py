@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from fairway.client.publish.publish import CHUNK_BYTES, PublishRefused, publish
+from fairway.client.publish.publish import CHUNK_BYTES, PublishRefused
 from fairway.v1 import registry_pb2 as pb
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.memory.store import MemoryStore
@@ -17,6 +17,7 @@ from services.adapters.model_files.cache import ModelFiles
 from services.core.errors import IntegrityError, InvalidInput, NotFound
 from services.core.manifest import Manifest, ManifestFile, sha256_of, weights_digest_of
 from services.runtime.clock import SystemClock
+from tests.integration.registry.harness import publish_any
 from tests.support.model_folder import safetensors, write_model
 from tests.support.registry import ADMIN, Served, served
 
@@ -64,14 +65,14 @@ async def test_a_ruined_chunk_is_healed_by_publishing_again(
     registry: Served, folder: Path, tmp_path: Path, ruin: object, seen: bool
 ) -> None:
     """Whether a worker met the damage before or nobody did."""
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     _, manifest = await registry.client.get_version("tiny", done.digest)
     weights = next(file for file in manifest.files if file.path == "model.safetensors")
     ruin(blob(tmp_path, weights.chunks[1]))  # type: ignore[operator]
     if seen:
         with pytest.raises((IntegrityError, NotFound), match="publish"):
             await fetch(registry, tmp_path, done.digest)
-    again = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    again = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     assert (again.digest, again.created, again.uploaded_chunks) == (done.digest, False, 1)
     ready = await fetch(registry, tmp_path, done.digest)
     assert (ready / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
@@ -81,11 +82,11 @@ async def test_a_ruined_chunk_is_healed_by_publishing_again(
 async def test_a_ruined_manifest_is_healed_by_publishing_again(
     registry: Served, folder: Path, tmp_path: Path, ruin: object
 ) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     ruin(blob(tmp_path, done.digest))  # type: ignore[operator]
     with pytest.raises(IntegrityError, match="publish the version again"):
         await registry.client.get_version("tiny", done.digest)
-    again = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    again = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     assert (again.digest, again.created) == (done.digest, False)
     assert (await registry.client.get_version("tiny", done.digest))[0].digest == done.digest
 
@@ -93,7 +94,7 @@ async def test_a_ruined_manifest_is_healed_by_publishing_again(
 async def test_a_chunk_is_resumed_by_readers_only_while_it_is_whole(
     registry: Served, folder: Path, tmp_path: Path
 ) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     _, manifest = await registry.client.get_version("tiny", done.digest)
     chunk = next(file for file in manifest.files if file.path == "model.safetensors").chunks[0]
     whole = b"".join([piece async for piece in registry.client.download(chunk)])
@@ -157,7 +158,7 @@ async def test_a_folder_that_changes_while_it_is_published_makes_no_version(
             (folder / "tokenizer.json").write_text('{"version": "9.9"}')
 
     with pytest.raises(PublishRefused, match=r"tokenizer\.json changed while") as caught:
-        await publish(registry.channel, folder, "tiny", "", change, metadata=ADMIN)
+        await publish_any(registry.channel, folder, "tiny", "", change, metadata=ADMIN)
     assert caught.value.next_step
     assert await registry.service.list_models() == ((), "")
-    assert (await publish(registry.channel, folder, "tiny", metadata=ADMIN)).created
+    assert (await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)).created

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fairway.client.publish.publish import publish
 from services.adapters.grpc.registry_client import RegistryClient
 from services.core.errors import FailedPrecondition, NotFound, StoreUnavailable
 from services.core.manifest import CHUNK_BYTES
 from services.rpc.channel import open_channel
-from tests.integration.registry.harness import Counting, Registry, files, same
+from tests.integration.registry.harness import Counting, Registry, files, publish_any, same
 from tests.support.registry import ADMIN, TOKEN
 
 
@@ -26,14 +25,14 @@ async def publish_versions(registry: Registry, tmp_path: Path, count: int) -> li
         root = tmp_path / f"m{number}"
         root.mkdir()
         (root / "config.json").write_text(json.dumps(chr(65 + number) * 998))
-        digests.append((await publish(registry.channel, root, "tiny", metadata=ADMIN)).digest)
+        digests.append((await publish_any(registry.channel, root, "tiny", metadata=ADMIN)).digest)
     return digests
 
 
 async def test_damaged_kept_folder_is_found_at_the_next_start(
     registry: Registry, folder: Path, tmp_path: Path
 ) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     models = files(registry.client, tmp_path / "cache")
     path = await models.fetch("tiny", done.digest)
     models.close()
@@ -50,7 +49,7 @@ async def test_damaged_kept_folder_is_found_at_the_next_start(
 
 
 async def test_kept_version_needs_no_registry(registry: Registry, folder: Path, tmp_path: Path) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     models = files(registry.client, tmp_path / "cache")
     await models.fetch("tiny", done.digest)
     models.close()
@@ -128,7 +127,7 @@ async def test_what_the_disk_does_not_let_go_counts_and_serves_on(registry: Regi
 async def test_full_disk_is_clear_and_leaves_nothing(
     registry: Registry, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     models = files(registry.client, tmp_path / "cache")
     real, written = os.write, 0
 
@@ -149,7 +148,7 @@ async def test_full_disk_is_clear_and_leaves_nothing(
 
 
 async def test_root_has_one_owner(registry: Registry, folder: Path, tmp_path: Path) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     owner = files(registry.client, tmp_path / "cache")
     await owner.fetch("tiny", done.digest)
     with pytest.raises(StoreUnavailable, match="another process"):
@@ -164,7 +163,7 @@ async def test_root_has_one_owner(registry: Registry, folder: Path, tmp_path: Pa
 async def test_what_was_deleted_of_the_cache_is_fetched_again(
     registry: Registry, folder: Path, tmp_path: Path, deleted: str
 ) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     models = files(registry.client, tmp_path / "cache")
     await models.fetch("tiny", done.digest)
     for path in list(tmp_path.glob(deleted)):

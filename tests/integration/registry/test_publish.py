@@ -7,17 +7,18 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fairway.client.publish.publish import PublishProgress, PublishRefused, publish
+from fairway.client.publish.publish import PublishProgress, PublishRefused
 from services.core.errors import InvalidInput
 from services.core.manifest import digest_of, sha256_of
 from services.core.records import VersionRecord, load, version_key
-from tests.integration.registry.harness import Registry, file_of, files, manifest_of, same
+from services.core.rollouts.computation import READ
+from tests.integration.registry.harness import Registry, file_of, files, manifest_of, publish_any, same
 from tests.support.registry import ADMIN
 
 
 async def test_publish_register_fetch(registry: Registry, folder: Path, tmp_path: Path) -> None:
     told: list[PublishProgress] = []
-    first = await publish(registry.channel, folder, "tiny", "latest", told.append, metadata=ADMIN)
+    first = await publish_any(registry.channel, folder, "tiny", "latest", told.append, metadata=ADMIN)
     assert first.created
     assert first.uploaded_chunks == 7
     size = first.size_bytes
@@ -27,7 +28,7 @@ async def test_publish_register_fetch(registry: Registry, folder: Path, tmp_path
     phases = [each.phase for each in told]
     assert phases == sorted(phases, key=["hash", "upload", "create", "done"].index)
     assert all(0 <= each.done_ratio <= 1 for each in told)
-    again = await publish(registry.channel, folder, "tiny", "latest", metadata=ADMIN)
+    again = await publish_any(registry.channel, folder, "tiny", "latest", metadata=ADMIN)
     assert (again.digest, again.created, again.uploaded_chunks) == (first.digest, False, 0)
 
     record, manifest = await registry.client.get_version("tiny", "latest")
@@ -45,8 +46,8 @@ async def test_publish_register_fetch(registry: Registry, folder: Path, tmp_path
     models.check_integrity()
     entry = await registry.store.get(version_key("tiny", first.digest))
     assert entry is not None
-    sampling = (path / "generation_config.json").read_bytes()
-    computation = await models.computation("tiny", first.digest, generation_config=sampling)
+    contents = {name: (path / name).read_bytes() for name in READ if (path / name).exists()}
+    computation = await models.computation("tiny", first.digest, contents=contents)
     assert load(entry.value, VersionRecord).computation == computation, "the planner has what workers compute"
 
 
@@ -55,7 +56,7 @@ async def test_folder_that_may_not_be_a_version_is_refused_before_anything_is_up
 ) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(PublishRefused, match="may contain pickled objects"):
-        await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+        await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     assert [path for path in (registry.blobs_root / "sha256").rglob("*") if path.is_file()] == []
 
 
@@ -65,24 +66,24 @@ async def test_names_of_pickles_and_code_are_refused_by_both_sides(
 ) -> None:
     (folder / name).write_bytes(b"\x80\x04K\x01.")
     with pytest.raises(PublishRefused, match=name):
-        await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+        await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     manifest = manifest_of(file_of("config.json", b"{}"), file_of(name, b"\x80\x04K\x01."))
     with pytest.raises(InvalidInput, match=name):
         await registry.service.create_version("tiny", manifest)
 
 
 async def test_publishing_again_brings_back_a_lost_chunk(registry: Registry, folder: Path) -> None:
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     blob = registry.blob(sha256_of((folder / "tokenizer.json").read_bytes()))
     blob.unlink()
-    again = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    again = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     assert (again.digest, again.created, again.uploaded_chunks) == (done.digest, False, 1)
     assert blob.exists()
 
 
 async def test_publish_outlasts_a_registry_that_falters(registry: Registry, folder: Path) -> None:
     registry.servicer.falters = 2
-    done = await publish(registry.channel, folder, "tiny", metadata=ADMIN)
+    done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     assert (done.created, registry.servicer.falters) == (True, 0)
 
 
@@ -91,7 +92,7 @@ async def test_publish_gives_up_with_the_registrys_error_and_goes_on_later(
 ) -> None:
     registry.servicer.falters = 10**6
     with pytest.raises(grpc.aio.AioRpcError, match="a moment"):
-        await publish(registry.channel, folder, "tiny", metadata=ADMIN, patience_s=0.5)
+        await publish_any(registry.channel, folder, "tiny", metadata=ADMIN, patience_s=0.5)
     assert await registry.service.list_models() == ((), "")
     registry.servicer.falters = 0
-    assert (await publish(registry.channel, folder, "tiny", metadata=ADMIN)).created
+    assert (await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)).created

@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 import pytest
 
-from fairway.client.publish.publish import publish
 from fairway.v1 import registry_pb2 as pb
 from services.adapters.memory.store import MemoryStore
 from services.core.errors import Conflict, EtagMismatch, InvalidInput, NotFound
@@ -18,7 +17,7 @@ from services.ports.store import Put
 from services.registry.service import RegistryService
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
-from tests.integration.registry.harness import Registry, file_of, manifest_of, store_blobs
+from tests.integration.registry.harness import Registry, file_of, manifest_of, publish_any, store_blobs
 from tests.support.registry import ADMIN
 
 
@@ -45,9 +44,9 @@ async def test_tags_move_and_are_deleted(registry: Registry) -> None:
 
 
 async def test_a_tag_that_others_moved_is_not_moved_back(registry: Registry, folder: Path) -> None:
-    old = (await publish(registry.channel, folder, "tiny", "prod", metadata=ADMIN)).digest
+    old = (await publish_any(registry.channel, folder, "tiny", "prod", metadata=ADMIN)).digest
     (folder / "generation_config.json").write_text('{"temperature": 0.5}')
-    new = (await publish(registry.channel, folder, "tiny", metadata=ADMIN)).digest
+    new = (await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)).digest
 
     async def call(method: str, request: Any) -> Any:
         try:

@@ -114,7 +114,7 @@ class FolderSource:
     async def kind(self, model: str, digest: str) -> str:
         return self.version_kind
 
-    async def computation(self, model: str, digest: str, *, generation_config: bytes) -> str:
+    async def computation(self, model: str, digest: str, *, contents: Mapping[str, bytes]) -> str:
         return self.computations.get(digest, "")
 
     def pin(self, folder: Path) -> None:

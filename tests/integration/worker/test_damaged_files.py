@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from fairway.client.publish.publish import publish
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.memory.store import MemoryStore
 from services.adapters.model_files.cache import ModelFiles
@@ -19,6 +18,7 @@ from services.core.records import AssignedVersion, VersionState
 from services.runtime.clock import SystemClock
 from services.worker.slots.engine_process import EngineTimeouts
 from services.worker.slots.engine_settings import EngineSettings
+from tests.integration.registry.harness import publish_any
 from tests.integration.worker.harness import Harness, Sink, eventually, start_harness
 from tests.integration.worker.test_drafts import save
 from tests.support.registry import ADMIN, served
@@ -67,7 +67,7 @@ class Cached:
 async def cached(model_dir: Path, tmp_path: Path) -> AsyncIterator[Cached]:
     save(model_dir, layers=2)
     async with served(MemoryStore(CLOCK), FolderBlobs(tmp_path / "blobs"), CLOCK) as registry:
-        done = await publish(registry.channel, model_dir, "m", metadata=ADMIN)
+        done = await publish_any(registry.channel, model_dir, "m", metadata=ADMIN)
         damaged: list[None] = []
         files = ModelFiles(
             registry.client,

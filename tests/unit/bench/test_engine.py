@@ -23,8 +23,8 @@ from bench.engines.peers.install import requirements
 from bench.engines.rounds import compare
 from bench.engines.runner import Answer, RunnerFailed
 from fairway.formats.decoder_config import parse_config
+from fairway.formats.weights import expected_shapes
 from scripts.plot_simulation import panels_of
-from services.worker.engine.load.weights import expected_shapes
 
 LOAD = (Request([1, 2], 4), Request([3], 6))
 

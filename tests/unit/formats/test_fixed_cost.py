@@ -10,7 +10,9 @@ import pytest
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.fixed_cost.config import is_fixed_cost, parse_fixed_cost
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
+from fairway.formats.fixed_cost.layouts import layout_of
 from fairway.formats.servable import checkpoint_problem, kind_of
+from tests.support.model_folder import header_of
 
 BERT: dict[str, Any] = {
     "architectures": ["BertModel"],
@@ -55,14 +57,20 @@ FOLDER: dict[str, Any] = {
     "modules.json": MODULES,
     "1_Pooling/config.json": MEAN,
     "sentence_bert_config.json": {"max_seq_length": 32},
-    "tokenizer.json": {},
+    "tokenizer.json": {"added_tokens": []},
     "model.safetensors": 0,
 }
 
 
 def problem(files: dict[str, Any], kind: str = "fixed-cost") -> str:
     held = {name: content for name, content in files.items() if content is not ...}
-    return checkpoint_problem(held, lambda name: json.dumps(held[name]).encode(), kind)
+
+    def read(name: str) -> bytes:
+        if name != "model.safetensors":
+            return json.dumps(held[name]).encode()
+        return header_of(layout_of(parse_fixed_cost(held, read)).shapes)
+
+    return checkpoint_problem(held, read, kind)
 
 
 def parsed(fields: dict[str, Any], **more: Any) -> Any:

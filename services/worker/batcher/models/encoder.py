@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
+from fairway.formats.fixed_cost.encoder_tensors import layer_names, prefix_of
 from services.worker.batcher.models.blocks import (
     ACTIVATIONS,
     Dense,
@@ -20,7 +21,6 @@ from services.worker.batcher.models.blocks import (
     linear,
     norm,
 )
-from services.worker.batcher.models.encoder_tensors import layer_names, prefix_of
 from services.worker.batcher.models.model import Pause, no_pause
 from services.worker.batcher.models.rows import TokenRows
 

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
 
-from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.fixed_cost.config import FixedCostConfig, parse_fixed_cost
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
 from fairway.formats.fixed_cost.image_config import ResNetConfig, VitConfig
+from fairway.formats.fixed_cost.layouts import layout_of
 from services.core.fixed_cost.tensors import TensorSpec
 from services.worker.batcher.models.blocks import TensorSource
-from services.worker.batcher.models.encoder_tensors import encoder_layout
-from services.worker.batcher.models.mlp import MlpModel, mlp_layout
+from services.worker.batcher.models.mlp import MlpModel
 from services.worker.batcher.models.model import FixedCostModel
-from services.worker.batcher.models.resnet import ResNetModel, resnet_layout
+from services.worker.batcher.models.resnet import ResNetModel
 from services.worker.batcher.models.rows import DTYPES, Padded, Row
 from services.worker.batcher.models.text import TokenModel
-from services.worker.batcher.models.vit import VitModel, vit_layout
-from services.worker.engine.load.config import MAX_JSON_BYTES
+from services.worker.batcher.models.vit import VitModel
+from services.worker.engine.load.config import read_part
 from services.worker.engine.load.torch_loading import DTYPES as COMPUTED_IN
 from services.worker.engine.load.torch_loading import device_of
-from services.worker.engine.load.weights import Checkpoint, TensorLayout
+from services.worker.engine.load.weights import Checkpoint
 from services.worker.engine.unsupported import BadCheckpoint
 
 AnyModel = TokenModel | VitModel | ResNetModel | MlpModel
@@ -39,7 +39,7 @@ def load_model(model_dir: Path, *, device: str = "cpu", dtype: str = "float32") 
     ``dtype``: "float32" or "bfloat16".
     """
     names = sorted(path.relative_to(model_dir).as_posix() for path in model_dir.rglob("*"))
-    config = parse_fixed_cost(names, lambda name: _small_file(model_dir / name))
+    config = parse_fixed_cost(names, partial(read_part, model_dir))
     where, loaded_bytes = device_of(device), 0
     with torch.inference_mode(), Checkpoint(model_dir, layout_of(config)) as checkpoint:
 
@@ -57,19 +57,6 @@ def load_model(model_dir: Path, *, device: str = "cpu", dtype: str = "float32") 
     return model
 
 
-def layout_of(config: FixedCostConfig) -> TensorLayout:
-    """Return the tensors that a checkpoint of this model holds."""
-    match config:
-        case EncoderConfig():
-            return encoder_layout(config)
-        case ResNetConfig():
-            return resnet_layout(config)
-        case VitConfig():
-            return vit_layout(config)
-        case _:
-            return mlp_layout(config)
-
-
 def _model_of(config: FixedCostConfig, tensor: TensorSource, device: torch.device) -> AnyModel:
     match config:
         case EncoderConfig():
@@ -85,10 +72,3 @@ def _model_of(config: FixedCostConfig, tensor: TensorSource, device: torch.devic
 def row_of_zeros(specs: Sequence[TensorSpec], length: int = 1) -> Row:
     """Return a row of zeros; a length of 1 fits any model."""
     return {spec.name: np.zeros(spec.shape_of(length), DTYPES[spec.datatype]) for spec in specs}
-
-
-def _small_file(path: Path) -> bytes:
-    size = path.stat().st_size
-    if size > MAX_JSON_BYTES:
-        raise UnsupportedModel(path.name, f"{size} bytes")
-    return path.read_bytes()

@@ -10,18 +10,6 @@ from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear
 from services.worker.batcher.models.model import ModelFacts, Outputs, Pause, no_pause
 from services.worker.batcher.models.rows import Batch, Row, row_problem
-from services.worker.engine.load.weights import Shape, TensorLayout
-
-
-def mlp_layout(config: MlpConfig) -> TensorLayout:
-    """Return the layout of the checkpoint."""
-    shapes: dict[str, Shape] = {}
-    inputs = config.input_size
-    for index, layer in enumerate(config.layers):
-        shapes[f"layers.{index}.weight"] = (layer.size, inputs)
-        shapes[f"layers.{index}.bias"] = (layer.size,)
-        inputs = layer.size
-    return TensorLayout(shapes)
 
 
 class MlpModel:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -11,80 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from fairway.formats.fixed_cost.image_config import ResNetConfig
+from fairway.formats.fixed_cost.layouts import STATISTICS, ConvolutionShape, ResidualBlock, blocks_of, stem_of
 from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import TensorSource, linear
 from services.worker.batcher.models.model import ModelFacts, Outputs, Pause, no_pause
 from services.worker.batcher.models.rows import Batch, Row, row_problem
-from services.worker.engine.load.weights import Shape, TensorLayout
 
-COUNTERS: Final = re.compile(r".+\.num_batches_tracked")
 EPS: Final = 1e-5  # of torch's batch normalisation, which the configuration does not change
-_STEM: Final = "resnet.embedder.embedder"
-_STATISTICS: Final = ("weight", "bias", "running_mean", "running_var")
-
-
-@dataclass(frozen=True, slots=True)
-class ConvolutionShape:
-    """A convolution with its normalisation, before it is loaded."""
-
-    name: str
-    inputs: int
-    outputs: int
-    kernel: int
-    stride: int
-
-
-@dataclass(frozen=True, slots=True)
-class ResidualBlock:
-    """Convolutions one after the other, and what is added: the input, or a convolution of it."""
-
-    layers: tuple[ConvolutionShape, ...]
-    shortcut: ConvolutionShape | None
-
-
-def stem_of(config: ResNetConfig) -> ConvolutionShape:
-    return ConvolutionShape(_STEM, config.channels, config.stem_channels, 7, 2)
-
-
-def blocks_of(config: ResNetConfig) -> list[ResidualBlock]:
-    """Return all blocks, in order."""
-    blocks, inputs = [], config.stem_channels
-    for number, stage in enumerate(config.stages):
-        for index in range(stage.layers):
-            prefix = f"resnet.encoder.stages.{number}.layers.{index}."
-            blocks.append(_block(config, prefix, inputs, stage.channels, stage.stride if not index else 1))
-            inputs = stage.channels
-    return blocks
-
-
-def _block(config: ResNetConfig, prefix: str, inputs: int, outputs: int, stride: int) -> ResidualBlock:
-    shapes: tuple[tuple[int, int, int, int], ...]
-    if config.bottleneck:
-        inner = outputs // 4
-        strides = (stride, 1) if config.stride_first else (1, stride)
-        shapes = ((inputs, inner, 1, strides[0]), (inner, inner, 3, strides[1]), (inner, outputs, 1, 1))
-    else:
-        shapes = ((inputs, outputs, 3, stride), (outputs, outputs, 3, 1))
-    layers = tuple(ConvolutionShape(f"{prefix}layer.{i}", *shape) for i, shape in enumerate(shapes))
-    changes = inputs != outputs or stride != 1
-    shortcut = ConvolutionShape(f"{prefix}shortcut", inputs, outputs, 1, stride) if changes else None
-    return ResidualBlock(layers, shortcut)
-
-
-def resnet_layout(config: ResNetConfig) -> TensorLayout:
-    """Return the layout of the checkpoint."""
-    convolutions = [stem_of(config)]
-    for block in blocks_of(config):
-        convolutions += [*block.layers, *([block.shortcut] if block.shortcut else [])]
-    last = config.stages[-1].channels
-    shapes: dict[str, Shape] = {
-        "classifier.1.weight": (config.labels, last),
-        "classifier.1.bias": (config.labels,),
-    }
-    for one in convolutions:
-        shapes[f"{one.name}.convolution.weight"] = (one.outputs, one.inputs, one.kernel, one.kernel)
-        shapes |= {f"{one.name}.normalization.{name}": (one.outputs,) for name in _STATISTICS}
-    return TensorLayout(shapes, ignored=COUNTERS)
 
 
 class ResNetModel:
@@ -122,7 +53,7 @@ class _Convolution:
     def __init__(self, shape: ConvolutionShape, tensor: TensorSource) -> None:
         weight = tensor(f"{shape.name}.convolution.weight")
         gain, bias, mean, variance = (
-            tensor(f"{shape.name}.normalization.{name}").double() for name in _STATISTICS
+            tensor(f"{shape.name}.normalization.{name}").double() for name in STATISTICS
         )
         scale = gain * (variance + EPS).rsqrt()
         self._weight = (weight.double() * scale[:, None, None, None]).to(weight.dtype)

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
+from fairway.formats.fixed_cost.encoder_tensors import sequence_head
 from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear
 from services.worker.batcher.models.encoder import Encoder
-from services.worker.batcher.models.encoder_tensors import sequence_head
 from services.worker.batcher.models.model import ModelFacts, Outputs, Pause, no_pause
 from services.worker.batcher.models.rows import Batch, Row, TokenRows, row_problem, token_rows
 

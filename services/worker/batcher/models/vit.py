@@ -7,43 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from fairway.formats.fixed_cost.image_config import VitConfig
+from fairway.formats.fixed_cost.layouts import VIT_EMBEDDINGS, VIT_QKV
 from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear, norm, whole_attention
 from services.worker.batcher.models.model import ModelFacts, Outputs, Pause, no_pause
 from services.worker.batcher.models.rows import Batch, Row, row_problem
-from services.worker.engine.load.weights import Shape, TensorLayout
-
-_EMBEDDINGS = "vit.embeddings."
-_QKV = ("attention.attention.query", "attention.attention.key", "attention.attention.value")
-
-
-def vit_layout(config: VitConfig) -> TensorLayout:
-    """Return the layout of the checkpoint."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    shapes: dict[str, Shape] = {
-        f"{_EMBEDDINGS}cls_token": (1, 1, hidden),
-        f"{_EMBEDDINGS}position_embeddings": (1, config.patches + 1, hidden),
-        f"{_EMBEDDINGS}patch_embeddings.projection.weight": (hidden, config.channels, *config.patch_size),
-        f"{_EMBEDDINGS}patch_embeddings.projection.bias": (hidden,),
-        "classifier.weight": (config.labels, hidden),
-        "classifier.bias": (config.labels,),
-        "vit.layernorm.weight": (hidden,),
-        "vit.layernorm.bias": (hidden,),
-    }
-    layer: dict[str, Shape] = {}
-    for name in ("layernorm_before", "layernorm_after"):
-        layer |= {f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)}
-    for name, rows, columns in (
-        *((name, hidden, hidden) for name in (*_QKV, "attention.output.dense")),
-        ("intermediate.dense", inner, hidden),
-        ("output.dense", hidden, inner),
-    ):
-        layer[f"{name}.weight"] = (rows, columns)
-        if config.qkv_bias or name not in _QKV:
-            layer[f"{name}.bias"] = (rows,)
-    for index in range(config.layers):
-        shapes |= {f"vit.encoder.layer.{index}.{name}": shape for name, shape in layer.items()}
-    return TensorLayout(shapes)
 
 
 class VitModel:
@@ -52,9 +20,9 @@ class VitModel:
     def __init__(self, config: VitConfig, tensor: TensorSource, *, device: torch.device) -> None:
         self._config = config
         self._device = device
-        self._class_token = tensor(f"{_EMBEDDINGS}cls_token")
-        self._positions = tensor(f"{_EMBEDDINGS}position_embeddings")
-        self._patches = linear(tensor, f"{_EMBEDDINGS}patch_embeddings.projection")
+        self._class_token = tensor(f"{VIT_EMBEDDINGS}cls_token")
+        self._positions = tensor(f"{VIT_EMBEDDINGS}position_embeddings")
+        self._patches = linear(tensor, f"{VIT_EMBEDDINGS}patch_embeddings.projection")
         self._layers = tuple(_VitLayer(config, tensor, index) for index in range(config.layers))
         self._norm = norm(tensor, "vit.layernorm", config.norm_eps)
         self._classify = linear(tensor, "classifier")
@@ -90,7 +58,7 @@ class _VitLayer:
         prefix = f"vit.encoder.layer.{index}."
         self._heads = config.heads
         self._before = norm(tensor, f"{prefix}layernorm_before", config.norm_eps)
-        self._qkv = linear(tensor, *(prefix + name for name in _QKV), bias=config.qkv_bias)
+        self._qkv = linear(tensor, *(prefix + name for name in VIT_QKV), bias=config.qkv_bias)
         self._attended = linear(tensor, f"{prefix}attention.output.dense")
         self._after = norm(tensor, f"{prefix}layernorm_after", config.norm_eps)
         self._inner = linear(tensor, f"{prefix}intermediate.dense")

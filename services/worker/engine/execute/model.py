@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from fairway.formats.decoder_config import ModelConfig
+from fairway.formats.weights import EMBEDDING, HEAD
 from services.worker.engine.execute.attention import Attention
 from services.worker.engine.execute.operators import Gated, HeadNorms, Operators, Projection
 from services.worker.engine.execute.rope import Rope
-from services.worker.engine.load.weights import EMBEDDING, HEAD, Checkpoint
+from services.worker.engine.load.weights import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from fairway.formats.config_fields import UnsupportedModel, positive_int
+from fairway.formats import generation, safetensors
+from fairway.formats.config_fields import MAX_JSON_BYTES, UnsupportedModel, object_in, positive_int
+from fairway.formats.version_files import TENSOR_SUFFIX
 
-MAX_JSON_BYTES: Final = 16 * 1024 * 1024
 DEFAULT_VOCAB_SIZE: Final = 32000  # of a null model whose config names none
+
+
+def names_in(model_dir: Path) -> frozenset[str]:
+    """Return the names of the files in a model's folder, without those in its folders."""
+    return frozenset(path.name for path in model_dir.iterdir()) if model_dir.is_dir() else frozenset()
+
+
+def read_part(model_dir: Path, name: str) -> bytes:
+    """Return a small file, or the header of a tensor file. Raises UnsupportedModel, BadHeader."""
+    path = model_dir / name
+    try:
+        size_bytes = path.stat().st_size
+        if name.endswith(TENSOR_SUFFIX):
+            with path.open("rb") as stream:
+                return safetensors.read_header(stream, size_bytes)
+        if size_bytes > MAX_JSON_BYTES:
+            raise UnsupportedModel(name, f"{size_bytes} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        problem = "missing" if isinstance(error, FileNotFoundError) else error.strerror
+        raise UnsupportedModel(name, problem) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UnsupportedModel for anything else and for a huge file."""
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise UnsupportedModel(path.name, f"{path.stat().st_size} bytes")
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise UnsupportedModel(path.name, "missing") from error
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedModel(path.name, "not JSON") from error
-    if not isinstance(content, dict):
-        raise UnsupportedModel(path.name, type(content).__name__)
-    return content
+    return object_in(path.name, partial(read_part, path.parent))
 
 
 def vocab_size_of(fields: Mapping[str, Any]) -> int:
@@ -34,17 +46,5 @@ def vocab_size_of(fields: Mapping[str, Any]) -> int:
 
 
 def eos_ids(model_dir: Path, fields: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence ids that the vocabulary holds.
-
-    They are those of generation_config.json where that file is there, else those of config.json: as in
-    transformers, a file that names none leaves none. Raises UnsupportedModel.
-    """
-    generation = model_dir / "generation_config.json"
-    value = (read_json(generation) if generation.exists() else fields).get("eos_token_id")
-    ids: set[int] = set()
-    for entry in value if isinstance(value, list) else [value]:
-        if entry is not None and type(entry) is not int:
-            raise UnsupportedModel("eos_token_id", value)
-        if entry is not None and 0 <= entry < vocab_size:
-            ids.add(entry)
-    return frozenset(ids)
+    """Return the end-of-sequence ids of the version in a folder. Raises UnsupportedModel."""
+    return generation.eos_ids(names_in(model_dir), partial(read_part, model_dir), fields, vocab_size)

@@ -17,6 +17,7 @@ import msgspec
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import ModelConfig, parse_config
 from fairway.formats.rope_config import context_of
+from fairway.formats.tokenizer_files import read_tokenizer_files
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.ports.grammars import Grammars, TokenizerUnusable
@@ -24,7 +25,7 @@ from services.worker.engine.constrain.constraints import Constraints
 from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Executor, Inline
 from services.worker.engine.execute.null_executor import NullExecutor
-from services.worker.engine.load.config import eos_ids, read_json, vocab_size_of
+from services.worker.engine.load.config import eos_ids, names_in, read_json, vocab_size_of
 from services.worker.engine.load.memory_meter import MemoryMeter, meter_for
 from services.worker.engine.load.profiling import PROFILED_BLOCKS, largest_batches, sized
 from services.worker.engine.plan.block_manager import BlockManager
@@ -211,10 +212,12 @@ def _grammars(config: EngineConfig, ready: Ready, stop_ids: frozenset[int]) -> G
     """Return the grammars. To open them later would delay steps: it holds the interpreter's lock."""
     from services.adapters.grammars import grammars_of
 
+    folder = Path(config.model_dir)
     try:
-        source = (Path(config.model_dir) / "tokenizer.json").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        return TokenizerUnusable(f"tokenizer.json is not there: {type(error).__name__}")
+        files = read_tokenizer_files(names_in(folder), lambda name: (folder / name).read_bytes())
+        source = files.tokenizer.decode()
+    except (OSError, ValueError, UnsupportedModel) as error:
+        return TokenizerUnusable(f"tokenizer.json is not there or malformed: {type(error).__name__}")
     try:
         return grammars_of(source, eos_ids=sorted(stop_ids), vocab_size=ready.vocab_size)
     except TokenizerUnusable as unusable:

@@ -10,6 +10,7 @@ import structlog
 import torch
 
 from fairway.formats.decoder_config import ModelConfig
+from fairway.formats.weights import decoder_layout
 from services.runtime.process.folders import cache_folder, keep_newest, name_folder
 from services.worker.engine.cuda import backend as cuda_backend
 from services.worker.engine.execute.attention import Attention, TorchAttention
@@ -18,7 +19,7 @@ from services.worker.engine.execute.model import Decoder, Weights, load_weights
 from services.worker.engine.execute.operators import Operators, TorchOperators
 from services.worker.engine.execute.rope import Rope
 from services.worker.engine.execute.torch_executor import Forward, TorchExecutor
-from services.worker.engine.load.weights import Checkpoint, decoder_layout
+from services.worker.engine.load.weights import Checkpoint
 from services.worker.engine.native import prebuilt
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache
 from services.worker.engine.native.build import BuildFailed, Toolchain, build, make_private

@@ -9,7 +9,12 @@ import pytest
 from services.core.manifest import Manifest, ManifestFile, sha256_of
 from services.core.rollouts.computation import GENERATION_CONFIG, computation_digest
 
-SAMPLING = b'{"eos_token_id": [2, 1], "temperature": 0.7}'
+
+def sampling(content: bytes) -> dict[str, bytes]:
+    return {GENERATION_CONFIG: content}
+
+
+SAMPLING = sampling(b'{"eos_token_id": [2, 1], "temperature": 0.7}')
 
 
 def manifest(**changes: str) -> Manifest:
@@ -35,7 +40,7 @@ SAME = computation_digest(manifest(), SAMPLING)
 )
 def test_text_and_sampling_do_not_count(name: str) -> None:
     assert computation_digest(manifest(**{name: "other"}), SAMPLING) == SAME
-    assert computation_digest(manifest(), b'{"eos_token_id": [1, 2], "temperature": 0.1}') == SAME
+    assert computation_digest(manifest(), sampling(b'{"eos_token_id": [1, 2], "temperature": 0.1}')) == SAME
 
 
 @pytest.mark.parametrize(
@@ -56,12 +61,25 @@ def test_what_an_engine_reads_counts(name: str) -> None:
 
 def test_the_end_of_sequence_and_the_manifest_s_terms_count() -> None:
     others = {
-        computation_digest(manifest(), content)
+        computation_digest(manifest(), sampling(content))
         for content in (b"", b"{}", b'{"eos_token_id": 1}', b'{"eos_token_id": "x"}', b"no json")
     }
     assert SAME not in others
     assert len(others) == 5
-    assert computation_digest(manifest(), b'{"eos_token_id": 1}') == computation_digest(
-        manifest(), b'{"eos_token_id": [1]}'
+    assert computation_digest(manifest(), sampling(b'{"eos_token_id": 1}')) == computation_digest(
+        manifest(), sampling(b'{"eos_token_id": [1]}')
     )
     assert computation_digest(replace(manifest(), max_context_tokens=512), SAMPLING) != SAME
+
+
+def test_tokens_declared_beside_the_tokenizer_count() -> None:
+    tokenizer = b'{"added_tokens": [], "model": {"vocab": {"<x>": 0}}}'
+    plain = SAMPLING | {"tokenizer.json": tokenizer}
+    template = {"tokenizer_config.json": b'{"chat_template": "y"}'}
+    assert [computation_digest(manifest(), found) for found in (plain, plain | template)] == [SAME] * 2
+    named = {
+        computation_digest(manifest(), plain | {"tokenizer_config.json": content})
+        for content in (b'{"eos_token": "<x>"}', b'{"eos_token": "<y>"}', b'{"eos_token": 7}')
+    }
+    assert SAME not in named
+    assert len(named) == 3

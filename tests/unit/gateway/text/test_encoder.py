@@ -232,8 +232,8 @@ def test_a_template_that_fails_is_no_bug_of_ours_nor_of_the_messages(
 def test_tokens_that_are_not_set_are_undefined(make_folder: Callable[..., Path], clock: Clock) -> None:
     template = "{% for t in [bos_token, eos_token, unk_token, pad_token] %}{{ t is defined }} {% endfor %}"
     model = load_encoder(make_folder(template=template + "{{ tools }}{{ documents }}"), DIGEST, clock)
-    assert model.template is not None
-    assert model.template.render([], max_chars=100).text == "True True False False NoneNone"
+    assert model.templates.default is not None
+    assert model.templates.default.render([], max_chars=100).text == "True True False False NoneNone"
 
 
 def unknown_tokenizer(kind: str) -> Tokenizer:
@@ -274,9 +274,9 @@ def test_rendered_text_beyond_the_context_is_not_tokenised(
 
 def test_strftime_takes_no_widths(make_folder: Callable[..., Path], clock: Clock) -> None:
     model = load_encoder(make_folder(template="{{ strftime_now('%d %b %Y') }}"), DIGEST, clock)
-    assert model.template is not None
-    assert model.template.depends_on_time
-    assert model.template.render([], max_chars=100).text == "15 Jan 2027"
+    assert model.templates.default is not None
+    assert model.templates.default.depends_on_time
+    assert model.templates.default.render([], max_chars=100).text == "15 Jan 2027"
     model = load_encoder(make_folder(template="{{ strftime_now('%0999999999d') }}"), DIGEST, clock)
     with pytest.raises(FailedPrecondition, match="strftime_now"):
         model.encode_chat([ChatMessage("user", "x")])
@@ -343,8 +343,8 @@ def test_a_template_file_goes_before_the_settings(make_folder: Callable[..., Pat
     folder = make_folder()
     (folder / "chat_template.jinja").write_text("{{ 'file' }}")
     model = load_encoder(folder, DIGEST, clock)
-    assert model.template is not None
-    assert model.template.render([], max_chars=100).text == "file"
+    assert model.templates.default is not None
+    assert model.templates.default.render([], max_chars=100).text == "file"
 
 
 def test_weights_are_no_text_files() -> None:

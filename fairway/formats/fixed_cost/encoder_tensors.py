@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
-from services.worker.engine.load.weights import Shape, TensorLayout
+from fairway.formats.weights import Shape, TensorLayout
 
 # Buffers that older checkpoints carry.
 BUFFERS: Final = re.compile(r"(.+\.)?embeddings\.(position_ids|token_type_ids)")
