@@ -37,7 +37,7 @@ from services.runtime.process.child_end import wait_end
 from services.runtime.process.child_process import bare_environment
 from services.runtime.supervisor import Supervisor
 
-TEXT_MODULE: Final = ("-m", "services.gateway.text.process")
+TEXT_MODULE: Final = ("-P", "-m", "services.gateway.text.process")
 
 
 class Cause(StrEnum):

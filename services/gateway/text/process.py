@@ -1,4 +1,4 @@
-"""The text process: ``python -m services.gateway.text.process --fd N``.
+"""The text process: ``python -P -m services.gateway.text.process --fd N``.
 
 It loads one version's tokenizer and chat template and answers one order at a time. The kernel bounds their
 cost: a timer's signal ends the process after its processor time, and memory has a limit. Every failure except
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> NoReturn:
     if options.nice:
         os.nice(NICENESS)
     with contextlib.suppress(OSError):  # when memory runs out, the kernel should kill this process first
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
     channel = socket.socket(fileno=options.fd)
     try:
         _serve(channel)
@@ -135,7 +135,7 @@ def _limit_memory(memory_bytes: int) -> None:
 def _data_bytes() -> int:
     """Return this process's bytes under the limit; 0 where the system does not report them."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[5])
+        pages = int(Path("/proc/self/statm").read_text("utf-8").split()[5])
     except OSError:
         return 0
     return pages * resource.getpagesize()
