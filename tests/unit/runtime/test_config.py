@@ -87,10 +87,10 @@ def test_secrets_are_utf8_in_every_locale(tmp_path: Path) -> None:
     environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True)
     assert done.stdout == "pässwörd".encode()
-    path.write_bytes(b"p\xe4ssw\xf6rd\n")
+    path.write_bytes(b"hunter2\xe4\n")
     with pytest.raises(ConfigError, match="not UTF-8 text") as caught:
         read_password(path)
-    assert "ssw" not in str(caught.value)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_password_may_be_short_but_not_empty(tmp_path: Path) -> None:
