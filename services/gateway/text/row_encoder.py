@@ -107,9 +107,8 @@ def _decoder(
     try:
         decoder, model = parse_config(config), encoder.model
         embeds = last_token(
-            # The engine counts a token beside the prompt.
             decoder.hidden_size,
-            model.max_context_tokens - 1,
+            model.max_context_tokens,
             names,
             lambda name: msgspec.json.decode(_small_file(folder / name)),
         )
