@@ -24,7 +24,7 @@ from fairway.client.direct import DirectCarrier
 from fairway.client.endpoints import Endpoint, Metadata
 from fairway.client.generation import GenerationStream
 from fairway.client.guard import Guard
-from fairway.client.rows import Embeddings, EmbedInput, Inference, Ranking, RowOptions
+from fairway.client.rows import Classification, Embeddings, EmbedInput, Inference, Ranking, RowOptions
 from fairway.client.session import Session
 from fairway.client.values import (
     ClientOptions,
@@ -224,6 +224,22 @@ class Client:
             self._timeout_s(timeout_s),
         )
         return rows.ranking(answer)
+
+    async def classify(
+        self,
+        model: str,
+        texts: str | Sequence[str],
+        options: RowOptions | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Classification:
+        """Return the label of each text, and the probabilities of all labels."""
+        request = rows.classify_request(model, texts, options or RowOptions())
+        answer = await self._call(
+            lambda stub, *, timeout, metadata: stub.Infer(request, timeout=timeout, metadata=metadata),
+            self._timeout_s(timeout_s),
+        )
+        return rows.classification(answer)
 
     async def infer(
         self,

@@ -20,6 +20,8 @@ from services.gateway.rows.inputs import PreparedRows, id_rows
 from services.gateway.rows.results import (
     Vector,
     check_dimensions,
+    check_probabilities,
+    class_outputs,
     embedding_output,
     score_output,
     scores,
@@ -155,14 +157,26 @@ class RowsService:
     ) -> Inferred:
         """Return the outputs of all rows. Cancelling the call cancels the request."""
 
+        classifies = bool(request.texts)
+
         async def prepare(model: TextModel, signature: Signature) -> PreparedRows:
             check_outputs(request.outputs, signature)
-            return tensor_rows(request.inputs, signature)
+            if not classifies:
+                return tensor_rows(request.inputs, signature)
+            if request.inputs:
+                raise InvalidInput("the request has both inputs and texts", field="inputs")
+            check_probabilities(len(request.texts), signature.classes, "texts")
+            return await self._texts(principal, model, request.texts, (), _cut_to(request), "texts")
 
         def join(ends: Sequence[RowEnd], signature: Signature) -> tuple[RawTensor, ...]:
-            return output_tensors(ends, request.outputs, signature)
+            outputs = output_tensors(ends, request.outputs, signature)
+            if not classifies:
+                return outputs
+            (logits,) = output_tensors(ends, (), signature)
+            return (*outputs, *class_outputs(logits, signature.classes))
 
-        answer = await self._run(principal, request, RowsWork(ALL, prepare, join), received, timeout_s)
+        work = RowsWork([Operation.CLASSIFY] if classifies else ALL, prepare, join)
+        answer = await self._run(principal, request, work, received, timeout_s)
         return Inferred(answer, answer.outputs)
 
     async def describe(
@@ -210,7 +224,7 @@ def _scored(ends: Sequence[RowEnd], signature: Signature) -> tuple[RawTensor, ..
 
 
 def _cut_to(
-    request: inference_pb2.EmbedRequest | inference_pb2.RerankRequest | inference_pb2.ScoreRequest,
+    request: RowsMessage,
 ) -> int | None:
     """Return to how many tokens rows are cut, 0: to the most that the model takes; None: no row is cut."""
     return request.truncate_tokens if request.HasField("truncate_tokens") else None

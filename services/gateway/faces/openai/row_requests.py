@@ -61,6 +61,10 @@ class ScoreBody(RowOptions, forbid_unknown_fields=True, frozen=True, kw_only=Tru
     documents: Texts | None = None
 
 
+class ClassifyBody(RowOptions, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    input: Texts
+
+
 class EmbeddingsCall(Struct, frozen=True):
     """One /v1/embeddings request. ``base64``: how the client reads a vector."""
 
@@ -130,6 +134,17 @@ def score_request(data: bytes) -> inference_pb2.ScoreRequest:
     return message
 
 
+def classify_request(data: bytes) -> inference_pb2.InferRequest:
+    """Return the request of a classify body. Raises InvalidInput, UnsupportedFeature."""
+    body = parse_body(data, ClassifyBody)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    _check_count(len(texts), "input")
+    message = inference_pb2.InferRequest(texts=texts)
+    _set_options(message, body)
+    _set_cut(message, body)
+    return message
+
+
 def _set_options(message: RowsMessage, body: RowOptions) -> None:
     message.model = body.model
     message.session_key = message.user = body.user or ""
@@ -137,10 +152,7 @@ def _set_options(message: RowsMessage, body: RowOptions) -> None:
         message.priority = PRIORITIES[body.priority]
 
 
-def _set_cut(
-    message: inference_pb2.EmbedRequest | inference_pb2.RerankRequest | inference_pb2.ScoreRequest,
-    body: RowOptions,
-) -> None:
+def _set_cut(message: RowsMessage, body: RowOptions) -> None:
     cut = body.truncate_prompt_tokens
     if cut == 0:
         raise InvalidInput(

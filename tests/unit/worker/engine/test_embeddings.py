@@ -74,7 +74,9 @@ def test_a_cached_prefix_gives_the_same_vector(save_model: Any, load_engine: Any
 
 
 @pytest.mark.parametrize("kv_blocks", [8, 48])
-def test_a_row_takes_the_whole_context(save_model: Any, load_engine: Any, submit: Any, kv_blocks: int) -> None:
+def test_a_row_takes_the_whole_context(
+    save_model: Any, load_engine: Any, submit: Any, kv_blocks: int
+) -> None:
     """The last token needs a position and KV of its own, and nothing follows it."""
     model, folder = save_model("Llama", seed=4)
     engine = load_engine(folder, kv_blocks=kv_blocks)
