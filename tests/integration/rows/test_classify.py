@@ -30,6 +30,10 @@ def logits_of(folder: Path, text: str, most: int | None = None) -> Any:
         return model(torch.tensor([ids])).logits[0].numpy().astype(np.float64)
 
 
+async def classified(sockets: Any, body: Any, **headers: str) -> Any:
+    return await ask(sockets.http_port, "POST", "/v1/classify", body, **headers)
+
+
 def drawn(seed: int) -> list[str]:
     rng = random.Random(seed)
     return [" ".join(rng.choices(WORDS[4:], k=rng.randint(1, 30))) for _ in range(12)]
@@ -109,13 +113,11 @@ async def test_refusals_name_the_field(
 async def test_a_repeat_with_the_same_key_receives_the_same_labels(gateway: RowsGateway) -> None:
     async with served(gateway) as sockets:
         body = {"model": "emotion", "input": ["dog", "the fox"]}
-                first, again = [
-            await ask(sockets.http_port, "POST", "/v1/classify", body, idempotency_key="classified") for _ in range(2)
-        ]
+        first, again = [await classified(sockets, body, idempotency_key="k") for _ in range(2)]
         assert again.headers["idempotent-replayed"] == "true"
         assert again.json["data"] == first.json["data"]
         other = body | {"input": ["dog", "fox"]}
-        assert (await ask(sockets.http_port, "POST", "/v1/classify", other, idempotency_key="classified")).status in (409, 422)
+        assert (await classified(sockets, other, idempotency_key="k")).status in (409, 422)
 
 
 async def test_grpc_takes_texts_or_tensors(gateway: RowsGateway, folders: dict[str, Path]) -> None:
