@@ -24,7 +24,15 @@ from fairway.client.direct import DirectCarrier
 from fairway.client.endpoints import Endpoint, Metadata
 from fairway.client.generation import GenerationStream
 from fairway.client.guard import Guard
-from fairway.client.rows import Classification, Embeddings, EmbedInput, Inference, Ranking, RowOptions
+from fairway.client.rows import (
+    Classification,
+    ClassifyInput,
+    Embeddings,
+    EmbedInput,
+    Inference,
+    Ranking,
+    RowOptions,
+)
 from fairway.client.session import Session
 from fairway.client.values import (
     ClientOptions,
@@ -228,13 +236,13 @@ class Client:
     async def classify(
         self,
         model: str,
-        texts: str | Sequence[str],
+        inputs: ClassifyInput,
         options: RowOptions | None = None,
         *,
         timeout_s: float | None = None,
     ) -> Classification:
-        """Return the label of each text, and the probabilities of all labels."""
-        request = rows.classify_request(model, texts, options or RowOptions())
+        """Return the label and all probabilities of each text, or of each picture: a PNG or JPEG file."""
+        request = rows.classify_request(model, inputs, options or RowOptions())
         answer = await self._call(
             lambda stub, *, timeout, metadata: stub.Infer(request, timeout=timeout, metadata=metadata),
             self._timeout_s(timeout_s),

@@ -12,6 +12,7 @@ from fairway.v1 import common_pb2 as common
 from fairway.v1 import inference_pb2 as pb
 
 EmbedInput = str | Sequence[str] | Sequence[Sequence[int]]
+ClassifyInput = str | bytes | Sequence[str] | Sequence[bytes]
 
 # Format characters of buffers, by data type of the public inference protocol v2.
 _FORMATS: Final = {
@@ -149,9 +150,10 @@ def rerank_request(
     return pb.RerankRequest(model=model, query=query, documents=documents, top_n=top_n, **_options(options))
 
 
-def classify_request(model: str, texts: str | Sequence[str], options: RowOptions) -> pb.InferRequest:
-    given = [texts] if isinstance(texts, str) else texts
-    return pb.InferRequest(model=model, texts=given, **_options(options))
+def classify_request(model: str, inputs: ClassifyInput, options: RowOptions) -> pb.InferRequest:
+    rows: Sequence[Any] = [inputs] if isinstance(inputs, str | bytes) else inputs
+    field = "images" if rows and isinstance(rows[0], bytes) else "texts"
+    return pb.InferRequest(model=model, **{field: rows}, **_options(options))
 
 
 def infer_request(
@@ -188,7 +190,7 @@ def classification(answer: pb.InferResponse) -> Classification:
         end = 4 + int.from_bytes(data[:4], "little")
         names.append(data[4:end].decode())
         data = data[end:]
-    rows = found.outputs["probs"].view.tolist() if names else []
+    rows: Any = found.outputs["probs"].view.tolist() if names else []
     results = (Classified(name, tuple(row)) for name, row in zip(names, rows, strict=True))
     return Classification(found.accepted, tuple(results))
 

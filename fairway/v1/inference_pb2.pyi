@@ -1315,7 +1315,7 @@ Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
 
 @_typing.final
 class InferRequest(_message.Message):
-    """Its rows are of one kind: slices of tensors, or texts for a model that classifies."""
+    """Its rows are of one kind: slices of tensors, or for a model that classifies texts or pictures."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1330,6 +1330,7 @@ class InferRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     TRUNCATE_TOKENS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     priority: _common_pb2.Priority.ValueType
     idempotency_key: _builtins.str
@@ -1360,6 +1361,10 @@ class InferRequest(_message.Message):
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """A row each. The answer has the outputs probs, of every label, and label, the most probable one's name."""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """PNG or JPEG files, a row each. The answer has the same outputs as for texts."""
+
     def __init__(
         self,
         *,
@@ -1374,10 +1379,11 @@ class InferRequest(_message.Message):
         version: _builtins.str = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
         truncate_tokens: _builtins.int | None = ...,
+        images: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens", "timeout", b"timeout", "truncate_tokens", b"truncate_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens", "idempotency_key", b"idempotency_key", "inputs", b"inputs", "model", b"model", "outputs", b"outputs", "priority", b"priority", "session_key", b"session_key", "texts", b"texts", "timeout", b"timeout", "truncate_tokens", b"truncate_tokens", "user", b"user", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens", "idempotency_key", b"idempotency_key", "images", b"images", "inputs", b"inputs", "model", b"model", "outputs", b"outputs", "priority", b"priority", "session_key", b"session_key", "texts", b"texts", "timeout", b"timeout", "truncate_tokens", b"truncate_tokens", "user", b"user", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__truncate_tokens: _TypeAlias = _typing.Literal["truncate_tokens"]  # noqa: Y015
     _WhichOneofArgType__truncate_tokens: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens"]  # noqa: Y015

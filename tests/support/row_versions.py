@@ -59,6 +59,14 @@ def classifier_version(folder: Path, **overrides: Any) -> Path:
     return folder
 
 
+def picture_version(folder: Path) -> Path:
+    """Write a classifier of images of 12 x 8 pixels with two labels."""
+    fixed_cost.save("ViT", "ForImageClassification", folder, id2label={0: "cat", 1: "dog"})
+    fields = {"image_processor_type": "ViTImageProcessor", "size": {"height": 12, "width": 8}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(fields))
+    return folder
+
+
 def mlp_version(folder: Path) -> Path:
     """Write a model of 4 inputs and 3 outputs, without a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from tests.support.row_versions import (
     classifier_version,
     embedding_version,
     mlp_version,
+    picture_version,
     reranker_version,
 )
 from tests.support.rows_gateway import RowsGateway, rows_gateway
@@ -25,6 +26,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "rerank": reranker_version(root / "rerank"),
         "emotion": classifier_version(root / "emotion"),
         "topics": classifier_version(root / "topics", problem_type="multi_label_classification"),
+        "animals": picture_version(root / "animals"),
         "mlp": mlp_version(root / "mlp"),
     }
 

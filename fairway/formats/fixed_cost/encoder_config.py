@@ -207,13 +207,14 @@ def classes_of(fields: Mapping[str, Any]) -> Classes:
 
     Raises UnsupportedModel.
     """
-    count, named = labels_of(fields), fields.get("id2label")
+    count = labels_of(fields)
+    named: Any = fields.get("id2label")
     names = tuple(f"LABEL_{index}" for index in range(count))
     if isinstance(named, dict) and named.keys() == {str(index) for index in range(count)}:
         names = tuple(named[str(index)] for index in range(count))
         if not all(isinstance(name, str) and len(name) <= MAX_LABEL_CHARS for name in names):
             raise UnsupportedModel("id2label", named)
-    problem = fields.get("problem_type")
+    problem: Any = fields.get("problem_type")
     if not isinstance(problem, str | None) or problem not in PROBABILITIES:
         raise UnsupportedModel("problem_type", problem)
     return Classes(names, PROBABILITIES[problem])

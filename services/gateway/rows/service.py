@@ -17,6 +17,7 @@ from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Received
 from services.gateway.requests.validate import Validator
 from services.gateway.rows.inputs import PreparedRows, id_rows
+from services.gateway.rows.pictures import picture_rows
 from services.gateway.rows.results import (
     Vector,
     check_dimensions,
@@ -157,14 +158,18 @@ class RowsService:
     ) -> Inferred:
         """Return the outputs of all rows. Cancelling the call cancels the request."""
 
-        classifies = bool(request.texts)
+        classifies = bool(request.texts or request.images)
 
         async def prepare(model: TextModel, signature: Signature) -> PreparedRows:
             check_outputs(request.outputs, signature)
             if not classifies:
                 return tensor_rows(request.inputs, signature)
-            if request.inputs:
-                raise InvalidInput("the request has both inputs and texts", field="inputs")
+            if request.inputs or (request.texts and request.images):
+                raise InvalidInput("the rows are of two kinds: send inputs, texts or images", field="inputs")
+            if request.images:
+                check_probabilities(len(request.images), signature.classes, "images")
+                texts, tenant_id = self._catalog.texts, principal.tenant_id
+                return await picture_rows(texts, model, tenant_id, signature, request.images)
             check_probabilities(len(request.texts), signature.classes, "texts")
             return await self._texts(principal, model, request.texts, (), _cut_to(request), "texts")
 

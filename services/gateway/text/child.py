@@ -264,6 +264,14 @@ class TextLimits:
             )
         return Unavailable("the process that read the text was lost", retry_after_s=1.0)
 
+    def picture_error(self, cause: Cause, size_bytes: int) -> FairwayError:
+        """Return the error of a picture on which the process ended."""
+        took = self._took(cause, self.cpu_s(size_bytes))
+        if took or cause is Cause.PANIC:
+            why = f"takes {took}" if took else "fails"
+            return InvalidInput(f"decoding the picture {why}", field="images", cause=cause.value)
+        return Unavailable("the process that decoded the picture was lost", retry_after_s=1.0)
+
     def constraint_error(self, cause: Cause) -> FairwayError:
         """Return the error of a constraint on which the process ended."""
         took = self._took(cause, self.constraint_cpu_s)

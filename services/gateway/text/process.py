@@ -30,12 +30,14 @@ from services.gateway.text.messages import (
     CheckConstraint,
     ConstraintPassed,
     Decoded,
+    DecodePicture,
     DecodeTokens,
     EncodePrompt,
     EncodeRows,
     Loaded,
     LoadText,
     Order,
+    PictureDecoded,
     RowsEncoded,
     decode_order,
     encoded,
@@ -106,6 +108,8 @@ def _answer(encoder: TextEncoder | RowEncoder, order: Order) -> Answer:
         return _check(encoder, order)
     if isinstance(order, EncodeRows):
         return RowsEncoded(rows_of(encoder).encode_rows(order.rows))
+    if isinstance(order, DecodePicture):
+        return PictureDecoded(rows_of(encoder).decode_picture(order.picture))
     assert isinstance(encoder, TextEncoder), "a prompt of a fixed-cost model"
     if isinstance(order, DecodeTokens):
         return Decoded(DecodedText(encoder.decode(order.run.ids)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import transformers
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
 from tests.integration.rows.http import ask
+from tests.support import picture_files
 from tests.support.row_versions import WORDS, tokenizer
 from tests.support.rows_gateway import AUTH, RowsGateway, served
 
@@ -134,10 +136,72 @@ async def test_grpc_takes_texts_or_tensors(gateway: RowsGateway, folders: dict[s
         (only,) = by_tensor.outputs
         np.testing.assert_allclose(np.frombuffer(only.data, np.float32), logits[:3], atol=1e-6)
         for request, text in (
-            (pb.InferRequest(model="emotion", inputs=[tensor], texts=["dog"]), "both inputs and texts"),
+            (pb.InferRequest(model="emotion", inputs=[tensor], texts=["dog"]), "of two kinds"),
             (pb.InferRequest(model="emotion", texts=["dog"], outputs=["x"]), "is no output"),
             (pb.InferRequest(model="mlp", texts=["dog"]), "operation of mlp"),
         ):
             with pytest.raises(grpc.aio.AioRpcError, match=text) as caught:
                 await infer(request, metadata=AUTH)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_pictures_are_files_in_base64_or_data_urls(gateway: RowsGateway) -> None:
+    files = [
+        picture_files.picture(random.Random(seed), 30, 20, kind=kind)
+        for seed, kind in enumerate(("PNG", "JPEG"))
+    ]
+    plain = [b64encode(file).decode() for file in files]
+    urls = ["data:image/png;base64," + plain[0], "DATA:image/jpeg;BASE64," + plain[1]]
+    async with served(gateway) as sockets:
+        found = (await classified(sockets, {"model": "animals", "image": plain})).json
+        assert [entry["num_classes"] for entry in found["data"]] == [2, 2]
+        assert {entry["label"] for entry in found["data"]} <= {"cat", "dog"}
+        assert found["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
+        assert (await classified(sockets, {"model": "animals", "image": urls})).json["data"] == found["data"]
+        one = (await classified(sockets, {"model": "animals", "image": urls[0]})).json
+        assert one["data"] == found["data"][:1]
+        by_grpc = await sockets.stub.Infer(pb.InferRequest(model="animals", images=files), metadata=AUTH)
+        outputs = {output.name: output for output in by_grpc.outputs}
+        probabilities = [value for entry in found["data"] for value in entry["probs"]]
+        np.testing.assert_allclose(np.frombuffer(outputs["probs"].data, np.float64), probabilities)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "text"),
+    [
+        ({"image": "http://127.0.0.1/a.png"}, "image[0]", "fetches nothing"),
+        ({"image": ["AAAA", " file:///etc/passwd"]}, "image[1]", "fetches nothing"),
+        ({"image": "data:image/svg+xml;base64,AAAA"}, "image[0]", "fetches nothing"),
+        ({"image": "data:image/png,AAAA"}, "image[0]", "fetches nothing"),
+        ({"image": "AAA"}, "image[0]", "base64"),
+        ({"image": "A A A="}, "image[0]", "base64"),
+        ({"image": "\u00e9"}, "image[0]", "base64"),
+        ({"image": ""}, "image[0]", "cannot be read"),
+        ({"image": "AAAA"}, "image[0]", "cannot be read"),
+        ({"image": []}, "image", "empty"),
+        ({"image": ["AAAA"] * 65}, "image", "64"),
+        ({"image": "AAAA", "input": "dog"}, "input", "either input or image"),
+        ({"image": "AAAA", "model": "emotion"}, "image[0]", "no pictures"),
+        ({"image": "AAAA", "model": "embed"}, "model", "operation of embed"),
+        ({"input": "dog"}, "input", "takes tensors"),
+    ],
+)
+async def test_refused_pictures_are_named(
+    gateway: RowsGateway, body: dict[str, Any], param: str, text: str
+) -> None:
+    async with served(gateway) as sockets:
+        found = await classified(sockets, {"model": "animals", **body})
+        assert found.status == 400, found.body
+        assert text in found.json["error"]["message"]
+        assert found.json["error"]["param"] == param
+
+
+async def test_hostile_pictures_over_http_are_refused_and_the_next_is_served(gateway: RowsGateway) -> None:
+    good = b64encode(picture_files.picture(random.Random(2), 9, 9)).decode()
+    async with served(gateway) as sockets:
+        files = picture_files.refused(random.Random(3))
+        del files["thin"]  # a ViT takes every shape
+        for name, data in files.items():
+            found = await classified(sockets, {"model": "animals", "image": b64encode(data).decode()})
+            assert (found.status, found.json["error"]["param"]) == (400, "image[0]"), name
+        assert (await classified(sockets, {"model": "animals", "image": good})).status == 200

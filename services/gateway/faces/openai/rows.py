@@ -40,6 +40,7 @@ T = TypeVar("T")
 ROW_NAMES: Final = (
     ("inputs", "input"),
     ("texts", "input"),
+    ("images", "image"),
     ("token_ids", "input"),
     ("truncate_tokens", "truncate_prompt_tokens"),
     ("firsts", "text_1"),
@@ -65,7 +66,7 @@ class RowsFace:
         for path in ("/v1/score", "/score"):
             routes.append((path, self.score, "pairs of texts to score", ScoreBody))
         for path in ("/v1/classify", "/classify"):
-            routes.append((path, self.classify, "texts to classify", ClassifyBody))
+            routes.append((path, self.classify, "texts or pictures to classify", ClassifyBody))
         return tuple(
             Endpoint(
                 "POST", path, Access.TENANT, handler, accepts, body=body, takes=(JSON,), headers=RUN_HEADERS
