@@ -152,8 +152,9 @@ def rerank_request(
 
 def classify_request(model: str, inputs: ClassifyInput, options: RowOptions) -> pb.InferRequest:
     rows: Sequence[Any] = [inputs] if isinstance(inputs, str | bytes) else inputs
-    field = "images" if rows and isinstance(rows[0], bytes) else "texts"
-    return pb.InferRequest(model=model, **{field: rows}, **_options(options))
+    request = pb.InferRequest(model=model, **_options(options))
+    (request.images if rows and isinstance(rows[0], bytes) else request.texts).extend(rows)
+    return request
 
 
 def infer_request(

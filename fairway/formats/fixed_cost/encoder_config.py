@@ -212,10 +212,10 @@ def classes_of(fields: Mapping[str, Any]) -> Classes:
     names = tuple(f"LABEL_{index}" for index in range(count))
     if isinstance(named, dict) and named.keys() == {str(index) for index in range(count)}:
         names = tuple(named[str(index)] for index in range(count))
-        if not all(isinstance(name, str) and len(name) <= MAX_LABEL_CHARS for name in names):
+        if any(type(name) is not str or len(name) > MAX_LABEL_CHARS for name in named.values()):
             raise UnsupportedModel("id2label", named)
-    problem: Any = fields.get("problem_type")
-    if not isinstance(problem, str | None) or problem not in PROBABILITIES:
+    problem = fields.get("problem_type")
+    if problem not in list(PROBABILITIES):  # it may be no key of a mapping
         raise UnsupportedModel("problem_type", problem)
     return Classes(names, PROBABILITIES[problem])
 

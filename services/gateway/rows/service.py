@@ -17,7 +17,6 @@ from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Received
 from services.gateway.requests.validate import Validator
 from services.gateway.rows.inputs import PreparedRows, id_rows
-from services.gateway.rows.pictures import picture_rows
 from services.gateway.rows.results import (
     Vector,
     check_dimensions,
@@ -31,7 +30,7 @@ from services.gateway.rows.results import (
 from services.gateway.rows.run import RowsAnswer, RowsJob, RowsWork
 from services.gateway.rows.runs import RowsRuns
 from services.gateway.rows.tensors import check_outputs, output_tensors, tensor_rows
-from services.gateway.rows.texts import text_rows
+from services.gateway.rows.texts import picture_rows, text_rows
 from services.gateway.service import GatewayService
 from services.gateway.service_types import RowsMessage
 from services.gateway.text.text_model import TextModel
