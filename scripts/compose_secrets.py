@@ -64,19 +64,19 @@ def redis_acl(password: str) -> str:
 
 def add_variables(path: Path, variables: dict[str, str]) -> list[str]:
     """Return the names that were added to an env file. A variable that has a line keeps it."""
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text("utf-8") if path.exists() else ""
     known = {line.partition("=")[0].strip() for line in text.splitlines()}
     missing = [name for name in variables if name not in known]
     if missing:
         start = text if not text or text.endswith("\n") else text + "\n"
-        path.write_text(start + "".join(f"{name}={variables[name]}\n" for name in missing))
+        path.write_text(start + "".join(f"{name}={variables[name]}\n" for name in missing), "utf-8")
     return missing
 
 
 def write_private(path: Path, text: str) -> None:
     """Create ``path``, readable by its owner only. Raises FileExistsError rather than replace one."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
 
 
@@ -92,7 +92,7 @@ def _texts(folder: Path) -> dict[str, Callable[[], str]]:
         "ticket_key": random,
         "record_keys": random,
         "redis_password": random,
-        "redis_acl": lambda: redis_acl((folder / "redis_password").read_text().strip()),
+        "redis_acl": lambda: redis_acl((folder / "redis_password").read_text("utf-8").strip()),
         "grafana_password": random,
     }
 

@@ -30,7 +30,7 @@ def generate(into: Path) -> None:
     ]
     path = os.pathsep.join([str(tools), os.environ.get("PATH", "")])
     done = subprocess.run(
-        command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False, timeout=120
+        command, env={**os.environ, "PATH": path}, capture_output=True, encoding="utf-8", timeout=120
     )
     if done.returncode != 0:
         sys.exit(f"protoc failed:\n{done.stdout}{done.stderr}")
@@ -39,7 +39,7 @@ def generate(into: Path) -> None:
 def stub_files(root: Path) -> dict[str, str]:
     """Return the text of each generated file under ``root``, by its path there."""
     return {
-        path.relative_to(root).as_posix(): path.read_text()
+        path.relative_to(root).as_posix(): path.read_text("utf-8")
         for path in sorted((root / STUBS).glob("*/*_pb2*.py*"))
     }
 

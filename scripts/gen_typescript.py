@@ -44,7 +44,7 @@ def main() -> int:
     shutil.rmtree(GENERATED, ignore_errors=True)
     GENERATED.mkdir(parents=True)
     api = GENERATED / "openapi.json"
-    api.write_text(json.dumps(document(), indent=1))
+    api.write_text(json.dumps(document(), indent=1), "utf-8")
     template = {
         "version": "v2",
         "plugins": [

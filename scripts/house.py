@@ -133,7 +133,7 @@ def documents(root: Path = ROOT) -> dict[str, int]:
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     reference = root / "docs" / "reference"
     return {
-        page.relative_to(root).as_posix(): len(page.read_text().split())
+        page.relative_to(root).as_posix(): len(page.read_text("utf-8").split())
         for page in pages
         if page.parent != reference
     }
@@ -141,12 +141,14 @@ def documents(root: Path = ROOT) -> dict[str, int]:
 
 def main() -> int:
     files = code_files()
-    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in files}
     lines = {name: source.count("\n") for name, source in sources.items()}
     folders, pages = modules_by_folder(files), documents()
     dialect, worst = dialect_of(sources)
     ambiguous = ambiguous_names(sources)
-    shapes = request_shapes(sources, [path.read_text() for path in sorted(ROOT.glob("protos/**/*.proto"))])
+    shapes = request_shapes(
+        sources, [path.read_text("utf-8") for path in sorted(ROOT.glob("protos/**/*.proto"))]
+    )
     for title, found in (("dialect", worst), ("modules in a folder", folders), ("words", Counter(pages))):
         print(f"{title}:", ", ".join(f"{name} {count}" for name, count in found.most_common(8)))
     for name, places in ambiguous.items():

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     for case in ElementTree.parse(argv[0]).iter("testcase"):
         seconds[name_of(case.get("classname", ""), case.get("name", ""))] += float(case.get("time", "0"))
     found = sorted(name for name, took_s in seconds.items() if took_s > LONG_S and not name.startswith(KEPT))
-    LIST.write_text("\n".join(found) + "\n")
+    LIST.write_text("\n".join(found) + "\n", "utf-8")
     kept_s = sum(took_s for name, took_s in seconds.items() if name not in found)
     all_s = sum(seconds.values())
     print(f"{len(found)} of {len(seconds)} tests are long; the others took {kept_s:.0f} of {all_s:.0f} s")

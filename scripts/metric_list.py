@@ -64,7 +64,7 @@ def metric_list() -> list[MetricEntry]:
     found = list(_of_processes())
     services = ROOT / "services"
     for path in sorted(services.rglob("*.py")):
-        text = path.read_text()
+        text = path.read_text("utf-8")
         if '"fairway_' in text:
             role = _role_of(path.relative_to(services).as_posix())
             found += [MetricEntry(*parts, role) for parts in registrations(text)]

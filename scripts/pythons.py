@@ -81,7 +81,7 @@ def probed(paths: Iterable[str]) -> list[Python]:
     for path in paths:
         try:
             answer = subprocess.run(
-                [path, "-c", PROBE], capture_output=True, text=True, timeout=20, check=False
+                [path, "-c", PROBE], capture_output=True, encoding="utf-8", timeout=20, check=False
             )
         except (OSError, subprocess.TimeoutExpired):
             continue

@@ -91,7 +91,7 @@ def main(path: Path) -> int:
             file=sys.stderr,
         )
         return 1
-    path.write_text(picture(killed))
+    path.write_text(picture(killed), "utf-8")
     print(f"{path}: {killed.killed} killed after {killed.tokens_before} tokens, gap {killed.gap_s:.2f} s")
     return 0
 

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         return 1 if stale else 0
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, page in PAGES.items():
-        (FOLDER / name).write_text(page())
+        (FOLDER / name).write_text(page(), "utf-8")
     return 0
 
 
@@ -68,7 +68,7 @@ def stale_pages() -> list[str]:
     return [
         name
         for name, page in PAGES.items()
-        if not (FOLDER / name).exists() or (FOLDER / name).read_text() != page()
+        if not (FOLDER / name).exists() or (FOLDER / name).read_text("utf-8") != page()
     ]
 
 
@@ -263,7 +263,7 @@ def _names(names: Iterable[str]) -> str:
 
 def _field_comments() -> dict[str, str]:
     """Return the comment above each field of Settings. Raises KeyError at the use of one without."""
-    source = (ROOT / "services" / "runtime" / "config.py").read_text()
+    source = (ROOT / "services" / "runtime" / "config.py").read_text("utf-8")
     found = re.findall(r"^    # (.+)\.\n    ([a-z0-9_]+): ", source, re.MULTILINE)
     return {name: text for text, name in found}
 
@@ -275,7 +275,7 @@ def _readers() -> dict[str, tuple[str, ...]]:
     found: dict[str, set[str]] = {name: set() for name in Settings.model_fields}
     for role in _ROLES:
         parts = (modules / "roles" / f"{role}.py", *sorted((modules / "roles").glob(f"{role}_*.py")))
-        source = "".join(part.read_text() for part in parts)
+        source = "".join(part.read_text("utf-8") for part in parts)
         used = set(re.findall(r"\bsettings\.([a-z0-9_]+)", source))
         for function, fields in shared.items():
             used |= fields if f"{function}(" in source else set()
@@ -284,7 +284,7 @@ def _readers() -> dict[str, tuple[str, ...]]:
         for name in used & found.keys():
             found[name].add(role)
     for path in modules.glob("*.py"):
-        for name in re.findall(r"\bsettings\.([a-z0-9_]+)", path.read_text()):
+        for name in re.findall(r"\bsettings\.([a-z0-9_]+)", path.read_text("utf-8")):
             if name in found:
                 found[name] = set(_ROLES)
     whole = {name: roles or set(_ROLES) for name, roles in found.items()}
@@ -295,7 +295,7 @@ def _readers() -> dict[str, tuple[str, ...]]:
 
 
 def _read_by_function(path: Path) -> dict[str, set[str]]:
-    source = path.read_text()
+    source = path.read_text("utf-8")
     return {
         node.name: set(re.findall(r"\bsettings\.([a-z0-9_]+)", ast.get_source_segment(source, node) or ""))
         for node in ast.parse(source).body

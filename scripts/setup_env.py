@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     # Found by name and with its version met, torch itself is not touched here; what it needs comes along.
     pip(python, ["install", "--constraint", CONSTRAINTS, "--editable", f"{ROOT}[{extra}]"])
     for name in {extra, "torch"} if torch else {extra}:
-        with open(stamp_path(venv, name), "w") as stamp:
+        with open(stamp_path(venv, name), "w", encoding="utf-8") as stamp:
             stamp.write(fingerprint())
 
 
@@ -196,7 +196,7 @@ def run_reporting(command: list[str], env: dict[str, str] | None = None, every_s
     """Run pip and return its exit code. While it runs, print its newest step every ``every_s`` seconds."""
     began = time.monotonic()
     steps = ["pip starts"]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, cwd=ROOT, encoding="utf-8") as process:
         assert process.stdout is not None
         reader = threading.Thread(target=read_steps, args=(process.stdout, steps), daemon=True)
         reader.start()
@@ -223,7 +223,7 @@ def read_steps(lines: Iterable[str], steps: list[str]) -> None:
 
 
 def pinned(name: str) -> str:
-    with open(CONSTRAINTS) as lines:
+    with open(CONSTRAINTS, encoding="utf-8") as lines:
         for line in lines:
             found, _, version = line.strip().partition("==")
             if found == name:
@@ -245,7 +245,7 @@ def stamp_path(venv: str, extra: str) -> str:
 
 def is_current(venv: str, extra: str) -> bool:
     try:
-        with open(stamp_path(venv, extra)) as stamp:
+        with open(stamp_path(venv, extra), encoding="utf-8") as stamp:
             return stamp.read() == fingerprint() and os.path.exists(os.path.join(venv, "bin", "fairway"))
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""``python -m services ROLE`` runs one role, configured by FAIRWAY_ variables."""
+"""``python -P -m services ROLE`` runs one role, configured by FAIRWAY_ variables."""
 
 from fairway.log_stream import hold_standard_descriptors
 from services.runtime.process import grpc_environment

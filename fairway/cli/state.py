@@ -179,7 +179,7 @@ def write_private(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(text)
             file.flush()
@@ -193,7 +193,7 @@ def write_private(path: Path, text: str) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the object in ``path``, or None if it is missing or unreadable."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
@@ -208,7 +208,7 @@ def ensure_secrets(state: StateDir) -> None:
     """Create the missing secrets; each is mode 0600 afterwards."""
     for name, prefix in _SECRETS:
         path = state.secret(name)
-        if path.exists() and len(path.read_text().strip()) >= 32:
+        if path.exists() and len(path.read_text("utf-8").strip()) >= 32:
             path.chmod(0o600)
         else:
             write_private(path, prefix + secrets.token_hex(32) + "\n")
@@ -217,7 +217,7 @@ def ensure_secrets(state: StateDir) -> None:
 def read_secret(state: StateDir, name: str) -> str:
     """Return a secret's text, or "" when it does not exist."""
     try:
-        return state.secret(name).read_text().strip()
+        return state.secret(name).read_text("utf-8").strip()
     except OSError:
         return ""
 

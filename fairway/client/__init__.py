@@ -38,6 +38,8 @@ from fairway.client.errors import (
 from fairway.client.generation import GenerationStream
 from fairway.client.policy import RetryPolicy
 from fairway.client.rows import (
+    Classification,
+    Classified,
     Embeddings,
     Inference,
     RankedDocument,
@@ -82,6 +84,8 @@ __all__ = [
     "Cancelled",
     "Changed",
     "ChoiceResult",
+    "Classification",
+    "Classified",
     "Client",
     "ClientOptions",
     "Closed",

@@ -24,7 +24,15 @@ from fairway.client.direct import DirectCarrier
 from fairway.client.endpoints import Endpoint, Metadata
 from fairway.client.generation import GenerationStream
 from fairway.client.guard import Guard
-from fairway.client.rows import Embeddings, EmbedInput, Inference, Ranking, RowOptions
+from fairway.client.rows import (
+    Classification,
+    ClassifyInput,
+    Embeddings,
+    EmbedInput,
+    Inference,
+    Ranking,
+    RowOptions,
+)
 from fairway.client.session import Session
 from fairway.client.values import (
     ClientOptions,
@@ -224,6 +232,22 @@ class Client:
             self._timeout_s(timeout_s),
         )
         return rows.ranking(answer)
+
+    async def classify(
+        self,
+        model: str,
+        inputs: ClassifyInput,
+        options: RowOptions | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Classification:
+        """Return the label and all probabilities of each text, or of each picture: a PNG or JPEG file."""
+        request = rows.classify_request(model, inputs, options or RowOptions())
+        answer = await self._call(
+            lambda stub, *, timeout, metadata: stub.Infer(request, timeout=timeout, metadata=metadata),
+            self._timeout_s(timeout_s),
+        )
+        return rows.classification(answer)
 
     async def infer(
         self,

@@ -12,6 +12,7 @@ from fairway.v1 import common_pb2 as common
 from fairway.v1 import inference_pb2 as pb
 
 EmbedInput = str | Sequence[str] | Sequence[Sequence[int]]
+ClassifyInput = str | bytes | Sequence[str] | Sequence[bytes]
 
 # Format characters of buffers, by data type of the public inference protocol v2.
 _FORMATS: Final = {
@@ -86,6 +87,22 @@ class Ranking:
 
 
 @dataclass(frozen=True, slots=True)
+class Classified:
+    """``label``: the most probable one. ``probabilities``: of every label, in the order of the model."""
+
+    label: str
+    probabilities: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """One result per input, in the order of the inputs."""
+
+    accepted: RowsAccepted
+    results: tuple[Classified, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """Row-major, little-endian. The first extent is the batch."""
 
@@ -133,6 +150,13 @@ def rerank_request(
     return pb.RerankRequest(model=model, query=query, documents=documents, top_n=top_n, **_options(options))
 
 
+def classify_request(model: str, inputs: ClassifyInput, options: RowOptions) -> pb.InferRequest:
+    rows: Sequence[Any] = [inputs] if isinstance(inputs, str | bytes) else inputs
+    request = pb.InferRequest(model=model, **_options(options))
+    (request.images if rows and isinstance(rows[0], bytes) else request.texts).extend(rows)
+    return request
+
+
 def infer_request(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str], options: RowOptions
 ) -> pb.InferRequest:
@@ -158,6 +182,18 @@ def embeddings(answer: pb.EmbedResponse) -> Embeddings:
 def ranking(answer: pb.RerankResponse) -> Ranking:
     found = tuple(RankedDocument(result.index, result.score) for result in answer.results)
     return Ranking(_accepted(answer), found)
+
+
+def classification(answer: pb.InferResponse) -> Classification:
+    found = inference(answer)
+    names, data = [], found.outputs["label"].data
+    while data:
+        end = 4 + int.from_bytes(data[:4], "little")
+        names.append(data[4:end].decode())
+        data = data[end:]
+    rows: Any = found.outputs["probs"].view.tolist() if names else []
+    results = (Classified(name, tuple(row)) for name, row in zip(names, rows, strict=True))
+    return Classification(found.accepted, tuple(results))
 
 
 def inference(answer: pb.InferResponse) -> Inference:

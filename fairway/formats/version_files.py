@@ -50,6 +50,8 @@ GATEWAY_FILES: Final = (
     "1_Pooling/config.json",
     "config_sentence_transformers.json",
     "modules.json",
+    # Of an image model: how a picture becomes pixels.
+    "preprocessor_config.json",
     "sentence_bert_config.json",
 )
 

@@ -1316,6 +1316,8 @@ Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
 
 @_typing.final
 class InferRequest(_message.Message):
+    """Its rows are of one kind: slices of tensors, or for a model that classifies texts or pictures."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -1327,6 +1329,9 @@ class InferRequest(_message.Message):
     SESSION_KEY_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_TOKENS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     priority: _common_pb2.Priority.ValueType
     idempotency_key: _builtins.str
@@ -1337,6 +1342,10 @@ class InferRequest(_message.Message):
     """The caller's name of its end user, whose limits and budgets apply."""
     version: _builtins.str
     """Digest or arm of the version that is to answer. Empty: the split decides."""
+    truncate_tokens: _builtins.int
+    """Cut each text to its first so many tokens, special tokens among them; 0: to the most that the model takes.
+    Absent: a longer text is refused.
+    """
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]:
         """The first extent of every tensor is the batch: the rows are its slices."""
@@ -1348,6 +1357,14 @@ class InferRequest(_message.Message):
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """At most this long from receipt to the answer. The earlier of this and the RPC's deadline."""
+
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """A row each. The answer has the outputs probs, of every label, and label, the most probable one's name."""
+
+    @_builtins.property
+    def images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """PNG or JPEG files, a row each. The answer has the same outputs as for texts."""
 
     def __init__(
         self,
@@ -1361,12 +1378,17 @@ class InferRequest(_message.Message):
         session_key: _builtins.str = ...,
         user: _builtins.str = ...,
         version: _builtins.str = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        truncate_tokens: _builtins.int | None = ...,
+        images: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens", "timeout", b"timeout", "truncate_tokens", b"truncate_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "inputs", b"inputs", "model", b"model", "outputs", b"outputs", "priority", b"priority", "session_key", b"session_key", "timeout", b"timeout", "user", b"user", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens", "idempotency_key", b"idempotency_key", "images", b"images", "inputs", b"inputs", "model", b"model", "outputs", b"outputs", "priority", b"priority", "session_key", b"session_key", "texts", b"texts", "timeout", b"timeout", "truncate_tokens", b"truncate_tokens", "user", b"user", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__truncate_tokens: _TypeAlias = _typing.Literal["truncate_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_tokens: _TypeAlias = _typing.Literal["_truncate_tokens", b"_truncate_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_tokens) -> _WhichOneofReturnType__truncate_tokens | None: ...
 
 Global___InferRequest: _TypeAlias = InferRequest  # noqa: Y015
 

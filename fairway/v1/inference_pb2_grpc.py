@@ -127,7 +127,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Infer(self, request, context):
-        """Run a fixed-cost model on tensors.
+        """Run a fixed-cost model on tensors, or classify texts or pictures.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,7 @@ class InferenceServiceStub:
     Score: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]
     """Return how well the two texts of each pair match, by a cross-encoder."""
     Infer: _grpc.UnaryUnaryMultiCallable[_inference_pb2.InferRequest, _inference_pb2.InferResponse]
-    """Run a fixed-cost model on tensors."""
+    """Run a fixed-cost model on tensors, or classify texts or pictures."""
     CountTokens: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]
     """Count the tokens that a generation's input would be billed for."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
@@ -66,7 +66,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Score: _aio.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]  # type: ignore[assignment]
     """Return how well the two texts of each pair match, by a cross-encoder."""
     Infer: _aio.UnaryUnaryMultiCallable[_inference_pb2.InferRequest, _inference_pb2.InferResponse]  # type: ignore[assignment]
-    """Run a fixed-cost model on tensors."""
+    """Run a fixed-cost model on tensors, or classify texts or pictures."""
     CountTokens: _aio.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]  # type: ignore[assignment]
     """Count the tokens that a generation's input would be billed for."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
@@ -127,7 +127,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.InferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.InferResponse, _abc.Awaitable[_inference_pb2.InferResponse]]:
-        """Run a fixed-cost model on tensors."""
+        """Run a fixed-cost model on tensors, or classify texts or pictures."""
 
     @_abc_1.abstractmethod
     def CountTokens(

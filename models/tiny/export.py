@@ -60,4 +60,4 @@ def tokenizer_config(shape: Shape) -> dict[str, object]:
 
 
 def _write_json(path: Path, value: dict[str, object]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

@@ -43,7 +43,7 @@ def _builder(role: str) -> Builder:
 def main() -> None:
     """Exit 0 after a drain, 1 when a task crashed, 2 for bad usage or settings, 3 when it cannot start."""
     if len(sys.argv) != 2 or sys.argv[1] not in ROLES:
-        sys.exit(f"usage: python -m services {{{'|'.join(ROLES)}}}")
+        sys.exit(f"usage: python -P -m services {{{'|'.join(ROLES)}}}")
     role = sys.argv[1]
     raise_descriptor_limit()
     limit_fragmentation()

@@ -18,6 +18,8 @@ _OPTIONS: Final = (
     ("grpc.min_reconnect_backoff_ms", 2_000),  # also the time limit of one connection attempt, at least
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),
+    # A proxy in the environment is for hosts beyond the fleet, and would receive the internal token.
+    ("grpc.enable_http_proxy", 0),
 )
 
 

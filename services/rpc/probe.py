@@ -1,4 +1,4 @@
-"""Health probe of a role for containers: ``python -m services.rpc.probe HOST:PORT``.
+"""Health probe of a role for containers: ``python -P -m services.rpc.probe HOST:PORT``.
 
 Exits 0 for SERVING, and 1 with the reason on stderr for everything else. A server that rejects the probe
 because it has too many calls is alive and serves authenticated callers. It counts as healthy, since a restart
@@ -38,7 +38,7 @@ def health_problem(address: str, *, timeout_s: float = TIMEOUT_S) -> str:
 
 def main() -> None:
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m services.rpc.probe HOST:PORT")
+        sys.exit("usage: python -P -m services.rpc.probe HOST:PORT")
     sys.exit(health_problem(sys.argv[1]) or 0)
 
 

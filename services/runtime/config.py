@@ -337,6 +337,8 @@ def read_password(path: Path) -> str:
 
 def _read_file(path: Path, next_step: str) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text("utf-8").strip()
     except OSError as exc:
         raise ConfigError(f"cannot read the secret {path}: {exc.strerror}; {next_step}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"the secret {path} is not UTF-8 text: {exc.reason}; {next_step}") from exc

@@ -9,19 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from services.core.shares import share_of
 
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
+_HOST: Final = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 _BYTES_ACKED: Final = struct.Struct("=Q")  # of linux/tcp.h, struct tcp_info
 _BYTES_ACKED_AT: Final = 120
 _SITE_BITS: Final = 64  # the address bits that one IPv6 site controls itself
 
 Transport = asyncio.WriteTransport
+
+
+def head_problem(version: str, hosts: Sequence[bytes]) -> str:
+    """Return why a request with this HTTP version and these Host headers is refused, or an empty text."""
+    if version not in ("1.0", "1.1"):
+        return f"HTTP/{version} is no version that this port takes: send HTTP/1.1"
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        return f"there are {len(hosts)} Host headers: send one"
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        return "the Host header is no host with an optional port"
+    return ""
 
 
 def source_of(peername: object) -> str:

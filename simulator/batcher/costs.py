@@ -24,7 +24,7 @@ class BatchCosts:
     @staticmethod
     def measured(model: str, path: Path = MEASURED) -> BatchCosts:
         """Return the measured costs of a model."""
-        found = json.loads(path.read_text())[model]
+        found = json.loads(path.read_text("utf-8"))[model]
         return BatchCosts(
             {
                 int(width): tuple((int(rows), ms / 1e3) for rows, ms in sorted(costs.items(), key=_rows))

@@ -132,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
                 *(f"{each.clients}: {each.per_s:.0f}/s {each.p99_ms:.1f} ms" for each in points),
                 sep="; ",
             )
-        options.curve.write_text(picture(found))
+        options.curve.write_text(picture(found), "utf-8")
         return 0
     ratios = {}
     for device, kind in device_kinds().items():

@@ -25,6 +25,7 @@ from simulator.engine.fit import Fit, NotEnough, Observation, fit
 
 MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
 REQUEST_S: Final = 300.0
+_DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 LOCAL: Final = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # listening addresses to call
 
 
@@ -288,7 +289,7 @@ def _url(address: str) -> str:
 
 def _fetch(request: urllib.request.Request) -> str:
     try:
-        with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
+        with _DIRECT.open(request, timeout=REQUEST_S) as answer:
             content: bytes = answer.read(MAX_ANSWER_BYTES)
             return content.decode("utf-8", "replace")
     except urllib.error.HTTPError as error:

@@ -129,7 +129,7 @@ def rss_mib() -> int:
     """Return what the process holds in memory now, or its maximum where the system does not report it."""
     if not _STATM.exists():
         return peak_rss_mib()
-    return int(_STATM.read_text().split()[1]) * resource.getpagesize() >> 20
+    return int(_STATM.read_text("utf-8").split()[1]) * resource.getpagesize() >> 20
 
 
 def peak_rss_mib() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Iterator
 
@@ -75,6 +76,64 @@ def test_ambiguous_heads_are_refused(target: Target, lines: bytes) -> None:
     answer = target.exchange(AUTHORISED + lines + b"\r\n" + CHUNK + b"0\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"HTTP/1.1 ") == 1
+    assert target.report().calls == before
+
+
+PLAIN = AUTHORISED + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+def test_the_host_header_is_there_once(target: Target) -> None:
+    draw = random.Random(14)
+    names = [b"host", b"Host", b"HOST", b"hOsT"]
+    right = [b"x", b"x:80", b"", b"127.0.0.1:8080", b"[::1]:80", b"[::1]", b"a.example.com."]
+    for _ in range(20):
+        name, value = draw.choice(names), draw.choice(right)
+        line = b"%s: %s\r\n" % (name, value)
+        assert target.exchange(PLAIN.replace(b"host: x\r\n", line)).startswith(b"HTTP/1.1 200 "), line
+    before = target.report().calls
+    wrong = [
+        b"",
+        *(b"host: %s\r\n" % value for value in (b"a b", b"a/b", b"u@a", b"a:b", b"a, b@", b"[::1", b"a?b")),
+    ]
+    for _ in range(20):
+        lines = [b"%s: %s\r\n" % (draw.choice(names), draw.choice(right)) for _ in range(draw.randint(2, 4))]
+        draw.shuffle(lines)
+        wrong.append(b"".join(lines))
+    for lines in wrong:
+        answer = target.exchange(PLAIN.replace(b"host: x\r\n", lines))
+        assert answer.startswith(b"HTTP/1.1 400 "), lines
+        assert b"Host header" in answer, lines
+        assert answer.count(b"HTTP/1.1 ") == 1, lines
+    assert target.report().calls == before
+
+
+def test_http_1_0_needs_no_host(target: Target) -> None:
+    old = PLAIN.replace(b"HTTP/1.1", b"HTTP/1.0")
+    assert target.exchange(old.replace(b"host: x\r\n", b"")).startswith(b"HTTP/1.1 200 ")
+    assert target.exchange(old.replace(b"host: x\r\n", b"host: x\r\nhost: x\r\n")).startswith(
+        b"HTTP/1.1 400 "
+    )
+
+
+def test_a_false_version_is_refused(target: Target) -> None:
+    draw = random.Random(15)
+    labels = [
+        "HTTP/2.0",
+        "HTTP/0.9",
+        "HTTP/2",
+        "HTTP/3",
+        "http/1.1",
+        "HTTP/1.10",
+        "HTTP/01.1",
+        "HTTP/1,1",
+        "HTP/1.1",
+    ]
+    labels += [f"HTTP/{draw.randint(0, 99)}.{draw.randint(2, 99)}" for _ in range(40)]
+    before = target.report().calls
+    for label in labels:
+        answer = target.exchange(PLAIN.replace(b"HTTP/1.1", label.encode()))
+        assert answer.startswith(b"HTTP/1.1 400 "), label
+        assert answer.count(b"HTTP/1.1 ") == 1, label
     assert target.report().calls == before
 
 

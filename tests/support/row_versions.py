@@ -51,6 +51,22 @@ def reranker_version(folder: Path, **overrides: Any) -> Path:
     return folder
 
 
+def classifier_version(folder: Path, **overrides: Any) -> Path:
+    """Write a classifier of texts with three labels."""
+    named = {"id2label": {0: "anger", 1: "joy", 2: "fear \u00e9"}}
+    fixed_cost.save("Bert", "ForSequenceClassification", folder, **(named | overrides))
+    tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def picture_version(folder: Path) -> Path:
+    """Write a classifier of images of 12 x 8 pixels with two labels."""
+    fixed_cost.save("ViT", "ForImageClassification", folder, id2label={0: "cat", 1: "dog"})
+    fields = {"image_processor_type": "ViTImageProcessor", "size": {"height": 12, "width": 8}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(fields))
+    return folder
+
+
 def mlp_version(folder: Path) -> Path:
     """Write a model of 4 inputs and 3 outputs, without a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.row_versions import embedding_version, mlp_version, reranker_version
+from tests.support.row_versions import (
+    classifier_version,
+    embedding_version,
+    mlp_version,
+    picture_version,
+    reranker_version,
+)
 from tests.support.rows_gateway import RowsGateway, rows_gateway
 
 
@@ -18,6 +24,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "embed": embedding_version(root / "embed"),
         "cut": embedding_version(root / "cut", is_matryoshka=True, matryoshka_dimensions=[8, 16]),
         "rerank": reranker_version(root / "rerank"),
+        "emotion": classifier_version(root / "emotion"),
+        "topics": classifier_version(root / "topics", problem_type="multi_label_classification"),
+        "animals": picture_version(root / "animals"),
         "mlp": mlp_version(root / "mlp"),
     }
 

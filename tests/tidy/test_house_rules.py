@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from tests.tidy.sources import ROOT, long_functions, python_files, used_names
+from tests.tidy.sources import ROOT, long_functions, project_files, python_files, used_names
 
 MAX_FUNCTION_LINES: Final = 60
 # What services outside services/runtime must not touch, and what they take instead.
@@ -159,3 +160,78 @@ def test_the_rule_about_except_star_finds_what_it_forbids() -> None:
     source = "try:\n    pass\nexcept* KeyError as group:\n    raise group.exceptions[0] from None\n"
     assert raising_star_handlers(source) == [3]
     assert raising_star_handlers(source.replace("raise group.exceptions[0] from None", "pass")) == []
+
+
+# Positions of the mode and of the encoding among the arguments.
+_OPENING: Final = {"read_text": (None, 0), "write_text": (None, 1), "open": (0, 2), "fdopen": (1, 3)}
+
+
+def locale_dependent(source: str) -> list[int]:
+    """Return the lines that read or write text in the encoding of the locale."""
+    return [
+        node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and _by_locale(node)
+    ]
+
+
+def _by_locale(call: ast.Call) -> bool:
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    if "encoding" in keywords:
+        return False
+    if any(_constant(keywords.get(name)) is True for name in ("text", "universal_newlines")):
+        return True
+    method = isinstance(call.func, ast.Attribute)
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name not in _OPENING or (method and name == "open" and not call.args and "mode" not in keywords):
+        return False  # `open()` of an object that is no path
+    at, encoding = _OPENING[name]
+    if at is None:
+        return len(call.args) <= (encoding or 0)
+    at += name == "open" and not method
+    mode = keywords.get("mode", call.args[at] if len(call.args) > at else ast.Constant("r"))
+    value = _constant(mode)
+    return isinstance(value, str) and set(value) <= set("rwax+t")
+
+
+def _constant(node: ast.expr | None) -> object:
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def test_text_files_are_utf8_whatever_the_locale() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in python_files("services", "fairway", "simulator", "scripts", "models")
+        for line in locale_dependent(path.read_text())
+    ]
+    assert found == [], "pass the encoding utf-8"
+
+
+def test_the_rule_about_encodings_finds_what_it_forbids() -> None:
+    wrong = (
+        "p.read_text()", "p.write_text(t)", "open(p)", "open(p, 'w')", "p.open('a')", "os.fdopen(d)",
+        "os.fdopen(d, 'w', buffering=1)", "subprocess.run(c, text=True)",
+    )  # fmt: skip
+    right = (
+        "p.read_text('utf-8')", "p.write_text(t, 'utf-8')", "open(p, 'rb')", "p.open('ab')",
+        "os.fdopen(d, 'wb')",
+        "open(p, encoding='utf-8')", "part(text=words)", "link.open()",
+    )  # fmt: skip
+    assert [each for each in (*wrong, *right) if locale_dependent(each)] == list(wrong)
+
+
+# How our modules are run: by Python's launcher in a list, in YAML, in a Dockerfile, in a sentence.
+_RUN: Final = re.compile(r"""(-[A-Za-z]+|\w+)["',\s]+-m["',\s]+["']?(services|fairway\.cli)\b""")
+
+
+def test_our_programs_import_nothing_of_the_current_folder() -> None:
+    """`python -m` puts the current folder first: its `services` or `secrets` would be imported and run."""
+    found = [
+        f"{path.relative_to(ROOT)}: {run.group(0)}"
+        for path in project_files()
+        if path.suffix in (".py", ".yml", ".md", "")
+        and path.relative_to(ROOT).parts[0] not in ("tests", "bench")
+        for run in _RUN.finditer(path.read_text("utf-8", "replace"))
+        if run.group(1) != "-P"
+    ]
+    assert found == []
+    assert _RUN.search('[sys.executable, "-m", "services"]')
+    assert _RUN.search("python, -m, services, worker")

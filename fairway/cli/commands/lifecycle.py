@@ -204,7 +204,7 @@ def command_line(state: StateDir, *arguments: str) -> str:
     elif script.exists():
         program = [_from_here(script)]
     else:
-        program = [sys.executable, "-m", "fairway.cli.entry"]
+        program = [sys.executable, "-P", "-m", "fairway.cli.entry"]
     is_default = state.root == StateDir.at(DEFAULT_STATE_DIR).root
     place = () if is_default else ("--state-dir", _from_here(state.root))
     return shlex.join((*program, *arguments, *place))

@@ -33,8 +33,8 @@ def run_simulator(command: str, arguments: Sequence[str], *, reason: str, next_s
             "the simulator is not installed beside this command",
             next_step="run `make setup-dev` in the source tree",
         )
-    child = [sys.executable, "-m", "simulator", command, *arguments]
-    with subprocess.Popen(child, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+    child = [sys.executable, "-P", "-m", "simulator", command, *arguments]
+    with subprocess.Popen(child, stderr=subprocess.PIPE, encoding="utf-8", errors="replace") as process:
         assert process.stderr is not None
         lines = deque(process.stderr, maxlen=_KEPT_LINES)
     code = process.returncode

@@ -17,7 +17,7 @@ from typing import Any
 
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet.installation import AlreadyRunning, run_installation
-from fairway.cli.fleet.options import UpOptions, source_root
+from fairway.cli.fleet.options import UpOptions, search_path
 from fairway.cli.fleet.process import rotate_log, tail
 from fairway.cli.fleet.progress import PipeProgress, Progress, read_messages
 from fairway.cli.state import PRIVATE_UMASK, Endpoints, StateDir
@@ -35,19 +35,18 @@ def start_detached(options: UpOptions, progress: Progress) -> tuple[Endpoints, b
     state.create()
     log = state.log("supervisor")
     receive, send = os.pipe()
-    search = os.pathsep.join([str(source_root()), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     with state.writing():
         rotate_log(log)
         output = log.open("ab")
     with output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fairway.cli.fleet.daemon", options.to_json(), str(send)],
+            [sys.executable, "-P", "-m", "fairway.cli.fleet.daemon", options.to_json(), str(send)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             pass_fds=(send,),
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": search},
+            env={**os.environ, "PYTHONPATH": search_path(os.environ)},
         )
     os.close(send)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up like Ctrl-C

@@ -111,7 +111,7 @@ def require_same_options(requested: UpOptions, given: Collection[str], state: St
     Raises CliError with the differences.
     """
     try:
-        running = UpOptions.from_json(state.options.read_text())
+        running = UpOptions.from_json(state.options.read_text("utf-8"))
     except (OSError, ValueError, TypeError, KeyError):
         return  # another Fairway version started it
     ports = load_ports(state.ports)

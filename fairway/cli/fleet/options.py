@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -58,6 +60,15 @@ class UpOptions:
 def source_root() -> Path:
     """Return the folder that contains the packages `fairway` and `services`."""
     return Path(fairway.__file__).absolute().parent.parent
+
+
+def search_path(environ: Mapping[str, str]) -> str:
+    """Return the PYTHONPATH of a process of the installation: the current folder is not on it.
+
+    Python reads an empty entry as the current folder, whose modules are not ours.
+    """
+    entries = environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(source_root()), *filter(os.path.isabs, entries)])
 
 
 def bundled_checkpoint() -> Path:

@@ -118,7 +118,7 @@ class PipeProgress:
     """Writes events as JSON lines to a pipe until it is closed, and always as text to a console."""
 
     def __init__(self, descriptor: int, console: Console) -> None:
-        self._pipe: IO[str] | None = os.fdopen(descriptor, "w", buffering=1)
+        self._pipe: IO[str] | None = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
         self._lines = LineProgress(console)
 
     def event(self, name: str, phase: Phase, detail: str = "") -> None:
@@ -146,7 +146,7 @@ class PipeProgress:
 
 def read_messages(descriptor: int) -> Iterator[dict[str, object]]:
     """Yield the messages of a ``PipeProgress`` until the pipe is closed."""
-    with os.fdopen(descriptor) as pipe:
+    with os.fdopen(descriptor, encoding="utf-8") as pipe:
         for line in pipe:
             message = json.loads(line)
             if isinstance(message, dict):

@@ -28,7 +28,7 @@ class ProcessId(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, pid: int) -> ProcessId | None:
         """Return the identity of a live process, or None. A zombie is not alive."""
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
             return None if fields[0] in "ZX" else cls(pid, float(fields[19]))
         except (OSError, IndexError, ValueError):
             pass
@@ -78,7 +78,7 @@ class FleetRecord(msgspec.Struct, frozen=True):
 
 def lock_installation(path: Path) -> IO[str] | None:
     """Return a file that holds the installation's lock until it is closed, or None if the lock is taken."""
-    file = path.open("a")
+    file = path.open("a", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Final
 
 from fairway.cli import embedded
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.fleet.options import UpOptions, source_root
+from fairway.cli.fleet.options import UpOptions, search_path
 from fairway.cli.fleet.ports import HOST
 from fairway.cli.fleet.probes import all_of, etcd_healthy, grpc_serving, redis_answers, tcp_open
 from fairway.cli.fleet.process import ProcessSpec
@@ -159,7 +158,6 @@ def role_environment(
     process override both.
     """
     inherited = {key: value for key, value in environ.items() if key not in CLIENT_VARIABLES}
-    paths = [str(source_root()), *filter(None, [environ.get("PYTHONPATH", "")])]
     defaults = {
         "FAIRWAY_DRAIN_S": f"{_DEFAULT_DRAIN_S:g}",
         "PYTHONUNBUFFERED": "1",
@@ -171,7 +169,7 @@ def role_environment(
         # Small blocks that glibc caches for each thread keep the pages of a burst from being returned.
         defaults["GLIBC_TUNABLES"] = "glibc.malloc.tcache_count=0"
     required = {
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": search_path(environ),
         "FAIRWAY_ETCD_ENDPOINTS": state.etcd_address,
         "FAIRWAY_REDIS_URL": state.redis_url,
         "FAIRWAY_LISTEN": addresses.grpc_of(name),
@@ -221,7 +219,7 @@ def _role(
         probe = all_of(probe, tcp_open(HOST, addresses.ports[f"{name}_http"]))
     return ProcessSpec(
         name=name,
-        argv=(sys.executable, "-m", "services", role_of(name)),
+        argv=(sys.executable, "-P", "-m", "services", role_of(name)),
         env=env,
         log=state.log(name),
         probe=probe,

@@ -22,7 +22,15 @@ Score = Literal["sigmoid", "logit"]
 ACTIVATIONS: Final = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 MAX_LABELS: Final = 1 << 16
 DEFAULT_LABELS: Final = 2
+MAX_LABEL_CHARS: Final = 256
 MAX_CUTS: Final = 64
+# How a classifier's probabilities are made of its logits, by ``problem_type``, as in vLLM.
+PROBABILITIES: Final[Mapping[str | None, Literal["softmax", "sigmoid", "logit"]]] = {
+    None: "softmax",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+    "regression": "logit",
+}
 
 # How a reranker's score is made of its logit, by the module that its configuration names.
 SCORES: Final[Mapping[str, Score]] = {
@@ -84,6 +92,17 @@ ARCHITECTURES: Final[Mapping[str, tuple[EncoderFamily, Head]]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Classes:
+    """What the logits of a classifier stand for. ``probabilities``: how they are made of the logits."""
+
+    names: tuple[str, ...] = ()
+    probabilities: Literal["softmax", "sigmoid", "logit"] = "softmax"
+
+
+NO_CLASSES: Final = Classes()
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderConfig:
     """An encoder and its head."""
 
@@ -102,6 +121,7 @@ class EncoderConfig:
     # Of a sequence or a token; 0 for an embedding.
     labels: int
     score: Score = "sigmoid"  # of a reranker
+    classes: Classes = NO_CLASSES  # of a sequence
     # Of an embedding.
     pooling: Pooling = "mean"
     normalize: bool = False
@@ -154,6 +174,8 @@ def parse_encoder(fields: Mapping[str, Any]) -> EncoderConfig:
         raise UnsupportedModel("max_position_embeddings", config.position_rows)
     if config.is_reranker:
         config = replace(config, score=score_of(fields))
+    elif head == "sequence":
+        config = replace(config, classes=classes_of(fields))
     return _with_cuts(config, fields)
 
 
@@ -178,6 +200,24 @@ def labels_of(fields: Mapping[str, Any]) -> int:
     if not isinstance(named, dict) or not 0 < len(named) <= MAX_LABELS:
         raise UnsupportedModel("id2label", named)
     return len(named)
+
+
+def classes_of(fields: Mapping[str, Any]) -> Classes:
+    """Return the names of ``id2label``, else those that transformers gives, and what ``problem_type`` says.
+
+    Raises UnsupportedModel.
+    """
+    count = labels_of(fields)
+    named: Any = fields.get("id2label")
+    names = tuple(f"LABEL_{index}" for index in range(count))
+    if isinstance(named, dict) and named.keys() == {str(index) for index in range(count)}:
+        names = tuple(named[str(index)] for index in range(count))
+        if any(type(name) is not str or len(name) > MAX_LABEL_CHARS for name in named.values()):
+            raise UnsupportedModel("id2label", named)
+    problem = fields.get("problem_type")
+    if problem not in list(PROBABILITIES):  # it may be no key of a mapping
+        raise UnsupportedModel("problem_type", problem)
+    return Classes(names, PROBABILITIES[problem])
 
 
 def score_of(fields: Mapping[str, Any]) -> Score:

@@ -14,7 +14,13 @@ from fairway.formats.config_fields import (
     require_inert,
 )
 from fairway.formats.decoder_config import MAX_LAYERS
-from fairway.formats.fixed_cost.encoder_config import activation_of, labels_of
+from fairway.formats.fixed_cost.encoder_config import (
+    NO_CLASSES,
+    Classes,
+    activation_of,
+    classes_of,
+    labels_of,
+)
 
 MAX_EXTENT: Final = 16_384  # of an image, in pixels
 MAX_CHANNELS: Final = 1 << 16
@@ -44,6 +50,7 @@ class ResNetConfig:
     # The first convolution of a bottleneck has the stride, instead of its second.
     stride_first: bool
     labels: int
+    classes: Classes = NO_CLASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,7 @@ class VitConfig:
     norm_eps: float
     activation: str
     labels: int
+    classes: Classes = NO_CLASSES
 
     @property
     def patches(self) -> int:
@@ -91,6 +99,7 @@ def parse_resnet(fields: Mapping[str, Any]) -> ResNetConfig:
         bottleneck=kind == "bottleneck",
         stride_first=flag(fields, "downsample_in_bottleneck"),
         labels=labels_of(fields),
+        classes=classes_of(fields),
     )
 
 
@@ -115,6 +124,7 @@ def parse_vit(fields: Mapping[str, Any]) -> VitConfig:
         norm_eps=number(fields, "layer_norm_eps", default=1e-12, above=0.0),
         activation=activation_of(fields, "hidden_act"),
         labels=labels_of(fields),
+        classes=classes_of(fields),
     )
 
 

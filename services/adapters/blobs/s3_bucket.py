@@ -22,6 +22,7 @@ from services.runtime.config import ConfigError, Settings
 _CONNECT_S: Final = 3
 _REQUEST_S: Final = 30
 _RETRIES: Final = 3
+_NO_PROXY: Final = "http://127.0.0.1:9"
 _REREAD: Final = timedelta(minutes=5)  # the longest time until a rotated secret is used
 
 
@@ -39,6 +40,10 @@ def open_bucket(settings: Settings, clock: Clock) -> S3Store:
         "timeout": timedelta(seconds=_REQUEST_S),
         "allow_http": settings.s3_endpoint.startswith("http://"),
     }
+    if client["allow_http"]:
+        # A store without TLS is inside the fleet. Only a proxy of its own replaces the environment's: it is
+        # excluded for the one host that there is.
+        client |= {"proxy_url": _NO_PROXY, "proxy_excludes": urlsplit(settings.s3_endpoint).hostname or ""}
     if settings.s3_ca_file is not None:
         client["root_certificate"] = _read(settings.s3_ca_file)
     return S3Store(
@@ -96,6 +101,6 @@ def _parse(text: str, path: Path) -> dict[str, str]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error

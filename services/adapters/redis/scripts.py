@@ -51,7 +51,7 @@ class Script:
     @classmethod
     def of(cls, names: Sequence[str]) -> Script:
         """Return the script that joins these files."""
-        text = "\n".join((_SCRIPTS / f"{name}.lua").read_text() for name in names)
+        text = "\n".join((_SCRIPTS / f"{name}.lua").read_text("utf-8") for name in names)
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 

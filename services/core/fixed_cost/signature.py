@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fairway.formats.fixed_cost.config import FixedCostConfig
-from fairway.formats.fixed_cost.encoder_config import EncoderConfig, Score
+from fairway.formats.fixed_cost.encoder_config import NO_CLASSES, Classes, EncoderConfig, Score
 from fairway.formats.fixed_cost.image_config import MAX_TILES, VitConfig
 from fairway.formats.fixed_cost.mlp_config import MlpConfig
 from fairway.formats.fixed_cost.pooling import LastToken
@@ -27,6 +27,7 @@ class Signature:
     dimensions: tuple[int, ...] = ()  # the only sizes of a cut; empty: any
     lowercase: bool = False  # texts are lowercased before their tokenizer
     score: Score = "sigmoid"  # how a score is made of a logit
+    classes: Classes = NO_CLASSES  # of a model that classifies
     # Of a decoder: rows are sequences that end with their prefill.
     by_prefill: bool = False
 
@@ -68,6 +69,7 @@ def signature_of(config: FixedCostConfig) -> Signature:
         (TensorSpec("pixel_values", "FP32", (config.channels, *size), is_image=is_free),),
         (TensorSpec("logits", "FP32", (config.labels,)),),
         max_tokens=MAX_TILES if is_free else 0,
+        classes=config.classes,
     )
 
 
@@ -95,4 +97,5 @@ def _of_encoder(config: EncoderConfig) -> Signature:
         dimensions=config.matryoshka_dimensions,
         lowercase=config.lowercase,
         score=config.score,
+        classes=config.classes,
     )

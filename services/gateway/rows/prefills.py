@@ -49,7 +49,7 @@ from services.gateway.service_types import Ports
 from services.runtime.secrets import Ticket
 
 MAX_AT_ONCE: Final = 64  # rows of one request that are placed or run
-_ONE_TOKEN: Final = OutputLimits(1)
+_NO_OUTPUT: Final = OutputLimits(0)
 _ANY: Final = Sampling(seed=0, temperature=0.0)
 
 
@@ -66,7 +66,7 @@ class PrefilledRows:
         unix_s, now_s = self._ports.clock.unix_s(), self._ports.clock.monotonic_s()
         longest = max((_length(row) for row in request.rows), default=0)
         left_s = min(request.deadline_s - now_s, 86_400.0)
-        expire_unix_s, tokens, count = int(unix_s + left_s) + 1, longest + 1, len(request.rows)
+        expire_unix_s, tokens, count = int(unix_s + left_s) + 1, longest, len(request.rows)
         ticket = self._ports.sign_ticket(
             Ticket(request.tenant_id, request.request_id, expire_unix_s, tokens, count)
         )
@@ -113,7 +113,7 @@ class _EmbeddedRow:
             route_revision=request.route_revision,
             prompt=Prompt(np.frombuffer(ids.data, np.int64).tolist()),
             sampling=_ANY,
-            limits=_ONE_TOKEN,
+            limits=_NO_OUTPUT,
             priority=request.priority,
         )
         self._attempts = Attempts(self._spec, ports, queue_ttl_s)
@@ -157,7 +157,7 @@ class _EmbeddedRow:
             version_digest=request.version_digest,
             route_revision=request.route_revision,
             prompt_tokens=len(self._spec.prompt.ids),
-            max_output_tokens=1,
+            max_output_tokens=0,
             arrival_unix_us=self._arrival_unix_us,
             queue_ttl_s=min(self._queue_ttl_s, left_s),
             ticket=self._ticket,

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from struct import Struct
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fairway.formats.fixed_cost.encoder_config import Classes
 from services.core.errors import InternalError, InvalidInput, UnsupportedFeature
 from services.core.fixed_cost.rows import RawTensor, RowEnd
 from services.core.fixed_cost.signature import Signature
+
+PROBABILITIES: Final = "probs"
+LABEL: Final = "label"
+MAX_PROBABILITIES: Final = 262_144  # of all rows of an answer
+_SIZE: Final = Struct("<I")  # of an element, as in the public inference protocol v2
 
 Vector = NDArray[np.float32]
 Vectors = NDArray[np.float32]  # one row of it per row of the request
@@ -60,6 +68,43 @@ def score_output(ends: Sequence[RowEnd], signature: Signature) -> RawTensor:
         small = np.exp(-np.abs(found))
         found = np.where(found >= 0, 1.0 / (1.0 + small), small / (1.0 + small))
     return RawTensor("score", "FP64", found.shape, found.tobytes())
+
+
+def class_outputs(logits: RawTensor, classes: Classes) -> tuple[RawTensor, RawTensor]:
+    """Return the probabilities of each row's labels, and the name of its most probable label."""
+    found = np.frombuffer(logits.data, np.float32).reshape(logits.shape).astype(np.float64)
+    with np.errstate(all="ignore"):  # NaN and infinities are data
+        if classes.probabilities == "softmax":
+            found = np.exp(found - found.max(axis=1, keepdims=True))
+            found /= found.sum(axis=1, keepdims=True)
+        elif classes.probabilities == "sigmoid":
+            found = 1.0 / (1.0 + np.exp(-found))
+    names = [classes.names[index].encode() for index in found.argmax(axis=1)]
+    return (
+        RawTensor(PROBABILITIES, "FP64", found.shape, found.tobytes()),
+        RawTensor(LABEL, "BYTES", (len(names),), b"".join(_SIZE.pack(len(name)) + name for name in names)),
+    )
+
+
+def label_names(label: RawTensor) -> list[str]:
+    """Return the elements of a tensor of names."""
+    names, at = [], 0
+    while at < len(label.data):
+        (size,) = _SIZE.unpack_from(label.data, at)
+        at += _SIZE.size + size
+        names.append(label.data[at - size : at].decode())
+    return names
+
+
+def check_probabilities(rows: int, classes: Classes, field: str) -> None:
+    """Return if an answer may have the probabilities of so many rows. Raises InvalidInput."""
+    most = max(1, MAX_PROBABILITIES // len(classes.names))
+    if rows > most:
+        raise InvalidInput(
+            f"{field} has {rows} rows; of a model with {len(classes.names)} labels at most {most} are taken",
+            field=field,
+            max_rows=most,
+        )
 
 
 def vectors(output: RawTensor) -> list[Vector]:

@@ -20,6 +20,8 @@ from services.gateway.rows.inputs import PreparedRows, id_rows
 from services.gateway.rows.results import (
     Vector,
     check_dimensions,
+    check_probabilities,
+    class_outputs,
     embedding_output,
     score_output,
     scores,
@@ -28,7 +30,7 @@ from services.gateway.rows.results import (
 from services.gateway.rows.run import RowsAnswer, RowsJob, RowsWork
 from services.gateway.rows.runs import RowsRuns
 from services.gateway.rows.tensors import check_outputs, output_tensors, tensor_rows
-from services.gateway.rows.texts import text_rows
+from services.gateway.rows.texts import picture_rows, text_rows
 from services.gateway.service import GatewayService
 from services.gateway.service_types import RowsMessage
 from services.gateway.text.text_model import TextModel
@@ -155,14 +157,30 @@ class RowsService:
     ) -> Inferred:
         """Return the outputs of all rows. Cancelling the call cancels the request."""
 
+        classifies = bool(request.texts or request.images)
+
         async def prepare(model: TextModel, signature: Signature) -> PreparedRows:
             check_outputs(request.outputs, signature)
-            return tensor_rows(request.inputs, signature)
+            if not classifies:
+                return tensor_rows(request.inputs, signature)
+            if request.inputs or (request.texts and request.images):
+                raise InvalidInput("the rows are of two kinds: send inputs, texts or images", field="inputs")
+            if request.images:
+                check_probabilities(len(request.images), signature.classes, "images")
+                texts, tenant_id = self._catalog.texts, principal.tenant_id
+                return await picture_rows(texts, model, tenant_id, signature, request.images)
+            check_probabilities(len(request.texts), signature.classes, "texts")
+            return await self._texts(principal, model, request.texts, (), _cut_to(request), "texts")
 
         def join(ends: Sequence[RowEnd], signature: Signature) -> tuple[RawTensor, ...]:
-            return output_tensors(ends, request.outputs, signature)
+            outputs = output_tensors(ends, request.outputs, signature)
+            if not classifies:
+                return outputs
+            (logits,) = output_tensors(ends, (), signature)
+            return (*outputs, *class_outputs(logits, signature.classes))
 
-        answer = await self._run(principal, request, RowsWork(ALL, prepare, join), received, timeout_s)
+        work = RowsWork([Operation.CLASSIFY] if classifies else ALL, prepare, join)
+        answer = await self._run(principal, request, work, received, timeout_s)
         return Inferred(answer, answer.outputs)
 
     async def describe(
@@ -210,7 +228,7 @@ def _scored(ends: Sequence[RowEnd], signature: Signature) -> tuple[RawTensor, ..
 
 
 def _cut_to(
-    request: inference_pb2.EmbedRequest | inference_pb2.RerankRequest | inference_pb2.ScoreRequest,
+    request: RowsMessage,
 ) -> int | None:
     """Return to how many tokens rows are cut, 0: to the most that the model takes; None: no row is cut."""
     return request.truncate_tokens if request.HasField("truncate_tokens") else None

@@ -62,7 +62,7 @@ def tensor_rows(tensors: Sequence[BatchTensor], signature: Signature) -> Prepare
                 )
             length = shape[1]
         if spec.is_image:
-            tiles = _check_image(shape, signature.max_tokens, field)
+            tiles = check_image(shape, signature.max_tokens, field)
         if signature.vocab_size and tensor.name == "input_ids":
             check_length(length, signature.max_tokens, field)
             check_total(length * count, field)
@@ -116,7 +116,7 @@ def _check_names(tensors: Sequence[BatchTensor], specs: dict[str, TensorSpec]) -
     return tensors[0].shape[0] if tensors and tensors[0].shape else 0
 
 
-def _check_image(shape: tuple[int, ...], most: int, field: str) -> int:
+def check_image(shape: tuple[int, ...], most: int, field: str) -> int:
     """Return the tiles of each image. Raises InvalidInput for more than ``most``."""
     tiles, (height, width) = tiles_of(shape), shape[-2:]
     if tiles > most:

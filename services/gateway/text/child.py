@@ -37,7 +37,7 @@ from services.runtime.process.child_end import wait_end
 from services.runtime.process.child_process import bare_environment
 from services.runtime.supervisor import Supervisor
 
-TEXT_MODULE: Final = ("-m", "services.gateway.text.process")
+TEXT_MODULE: Final = ("-P", "-m", "services.gateway.text.process")
 
 
 class Cause(StrEnum):
@@ -263,6 +263,14 @@ class TextLimits:
                 cause=cause.value,
             )
         return Unavailable("the process that read the text was lost", retry_after_s=1.0)
+
+    def picture_error(self, cause: Cause, size_bytes: int) -> FairwayError:
+        """Return the error of a picture on which the process ended."""
+        took = self._took(cause, self.cpu_s(size_bytes))
+        if took or cause is Cause.PANIC:
+            why = f"takes {took}" if took else "fails"
+            return InvalidInput(f"decoding the picture {why}", field="images", cause=cause.value)
+        return Unavailable("the process that decoded the picture was lost", retry_after_s=1.0)
 
     def constraint_error(self, cause: Cause) -> FairwayError:
         """Return the error of a constraint on which the process ended."""

@@ -27,6 +27,8 @@ from services.gateway.text.text_model import (
     Conversation,
     DecodedText,
     EncodedRows,
+    PictureFile,
+    Pixels,
     RowTexts,
     TextModel,
     TokenRun,
@@ -67,6 +69,11 @@ class EncodeRows(msgspec.Struct, frozen=True, tag=True):
     cpu_s: float
 
 
+class DecodePicture(msgspec.Struct, frozen=True, tag=True):
+    picture: PictureFile
+    cpu_s: float
+
+
 class DecodeTokens(msgspec.Struct, frozen=True, tag=True):
     run: TokenRun
     cpu_s: float
@@ -95,6 +102,10 @@ class RowsEncoded(msgspec.Struct, frozen=True, tag=True):
     rows: EncodedRows
 
 
+class PictureDecoded(msgspec.Struct, frozen=True, tag=True):
+    pixels: Pixels
+
+
 class Decoded(msgspec.Struct, frozen=True, tag=True):
     decoded: DecodedText
 
@@ -111,8 +122,8 @@ class TextRefused(msgspec.Struct, frozen=True, tag="TextRefused"):
     metadata: dict[str, str]
 
 
-Order = LoadText | EncodePrompt | EncodeChat | EncodeRows | DecodeTokens | CheckConstraint
-Answer = Loaded | Encoded | RowsEncoded | Decoded | ConstraintPassed | TextRefused
+Order = LoadText | EncodePrompt | EncodeChat | EncodeRows | DecodePicture | DecodeTokens | CheckConstraint
+Answer = Loaded | Encoded | RowsEncoded | PictureDecoded | Decoded | ConstraintPassed | TextRefused
 
 encode_message: Final = msgspec.msgpack.Encoder().encode
 # Both raise msgspec.DecodeError.

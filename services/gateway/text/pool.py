@@ -39,6 +39,7 @@ from services.gateway.text.messages import (
     Encoded,
     Loaded,
     LoadText,
+    PictureDecoded,
     RowsEncoded,
     TextRefused,
     error_of,
@@ -51,6 +52,8 @@ from services.gateway.text.text_model import (
     EncodedRows,
     EncodedText,
     OpenFolder,
+    PictureFile,
+    Pixels,
     RowTexts,
     TextModel,
     TokenRun,
@@ -216,6 +219,12 @@ class TextProcesses:
         assert isinstance(found, EncodedRows), "a text for rows"
         return found
 
+    async def read_picture(self, model: TextModel, tenant_id: str, picture: PictureFile) -> Pixels:
+        """See ``Texts``."""
+        found = await self._read(model, tenant_id, picture, len(picture.data))
+        assert isinstance(found, Pixels), "no pixels for a picture"
+        return found
+
     async def decode(self, model: TextModel, tenant_id: str, run: TokenRun) -> str:
         """See ``Texts``."""
         found = await self._read(model, tenant_id, run, len(run.ids) * _ID_BYTES)
@@ -323,6 +332,8 @@ class TextProcesses:
                     job.future.set_result(EncodedText(count, ids_of(found)))
                 case RowsEncoded(rows=rows):
                     job.future.set_result(rows)
+                case PictureDecoded(pixels=pixels):
+                    job.future.set_result(pixels)
                 case Decoded(decoded=decoded):
                     job.future.set_result(decoded)
                 case ConstraintPassed():

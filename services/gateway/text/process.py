@@ -1,4 +1,4 @@
-"""The text process: ``python -m services.gateway.text.process --fd N``.
+"""The text process: ``python -P -m services.gateway.text.process --fd N``.
 
 It loads one version's tokenizer and chat template and answers one order at a time. The kernel bounds their
 cost: a timer's signal ends the process after its processor time, and memory has a limit. Every failure except
@@ -30,12 +30,14 @@ from services.gateway.text.messages import (
     CheckConstraint,
     ConstraintPassed,
     Decoded,
+    DecodePicture,
     DecodeTokens,
     EncodePrompt,
     EncodeRows,
     Loaded,
     LoadText,
     Order,
+    PictureDecoded,
     RowsEncoded,
     decode_order,
     encoded,
@@ -61,7 +63,7 @@ def main(arguments: list[str]) -> NoReturn:
     if options.nice:
         os.nice(NICENESS)
     with contextlib.suppress(OSError):  # when memory runs out, the kernel should kill this process first
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
     channel = socket.socket(fileno=options.fd)
     try:
         _serve(channel)
@@ -106,6 +108,8 @@ def _answer(encoder: TextEncoder | RowEncoder, order: Order) -> Answer:
         return _check(encoder, order)
     if isinstance(order, EncodeRows):
         return RowsEncoded(rows_of(encoder).encode_rows(order.rows))
+    if isinstance(order, DecodePicture):
+        return PictureDecoded(rows_of(encoder).decode_picture(order.picture))
     assert isinstance(encoder, TextEncoder), "a prompt of a fixed-cost model"
     if isinstance(order, DecodeTokens):
         return Decoded(DecodedText(encoder.decode(order.run.ids)))
@@ -135,7 +139,7 @@ def _limit_memory(memory_bytes: int) -> None:
 def _data_bytes() -> int:
     """Return this process's bytes under the limit; 0 where the system does not report them."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[5])
+        pages = int(Path("/proc/self/statm").read_text("utf-8").split()[5])
     except OSError:
         return 0
     return pages * resource.getpagesize()

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from tokenizers import Tokenizer
@@ -14,12 +14,23 @@ from tokenizers import Tokenizer
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import parse_config
 from fairway.formats.fixed_cost.config import CONFIG, is_fixed_cost, parse_fixed_cost
+from fairway.formats.fixed_cost.picture_config import CHANNELS, PREPROCESSOR, parse_pictures
 from fairway.formats.fixed_cost.pooling import MODULES, last_token
 from services.core.errors import FailedPrecondition, InvalidInput, UnsupportedFeature
-from services.core.fixed_cost.signature import signature_of, signature_of_decoder
+from services.core.fixed_cost.signature import Signature, signature_of, signature_of_decoder
 from services.gateway.text.encoder import TextEncoder, load_encoder, read_json, read_tokenizer
-from services.gateway.text.text_model import EncodedRows, RowTexts, SamplingDefaults, TextModel
+from services.gateway.text.text_model import (
+    EncodedRows,
+    PictureFile,
+    Pixels,
+    RowTexts,
+    SamplingDefaults,
+    TextModel,
+)
 from services.ports.clock import Clock
+
+if TYPE_CHECKING:
+    from services.gateway.text.pictures import PictureDecoder
 
 _MAX_SMALL_BYTES: Final = 4 * 1024 * 1024
 
@@ -27,9 +38,13 @@ _MAX_SMALL_BYTES: Final = 4 * 1024 * 1024
 class RowEncoder:
     """One version's tokenizer, if it has one. One caller at a time, in a process that may crash."""
 
-    def __init__(self, model: TextModel, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, model: TextModel, tokenizer: Tokenizer | None, pictures: PictureDecoder | str = ""
+    ) -> None:
+        """``pictures``: of an image model; a text says why its pictures cannot be decoded."""
         self.model = model
         self._tokenizer = tokenizer
+        self._pictures = pictures
 
     def encode_rows(self, rows: RowTexts) -> EncodedRows:
         """Return the tokens of each row, with the special tokens that the tokenizer adds.
@@ -64,6 +79,12 @@ class RowEncoder:
             raise InvalidInput("the text holds a token that the model has no embedding for", field="inputs")
         return EncodedRows(lengths, ids.tobytes(), types.tobytes())
 
+    def decode_picture(self, picture: PictureFile) -> Pixels:
+        """Return the pixels of a picture. Raises InvalidInput, UnsupportedFeature."""
+        if isinstance(self._pictures, str):
+            raise UnsupportedFeature(self._pictures or "this model takes no pictures", field="images")
+        return self._pictures.pixels(picture.data)
+
     def _cased(self, texts: Sequence[str]) -> list[str]:
         """Return the texts in the case that the tokenizer reads, as sentence-transformers does."""
         signature = self.model.signature
@@ -95,7 +116,27 @@ def load_version(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
         depends_on_time=False,
         signature=signature,
     )
-    return RowEncoder(model, tokenizer)
+    return RowEncoder(model, tokenizer, _pictures(folder, signature))
+
+
+def _pictures(folder: Path, signature: Signature) -> PictureDecoder | str:
+    """Return what decodes the pictures of an image model, else why none are taken."""
+    spec = signature.inputs[0]
+    if spec.name != "pixel_values":
+        return ""
+    tensors = "send pixel_values as a tensor"
+    if spec.shape[0] != CHANNELS:
+        return f"this model's images have {spec.shape[0]} channels: {tensors}"
+    if not (folder / PREPROCESSOR).is_file():
+        return f"the version has no {PREPROCESSOR}, which declares how a picture becomes pixels: {tensors}"
+    from services.gateway.text.pictures import (
+        PictureDecoder,  # Pillow takes memory that tokenizers do not need
+    )
+
+    try:
+        return PictureDecoder(parse_pictures(read_json(folder / PREPROCESSOR, required=True)), spec.shape)
+    except UnsupportedModel as error:
+        return f"{PREPROCESSOR}: {error}: {tensors}"
 
 
 def _decoder(
@@ -107,9 +148,8 @@ def _decoder(
     try:
         decoder, model = parse_config(config), encoder.model
         embeds = last_token(
-            # The engine counts a token beside the prompt.
             decoder.hidden_size,
-            model.max_context_tokens - 1,
+            model.max_context_tokens,
             names,
             lambda name: msgspec.json.decode(_small_file(folder / name)),
         )

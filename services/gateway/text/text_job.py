@@ -11,6 +11,7 @@ from services.core.generation import Constraint
 from services.gateway.text.child import Cause, TextLimits
 from services.gateway.text.messages import (
     CheckConstraint,
+    DecodePicture,
     DecodeTokens,
     EncodeChat,
     EncodePrompt,
@@ -22,6 +23,8 @@ from services.gateway.text.text_model import (
     DecodedText,
     EncodedRows,
     EncodedText,
+    PictureFile,
+    Pixels,
     RowTexts,
     TokenRun,
 )
@@ -30,8 +33,8 @@ from services.gateway.text.text_model import (
 SHORT_BYTES: Final = 16 * 1024
 
 # What is read, and what becomes of it.
-AnyText = str | Conversation | RowTexts | TokenRun | Constraint
-AnyRead = EncodedText | EncodedRows | DecodedText | None
+AnyText = str | Conversation | RowTexts | PictureFile | TokenRun | Constraint
+AnyRead = EncodedText | EncodedRows | Pixels | DecodedText | None
 
 
 @dataclass(eq=False, slots=True)
@@ -46,8 +49,8 @@ class TextJob:
 
     @property
     def is_long(self) -> bool:
-        """A constraint is: what it costs does not follow from its size, and it may end its process."""
-        return self.size_bytes > SHORT_BYTES or isinstance(self.text, Constraint)
+        """Constraints and pictures are: their cost does not follow from their size, and may end a process."""
+        return self.size_bytes > SHORT_BYTES or isinstance(self.text, Constraint | PictureFile)
 
     def fail(self, error: FairwayError) -> None:
         """Return the error to the caller, unless it has a result or is gone."""
@@ -65,6 +68,8 @@ def order_of(job: TextJob, limits: TextLimits) -> Order:
             return EncodePrompt(text, cpu_s)
         case RowTexts() as rows:
             return EncodeRows(rows, cpu_s)
+        case PictureFile() as picture:
+            return DecodePicture(picture, cpu_s)
         case TokenRun() as run:
             return DecodeTokens(run, cpu_s)
         case chat:
@@ -75,4 +80,6 @@ def ended_error(job: TextJob, cause: Cause, limits: TextLimits) -> FairwayError:
     """Return the error of a text on which its process ended."""
     if isinstance(job.text, Constraint):
         return limits.constraint_error(cause)
+    if isinstance(job.text, PictureFile):
+        return limits.picture_error(cause, job.size_bytes)
     return limits.read_error(cause, job.size_bytes)

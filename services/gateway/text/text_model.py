@@ -149,6 +149,21 @@ class EncodedRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureFile:
+    """A PNG or a JPEG as a client sends it."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """What an image model reads: 32-bit floats, row-major. ``shape``: channels, height, width."""
+
+    shape: Sequence[int]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class TokenRun:
     """Token ids of a version, whose text is wanted."""
 
@@ -192,6 +207,9 @@ class Texts(Protocol):
         self, model: TextModel, tenant_id: str, rows: RowTexts, *, size_bytes: int
     ) -> EncodedRows:
         """Return the tokens of rows with ``size_bytes`` of text. Raises as ``read`` does."""
+
+    async def read_picture(self, model: TextModel, tenant_id: str, picture: PictureFile) -> Pixels:
+        """Return the pixels of a picture, made as the version's files declare. Raises as ``read`` does."""
 
     async def decode(self, model: TextModel, tenant_id: str, run: TokenRun) -> str:
         """Return the text of token ids, all within the vocabulary. Raises as ``read`` does."""

@@ -79,4 +79,4 @@ async def return_free_memory(clock: Clock) -> None:
 
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes."""
-    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(_STATM.read_text("utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")

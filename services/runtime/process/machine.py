@@ -30,11 +30,11 @@ def cpu_quota(cgroups: Path) -> float:
     Reads ``cpu.max`` of version 2 or ``cpu.cfs_*`` of version 1. A container reads its own group there.
     """
     try:
-        quota, period = (cgroups / "cpu.max").read_text().split()
+        quota, period = (cgroups / "cpu.max").read_text("utf-8").split()
     except (OSError, ValueError):
         try:
-            quota = (cgroups / "cpu" / "cpu.cfs_quota_us").read_text()
-            period = (cgroups / "cpu" / "cpu.cfs_period_us").read_text()
+            quota = (cgroups / "cpu" / "cpu.cfs_quota_us").read_text("utf-8")
+            period = (cgroups / "cpu" / "cpu.cfs_period_us").read_text("utf-8")
         except OSError:
             return _UNLIMITED
     try:
@@ -63,7 +63,7 @@ def device_type(device: str, gpus: Path = _GPUS) -> str:
         return kind
     for information in sorted(gpus.glob("*/information")):
         try:
-            text = information.read_text()
+            text = information.read_text("utf-8")
         except OSError:
             continue
         if found := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE):

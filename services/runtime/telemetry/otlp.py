@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from opentelemetry.context import Context
@@ -63,7 +63,12 @@ def connect(
 ) -> tuple[Tracer, SpanQueue]:
     """Return a tracer whose spans go to the collector, and the queue in which they wait."""
     insecure = not endpoint.startswith("https://")
-    queue = SpanQueue(OTLPSpanExporter(endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S))
+    # A collector without TLS is inside the fleet; one with TLS may be a vendor's, behind a proxy.
+    direct: Any = (("grpc.enable_http_proxy", 0),) if insecure else None
+    exporter = OTLPSpanExporter(
+        endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S, channel_options=direct
+    )
+    queue = SpanQueue(exporter)
     resource = Resource({"service.name": f"fairway-{role}", "service.namespace": "fairway"})
     sampler = sampler_of(ratio=ratio, follows=follows, rng=rng)
     provider = TracerProvider(sampler, resource, shutdown_on_exit=False)

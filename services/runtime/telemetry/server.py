@@ -21,7 +21,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from services.core.errors import FailedPrecondition
-from services.runtime.connections import ConnectionTable
+from services.runtime.connections import ConnectionTable, head_problem
 
 log = structlog.get_logger()
 
@@ -32,7 +32,13 @@ HEAD_TIMEOUT_S: Final = 2.0
 TIMEOUT_S: Final = 5.0
 _OPENMETRICS: Final = "application/openmetrics-text"
 _TEXT: Final = "text/plain; charset=utf-8"
-_REASONS: Final = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+_REASONS: Final = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    503: "Service Unavailable",
+}
 
 Answer = tuple[int, str, bytes]
 
@@ -119,11 +125,17 @@ class TelemetryServer:
     async def _answer(self, head: str) -> Answer:
         request, *lines = head.split("\r\n")
         method, _, rest = request.partition(" ")
-        path = rest.partition(" ")[0].partition("?")[0]
+        target, _, label = rest.partition(" ")
+        path = target.partition("?")[0]
+        protocol, _, version = label.partition("/")
+        if protocol != "HTTP":
+            return 400, _TEXT, b"the first line has no HTTP version\n"
+        if problem := head_problem(version, [value.encode("latin-1") for value in _values(lines, "host")]):
+            return 400, _TEXT, problem.encode("ascii", "backslashreplace") + b"\n"
         if method != "GET":
             return 405, _TEXT, b"only GET\n"
         if path == "/metrics":
-            content_type, body = await self._metrics(_accept(lines))
+            content_type, body = await self._metrics("".join(_values(lines, "accept")[:1]))
             return 200, content_type, body
         if path == "/healthz":
             return 200, _TEXT, b"ok\n"
@@ -166,12 +178,10 @@ class _Snapshot(Collector):
         return iter(self._families)
 
 
-def _accept(lines: list[str]) -> str:
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip().lower() == "accept":
-            return value.strip()
-    return ""
+def _values(lines: list[str], wanted: str) -> list[str]:
+    """Return the values of the headers of a name."""
+    headers = (line.partition(":") for line in lines)
+    return [value.strip() for name, _, value in headers if name.strip().lower() == wanted]
 
 
 def _head(status: int, content_type: str, length: int) -> bytes:

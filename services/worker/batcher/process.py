@@ -1,4 +1,4 @@
-"""The process of a fixed-cost model: ``python -m services.worker.batcher.process --config JSON``.
+"""The process of a fixed-cost model: ``python -P -m services.worker.batcher.process --config JSON``.
 
 It loads the model, measures it, and runs one batch after the other, in the frame of the engine's process:
 the same socket, heartbeats and end. Rows are checked before a batch runs; a row with a problem does not run.
@@ -218,7 +218,7 @@ def _ready(config: EngineConfig, measured: MeasuredModel, rows: RowModel, weight
 def bound_memory(more_bytes: int) -> None:
     """Let this process take so many bytes more; an allocation beyond fails. No bound without /proc."""
     try:
-        found = re.search(r"^VmData:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+        found = re.search(r"^VmData:\s*(\d+) kB$", _STATUS.read_text("utf-8"), re.MULTILINE)
     except OSError:
         return
     if found is not None:

@@ -1,4 +1,4 @@
-"""The engine process: ``python -m services.worker.engine.process --config JSON``.
+"""The engine process: ``python -P -m services.worker.engine.process --config JSON``.
 
 It connects to its agent, loads, and steps until it receives a stop or loses the agent. Two threads: the
 reader feeds commands, the main thread does everything else. Prompts and outputs are never logged.

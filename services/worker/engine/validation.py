@@ -34,16 +34,17 @@ def size_refusal(submit: Submit, limits: ModelLimits) -> str | None:
     if prompt == 0:
         return "the prompt is empty"
     scores = submit.sampling.prompt_logprobs is not None
-    if most < (0 if scores else 1):
+    if most < (0 if scores or submit.embed else 1):
         return f"max_tokens is {most}"
     if not 0 <= submit.scored_tokens <= (prompt if scores else 0):
         return f"{submit.scored_tokens} scored tokens of {prompt}"
     if scores and produced and submit.scored_tokens < prompt:
         return "it has output before its prompt was scored"
+    # A gateway of the release before states one token.
+    if submit.embed and (most > 1 or produced):
+        return "a sequence that embeds has no output"
     if prompt + most > limits.max_model_len:
         return f"{prompt} prompt tokens and max_tokens {most} exceed {limits.max_model_len}"
-    if submit.embed and (most != 1 or produced):
-        return "a sequence that embeds has no output"
     if produced > most:
         return f"{produced} produced tokens exceed max_tokens {most}"
     return None
@@ -52,6 +53,8 @@ def size_refusal(submit: Submit, limits: ModelLimits) -> str | None:
 def is_complete(submit: Submit) -> bool:
     """Whether an earlier run made all that is requested."""
     scores = submit.sampling.prompt_logprobs is not None
+    if submit.embed:
+        return False
     if scores and submit.scored_tokens < len(submit.prompt.ids):
         return False
     return len(submit.produced_ids) >= submit.limits.max_tokens

@@ -55,8 +55,8 @@ MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path holds 108 bytes with the terminat
 CHECK_S: Final = 1.0  # while messages arrive; an idle engine sends one a second
 _OVERDUE_CHECK_S: Final = 0.25
 EXIT_GRACE_S: Final = 2.0
-ENGINE_MODULE: Final = ("-m", "services.worker.engine.process")
-BATCHER_MODULE: Final = ("-m", "services.worker.batcher.process")
+ENGINE_MODULE: Final = ("-P", "-m", "services.worker.engine.process")
+BATCHER_MODULE: Final = ("-P", "-m", "services.worker.batcher.process")
 
 
 @dataclass(frozen=True, slots=True)

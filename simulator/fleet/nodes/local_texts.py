@@ -14,6 +14,8 @@ from services.gateway.text.text_model import (
     EncodedRows,
     EncodedText,
     OpenFolder,
+    PictureFile,
+    Pixels,
     RowTexts,
     TextModel,
     TokenRun,
@@ -66,6 +68,10 @@ class LocalTexts:
         encoder = self._encoder(model)
         encode = rows_of(encoder).encode_rows
         return await asyncio.get_running_loop().run_in_executor(self._executor, encode, rows)
+
+    async def read_picture(self, model: TextModel, tenant_id: str, picture: PictureFile) -> Pixels:
+        decode = rows_of(self._encoder(model)).decode_picture
+        return await asyncio.get_running_loop().run_in_executor(self._executor, decode, picture)
 
     async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> None:
         encoder = self._encoder(model)

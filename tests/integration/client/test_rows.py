@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 
 from fairway.client import Client, InvalidRequest, NotFound, RowOptions, Tensor
-from tests.support.row_versions import embedding_version, mlp_version, reranker_version
+from tests.support import picture_files
+from tests.support.row_versions import (
+    classifier_version,
+    embedding_version,
+    mlp_version,
+    picture_version,
+    reranker_version,
+)
 from tests.support.rows_gateway import API_KEY, RowsGateway, digest_of, rows_gateway, served
 
 
@@ -20,6 +28,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "embed": embedding_version(root / "embed"),
         "rerank": reranker_version(root / "rerank"),
+        "emotion": classifier_version(root / "emotion"),
+        "animals": picture_version(root / "animals"),
         "mlp": mlp_version(root / "mlp"),
     }
 
@@ -49,6 +59,27 @@ async def test_embed_takes_a_text_texts_or_token_ids(client: Client) -> None:
     mixed: Any = ["the fox", [2, 3]]
     with pytest.raises(TypeError, match="texts, or lists"):
         await client.embed("embed", mixed)
+
+
+async def test_classify_returns_the_label_and_all_probabilities(client: Client) -> None:
+    found = await client.classify("emotion", ["the fox", "dog"], RowOptions(truncate_tokens=0))
+    assert found.accepted.usage.prompt_tokens == 7
+    for result in found.results:
+        best = max(range(3), key=result.probabilities.__getitem__)
+        assert result.label == ("anger", "joy", "fear \u00e9")[best]
+        assert sum(result.probabilities) == pytest.approx(1.0)
+    (one,) = (await client.classify("emotion", "the fox")).results
+    assert one == found.results[0]
+
+
+async def test_classify_takes_files_of_pictures(client: Client) -> None:
+    files = [picture_files.picture(random.Random(seed), 30, 20, kind="JPEG") for seed in range(2)]
+    found = await client.classify("animals", files)
+    assert [result.label in ("cat", "dog") for result in found.results] == [True, True]
+    assert found.results[0] != found.results[1]
+    assert (await client.classify("animals", files[0])).results == found.results[:1]
+    with pytest.raises(InvalidRequest, match=r"images\[1\]: the picture cannot be read"):
+        await client.classify("animals", [files[0], b"GIF89a"])
 
 
 async def test_rerank_returns_the_best_first(client: Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 from starlette.routing import Route, WebSocketRoute
@@ -88,6 +89,22 @@ async def test_one_trailing_slash_does_not_matter(face: Face, path: str, status:
     assert (await face.ask("GET", path + "/")).status == 404
     assert (await face.ask("GET", path, key=None)).status == (401 if status == 200 else 404)
     assert (await face.chat(CHAT)).status == 200
+
+
+@pytest.mark.parametrize("slash", ["%2F", "%2f"])
+async def test_an_encoded_slash_is_part_of_a_models_name_alone(face: Face, slash: str) -> None:
+    assert (await face.ask("GET", f"/v1/models/org{slash}m")).status == 200
+    for each in face.app.state.endpoints:
+        path = re.sub(r"{.*?}", "m", each.path)
+        for at in (place for place, letter in enumerate(path) if letter == "/"):
+            spelled = path[:at] + slash + path[at + 1 :]
+            if spelled.startswith("/v2/models/"):
+                continue  # the rest is a name
+            answer = await face.ask(each.method, spelled, CHAT if each.method == "POST" else None)
+            assert answer.status in (400, 404, 405), (each.method, spelled)
+    for path in (f"/v1/models{slash}", f"/v1/models/org{slash}m{slash}", f"/healthz{slash}"):
+        assert (await face.ask("GET", path)).status == 404
+    assert face.service.calls == []
 
 
 async def test_pages_of_other_origins_need_a_setting(face: Face) -> None:

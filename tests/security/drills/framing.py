@@ -108,6 +108,16 @@ async def ambiguous(target: Target) -> Found:
         "bare LF in a chunk": ((_CHUNKED,), b"%x\n%s\r\n0\r\n\r\n" % (len(body), body)),
     }
     requests = {name: head(PATH, key, close, *lines) + sent for name, (lines, sent) in framings.items()}
+    plain = head(PATH, key, close, size)
+    requests |= {
+        "no Host": plain.replace(b"host: 127.0.0.1\r\n", b"") + body,
+        "two Hosts": plain.replace(b"\r\nhost: ", b"\r\nHost: b\r\nhost: ") + body,
+        **{
+            f"HTTP/{label}": head(PATH, key, close, size, version=label) + body
+            for label in ("1.2", "2.0", "9.9")
+        },
+        "an encoded slash": head(PATH.replace("/", "%2F"), key, close, size) + body,
+    }
     found = Found()
     for name, request in requests.items():
         status, answer = await status_of(target.gateways[0].http, request, timeout_s=8)

@@ -73,7 +73,7 @@ def test_drain_time_reaches_the_stop_time(state: StateDir, addresses: Addresses)
     specs = role_specs(state, addresses, {"FAIRWAY_DRAIN_S": "42"})
     assert {spec.stop_s for spec in specs} == {47.0}
     assert [spec.name for spec in specs] == list(ROLES)
-    assert specs[3].argv[-3:] == ("-m", "services", "worker")
+    assert specs[3].argv[-4:] == ("-P", "-m", "services", "worker")
 
 
 def test_several_of_each_role_have_names_ports_and_folders_of_their_own(state: StateDir) -> None:

@@ -87,6 +87,26 @@ def installation(tmp_path: Path) -> Iterator[Installation]:
     assert wait_for_end(installation.processes(), timeout_s=10)
 
 
+def test_modules_of_the_callers_folder_are_not_imported(installation: Installation, tmp_path: Path) -> None:
+    """Neither by the supervisor nor by a role, nor by way of an empty entry of PYTHONPATH."""
+    project = tmp_path / "project"
+    for module in ("services/__init__.py", "secrets.py", "fairway/__init__.py", "signal.py"):
+        (project / module).parent.mkdir(parents=True, exist_ok=True)
+        (project / module).write_text("raise SystemExit('a module of the folder ran')\n")
+    search = os.pathsep.join(("", str(installation.folder), "", "."))
+    start = (
+        "import sys; sys.path[:] = [e for e in sys.path if e not in ('', sys.argv[1])]; del sys.argv[1]\n"
+        "from fairway.cli.main import main; main()"
+    )
+    up = ("up", "--detach", "--no-model", "--state-dir", str(installation.state.root))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", start, str(project), *up],
+        cwd=project, env=installation.environment({"PYTHONPATH": search}), capture_output=True, text=True,
+        timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
 def test_detached_life(installation: Installation) -> None:
     done = installation.run("up", "--detach", "--no-model")
     assert done.returncode == 0, done.stderr

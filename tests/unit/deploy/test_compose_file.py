@@ -19,7 +19,7 @@ TEXT: Final = (ROOT / "docker-compose.yml").read_text()
 FILE: Final[dict[str, Any]] = yaml.safe_load(TEXT)
 SERVICES: Final[dict[str, dict[str, Any]]] = FILE["services"]
 ROLE_NAMES: Final = [
-    name for name, each in SERVICES.items() if each.get("command", [""])[:2] == ["python", "-m"]
+    name for name, each in SERVICES.items() if each.get("command", [""])[:3] == ["python", "-P", "-m"]
 ]
 
 
@@ -34,7 +34,7 @@ def seconds(text: str) -> float:
 
 
 def test_every_role_is_there_twice_but_the_registry() -> None:
-    counted = {role: [SERVICES[name]["command"][3] for name in ROLE_NAMES].count(role) for role in ROLES}
+    counted = {role: [SERVICES[name]["command"][4] for name in ROLE_NAMES].count(role) for role in ROLES}
     assert counted == {"registry": 1, "controlplane": 2, "scheduler": 2, "worker": 4, "gateway": 2}
 
 
@@ -45,8 +45,8 @@ def test_the_settings_of_a_role_are_valid(name: str) -> None:
     assert settings.advertised == f"{name}:{settings.listen.rpartition(':')[2]}"
     assert seconds(SERVICES[name]["stop_grace_period"]) > settings.drain_s + 2 + 5
     probed = SERVICES[name]["healthcheck"]["test"]
-    assert probed[1:4] == ["python", "-m", "services.rpc.probe"]
-    assert probed[4].rpartition(":")[2] == settings.listen.rpartition(":")[2]
+    assert probed[1:5] == ["python", "-P", "-m", "services.rpc.probe"]
+    assert probed[5].rpartition(":")[2] == settings.listen.rpartition(":")[2]
     given = {f"/run/secrets/{secret}" for secret in SERVICES[name]["secrets"]}
     assert {value for key, value in environment.items() if key.endswith("_FILE")} == given
     if "worker_id" in settings.model_fields_set:

@@ -21,7 +21,7 @@ async def server() -> AsyncIterator[RpcServer]:
 
 
 async def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.rpc.probe", *arguments]
+    command = [sys.executable, "-P", "-m", "services.rpc.probe", *arguments]
     return await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, timeout=60, check=False
     )

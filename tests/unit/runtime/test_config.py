@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from services.runtime.config import ConfigError, Settings, load, read_password, read_secret, read_secrets
+
+_READ_PASSWORD = """
+import sys
+from pathlib import Path
+from services.runtime.config import read_password
+sys.stdout.buffer.write(read_password(Path(sys.argv[1])).encode())
+"""
 
 
 def test_what_is_not_said_has_its_default() -> None:
@@ -68,6 +78,19 @@ def test_a_short_or_missing_secret_is_refused_without_its_text(tmp_path: Path) -
     assert "hunter2" not in str(caught.value)
     path.write_text("x" * 40 + "\n")
     assert read_secret(path) == "x" * 40
+
+
+def test_secrets_are_utf8_in_every_locale(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes("pässwörd\n".encode())
+    command = [sys.executable, "-X", "utf8=0", "-c", _READ_PASSWORD, str(path)]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=True)
+    assert done.stdout == "pässwörd".encode()
+    path.write_bytes(b"hunter2\xe4\n")
+    with pytest.raises(ConfigError, match="not UTF-8 text") as caught:
+        read_password(path)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_password_may_be_short_but_not_empty(tmp_path: Path) -> None:

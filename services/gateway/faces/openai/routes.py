@@ -69,7 +69,7 @@ from services.gateway.faces.responses.routes import ResponseParts, ResponsesCall
 from services.gateway.faces.sockets.face import PATH as SOCKET_PATH
 from services.gateway.faces.sockets.face import SocketFace, SocketRules
 from services.gateway.faces.transport.loop_turns import LoopTurns
-from services.gateway.faces.transport.middleware import WithoutTrailingSlash, cross_origin
+from services.gateway.faces.transport.middleware import SpelledPath, cross_origin, model_of
 from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.rows.calls import RowsCalls
 from services.gateway.service import ServedModel
@@ -151,7 +151,7 @@ def build_app(
             ),
         ],
         exception_handlers={HTTPException: problems.answer},
-        middleware=[*cross_origin(cors_origins), Middleware(WithoutTrailingSlash)],
+        middleware=[*cross_origin(cors_origins), Middleware(SpelledPath)],
     )
     # A redirect would use the Host header, which the client controls.
     app.router.redirect_slashes = False
@@ -272,7 +272,7 @@ class OpenAiFace:
         await exchange.reply.json(200, _encode(ModelList(data)))
 
     async def model(self, exchange: Exchange) -> None:
-        name: str = exchange.scope["path_params"]["model"]
+        name = model_of(exchange.scope)
         for entry in await self._service.list_models(exchange.caller):
             if entry.name == name:
                 await exchange.reply.json(200, _encode(_model(entry)))

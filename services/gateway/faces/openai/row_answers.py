@@ -6,11 +6,13 @@ from base64 import b64encode
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from services.gateway.faces.openai.event_stream import REPLAYED
 from services.gateway.faces.openai.row_requests import EmbeddingsCall, RerankCall
+from services.gateway.rows.results import LABEL, PROBABILITIES, label_names
 from services.gateway.rows.run import RowsAnswer
-from services.gateway.rows.service import Embeddings, Scores
+from services.gateway.rows.service import Embeddings, Inferred, Scores
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -60,6 +62,26 @@ def score_answer(found: Scores, created_unix_s: int) -> bytes:
             "data": [
                 {"index": index, "object": "score", "score": score}
                 for index, score in enumerate(found.scores)
+            ],
+            "usage": _usage(answer),
+        }
+    )
+
+
+def classify_answer(found: Inferred, created_unix_s: int) -> bytes:
+    """Return the answer of /v1/classify, in the order of the inputs."""
+    answer, outputs = found.answer, {tensor.name: tensor for tensor in found.outputs}
+    probabilities = np.frombuffer(outputs[PROBABILITIES].data, np.float64)
+    rows = probabilities.reshape(outputs[PROBABILITIES].shape).tolist()
+    return _encode(
+        {
+            "id": f"classify-{answer.request_id}",
+            "object": "list",
+            "created": created_unix_s,
+            "model": answer.model,
+            "data": [
+                {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
+                for index, (label, probs) in enumerate(zip(label_names(outputs[LABEL]), rows, strict=True))
             ],
             "usage": _usage(answer),
         }

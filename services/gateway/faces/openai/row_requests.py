@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from base64 import b64decode
 from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct
 
 from fairway.v1 import inference_pb2
-from services.core.errors import InvalidInput
+from services.core.errors import InvalidInput, UnsupportedFeature
 from services.gateway.faces.openai.requests import PRIORITIES
 from services.gateway.faces.openai.types import UInt32, Unserved, parse_body
 from services.gateway.rows.inputs import MAX_ROWS
 from services.gateway.service_types import RowsMessage
 
 _MAX_CUT = 1_048_576
+_DATA_URL = re.compile(r"data:image/(?:png|jpe?g);base64,", re.IGNORECASE)
+_SCHEME = re.compile(r"\s*[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 Cut = Annotated[int, Meta(ge=-1, le=_MAX_CUT)]
 Texts = str | list[str]
 
@@ -59,6 +63,13 @@ class ScoreBody(RowOptions, forbid_unknown_fields=True, frozen=True, kw_only=Tru
     data_2: Texts | None = None
     queries: Texts | None = None
     documents: Texts | None = None
+
+
+class ClassifyBody(RowOptions, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """``image``: files in base64, plain or as data URLs."""
+
+    input: Texts | None = None
+    image: Texts | None = None
 
 
 class EmbeddingsCall(Struct, frozen=True):
@@ -130,6 +141,40 @@ def score_request(data: bytes) -> inference_pb2.ScoreRequest:
     return message
 
 
+def classify_request(data: bytes) -> inference_pb2.InferRequest:
+    """Return the request of a classify body. Raises InvalidInput, UnsupportedFeature."""
+    body = parse_body(data, ClassifyBody)
+    if (body.input is None) == (body.image is None):
+        raise InvalidInput("send either input or image", field="input")
+    field, given = ("input", body.input) if body.image is None else ("image", body.image)
+    rows = [given] if isinstance(given, str) else given or []
+    _check_count(len(rows), field)
+    message = inference_pb2.InferRequest()
+    if body.image is None:
+        message.texts.extend(rows)
+    else:
+        message.images.extend(_file(entry, f"image[{index}]") for index, entry in enumerate(rows))
+    _set_options(message, body)
+    _set_cut(message, body)
+    return message
+
+
+def _file(text: str, field: str) -> bytes:
+    """Return the bytes of a picture. Raises InvalidInput, UnsupportedFeature."""
+    if found := _DATA_URL.match(text):
+        text = text[found.end() :]
+    elif _SCHEME.match(text):
+        raise UnsupportedFeature(
+            f"{field} is a URL, and the server fetches nothing: send the file in base64, or as a data URL "
+            "of image/png or image/jpeg",
+            field=field,
+        )
+    try:
+        return b64decode(text, validate=True)
+    except ValueError:
+        raise InvalidInput(f"{field} is not base64", field=field) from None
+
+
 def _set_options(message: RowsMessage, body: RowOptions) -> None:
     message.model = body.model
     message.session_key = message.user = body.user or ""
@@ -137,10 +182,7 @@ def _set_options(message: RowsMessage, body: RowOptions) -> None:
         message.priority = PRIORITIES[body.priority]
 
 
-def _set_cut(
-    message: inference_pb2.EmbedRequest | inference_pb2.RerankRequest | inference_pb2.ScoreRequest,
-    body: RowOptions,
-) -> None:
+def _set_cut(message: RowsMessage, body: RowOptions) -> None:
     cut = body.truncate_prompt_tokens
     if cut == 0:
         raise InvalidInput(

@@ -1,4 +1,4 @@
-"""The HTTP routes of embedding and reranking models: OpenAI's, and those of vLLM, Jina and Cohere."""
+"""The HTTP routes of models of texts: OpenAI's, and those of vLLM, Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from services.gateway.faces.openai.endpoint import JSON, RUN_HEADERS, Access, En
 from services.gateway.faces.openai.errors import named
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.openai.row_answers import (
+    classify_answer,
     embeddings_answer,
     replay_headers,
     rerank_answer,
     score_answer,
 )
 from services.gateway.faces.openai.row_requests import (
+    ClassifyBody,
     EmbeddingsBody,
     EmbeddingsCall,
     RerankBody,
     RerankCall,
     ScoreBody,
+    classify_request,
     embeddings_request,
     rerank_request,
     score_request,
 )
 from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.rows.calls import RowsCalls
-from services.gateway.rows.service import Embeddings, Scores
+from services.gateway.rows.service import Embeddings, Inferred, Scores
 from services.gateway.service_types import RowsMessage
 from services.ports.clock import Clock
 
@@ -36,6 +39,8 @@ T = TypeVar("T")
 # Fields of fairway.v1 with another name in these dialects.
 ROW_NAMES: Final = (
     ("inputs", "input"),
+    ("texts", "input"),
+    ("images", "image"),
     ("token_ids", "input"),
     ("truncate_tokens", "truncate_prompt_tokens"),
     ("firsts", "text_1"),
@@ -60,6 +65,8 @@ class RowsFace:
             routes.append((path, self.rerank, "a query and documents to order", RerankBody))
         for path in ("/v1/score", "/score"):
             routes.append((path, self.score, "pairs of texts to score", ScoreBody))
+        for path in ("/v1/classify", "/classify"):
+            routes.append((path, self.classify, "texts or pictures to classify", ClassifyBody))
         return tuple(
             Endpoint(
                 "POST", path, Access.TENANT, handler, accepts, body=body, takes=(JSON,), headers=RUN_HEADERS
@@ -82,6 +89,11 @@ class RowsFace:
         found = await self._called(exchange, self._service.score, request)
         await self._reply(exchange, found, score_answer(found, int(self._clock.unix_s())))
 
+    async def classify(self, exchange: Exchange) -> None:
+        request = await self._read(exchange, classify_request)
+        found = await self._called(exchange, self._service.infer, request)
+        await self._reply(exchange, found, classify_answer(found, int(self._clock.unix_s())))
+
     async def _read(self, exchange: Exchange, parse: Callable[[bytes], T]) -> T:
         with self._bodies.account(exchange.caller.tenant_id) as hold:
             body = await read_body(exchange.headers, exchange.receive, self._limits, hold)
@@ -99,7 +111,7 @@ class RowsFace:
         )
         return await named(ROW_NAMES, unless_disconnected(exchange.receive, exchange.reply, call))
 
-    async def _reply(self, exchange: Exchange, found: Embeddings | Scores, body: bytes) -> None:
+    async def _reply(self, exchange: Exchange, found: Embeddings | Inferred | Scores, body: bytes) -> None:
         for header in (*rate_headers(found.answer), *replay_headers(found.answer)):
             exchange.reply.add_header(*header)
         await exchange.reply.json(200, body)

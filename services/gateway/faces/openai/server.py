@@ -23,7 +23,7 @@ from services.gateway.faces.openai.exchange import Receive, Scope, Send
 from services.gateway.faces.sockets.protocol import PING_S, SLICES_PER_TURN, SocketProtocol
 from services.gateway.faces.transport.loop_turns import LoopTurns
 from services.gateway.faces.transport.write_limit import takes_answer
-from services.runtime.connections import ConnectionTable, accepted_bytes, source_of
+from services.runtime.connections import ConnectionTable, accepted_bytes, head_problem, source_of
 
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_BODY_BYTES: Final = 8 * 1024**2
@@ -45,6 +45,10 @@ MAX_UNAUTHENTICATED: Final = 2 * BACKLOG
 # One read of the event loop, and the protocol's buffer before it pauses reading.
 _IN_FLIGHT_BYTES: Final = 512 * 1024
 _BAD_REQUEST: Final = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_BAD_HEAD: Final = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%s\n"
+)
 _HEAD_TOO_LARGE: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
@@ -136,6 +140,10 @@ class _Protocol(HttpToolsProtocol):
         if size > MAX_HEAD_BYTES:
             self._refusal = _HEAD_TOO_LARGE
             raise _Refused("the head is too large")
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if problem := head_problem(self.parser.get_http_version(), hosts):
+            self._refusal = _BAD_HEAD % (len(problem) + 1, problem.encode())
+            raise _Refused(problem)
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _Refused("too many requests wait for an answer on this connection")
         if self.parser.should_upgrade() and self._should_upgrade():

@@ -23,6 +23,7 @@ from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_
 from services.gateway.faces.openai.row_answers import replay_headers
 from services.gateway.faces.predict.http_codec import InferCall, infer_answer, infer_call
 from services.gateway.faces.predict.metadata import EXTENSIONS, NAME, VERSION, metadata_of, require_ready
+from services.gateway.faces.transport.middleware import model_of
 from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.rows.calls import RowsCalls
 
@@ -144,4 +145,4 @@ def _named(exchange: Exchange) -> inference_pb2.InferRequest:
     """Return a request for the model and version of the path, or the version of the header."""
     names: dict[str, Any] = exchange.scope["path_params"]
     version = names.get("version") or exchange.headers.model_version()
-    return inference_pb2.InferRequest(model=names["model"], version=version)
+    return inference_pb2.InferRequest(model=model_of(exchange.scope), version=version)

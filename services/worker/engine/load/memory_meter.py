@@ -136,7 +136,7 @@ def meter_for(device: str) -> MemoryMeter:
 def own_bytes() -> int:
     """Return the anonymous memory of this process, or its greatest where only that is reported."""
     try:
-        _, resident, shared, *_ = _STATM.read_text().split()
+        _, resident, shared, *_ = _STATM.read_text("utf-8").split()
     except OSError:
         return _greatest_bytes()
     return (int(resident) - int(shared)) * mmap.PAGESIZE
@@ -144,7 +144,7 @@ def own_bytes() -> int:
 
 def _file_bytes() -> int:
     try:
-        return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
+        return int(_STATM.read_text("utf-8").split()[2]) * mmap.PAGESIZE
     except OSError:
         return 0
 
@@ -152,14 +152,14 @@ def _file_bytes() -> int:
 def _reset_peak() -> bool:
     """Whether ``_peak_bytes`` begins anew here; a container may forbid it."""
     try:
-        _CLEAR_REFS.write_text(_RESET_PEAK)
+        _CLEAR_REFS.write_text(_RESET_PEAK, "utf-8")
     except OSError:
         return False
     return True
 
 
 def _peak_bytes() -> int:
-    found = re.search(r"^VmHWM:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    found = re.search(r"^VmHWM:\s*(\d+) kB$", _STATUS.read_text("utf-8"), re.MULTILINE)
     return 0 if found is None else int(found[1]) * 1024
 
 

@@ -230,7 +230,7 @@ def _processor() -> str:
     """Return what ``native`` stands for here: the model and its features."""
     names = ("model name", "flags", "Features", "CPU part")
     try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n", 1)[0].splitlines()
     except OSError:
         return platform.processor()
     return "\n".join(line for line in lines if line.startswith(names))

@@ -115,7 +115,7 @@ class Library:
 def loaded_openmp() -> Path | None:
     """Return the OpenMP runtime that this process has loaded, torch's own where there are several."""
     try:
-        maps = Path("/proc/self/maps").read_text().splitlines()
+        maps = Path("/proc/self/maps").read_text("utf-8").splitlines()
     except OSError:
         return None
     paths = [line.split(maxsplit=5)[5] for line in maps if "/" in line]

@@ -1,6 +1,6 @@
 """Libraries that were compiled beforehand, one for each level of processors, and the best for this one.
 
-An image has no compiler: ``python -m services.worker.engine.native.prebuilt`` fills ``FOLDER`` while it is
+An image has no compiler: ``python -P -m services.worker.engine.native.prebuilt`` fills ``FOLDER`` while it is
 built. A library's name is its level and a digest of source, flags and the OpenMP runtime's content, so one
 that was made for another source or another torch is not found. The folder and its files belong to root or to
 this user, no other user can write or replace them, and each file ends with its digest.
@@ -78,7 +78,7 @@ def find(folder: Path, openmp: Path | None, *, source: Path = SOURCE, cpuinfo: P
         resolved = folder.resolve()
         _check_owner(resolved, stat.S_ISDIR)
         check_above(resolved)
-        for level in usable_levels(platform.machine(), cpuinfo.read_text()):
+        for level in usable_levels(platform.machine(), cpuinfo.read_text("utf-8")):
             library = resolved / _name(level, openmp, source)
             if library.is_symlink() or library.exists():
                 _check_owner(library, stat.S_ISREG)

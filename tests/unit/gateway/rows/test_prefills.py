@@ -126,12 +126,12 @@ async def test_each_row_is_a_sequence_without_output_and_ends_in_order() -> None
     ]
     assert [end.device_s for end in found] == [0.5] * 3
     assert {(place.choice, place.prompt_tokens, place.max_output_tokens) for place in fleet.places} == {
-        (0, 2, 1),
-        (1, 1, 1),
-        (2, 3, 1),
+        (0, 2, 0),
+        (1, 1, 0),
+        (2, 3, 0),
     }
-    assert {place.ticket for place in fleet.places} == {b"4 3"}
-    assert all(start.embed and start.generation.limits.max_tokens == 1 for start in fleet.starts)
+    assert {place.ticket for place in fleet.places} == {b"3 3"}
+    assert all(start.embed and start.generation.limits.max_tokens == 0 for start in fleet.starts)
     assert fleet.live == 0
 
 

@@ -74,7 +74,7 @@ def test_a_decoder_encodes_rows_where_its_files_declare_an_embedding(tmp_path: P
     rows = found.model.of_rows
     assert rows.signature is not None
     assert (rows.signature.operation, rows.signature.by_prefill) == (Operation.EMBED, True)
-    assert rows.max_context_tokens == 63
+    assert rows.max_context_tokens == 64
     encoded = rows_of(found).encode_rows(RowTexts(["the quick fox", "dog"]))
     assert list(encoded.lengths) == [5, 3]
     assert rows_of(found).encode_rows(RowTexts(["dog " * 70])).lengths[0] == 72, "longer than it takes"

@@ -96,7 +96,31 @@ async def test_what_keeps_it_from_nothing_is_listed_below(rig: Rig) -> None:
 
 
 async def test_other_methods_are_refused(rig: Rig) -> None:
-    assert (await rig.say(b"POST /metrics HTTP/1.1\r\n\r\n")).startswith("HTTP/1.1 405")
+    assert (await rig.say(b"POST /metrics HTTP/1.1\r\nhost: x\r\n\r\n")).startswith("HTTP/1.1 405")
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "named"),
+    [
+        (b"GET /healthz HTTP/1.0", 200, "ok"),
+        (b"GET /healthz HTTP/1.0\r\nHost: x:80", 200, "ok"),
+        (b"GET /healthz HTTP/1.1", 400, "0 Host headers"),
+        (b"GET /healthz HTTP/1.1\r\nhost: x\r\nHost: x", 400, "2 Host headers"),
+        (b"GET /healthz HTTP/1.1\r\nhost: x/y", 400, "no host"),
+        (b"GET /healthz HTTP/1.2\r\nhost: x", 400, "HTTP/1.2"),
+        (b"GET /healthz HTTP/9.9\r\nhost: x", 400, "HTTP/9.9"),
+        (b"GET /healthz HTTP/2.0\r\nhost: x", 400, "HTTP/2.0"),
+        (b"GET /healthz HTTP/\xb2\r\nhost: x", 400, "no version"),
+        (b"GET /healthz RTSP/1.0\r\nhost: x", 400, "no HTTP version"),
+        (b"GET /healthz x HTTP/1.1\r\nhost: x", 400, "no HTTP version"),
+        (b"GET /healthz\r\nhost: x", 400, "no HTTP version"),
+        (b"GET %2Fhealthz HTTP/1.1\r\nhost: x", 404, "/healthz"),
+    ],
+)
+async def test_the_head_of_a_request_is_one_of_http_1(rig: Rig, head: bytes, status: int, named: str) -> None:
+    answer = await rig.say(head + b"\r\n\r\n")
+    assert answer.startswith(f"HTTP/1.1 {status} ")
+    assert named in answer
 
 
 async def test_a_head_without_end_gets_no_answer(rig: Rig) -> None:
@@ -112,7 +136,7 @@ async def test_what_a_slow_client_does_not_take_is_not_kept_for_it(hasty: Rig) -
         ("name",),
     )
     with socket.create_connection(("127.0.0.1", hasty.server.port)) as slow:
-        slow.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
         async with asyncio.timeout(60):
             for wanted in (1, 0):
                 while hasty.server.connections != wanted:
@@ -167,7 +191,7 @@ async def test_scrapes_that_wait_share_a_text(rig: Rig) -> None:
 @pytest.mark.parametrize("version", ["x", "9" * 5000, "1.0.1;escaping=\x01"])
 async def test_parameters_of_the_accept_header_are_not_read(rig: Rig, version: str) -> None:
     accept = f"accept: application/openmetrics-text; version={version}\r\n"
-    answer = await rig.say(f"GET /metrics HTTP/1.1\r\n{accept}\r\n".encode())
+    answer = await rig.say(f"GET /metrics HTTP/1.1\r\nhost: x\r\n{accept}\r\n".encode())
     assert answer.startswith("HTTP/1.1 200 OK\r\ncontent-type: application/openmetrics-text; version=1.0.0;")
 
 

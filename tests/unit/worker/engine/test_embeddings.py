@@ -51,7 +51,7 @@ def test_vectors_are_those_of_transformers_alone_and_in_company(
     neighbours = [submit(100 + index, ids, 12, ignore_eos=True) for index, ids in enumerate(PROMPTS[:3])]
     _, _, alone = run(load_engine(folder), neighbours)
     engine = load_engine(folder, kv_blocks=48, token_budget=9, max_sequences=4)
-    commands = [embed(submit(index, ids, 1)) for index, ids in enumerate(PROMPTS)]
+    commands = [embed(submit(index, ids, 0)) for index, ids in enumerate(PROMPTS)]
     vectors, ends, tokens = run(engine, [*neighbours, *commands])
     for index, vector in enumerate(expected):
         np.testing.assert_allclose(vectors[index], vector, atol=1e-5)
@@ -66,11 +66,29 @@ def test_a_cached_prefix_gives_the_same_vector(save_model: Any, load_engine: Any
     names = {"prefix_root": 9, "prefix_hashes": [11]}
     engine = load_engine(folder)
     (first, again, plain) = (
-        run(engine, [embed(submit(handle, prompt, 1, **more))])[0][handle]
+        run(engine, [embed(submit(handle, prompt, 0, **more))])[0][handle]
         for handle, more in enumerate((names, names, {}))
     )
     np.testing.assert_allclose(again, first, atol=1e-6)
     np.testing.assert_allclose(plain, first, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_blocks", [8, 48])
+def test_a_row_takes_the_whole_context(
+    save_model: Any, load_engine: Any, submit: Any, kv_blocks: int
+) -> None:
+    """The last token needs a position and KV of its own, and nothing follows it."""
+    model, folder = save_model("Llama", seed=4)
+    engine = load_engine(folder, kv_blocks=kv_blocks)
+    context = engine.max_model_len
+    ids = [RNG.randrange(3, 101) for _ in range(context)]
+    with torch.inference_mode():
+        expected = model.model(torch.tensor([ids])).last_hidden_state[0, -1].numpy()
+    neighbour = submit(7, PROMPTS[0], 4, ignore_eos=True)
+    rows = [embed(submit(0, ids, 0)), neighbour, embed(submit(1, [*ids, 5], 0))]
+    vectors, ends, _ = run(engine, rows)
+    np.testing.assert_allclose(vectors[0], expected, atol=1e-5)
+    assert ends == {0: "length", 7: "length", 1: "error"}
 
 
 def test_output_is_refused(save_model: Any, load_engine: Any, submit: Any) -> None:
