@@ -213,14 +213,14 @@ async def test_a_sequence_hears_accepted_tokens_and_finished(rig: Rig) -> None:
     rig.client.start(rig.spec(logprobs=1), sink)
     assert sink.heard == [], "nothing is said from within start"
     await until(lambda: sink.heard)
-    rig.step({1: 0x61}, logprobs={1: [wire.SampledLogprobs(-0.5, [0x62], [-0.25])]})
+    rig.step({1: 0x61}, logprobs={1: [wire.SampledLogprobs(-0.5, [0xC3, 0x62], [-0.25, -1])]})
     await until(lambda: sink.ids)
     rig.step({1: 0x62}, finished={1: "length"}, logprobs={1: [wire.SampledLogprobs(-1.0, [], [])]})
     await until(lambda: sink.end)
     assert sink.heard == ["accepted", "tokens", "tokens", "finished"]
     assert (sink.ids, sink.text) == ([0x61, 0x62], "ab")
     assert sink.logprobs == [
-        TokenLogprobs(-0.5, (0x62,), (-0.25,), ("b",), "a", "a"),
+        TokenLogprobs(-0.5, (0xC3, 0x62), (-0.25, -1.0), ("\ufffd", "b"), "a", "a", 0, b"", (b"\xc3", b"")),
         TokenLogprobs(-1.0, (), (), (), "b", "b"),
     ]
     assert sink.finished.reason is FinishReason.LENGTH

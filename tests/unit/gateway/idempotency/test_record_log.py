@@ -61,7 +61,9 @@ def text_of(token: int) -> str:
 def piece(start: int, count: int) -> Piece:
     """Tokens ``start`` to ``start + count`` of the one output that there is; token n is n + 100."""
     ids = list(range(start + 100, start + count + 100))
-    logprobs = tuple(TokenLogprobs(-1.0, (i,), (-1.0,), (text_of(i),), text_of(i)) for i in ids)
+    logprobs = tuple(
+        TokenLogprobs(-1.0, (i,), (-1.0,), (text_of(i),), text_of(i), "", 0, b"\xc3", (b"\xa9",)) for i in ids
+    )
     chars = sum(len(text_of(n + 100)) for n in range(start))
     return Piece(Place(start, chars), ids, "".join(map(text_of, ids)), logprobs)
 
