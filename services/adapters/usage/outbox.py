@@ -66,20 +66,16 @@ class UsageReports(Protocol):
 
 @dataclass(slots=True)
 class _File:
-    """A file of consecutive events.
-
-    ``count``: those that this life appended. ``stored``: the ledger has all of it. ``tries``: sends that
-    failed in the ledger itself.
-    """
+    """A file of consecutive events."""
 
     path: Path
     source: str
     first: int
-    count: int = 0
+    count: int = 0  # events that this life appended
     grows: bool = False
     size_bytes: int = 0
-    stored: bool = False
-    tries: int = 0
+    stored: bool = False  # the ledger has all of it
+    tries: int = 0  # sends that failed in the ledger itself
 
 
 class DiskOutbox:
