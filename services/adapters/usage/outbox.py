@@ -26,11 +26,11 @@ import structlog
 
 from fairway.task_group import TaskGroup
 from fairway.v1 import usage_pb2 as pb
+from services.adapters.frames import framed, read_frames
 from services.adapters.synced_files import append_bytes, own_folder
 from services.adapters.threads import in_thread
 from services.adapters.usage.refused import EVENT, RefusedEvents
 from services.core.errors import FairwayError, InternalError, is_final
-from services.core.frames import framed, read_frames
 from services.core.usage import RequestUsage, UsageEvent
 from services.ports.clock import Clock
 from services.rpc.convert.usage import event_to_proto
@@ -66,20 +66,16 @@ class UsageReports(Protocol):
 
 @dataclass(slots=True)
 class _File:
-    """A file of consecutive events.
-
-    ``count``: those that this life appended. ``stored``: the ledger has all of it. ``tries``: sends that
-    failed in the ledger itself.
-    """
+    """A file of consecutive events."""
 
     path: Path
     source: str
     first: int
-    count: int = 0
+    count: int = 0  # events that this life appended
     grows: bool = False
     size_bytes: int = 0
-    stored: bool = False
-    tries: int = 0
+    stored: bool = False  # the ledger has all of it
+    tries: int = 0  # sends that failed in the ledger itself
 
 
 class DiskOutbox:

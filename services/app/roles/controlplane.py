@@ -31,6 +31,7 @@ from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.controlplane.spend_alerts import SpendAlerts
 from services.controlplane.telemetry import ReconcilerTelemetry
+from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.servicer import UsageServicer
 from services.controlplane.usage.settler import UsageSettler
 from services.core.limits import Price
@@ -95,13 +96,13 @@ def controlplane(environment: Environment) -> Role:
         ),
         identity=keys,
     )
-    return Role(
-        server,
-        start=start,
-        checks=(Check("rounds", rounds.problem), Check("usage", ledger.problem, withdraws=False)),
-    )
+    return Role(server, start=start, checks=_checks(rounds, ledger))
 
 
 def _price_of(fleet: Informer[FleetRecord | None], model: str) -> Price:
     held = fleet.view.get(DEPLOYMENTS + model)
     return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
+
+
+def _checks(rounds: ReconcilerTelemetry, ledger: UsageLedger) -> tuple[Check, ...]:
+    return Check("rounds", rounds.problem), Check("usage", ledger.problem, withdraws=False)

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from google.protobuf.message import DecodeError
 
 from fairway.v1 import slis_pb2 as pb
+from services.adapters.frames import MAX_FRAME_BYTES, opened, sealed
 from services.controlplane.objectives.policy.book import BurnKey, SliBook, SliSource, StepSums
 from services.controlplane.objectives.policy.burn import BurnRings, EventCounts
 from services.core.arms import ArmKey, GateWindow, SliSums
 from services.core.errors import IntegrityError
-from services.core.frames import MAX_FRAME_BYTES, opened, sealed
 from services.core.records import Sli
 from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
 from services.rpc.convert.slis import (

@@ -14,11 +14,11 @@ import structlog
 from google.protobuf.message import DecodeError, Message
 
 from fairway.v1 import usage_pb2 as pb
+from services.adapters.frames import opened, sealed
 from services.controlplane.usage.policy.book import Charge, LedgerBook, Segment, SourceEvents, StoredSource
 from services.controlplane.usage.policy.joins import Open
 from services.controlplane.usage.policy.lines import Amounts, Line, Lines, Source
 from services.core.errors import InvalidInput
-from services.core.frames import opened, sealed
 from services.core.usage import UsageEvent
 from services.rpc import bounds
 from services.rpc.convert.usage import (

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from fairway.v1 import slis_pb2
 from fairway.v1 import usage_pb2 as pb
+from services.adapters.frames import opened, read_frames
 from services.controlplane.objectives.codec import (
     book_from_bytes as slis_from_bytes,
 )
@@ -36,7 +37,6 @@ from services.controlplane.usage.policy.book import (
 )
 from services.core.arms import ArmKey, SliKey, SliReport, SliSums
 from services.core.errors import IntegrityError
-from services.core.frames import opened, read_frames
 from services.core.generation import Usage
 from services.core.records import Priority
 from services.core.usage import DeviceInterval, UsageEvent

@@ -26,7 +26,7 @@ def framed(content: bytes) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Frames:
+class FoundFrames:
     """What was read. ``damaged``: begin and end of the bytes that are in no frame. ``torn``: only a frame at
     the end is cut, as by a crash."""
 
@@ -36,7 +36,7 @@ class Frames:
     torn: bool
 
 
-def read_frames(data: bytes, start: int = 0) -> Frames:
+def read_frames(data: bytes, start: int = 0) -> FoundFrames:
     """Return every whole frame from ``start`` on, over what is damaged between them."""
     starts: list[int] = []
     contents: list[bytes] = []
@@ -50,7 +50,7 @@ def read_frames(data: bytes, start: int = 0) -> Frames:
     torn = not damaged and start < len(data) and start + _size_at(data, start) > len(data)
     if start < len(data):
         damaged.append((start, len(data)))
-    return Frames(tuple(starts), tuple(contents), tuple(damaged), torn)
+    return FoundFrames(tuple(starts), tuple(contents), tuple(damaged), torn)
 
 
 def _size_at(data: bytes, start: int) -> int:
@@ -80,7 +80,7 @@ def sealed(blocks: Sequence[bytes]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedObject:
     """``damage``: what of the object could not be read; empty: nothing is missing. ``sealed``: False for an
     object without checksums, as earlier versions stored them, which is one block."""
 
@@ -89,15 +89,15 @@ class Opened:
     sealed: bool = True
 
 
-def opened(data: bytes) -> Opened:
+def opened(data: bytes) -> OpenedObject:
     """Return the blocks of an object that can be read."""
     if not data:
-        return Opened((), "the object is empty")
+        return OpenedObject((), "the object is empty")
     start = len(_MARK)
     found = read_frames(data, start)
     is_marked = data[:start] == _MARK[: len(data)]
     if not is_marked and not found.contents:
-        return Opened((data,), sealed=False)
+        return OpenedObject((data,), sealed=False)
     counted = bool(found.starts) and found.starts[0] == start and len(found.contents[0]) == _COUNT.size
     blocks = found.contents[1:] if counted else found.contents
     problems = [f"bytes {begin} to {end} are damaged" for begin, end in found.damaged[:3]]
@@ -106,4 +106,4 @@ def opened(data: bytes) -> Opened:
         problems.append(f"{missing} of {missing + len(blocks)} blocks are missing")
     if not is_marked or not counted:
         problems.append("its head is damaged")
-    return Opened(blocks, ", ".join(problems))
+    return OpenedObject(blocks, ", ".join(problems))
