@@ -33,10 +33,10 @@ from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import Granted, PlacementFrame
 from services.core.generation import AnyGrant, FallbackGrant, NotAdmittedReason, PlaceSpec
 from services.core.shares import share_of
-from services.core.tenant_turns import TenantRoundRobin
 from services.ports.clock import Clock
 from services.ports.placement import FallbackPlacer
 from services.ports.slots import SlotListener
+from services.runtime.process.tenant_turns import TenantRoundRobin
 from services.runtime.supervisor import Supervisor
 
 log = structlog.get_logger()

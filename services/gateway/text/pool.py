@@ -28,7 +28,6 @@ from services.core.errors import (
 )
 from services.core.generation import Constraint
 from services.core.shares import share_of
-from services.core.tenant_turns import TenantRoundRobin
 from services.gateway.policy.text_turns import Strikes
 from services.gateway.text.child import Cause, ProcessEnded, TextLimits, TextProcess, own
 from services.gateway.text.messages import (
@@ -60,6 +59,7 @@ from services.gateway.text.text_model import (
 )
 from services.ports.clock import Clock
 from services.runtime.process.tenant_loop import nobody
+from services.runtime.process.tenant_turns import TenantRoundRobin
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import uvloop
 
-from services.core.tenant_turns import TenantRoundRobin
+from services.runtime.process.tenant_turns import TenantRoundRobin
 
 # How long tenants' callbacks run before the loop looks for input and timers. One that has begun is not ended.
 SLICE_S: Final = 0.005

@@ -436,6 +436,7 @@ async def unless_disconnected(receive: Receive, reply: Reply, work: Coroutine[An
     The body must have been read: from then on the server reports only the end of the connection.
     """
     failure: BaseException | None = None
+    watcher: asyncio.Task[None] | None = None
     try:
         async with TaskGroup() as group:
             watcher = group.create_task(_watch(receive, reply))
@@ -449,7 +450,7 @@ async def unless_disconnected(receive: Receive, reply: Reply, work: Coroutine[An
     try:
         raise failure  # outside of the handler: the group refers to it, so that both would stay
     finally:
-        del failure, watcher  # its traceback refers to this frame
+        failure = watcher = None  # its traceback refers to this frame
 
 
 async def _watch(receive: Receive, reply: Reply) -> None:

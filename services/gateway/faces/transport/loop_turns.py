@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from services.core.tenant_turns import TenantRoundRobin
 from services.runtime.process.tenant_loop import nobody
+from services.runtime.process.tenant_turns import TenantRoundRobin
 
 Result = TypeVar("Result")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.core.tenant_turns import TenantRoundRobin
+from services.runtime.process.tenant_turns import TenantRoundRobin
 
 
 def filled(**waiting: int) -> TenantRoundRobin[str]:
