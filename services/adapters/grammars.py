@@ -25,7 +25,8 @@ MAX_COMPILED: Final = 64  # grammars that are kept for requests to come
 MAX_SHOWN: Final = 300  # characters of a message
 # Between the tokens of JSON: what writers of it put there. Small models go on with more blanks for ever.
 WHITESPACE: Final = r"(\x20|\x0A[\x20\x09]{0,16})?"
-# Of each schema, whatever a client asks for. With \u, a free property could take the name of another.
+# The engine's options for each schema, in place of a client's. With \u, a free property could take the name
+# of another.
 _OPTIONS: Final[dict[str, object]] = {
     "whitespace_flexible": True,
     "whitespace_pattern": WHITESPACE,

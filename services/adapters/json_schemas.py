@@ -1,7 +1,7 @@
 """JSON schemas as the grammar engine holds outputs to them exactly.
 
 The engine ignores unknown keywords and refuses by name what it lacks. What it would hold to otherwise than
-the schema says is rewritten here, or refused with its place:
+the schema demands is rewritten here, or refused with its place:
 
 - It has numbers as 64-bit floats, which it reads and writes exactly up to 2^53, the decimal point aside.
   Bounds with more digits are narrowed to 15, other numbers refused.

@@ -1,4 +1,4 @@
-"""What one JSON schema says by itself, without those that it refers to; what is malformed says nothing."""
+"""The conditions of one JSON schema by itself, without those that it refers to; malformed ones are none."""
 
 from __future__ import annotations
 

@@ -99,11 +99,11 @@ def test_the_host_header_is_there_once(target: Target) -> None:
         lines = [b"%s: %s\r\n" % (draw.choice(names), draw.choice(right)) for _ in range(draw.randint(2, 4))]
         draw.shuffle(lines)
         wrong.append(b"".join(lines))
-    for lines in wrong:
-        answer = target.exchange(PLAIN.replace(b"host: x\r\n", lines))
-        assert answer.startswith(b"HTTP/1.1 400 "), lines
-        assert b"Host header" in answer, lines
-        assert answer.count(b"HTTP/1.1 ") == 1, lines
+    for head in wrong:
+        answer = target.exchange(PLAIN.replace(b"host: x\r\n", head))
+        assert answer.startswith(b"HTTP/1.1 400 "), head
+        assert b"Host header" in answer, head
+        assert answer.count(b"HTTP/1.1 ") == 1, head
     assert target.report().calls == before
 
 

@@ -203,7 +203,7 @@ def labels_of(fields: Mapping[str, Any]) -> int:
 
 
 def classes_of(fields: Mapping[str, Any]) -> Classes:
-    """Return the names of ``id2label``, else those that transformers gives, and what ``problem_type`` says.
+    """Return the names of ``id2label``, else those that transformers gives, and the activation of ``problem_type``.
 
     Raises UnsupportedModel.
     """
