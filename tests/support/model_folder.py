@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,13 @@ def tensor_file(shapes: Mapping[str, Sequence[int]], dtype: str = "F32") -> byte
     header = header_of(shapes, dtype)
     zeros = bytes(sum(math.prod(shape) for shape in shapes.values()) * BITS[dtype] // 8)
     return len(header).to_bytes(8, "little") + header + zeros
+
+
+def write_sparse(path: Path, shapes: Mapping[str, Sequence[int]], dtype: str = "F32") -> None:
+    """Write a tensor file of zeros that takes no room on the disk."""
+    header = header_of(shapes, dtype)
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + sum(map(math.prod, shapes.values())) * BITS[dtype] // 8)
 
 
 def _header(data_bytes: int) -> bytes:

@@ -17,12 +17,13 @@ from fairway.cli.fleet.process import ProcessSpec
 from fairway.cli.state import StateDir
 
 PREFERRED_PORTS: Final = {"gateway_http": 8080, "gateway_grpc": 50051}
-# Read by the commands of `fairway`, but no settings of the roles.
+# Variables of the commands of `fairway`, and of scripts around an installation; no settings of the roles.
 CLIENT_VARIABLES: Final = (
     "FAIRWAY_API_KEY",
     "FAIRWAY_ADMIN_KEY",
     "FAIRWAY_GRPC",
     "FAIRWAY_CONTROLPLANE",
+    "FAIRWAY_DIR",
     "FAIRWAY_HTTP",
     "FAIRWAY_CLI_DEBUG",
     "FAIRWAY_TRACES",

@@ -203,9 +203,9 @@ def labels_of(fields: Mapping[str, Any]) -> int:
 
 
 def classes_of(fields: Mapping[str, Any]) -> Classes:
-    """Return the names of ``id2label``, else those that transformers gives, and the activation of ``problem_type``.
+    """Return the names of ``id2label`` and the activation of ``problem_type``. Raises UnsupportedModel.
 
-    Raises UnsupportedModel.
+    Without names they are those of transformers.
     """
     count = labels_of(fields)
     named: Any = fields.get("id2label")

@@ -39,6 +39,7 @@ class RedisMemory:
         self._clock = clock
         self._scripts = open_scripts(url, clock, timeout_s=timeout_s, password=password, repeatable=True)
         self._max_bytes = 0
+        self._measured_bytes = 0  # free at the last measurement
         self._measured_s = clock.monotonic_s()
         self._measuring = asyncio.Lock()
 
@@ -55,8 +56,9 @@ class RedisMemory:
         """Raises StoreUnavailable."""
         self._measured_s = self._clock.monotonic_s()
         used_bytes, self._max_bytes = await self._scripts.memory()
+        self._measured_bytes = self._max_bytes - used_bytes
         if self._max_bytes:
-            self.reserve.measured(self._max_bytes - used_bytes, int(self._max_bytes * RESERVE_RATIO))
+            self.reserve.measured(self._measured_bytes, int(self._max_bytes * RESERVE_RATIO))
 
     async def bounds(self, limits: RecordLimits) -> RecordLimits:
         """Return the limits of a tenant's records at the present fill.
@@ -65,7 +67,8 @@ class RedisMemory:
         """
         if self.reserve.reached:
             async with self._measuring:
-                if self._clock.monotonic_s() - self._measured_s > MEASURED_S:
+                wrote = self.reserve.free_bytes < self._measured_bytes
+                if wrote or self._clock.monotonic_s() - self._measured_s > MEASURED_S:
                     with suppress(StoreUnavailable):
                         await self.measure()
         if not self._max_bytes or self.reserve.free_bytes > self._max_bytes / 2:

@@ -132,10 +132,11 @@ class RedisScripts:
         return dict(zip(answer[::2], answer[1::2], strict=True))
 
     async def memory(self) -> tuple[int, int]:
-        """Return the bytes used and the most that may be, 0 for no bound."""
+        """Return the bytes that count towards ``maxmemory``, and ``maxmemory``; 0: no bound."""
         lines = (await self._call("", ("INFO", "memory"))).decode().splitlines()
         values = dict(line.split(":", 1) for line in lines if ":" in line)
-        return int(values["used_memory"]), int(values["maxmemory"])
+        counted = int(values["used_memory"]) - int(values.get("mem_not_counted_for_evict", 0))
+        return counted, int(values["maxmemory"])
 
     async def close(self) -> None:
         _fail(self._queue.take_all(), "the connection to Redis was closed")

@@ -215,9 +215,11 @@ def weight_bytes(folder: Path, bytes_per_value: int) -> int:
 
     Counts only what the engine opens: some publishers add the same weights in another layout.
     """
-    read = partial(read_part, folder)
+    read, values, place = partial(read_part, folder), 0, ""
     try:
-        headers = [tensors_of(read(name)) for name in weight_files("", names_in(folder), read)]
+        for name in weight_files("", names_in(folder), read):
+            place = f"{name}: "
+            values += sum(math.prod(tensor.shape) for tensor in tensors_of(read(name)).values())
     except (UnsupportedModel, ValueError) as exc:
-        raise FailedPrecondition(f"the version has no readable weights: {exc}") from exc
-    return sum(math.prod(one.shape) for header in headers for one in header.values()) * bytes_per_value
+        raise FailedPrecondition(f"the version has no readable weights: {place}{exc}") from exc
+    return values * bytes_per_value

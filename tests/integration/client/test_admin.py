@@ -228,9 +228,13 @@ async def test_a_model_is_published_tagged_and_deleted(planes: Fleet, tmp_path: 
     async with planes.client() as admin:
         models = admin.models
         done = await models.publish(
-            folder, "tiny", "v1", progress=lambda now: phases.update({now.phase: now})
+            folder,
+            "tiny",
+            "v1",
+            progress=lambda now: phases.update({now.phase: now}),
+            for_another_engine=True,
         )
-        again = await models.publish(folder, "tiny")
+        again = await models.publish(folder, "tiny", for_another_engine=True)
         assert (done.created, again.created, again.uploaded_bytes) == (True, False, 0)
         assert phases["done"].done_ratio == 1.0
         await models.tag("tiny", "stable", done.digest)

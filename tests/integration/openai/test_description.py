@@ -30,12 +30,23 @@ VALUES: dict[str, Any] = {
 }
 # What a body has beside its required fields.
 ALSO: dict[str, Any] = {
+    "classify": {"input": "hi"},
     "tokenize": {"prompt": "hi"},
     "score": {"text_1": "a", "text_2": "b"},
     "infer": {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}]},
 }
 # Routes that the scripted service does not serve.
-UNSERVED = ("/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score", "/v2/models")
+UNSERVED = (
+    "/v1/classify",
+    "/classify",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/rerank",
+    "/v2/rerank",
+    "/v1/score",
+    "/score",
+    "/v2/models",
+)
 
 
 async def operations(face: Face) -> list[Operation]:

@@ -163,4 +163,12 @@ async def test_a_client_that_disconnects_withdraws_its_rows(gateway: RowsGateway
 async def test_the_list_of_models_has_fixed_cost_models(gateway: RowsGateway) -> None:
     async with served(gateway) as sockets:
         found = await ask(sockets.http_port, "GET", "/v1/models")
-        assert [entry["id"] for entry in found.json["data"]] == ["cut", "embed", "mlp", "rerank"]
+        assert [entry["id"] for entry in found.json["data"]] == [
+            "animals",
+            "cut",
+            "embed",
+            "emotion",
+            "mlp",
+            "rerank",
+            "topics",
+        ]

@@ -14,6 +14,7 @@ from services.core.records import AssignedVersion, VersionState
 from services.worker.slots.engine_process import EngineTimeouts
 from services.worker.slots.engine_settings import EngineSettings
 from tests.integration.worker.harness import VOCAB, Harness, Sink, Starter, eventually
+from tests.support.model_folder import write_sparse
 
 DRAFTS = EngineSettings(
     speculation="draft",
@@ -66,10 +67,9 @@ async def test_a_draft_that_does_not_fit_beside_its_model_starts_no_engine(
     start_worker: Starter, model_dir: Path
 ) -> None:
     values = save(model_dir)
-    header = b'{"w":{"dtype":"F32","shape":[1024,1048576],"data_offsets":[0,4294967296]}}'
     (model_dir / "draft").mkdir()
     (model_dir / "draft" / "config.json").write_text("{}")
-    (model_dir / "draft" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    write_sparse(model_dir / "draft" / "model.safetensors", {"w": (1024, 1048576)})
     worker = await start_worker(DRAFTS, assign=False)
     await assign(worker)
     await eventually(lambda: worker.state() is VersionState.FAILED)

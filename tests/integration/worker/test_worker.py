@@ -21,6 +21,7 @@ from services.core.records import WORKERS, AssignedVersion, VersionState, Worker
 from services.worker.slots.engine_process import EngineTimeouts
 from services.worker.slots.engine_settings import EngineSettings
 from tests.integration.worker.harness import Harness, Sink, Starter, eventually
+from tests.support.model_folder import write_sparse
 
 SLOW = EngineSettings(
     null_step_s=0.005,
@@ -242,8 +243,7 @@ async def test_a_failure_that_may_pass_is_tried_again_and_says_when(start_worker
 
 
 async def test_what_does_not_fit_says_why(start_worker: Starter, model_dir: Path) -> None:
-    header = b'{"w":{"dtype":"F32","shape":[1024,1048576],"data_offsets":[0,4294967296]}}'
-    (model_dir / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    write_sparse(model_dir / "model.safetensors", {"w": (1024, 1048576)})
     worker = await start_worker(SLOW, assign=False)
     await worker.assign(AssignedVersion("d", "m", worker.digest, executor="torch"))
     await eventually(lambda: worker.state() is VersionState.FAILED)

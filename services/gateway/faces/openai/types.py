@@ -37,7 +37,7 @@ Metadata = Annotated[
 ]
 
 
-# A client's notes to itself, to another server or about its session: an object of any content, without effect.
+# A client's notes to itself, to another server or about its session: an object of any content, and no effect.
 Note = Annotated[dict[str, Any], Meta(max_length=256)]
 
 

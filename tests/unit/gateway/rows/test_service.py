@@ -164,7 +164,8 @@ async def test_tensors_are_cut_into_rows_and_joined_again(gateway: RowsGateway) 
     values = np.frombuffer(output.data, np.float32).reshape(3, 3)
     assert np.isnan(values[1]).all()
     whole = gateway.runner.models[digest_of("mlp")].run(Padded([{"input": row} for row in batch]))
-    np.testing.assert_array_equal(values, [row["output"] for row in whole])
+    # The rows ran in other batches than the whole, and the last bit of a sum depends on the batch.
+    np.testing.assert_allclose(values, [row["output"] for row in whole], rtol=1e-6)
     assert found.answer.usage.prompt_tokens == 3  # a row without tokens counts as one
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from services.worker.telemetry import WorkerTelemetry
 from services.worker.text.detokenizer import ByteLevelVocabulary, Vocabulary
 from tests.support.clocks import HandClock
 from tests.support.kept_usage import KeptUsage
+from tests.support.model_folder import write_sparse
 from tests.unit.worker.bench import Bench
 from tests.unit.worker.reader import Reader
 
@@ -171,8 +171,7 @@ class Rig:
 
 @pytest.fixture
 def rig(byte_level: Tokenizer, tmp_path: Path) -> Rig:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [WEIGHTS // 4], "data_offsets": [0, 0]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    write_sparse(tmp_path / "model.safetensors", {"w": (WEIGHTS // 4,)})
     return Rig(byte_level, tmp_path)
 
 
