@@ -18,7 +18,6 @@ class AlertTelemetry:
     def __init__(self, metrics: Metrics | None = None, *, leads: Callable[[], bool] = lambda: True) -> None:
         metrics = metrics if metrics is not None else Metrics()
         self._leads = leads
-        self._objectives, self._budgets = LabelCap(MAX_NAMES), LabelCap(MAX_NAMES)
         self._burns: dict[Labels, float] = {}
         self._spent: dict[Labels, float] = {}
         metrics.gauge(
@@ -37,8 +36,9 @@ class AlertTelemetry:
     def burns(self, found: Iterable[tuple[Objective, Iterable[SliStatus]]]) -> None:
         """Replace the levels of all objectives."""
         levels: dict[Labels, float] = {}
+        names = LabelCap(MAX_NAMES)
         for objective, slis in found:
-            name = self._objectives.of(objective.meta.name)
+            name = names.of(objective.meta.name)
             for one in slis:
                 _raise_to(levels, (name, one.sli.value), _LEVELS[one.alert])
         self._burns = levels
@@ -46,9 +46,10 @@ class AlertTelemetry:
     def spent(self, found: Iterable[tuple[str, str, int | None, int]]) -> None:
         """Replace the levels of all budgets: name, period, spent (None: unknown) and limit (0: none)."""
         ratios: dict[Labels, float] = {}
+        names = LabelCap(MAX_NAMES)
         for name, period, spent_micros, limit_micros in found:
             if limit_micros and spent_micros is not None:
-                _raise_to(ratios, (self._budgets.of(name), period), spent_micros / limit_micros)
+                _raise_to(ratios, (names.of(name), period), spent_micros / limit_micros)
         self._spent = ratios
 
     def _read(self, levels: dict[Labels, float]) -> Reading:

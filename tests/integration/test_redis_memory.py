@@ -129,6 +129,15 @@ async def test_at_the_reserve_what_runs_ends_and_limits_go_on(bench: Bench) -> N
     assert await answered(bench.records, "late", 0) is Written.KEPT
 
 
+async def test_a_bound_that_is_taken_away_ends_the_reserve(bench: Bench) -> None:
+    await bench.raw.config_set("maxmemory", await bench.used_bytes() * 10 // 9)
+    await bench.memory.measure()
+    assert bench.memory.reserve.reached
+    await bench.raw.config_set("maxmemory", 0)
+    await bench.memory.measure()
+    assert not bench.memory.reserve.reached
+
+
 async def test_a_redis_that_takes_no_writes_is_reported(bench: Bench) -> None:
     assert bench.limiter.problem == ""
     await bench.raw.config_set("maxmemory", 1)

@@ -61,6 +61,11 @@ def test_services_take_clock_tasks_randomness_and_settings_from_the_runtime() ->
     assert found == []
 
 
+def test_no_module_changes_where_others_are_imported_from() -> None:
+    sources = (path for name in ("services", "fairway", "simulator") for path in (ROOT / name).rglob("*.py"))
+    assert [path for path in sources if "sys.path" in path.read_text(encoding="utf-8")] == []
+
+
 def test_nothing_that_others_import_prints() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}"

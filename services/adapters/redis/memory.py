@@ -8,6 +8,7 @@ reservations and requests that run: new keys are refused, and old answers make r
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -57,8 +58,8 @@ class RedisMemory:
         self._measured_s = self._clock.monotonic_s()
         used_bytes, self._max_bytes = await self._scripts.memory()
         self._measured_bytes = self._max_bytes - used_bytes
-        if self._max_bytes:
-            self.reserve.measured(self._measured_bytes, int(self._max_bytes * RESERVE_RATIO))
+        free_bytes = self._measured_bytes if self._max_bytes else math.inf
+        self.reserve.measured(free_bytes, int(self._max_bytes * RESERVE_RATIO))
 
     async def bounds(self, limits: RecordLimits) -> RecordLimits:
         """Return the limits of a tenant's records at the present fill.

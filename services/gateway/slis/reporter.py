@@ -104,6 +104,8 @@ class SliReporter:
                 if not is_final(error) or not batch:
                     raise
                 if at_once == 1:
+                    if not (batch[0].series or batch[0].windows or batch[0].shapes):
+                        raise  # the leader refuses whatever is sent, so the next period tries again
                     log.error("slis.report_refused", number=begin, reason=error.reason, error=error.message)
                     self._kept[at] = SliReport(batch[0].cut_unix_s, {}, {})  # an empty one has its number
                     self._lost += 1

@@ -43,9 +43,6 @@ class TenantLoop(uvloop.Loop):
         self._waiting: TenantRoundRobin[asyncio.Handle] = TenantRoundRobin()
         self._waits = 0
         self._scheduled = False
-        import sys
-
-        sys.path.append("/tmp/fair-m")
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None

@@ -21,6 +21,7 @@ OF_A_SOCKET: Final = 64
 UNREAD: Final = 1900
 _TENANT: Final = "free"
 _FOR_S: Final = 15.0
+_ARRIVE_RATIO: Final = 0.9
 _PATH: Final = "/v1/completions"
 # What a client's kernel takes of an answer that is not read.
 _RECEIVE_BYTES: Final = 4096
@@ -30,6 +31,11 @@ now_s = SystemClock().monotonic_s
 def _body(target: Target, number: int, tokens: int) -> dict[str, Any]:
     body = {"model": target.model, "prompt": f"class Crowd{number}:\n", "max_tokens": tokens}
     return body | {"stream": True, "ignore_eos": True, "temperature": 0}
+
+
+def _too_few(answered: int, sent: int) -> list[str]:
+    """A crowd that does not arrive proves nothing."""
+    return [] if answered >= _ARRIVE_RATIO * sent else [f"{answered} of {sent} requests were answered"]
 
 
 async def sockets(target: Target) -> Found:
@@ -69,6 +75,7 @@ async def sockets(target: Target) -> Found:
             group.create_task(until_over(target.gateways[number % len(target.gateways)], number * 10_000))
     found.accept(_TENANT, counts["started"])
     found.did.append(f"{SOCKETS * OF_A_SOCKET} at once: {counts}")
+    found.wrong += _too_few(counts["started"] + counts["refused"], SOCKETS * OF_A_SOCKET)
     return found
 
 
@@ -97,6 +104,7 @@ async def unread_streams(target: Target) -> Found:
         await asyncio.sleep(_FOR_S)
         over.set()
     found.accept(_TENANT, counts["accepted"])
+    found.wrong += _too_few(sum(counts.values()), UNREAD)
     found.did.append(f"{UNREAD} at once on {gateway.name}: {counts}")
     return found
 

@@ -216,6 +216,10 @@ def test_further_objectives_share_the_highest_level() -> None:
     assert 'fairway_objective_burn_level{objective="other",sli="ttft"} 3.0' in text
     assert text.count("fairway_budget_spent_ratio{") == 3, "an unknown amount and no limit have no ratio"
     assert ("FairwayObjectiveBurnsFast", frozenset({"other"})) in firing(metrics)
+    # Deleted objectives leave their labels to others.
+    levels.burns([(Objective(Meta("new"), "chat"), [SliStatus(Sli.TTFT, 1.0, 9, 0, SLOW, ())])])
+    text = generate_latest(metrics.registry).decode()
+    assert 'fairway_objective_burn_level{objective="new",sli="ttft"} 1.0' in text
 
 
 def firing(metrics: Metrics) -> set[tuple[str, frozenset[str]]]:

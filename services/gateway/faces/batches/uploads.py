@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from services.core.errors import InvalidInput
+from services.core.errors import FairwayError, InvalidInput
 from services.gateway.faces.openai.errors import HttpProblem
 from services.gateway.faces.openai.exchange import ClientDisconnected, Headers, Receive
 
@@ -45,7 +45,8 @@ class Form:
 async def read_form(headers: Headers, receive: Receive, write: Write, max_bytes: int) -> Form:
     """Return the form once its file was passed to ``write``, in pieces.
 
-    Raises HttpProblem, InvalidInput, or ClientDisconnected when the client disconnects in the middle.
+    What ``write`` raises is raised once the rest is read: a client that still sends would lose the answer to
+    a reset. Raises HttpProblem, InvalidInput, or ClientDisconnected when the client leaves in the middle.
     """
     content_type = headers.one(b"content-type") or b""
     _, options = parse_options_header(content_type) if _FORM.fullmatch(content_type) else (b"", {})
@@ -72,6 +73,7 @@ async def read_form(headers: Headers, receive: Receive, write: Write, max_bytes:
 async def _read(reader: _FormReader, receive: Receive, write: Write, max_bytes: int) -> None:
     size = 0
     more = True
+    refusal: FairwayError | None = None
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -82,7 +84,13 @@ async def _read(reader: _FormReader, receive: Receive, write: Write, max_bytes: 
         if size > max_bytes + FORM_BYTES:
             raise HttpProblem(413, f"the file is larger than {max_bytes} bytes", close=True)
         for piece in reader.feed(data):
-            await write(piece)
+            if refusal is None:
+                try:
+                    await write(piece)
+                except FairwayError as error:
+                    refusal = error
+    if refusal is not None:
+        raise refusal
     reader.finish()
 
 

@@ -242,6 +242,27 @@ async def test_a_report_that_is_refused_for_good_is_dropped_and_the_rest_is_coun
     await plane.stop()
 
 
+async def test_a_leader_that_refuses_whatever_is_sent_is_tried_again_later() -> None:
+    clock, plane = QuickClock(UNIX_S), Plane(MemoryLedger(), QuickClock(UNIX_S))
+    recorder, link = SliRecorder(zone="a"), Closed(Random(1), [plane])
+    reporter = SliReporter(recorder, link, clock, "g")
+    finish(recorder)
+    with pytest.raises(InvalidInput):
+        await reporter.send()
+    assert link.calls < 5
+    assert reporter.kept == 1
+
+
+class Closed(Link):
+    """Refuses every report for good, also one without content."""
+
+    calls = 0
+
+    async def report(self, source: str, first: int, oldest: int, reports: Sequence[SliReport]) -> SliReceipt:
+        self.calls += 1
+        raise InvalidInput("no reports are taken")
+
+
 class Refusing(Link):
     """Refuses a batch with a slow request in it."""
 

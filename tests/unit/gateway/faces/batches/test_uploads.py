@@ -143,12 +143,21 @@ async def test_a_client_that_leaves_ends_the_upload() -> None:
         await read_form(Headers({"headers": [(b"content-type", TYPE)]}), receive, write, 10)
 
 
-async def test_an_error_of_the_store_ends_the_upload() -> None:
+async def test_an_error_of_the_store_ends_the_upload_once_the_rest_is_read() -> None:
+    """A server that closes while its client sends resets the connection, and the answer is lost."""
+    form, pieces = form_of(part("file", b"x" * 1000, '; filename="a.jsonl"')), 10
+    size = len(form) // pieces + 1
+    waiting = [form[start : start + size] for start in range(0, len(form), size)]
+    writes = 0
+
     async def receive() -> Mapping[str, Any]:
-        return {"type": "http.request", "body": form_of(FILE), "more_body": False}
+        return {"type": "http.request", "body": waiting.pop(0), "more_body": bool(waiting)}
 
     async def write(_: bytes) -> None:
+        nonlocal writes
+        writes += 1
         raise InvalidInput("full", field="file")
 
     with pytest.raises(FairwayError):
-        await read_form(Headers({"headers": [(b"content-type", TYPE)]}), receive, write, 10)
+        await read_form(Headers({"headers": [(b"content-type", TYPE)]}), receive, write, 2000)
+    assert (waiting, writes) == ([], 1)
