@@ -17,7 +17,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.adapters.grammars import GuidanceGrammars, grammars_of
-from services.adapters.json_schemas import FORMATS, exact_schema, read
+from services.adapters.json_schemas import FORMATS, exact_schema
+from services.adapters.schema_parts import read
 from services.core.generation import Constraint, ConstraintKind
 from services.ports.grammars import GrammarRefused, MaskRequest
 
@@ -25,6 +26,7 @@ CHECKPOINT = Path(__file__).parents[3] / "models/tiny/checkpoint/tokenizer.json"
 Schema = Any
 MAX_TOKENS: Final = 400
 BIG: Final = 2**53
+CONTROLS: Final = [chr(code) for code in (*range(0x20), 0x7F)]
 NODE: Final = {"$ref": "#/$defs/n"}
 # A property of its own type that it has to have.
 ENDLESS: Final = {"type": "object", "properties": {"child": NODE}, "required": ["child"]}
@@ -146,7 +148,9 @@ class Drawer:
                 name = rng.choice((*sorted(FORMATS), "password", "binary", "path", "int64", "entity_id"))
                 return {"type": rng.choice(("string", "integer")), "format": name}
             case 2:
-                return rng.choice(({"const": self.number()}, {"enum": [self.number(), "a", None]}))
+                text = f"a{rng.choice(CONTROLS)}b"
+                drawn = ({"const": self.number()}, {"enum": [self.number(), "a", None]}, {"const": text})
+                return rng.choice(drawn)
             case 3:
                 return {"type": "integer", "multipleOf": rng.choice((3, 7, 70, BIG + 1, 2**32))}
         kind = rng.choice(("integer", "number"))
@@ -380,6 +384,36 @@ def test_numbers_that_the_engine_would_round_are_refused(walker: Walker, value: 
     assert refusal(walker, '{"const": 9007199254740993.0}').startswith("#/const")
 
 
+@pytest.mark.parametrize(
+    "text", ["1" * 5000, f"1.{'1' * 5000}", "1e999999", "1e400", "-1e-99999999999999999999"]
+)
+def test_numbers_of_too_many_digits_are_refused_by_their_place(walker: Walker, text: str) -> None:
+    for name in ("const", "minimum", "multipleOf", "title", "minItems"):
+        schema = f'{{"properties": {{"a": {{"{name}": {text}}}}}}}'
+        assert refusal(walker, schema) == f"#/properties/a/{name}: too many digits; send it as a string"
+        grammar = Constraint(ConstraintKind.GRAMMAR, f"start: %json {schema}")
+        with pytest.raises(GrammarRefused, match=f"#/properties/a/{name}: too many digits"):
+            walker.grammars.compile(grammar)
+    for name in ("Infinity", "-Infinity", "NaN"):
+        assert refusal(walker, f'{{"enum": [1, {name}]}}') == f"#/enum/1: {name} is no JSON"
+
+
+def test_control_characters_that_have_no_short_escape_are_refused_in_literals(walker: Walker) -> None:
+    for code in (*range(0x21), 0x7F, 0x80, 0x2028):
+        text = f"a{chr(code)}b"
+        for schema, value in (({"const": text}, text), ({"enum": [{"k": [text]}]}, {"k": [text]})):
+            if (code in range(0x20) and chr(code) not in "\b\f\n\r\t") or code == 0x7F:
+                assert refusal(walker, schema).startswith(f"#/{next(iter(schema))}: control characters")
+            else:
+                found = walker.document(of(schema), Random(code))
+                assert found is not None
+                assert json.loads(found) == value
+        named = {"type": "object", "properties": {text: {"const": 1}}, "required": [text]}
+        found = walker.document(of(named | {"additionalProperties": False}), Random(code))
+        assert found is not None
+        assert json.loads(found) == {text: 1}
+
+
 def test_steps_are_exact_or_refused(walker: Walker) -> None:
     assert walker.takes(of({"type": "integer", "multipleOf": 70}), "140")
     pair = {"allOf": [{"multipleOf": 65536}, {"$ref": "#/$defs/s"}], "$defs": {"s": {"multipleOf": 65537}}}
@@ -473,6 +507,22 @@ def test_references_are_those_of_the_standard(walker: Walker) -> None:
         assert not walker.takes(of(schema), str(value % 3 + 1))
     within = {"oneOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/oneOf/1"}}]}
     assert walker.takes(of(within), "[[], []]")
+    branches: Schema = {"oneOf": [{"const": "x"}, {"const": 5}]}
+    either = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
+    deeper = {"oneOf": [{"oneOf": [{"const": "y"}, {"const": 5}]}, {"type": "null"}]}
+    # Where branches stand beside others, or nothing but the reference names them, and where these are used.
+    for schema, pointer in (
+        (branches, "oneOf/1"),
+        (branches | either, "oneOf/1"),
+        (branches | either | {"allOf": [{"minLength": 0}]}, "oneOf/1"),
+        (deeper, "oneOf/0/oneOf/1"),
+        (deeper | {"anyOf": [{"maxLength": 9}]}, "oneOf/0/oneOf/1"),
+    ):
+        for used in ({}, {"minProperties": 1, "additionalProperties": {"$ref": "#/$defs/a"}}):
+            wanted: Schema = {"type": "object", "required": ["b"], **used}
+            wanted |= {"properties": {"b": {"$ref": f"#/$defs/a/{pointer}"}}, "$defs": {"a": schema}}
+            assert walker.takes(of(wanted), '{"b": 5}'), wanted
+            assert not any(walker.takes(of(wanted), f'{{"b": {text}}}') for text in ("6", '"x"', '"z"'))
     recursive = {"$id": "T0", "type": "array", "items": {"$ref": "T0"}, "$anchor": "top", "maxItems": 2}
     elsewhere = {
         "$id": "https://example.com/a/b",
@@ -525,6 +575,20 @@ def branching(times: int) -> Schema:
         '{"multipleOf": 1e999999999, "maximum": 1e999999999, "minimum": -1e-999999999}',
         '{"multipleOf": 1e99999999999999999999}',
         '{"const": Infinity}',
+        '{"minimum": 1e999999}',
+        {
+            "type": "object",
+            "required": [f"n{n}" for n in range(3000)],
+            "oneOf": [{"properties": {"k": {"const": n}}, "required": ["k"]} for n in range(60)],
+        },
+        {"allOf": [{"required": ["a"] * 10_000}], "oneOf": [{"const": n} for n in range(200)]},
+        {"allOf": [{"anyOf": [{"minimum": n} for n in range(256)]}] + [{}] * 15_000},
+        {"anyOf": [{"$ref": "#/$defs/a"}] * 2500, "$defs": {"a": {"anyOf": [{"minimum": 1}] * 200}}},
+        {"$id": f"http://a/{'b/' * 9000}", "allOf": [{"$id": "x"}] * 3000},
+        {
+            "allOf": [{"const": list(range(5000))}, {"const": list(range(5000))}],
+            "oneOf": [{"type": "number", "minimum": n, "maximum": n} for n in range(200)],
+        },
         '{"title": NaN, "maximum": -1e400}',
         "[" * 60_000,
         '{"items":' * 900 + "{}" + "}" * 900,
@@ -539,6 +603,6 @@ def test_hostile_schemas_cost_little_and_end_in_an_answer(walker: Walker, schema
     constraint, started = of(schema), time.process_time()
     with suppress(ValueError, TypeError, ArithmeticError, RecursionError, GrammarRefused):
         exact_schema(read(constraint.source)[0], {})
-    assert time.process_time() - started < 1.0
+    assert time.process_time() - started < 0.25
     with suppress(GrammarRefused):
         walker.grammars.compile(constraint)
