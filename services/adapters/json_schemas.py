@@ -85,7 +85,9 @@ def exact_schema(schema: Any, options: dict[str, object]) -> str:
         _Document(holder).rewrite()
     if not isinstance(holder[0], dict):
         raise GrammarRefused("#: no output can match it" if schema is False else "it is no JSON schema")
-    return json.dumps(holder[0] | {"x-guidance": options}, allow_nan=False, default=float)
+    return json.dumps(
+        holder[0] | {"x-guidance": options}, allow_nan=False, default=float, separators=(",", ":")
+    )
 
 
 class _Document:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from random import Random
@@ -499,6 +500,44 @@ def test_schemas_within_grammars_are_held_to_alike(walker: Walker) -> None:
         walker.grammars.compile(endless)
 
 
+@pytest.mark.parametrize("kind", [ConstraintKind.JSON_SCHEMA, ConstraintKind.GRAMMAR])
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_an_exact_constraint_is_compiled_as_it_is(walker: Walker, kind: ConstraintKind, first: int) -> None:
+    served = 0
+    for seed in range(first, first + 20):
+        text = json.dumps(Drawer(seed).schema())
+        drawn = Constraint(kind, text if kind is ConstraintKind.JSON_SCHEMA else f"start: %json {text}")
+        try:
+            exact, texts = walker.grammars.exact(drawn), [walker.document(drawn, Random(n)) for n in range(3)]
+        except GrammarRefused:
+            continue
+        served += 1
+        assert exact.exact
+        assert walker.grammars.exact(exact) is exact
+        assert [walker.document(exact, Random(n)) for n in range(3)] == texts
+        # A worker of an earlier release rewrites it again.
+        assert walker.grammars.exact(replace(exact, exact=False)) == exact
+    assert served > 2
+    # Only a gateway writes these; it is not analysed.
+    lenient = '{"oneOf":[{"type":"integer"},{"type":"number"}],"x-guidance":{"coerce_one_of":true}}'
+    source = lenient if kind is ConstraintKind.JSON_SCHEMA else f"start: %json {lenient}"
+    assert walker.takes(Constraint(kind, source, exact=True), "1")
+    with pytest.raises(GrammarRefused, match="may both match"):
+        walker.grammars.compile(Constraint(kind, source))
+
+
+def test_a_constraint_too_long_in_its_exact_form_stays_as_it_is(walker: Walker) -> None:
+    for constraint in (
+        of(f'{{"enum":["{"é" * 16_000}"]}}'),
+        Constraint(ConstraintKind.REGEX, "a+"),
+        Constraint(ConstraintKind.CHOICE, '["a"]'),
+    ):
+        assert walker.grammars.exact(constraint) is constraint
+        walker.grammars.compile(constraint)
+    with pytest.raises(GrammarRefused, match="longer"):
+        walker.grammars.exact(of(f'{{"title":"{"é" * 40_000}"}}'))
+
+
 def test_references_are_those_of_the_standard(walker: Walker) -> None:
     names = {"a/b": {"const": 1}, "c~d": {"const": 2}, "e f%": {"const": 3}}
     for pointer, value in (("a~1b", 1), ("c~0d", 2), ("e%20f%25", 3)):
@@ -508,8 +547,8 @@ def test_references_are_those_of_the_standard(walker: Walker) -> None:
     within = {"oneOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/oneOf/1"}}]}
     assert walker.takes(of(within), "[[], []]")
     branches: Schema = {"oneOf": [{"const": "x"}, {"const": 5}]}
-    either = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
-    deeper = {"oneOf": [{"oneOf": [{"const": "y"}, {"const": 5}]}, {"type": "null"}]}
+    either: Schema = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
+    deeper: Schema = {"oneOf": [{"oneOf": [{"const": "y"}, {"const": 5}]}, {"type": "null"}]}
     # Where branches stand beside others, or nothing but the reference names them, and where these are used.
     for schema, pointer in (
         (branches, "oneOf/1"),
@@ -581,7 +620,11 @@ def branching(times: int) -> Schema:
             "required": [f"n{n}" for n in range(3000)],
             "oneOf": [{"properties": {"k": {"const": n}}, "required": ["k"]} for n in range(60)],
         },
-        {"allOf": [{"required": ["a"] * 10_000}], "oneOf": [{"const": n} for n in range(200)]},
+        {
+            "type": "object",
+            "required": ["a"] * 10_000,
+            "oneOf": [{"properties": {"k": {"const": n}}, "required": ["k"]} for n in range(60)],
+        },
         {"allOf": [{"anyOf": [{"minimum": n} for n in range(256)]}] + [{}] * 15_000},
         {"anyOf": [{"$ref": "#/$defs/a"}] * 2500, "$defs": {"a": {"anyOf": [{"minimum": 1}] * 200}}},
         {"$id": f"http://a/{'b/' * 9000}", "allOf": [{"$id": "x"}] * 3000},
