@@ -626,11 +626,19 @@ def branching(times: int) -> Schema:
             "oneOf": [{"properties": {"k": {"const": n}}, "required": ["k"]} for n in range(60)],
         },
         {"allOf": [{"anyOf": [{"minimum": n} for n in range(256)]}] + [{}] * 15_000},
-        {"anyOf": [{"$ref": "#/$defs/a"}] * 2500, "$defs": {"a": {"anyOf": [{"minimum": 1}] * 200}}},
+        {
+            "$ref": "#/$defs/b0",
+            "$defs": {"a": {"anyOf": [{"minimum": 1}] * 200}}
+            | {
+                f"b{n}": {"anyOf": [{"$ref": "#/$defs/a"}] * 40 + [{"$ref": f"#/$defs/b{n + 1}"}]}
+                for n in range(50)
+            }
+            | {"b50": {}},
+        },
         {"$id": f"http://a/{'b/' * 9000}", "allOf": [{"$id": "x"}] * 3000},
         {
             "allOf": [{"const": list(range(5000))}, {"const": list(range(5000))}],
-            "oneOf": [{"type": "number", "minimum": n, "maximum": n} for n in range(200)],
+            "oneOf": [{"type": "array", "minItems": n, "maxItems": n} for n in range(200)],
         },
         '{"title": NaN, "maximum": -1e400}',
         "[" * 60_000,
