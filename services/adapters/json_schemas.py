@@ -61,6 +61,15 @@ _TOP: Final = Decimal(9223372036854770000)  # the largest of those below 2^63, w
 _LONG: Final = 10**18  # beyond, the engine needs bounds on both sides
 _MAX_MULTIPLE: Final = 2**32 - 1
 _UNWRITABLE: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without \u
+_NO_CONTROLS: Final = "control characters other than \\b \\f \\n \\r \\t cannot come; leave them out"
+_CONTROL: Final = (  # one of these in a pattern
+    r"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\[av]|\\(?:x|u00|U000000)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
+    r"|\\[xuU]\{0*(?:[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])\}"
+)
+# The engine leaves out those that are not among others in a class.
+_PIECES: Final = re.compile(
+    rf"(?P<lost>\[(?:{_CONTROL})\]|{_CONTROL})|\[(?:\\.|[^\]\\])*\]?|\\.|[^\\]", re.DOTALL
+)
 _IN_MAPS: Final = ("properties", "patternProperties")
 _IN_PLACE: Final = (
     "items",
@@ -402,13 +411,16 @@ def _check_literals(node: Schema, path: str) -> None:
     for name in ("const", "enum"):
         if name in node:
             _check_literal(node[name], f"{path}/{name}")
+    patterns = [("pattern", node.get("pattern"))]
+    patterns += [("patternProperties", name) for name in dict_of(node, "patternProperties")]
+    for name, pattern in patterns:
+        if isinstance(pattern, str) and any(found["lost"] for found in _PIECES.finditer(pattern)):
+            raise GrammarRefused(f"{path}/{name}: {_NO_CONTROLS}")
 
 
 def _check_literal(value: Any, path: str) -> None:
     if isinstance(value, str) and _UNWRITABLE.search(value):
-        raise GrammarRefused(
-            f"{path}: control characters other than \\b \\f \\n \\r \\t cannot come; leave them out"
-        )
+        raise GrammarRefused(f"{path}: {_NO_CONTROLS}")
     if is_number(value) and not _is_exact(decimal_of(value)):
         raise GrammarRefused(
             f"{path}: a number of more than {DIGITS} digits is not enforced exactly; send it as a string"

@@ -409,10 +409,29 @@ def test_control_characters_that_have_no_short_escape_are_refused_in_literals(wa
                 found = walker.document(of(schema), Random(code))
                 assert found is not None
                 assert json.loads(found) == value
+        for written in (chr(code), f"\\x{code:02x}", f"\\u{code:04x}", f"\\u{{{code:x}}}"):
+            for pattern in (f"^a{written}b$", f"^a[{written}]b$", f"^(a{written}|c)b$"):
+                for name, schema in (
+                    ("pattern", {"type": "string", "pattern": pattern}),
+                    ("patternProperties", {"type": "object", "patternProperties": {pattern: {}}}),
+                ):
+                    if code == 0x7F or (code < 0x20 and chr(code) not in "\b\f\n\r\t"):
+                        assert refusal(walker, schema).startswith(f"#/{name}: control characters"), pattern
+                    elif code < 0x80 or written == chr(code):
+                        walker.grammars.compile(of(schema))
         named = {"type": "object", "properties": {text: {"const": 1}}, "required": [text]}
         found = walker.document(of(named | {"additionalProperties": False}), Random(code))
         assert found is not None
         assert json.loads(found) == {text: 1}
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"^a[^\x00-\x1f]b$", r"^\\x01$", r"^[a-z\x01]$", r"^\x41\t\u{7e}$", r"^\d\[x]$"]
+)
+def test_patterns_that_leave_control_characters_out_are_served(walker: Walker, pattern: str) -> None:
+    found = walker.document(of({"type": "string", "pattern": pattern}), Random(1))
+    assert found is not None
+    assert is_valid(found, {"type": "string", "pattern": pattern.replace("u{7e}", "x7e")})
 
 
 def test_steps_are_exact_or_refused(walker: Walker) -> None:
@@ -635,6 +654,8 @@ def branching(times: int) -> Schema:
             }
             | {"b50": {}},
         },
+        {"pattern": "[" * 60_000},
+        {"patternProperties": {"\\x{" + "0" * 60_000: {}}},
         {"$id": f"http://a/{'b/' * 9000}", "allOf": [{"$id": "x"}] * 3000},
         {
             "allOf": [{"const": list(range(5000))}, {"const": list(range(5000))}],
