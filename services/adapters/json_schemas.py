@@ -245,7 +245,7 @@ class _Document:
                     break
             else:
                 ways = [before + after for before in ways for after in options]
-                self._step(sum(map(len, ways)) // 32)
+                self._step(sum(map(len, ways)) // 16)
         if not above:  # else branches that come back to a subschema above are missing
             self._ways[id(node)] = ways
         return ways
