@@ -343,7 +343,7 @@ class _Document:
         literals = [keys for part in parts if (keys := self._admitted(part)[1]) is not None]
         if literals:
             fewest = min(literals, key=len)
-            self._step(len(fewest))
+            self._step(len(fewest) // 16)
             if not any(key[0] == kind and all(key in keys for keys in literals) for key in fewest):
                 return True
         if kind == "number":
