@@ -207,6 +207,7 @@ class StartSequence(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SCORED_TOKENS_FIELD_NUMBER: _builtins.int
     CONTINUES_PROMPT_FIELD_NUMBER: _builtins.int
+    EXACT_CONSTRAINT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The gateway's number on this stream; not in use."""
     request_id: _builtins.str
@@ -236,6 +237,10 @@ class StartSequence(_message.Message):
     """Tokens of the prompt whose logprobs an earlier run sent; not sent again."""
     continues_prompt: _builtins.bool
     """The text goes on from the prompt's, as one decoding of all ids has it. Otherwise it begins anew."""
+    exact_constraint: _builtins.bool
+    """The gateway wrote the constraint from the client's; its schemas are not checked again. From a gateway of an
+    earlier release: false.
+    """
     @_builtins.property
     def grant(self) -> _scheduler_pb2.Grant: ...
     @_builtins.property
@@ -298,10 +303,11 @@ class StartSequence(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         scored_tokens: _builtins.int = ...,
         continues_prompt: _builtins.bool = ...,
+        exact_constraint: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "admission", b"admission", "fallback", b"fallback", "grant", b"grant", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "time_left", b"time_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "admission", b"admission", "apart_tokens", b"apart_tokens", "choice", b"choice", "continues_prompt", b"continues_prompt", "delivered_chars", b"delivered_chars", "embed", b"embed", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "spelled_token_ids", b"spelled_token_ids", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "admission", b"admission", "apart_tokens", b"apart_tokens", "choice", b"choice", "continues_prompt", b"continues_prompt", "delivered_chars", b"delivered_chars", "embed", b"embed", "exact_constraint", b"exact_constraint", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "spelled_token_ids", b"spelled_token_ids", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

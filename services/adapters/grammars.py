@@ -12,12 +12,14 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from services.adapters.json_schemas import exact_schema, read
+from services.adapters.json_schemas import exact_schema
+from services.adapters.schema_parts import read
 from services.core.generation import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from services.ports.grammars import Bits, GrammarRefused, MaskRequest, TokenizerUnusable
 
@@ -104,6 +106,15 @@ class GuidanceGrammars:
         """See ``Grammars``."""
         return self._row_bytes
 
+    def exact(self, constraint: Constraint) -> Constraint:
+        """See ``Grammars``. One that becomes longer than a constraint may be is returned as it is."""
+        write = _EXACT.get(constraint.kind)
+        if constraint.exact or write is None:
+            return constraint
+        source = _written(constraint.source, write)
+        fits = len(source.encode()) <= MAX_CONSTRAINT_BYTES
+        return replace(constraint, source=source, exact=True) if fits else constraint
+
     def compile(self, constraint: Constraint) -> GuidanceMatcher:
         """See ``Grammars``. The first mask is computed as well: some grammars fail only there."""
         with self._lock:
@@ -180,26 +191,40 @@ def grammars_of(
 
 def _grammar(constraint: Constraint) -> str:
     """Return the constraint in llguidance's own form. Raises GrammarRefused."""
-    source = constraint.source
+    write, exact = _WRITERS[constraint.kind], _EXACT.get(constraint.kind)
+    if exact is None or constraint.exact:
+        return _written(constraint.source, write)
+    return _written(constraint.source, lambda source: write(exact(source)))
+
+
+def _written(source: str, write: Callable[[str], str]) -> str:
+    """Return a constraint's source in another form. Raises GrammarRefused."""
     if len(source.encode()) > MAX_CONSTRAINT_BYTES:
         raise GrammarRefused(f"it is longer than {MAX_CONSTRAINT_BYTES} bytes")
     try:
-        return _WRITERS[constraint.kind](source)
-    except (ValueError, TypeError, RecursionError, ArithmeticError) as error:
+        return write(source)
+    except RecursionError:
+        raise GrammarRefused("it nests too deep") from None
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise GrammarRefused(_shown(str(error))) from error
 
 
-def _json_schema(source: str) -> str:
+def _exact_schema(source: str) -> str:
     schema, end = read(source)
     if source[end:].strip():
         raise GrammarRefused("it is more than one JSON value")
-    found: str = llguidance.LLMatcher.grammar_from_json_schema(exact_schema(schema, _OPTIONS))
-    return found
+    return exact_schema(schema, _OPTIONS)
 
 
-def _regex(source: str) -> str:
-    found: str = llguidance.LLMatcher.grammar_from_regex(source)
-    return found
+def _exact_grammar(source: str) -> str:
+    """Schemas within a grammar are those of JSON Schema too, without the options of the engine."""
+    text, pieces, done = any_to_lark(source), [], 0
+    for found in _LARK.finditer(text):
+        if found[0] == "%json":
+            schema, end = read(text, found.end())
+            pieces += [text[done : found.end()], exact_schema(schema, _OPTIONS)]
+            done = end
+    return "".join((*pieces, text[done:]))
 
 
 def _choice(source: str) -> str:
@@ -210,23 +235,17 @@ def _choice(source: str) -> str:
     return found
 
 
-def _free(source: str) -> str:
-    """Schemas within a grammar are those of JSON Schema too, without the options of the engine."""
-    text, pieces, done = any_to_lark(source), [], 0
-    for found in _LARK.finditer(text):
-        if found[0] == "%json":
-            schema, end = read(text, found.end())
-            pieces += [text[done : found.end()], exact_schema(schema, _OPTIONS)]
-            done = end
-    grammar: str = llguidance.LLMatcher.grammar_from_lark("".join((*pieces, text[done:])))
-    return grammar
-
-
+# Of kinds with schemas: the source with these as the engine takes them.
+_EXACT: Final[dict[ConstraintKind, Callable[[str], str]]] = {
+    ConstraintKind.JSON_SCHEMA: _exact_schema,
+    ConstraintKind.GRAMMAR: _exact_grammar,
+}
+# An exact source in llguidance's own form.
 _WRITERS: Final[dict[ConstraintKind, Callable[[str], str]]] = {
-    ConstraintKind.JSON_SCHEMA: _json_schema,
-    ConstraintKind.REGEX: _regex,
+    ConstraintKind.JSON_SCHEMA: llguidance.LLMatcher.grammar_from_json_schema,
+    ConstraintKind.REGEX: llguidance.LLMatcher.grammar_from_regex,
     ConstraintKind.CHOICE: _choice,
-    ConstraintKind.GRAMMAR: _free,
+    ConstraintKind.GRAMMAR: llguidance.LLMatcher.grammar_from_lark,
 }
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from itertools import combinations, product
@@ -30,6 +31,7 @@ from services.adapters.schema_parts import (
     Key,
     Parts,
     Schema,
+    Unreadable,
     admitted,
     decimal_of,
     dict_of,
@@ -58,6 +60,16 @@ _LEAST: Final = Decimal("1e-22")  # the step of such numbers is not smaller
 _TOP: Final = Decimal(9223372036854770000)  # the largest of those below 2^63, where the engine's integers end
 _LONG: Final = 10**18  # beyond, the engine needs bounds on both sides
 _MAX_MULTIPLE: Final = 2**32 - 1
+_UNWRITABLE: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without \u
+_NO_CONTROLS: Final = "control characters other than \\b \\f \\n \\r \\t cannot come; leave them out"
+_CONTROL: Final = (  # one of these in a pattern
+    r"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\[av]|\\(?:x|u00|U000000)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
+    r"|\\[xuU]\{0*(?:[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])\}"
+)
+# The engine leaves out those that are not among others in a class.
+_PIECES: Final = re.compile(
+    rf"(?P<lost>\[(?:{_CONTROL})\]|{_CONTROL})|\[(?:\\.|[^\]\\])*\]?|\\.|[^\\]", re.DOTALL
+)
 _IN_MAPS: Final = ("properties", "patternProperties")
 _IN_PLACE: Final = (
     "items",
@@ -72,14 +84,6 @@ _SIZES: Final = {"string": "Length", "array": "Items", "object": "Properties"}
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
-def read(text: str, start: int = 0) -> tuple[Any, int]:
-    """Return the JSON value that begins in a text, its numbers exact, and its end. Raises ValueError."""
-    while start < len(text) and text[start] in " \t\r\n":
-        start += 1
-    found: tuple[Any, int] = _DECODER.raw_decode(text, start)
-    return found
-
-
 def exact_schema(schema: Any, options: dict[str, object]) -> str:
     """Return the JSON of a schema that the engine takes, with its options. Raises GrammarRefused.
 
@@ -90,20 +94,9 @@ def exact_schema(schema: Any, options: dict[str, object]) -> str:
         _Document(holder).rewrite()
     if not isinstance(holder[0], dict):
         raise GrammarRefused("#: no output can match it" if schema is False else "it is no JSON schema")
-    return json.dumps(holder[0] | {"x-guidance": options}, allow_nan=False, default=float)
-
-
-def _number(text: str) -> float | Decimal:
-    """A float where it has the same digits."""
-    value, near = Decimal(text), float(text)
-    return near if decimal_of(near) == value else value
-
-
-def _constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
-
-
-_DECODER: Final = json.JSONDecoder(parse_float=_number, parse_constant=_constant)
+    return json.dumps(
+        holder[0] | {"x-guidance": options}, allow_nan=False, default=float, separators=(",", ":")
+    )
 
 
 class _Document:
@@ -119,11 +112,17 @@ class _Document:
         self._ways: dict[int, list[Parts]] = {}
         self._admits: dict[int, tuple[set[str], set[Key] | None]] = {}
         self._finite: set[int] = set()
+        # References by way of ``oneOf``, with the names of their pointers and whose branches these are.
+        self._into_branches: list[tuple[Schema, list[str], dict[int, Schema]]] = []
+        # Literals by number: to look one up costs the same for each.
+        self._keys: dict[Key, int] = {}
         self._steps = 0
         self._name(holder, 0)
         self._find(holder)
 
     def rewrite(self) -> None:
+        for node, path, _, _ in self._found.values():
+            _check_literals(node, path)
         while self._grow():
             pass
         if id(self._root) not in self._finite:
@@ -132,8 +131,10 @@ class _Document:
         for node, path, _, _ in live:
             if isinstance(node.get("oneOf"), list):
                 self._check_branches(node, path)
-        for node, path, _, _ in live:
-            self._check_multiples(node, path)
+        if any("multipleOf" in node for node, _, _, _ in live):
+            for node, path, _, _ in live:
+                self._check_multiples(node, path)
+        self._follow_branches()
         for key, (_, _, container, place) in self._found.items():
             if key not in self._finite:
                 container[place] = False
@@ -160,27 +161,35 @@ class _Document:
                 waiting.append(self._resolve(node, reference, path))
 
     def _name(self, container: Any, key: Any) -> None:
-        """Collect what references name: resources by their URL, anchors behind it."""
-        waiting: list[tuple[Any, Any, str]] = [(container, key, "")]
+        """Collect what references name: resources by their URL, anchors behind it. Refuse unread numbers."""
+        waiting: list[tuple[Any, Any, str, str]] = [(container, key, "", "#")]
         while waiting:
-            container, key, base = waiting.pop()
+            container, key, base, path = waiting.pop()
             node = container[key]
+            if isinstance(node, Unreadable):
+                raise GrammarRefused(f"{path}: {node.problem}")
             if isinstance(node, dict):
                 if isinstance(name := node.get("$id"), str):
-                    base = urldefrag(urljoin(base, name)).url
+                    base = self._joined(base, name)
                     self._resources.setdefault(base, (container, key))
                 if isinstance(name := node.get("$anchor"), str):
                     self._resources.setdefault(f"{base}#{name}", (container, key))
                 self._bases[id(node)] = base
             if isinstance(node, dict | list):
                 waiting += [
-                    (node, each, base) for each in (node if isinstance(node, dict) else range(len(node)))
+                    (node, each, base, f"{path}/{_escaped(str(each))}")
+                    for each in (node if isinstance(node, dict) else range(len(node)))
                 ]
 
+    def _joined(self, base: str, reference: str) -> str:
+        self._step((len(base) + len(reference)) // 32)
+        return urldefrag(urljoin(base, reference)).url
+
     def _resolve(self, node: Schema, reference: str, path: str) -> tuple[Any, Any, str]:
-        """Return the place that a reference names, as it will be when ``oneOf`` is written."""
-        url, fragment = urldefrag(urljoin(self._bases[id(node)], reference))
+        """Return the place that a reference names."""
+        url, fragment = self._joined(self._bases[id(node)], reference), urldefrag(reference).fragment
         names = fragment.split("/") if fragment.startswith("/") else [""]
+        within: dict[int, Schema] = {}
         try:
             container, key = self._resources[
                 url if fragment.startswith("/") or not fragment else f"{url}#{fragment}"
@@ -189,17 +198,26 @@ class _Document:
                 container = container[key]
                 key = unquote(name).replace("~1", "/").replace("~0", "~")
                 key = key if isinstance(container, dict) else int(key.removeprefix("-"))
-                if key == "oneOf" and isinstance(container[key], list):
-                    names[place] = "anyOf"
+                if key == "oneOf" and isinstance(container, dict):
+                    within[place] = container
             self._targets[id(node)] = container[key]
         except (LookupError, ValueError, TypeError):
             raise GrammarRefused(
                 f"{path}/$ref: {reference[:64]!r} is no place in the schema; a reference begins with #/ and "
                 "names one"
             ) from None
-        if "anyOf" in names:
-            node["$ref"] = f"{urldefrag(reference).url}#{'/'.join(names)}"
+        if within:
+            self._into_branches.append((node, names, within))
         return container, key, reference
+
+    def _follow_branches(self) -> None:
+        """Let references into branches name where ``_write`` puts these."""
+        for node, names, within in self._into_branches:
+            for place, holder in within.items():
+                if id(holder) in self._finite and isinstance(holder.get("oneOf"), list):
+                    moved = f"allOf/{len(list_of(holder, 'allOf'))}/anyOf"
+                    names[place] = moved if "anyOf" in holder else "anyOf"
+            node["$ref"] = f"{urldefrag(node['$ref']).url}#{'/'.join(names)}"
 
     def _step(self, size: int = 1) -> None:
         self._steps += size
@@ -220,9 +238,14 @@ class _Document:
         groups += [[self._targets[id(node)]]] if id(node) in self._targets else []
         ways: list[Parts] = [(node,)]
         for group in groups:
-            options = [way for each in group for way in self._ways_of(each, (*above, id(node)))]
-            if len(ways) * len(options) <= MAX_WAYS:
+            options: list[Parts] = []
+            for each in group:
+                options += self._ways_of(each, (*above, id(node)))
+                if len(ways) * len(options) > MAX_WAYS:
+                    break
+            else:
                 ways = [before + after for before in ways for after in options]
+                self._step(sum(map(len, ways)) // 16)
         if not above:  # else branches that come back to a subschema above are missing
             self._ways[id(node)] = ways
         return ways
@@ -231,7 +254,10 @@ class _Document:
         """Add subschemas with a document of the finite ones so far; what this never reaches is endless."""
         grew = False
         for key, (node, _, _, _) in reversed(self._found.items()):
-            if key not in self._finite and any(map(self._ends, self._ways_of(node))):
+            if key in self._finite:
+                continue
+            self._step()
+            if any(map(self._ends, self._ways_of(node))):
                 self._finite.add(key)
                 grew = True
         return grew
@@ -249,9 +275,10 @@ class _Document:
             return [item for index in least_items(parts) for item in items_of(parts, index)]
         if kind != "object":
             return ()
-        required = required_of(parts)
+        required = list(self._required(parts))
         if not required and largest(parts, "minProperties") > 0:
             names = [*dict.fromkeys(name for part in parts for name in dict_of(part, "properties")), None]
+            self._step(len(names))
             choices = [properties_of(parts, name) for name in names]
             return next((each for each in choices if all(map(self._is_finite, each))), choices[0])
         return [each for name in required for each in properties_of(parts, name)]
@@ -292,18 +319,33 @@ class _Document:
 
     def _admitted(self, part: Schema) -> tuple[set[str], set[Key] | None]:
         if (kept := self._admits.get(id(part))) is None:
-            kept = self._admits[id(part)] = admitted(part)
+            types, values = admitted(part)
+            if values is not None:
+                values = {(key[0], self._keys.setdefault(key, len(self._keys))) for key in values}
+            kept = self._admits[id(part)] = types, values
         return kept
+
+    def _required(self, parts: Parts) -> Iterator[str]:
+        seen = set[str]()
+        for part in parts:
+            for name in list_of(part, "required"):
+                self._step()
+                if isinstance(name, str) and name not in seen:
+                    seen.add(name)
+                    yield name
 
     def _clash(self, parts: Parts, depth: int = 0) -> bool:
         """Whether no document matches all parts, as far as that is certain."""
-        self._step(len(parts))
+        self._step(1 + len(parts))
         return all(self._clash_in(kind, parts, depth) for kind in self._types(parts))
 
     def _clash_in(self, kind: str, parts: Parts, depth: int) -> bool:
         literals = [keys for part in parts if (keys := self._admitted(part)[1]) is not None]
-        if literals and not any(key[0] == kind for key in set.intersection(*literals)):
-            return True
+        if literals:
+            fewest = min(literals, key=len)
+            self._step(len(fewest) // 16)
+            if not any(key[0] == kind and all(key in keys for keys in literals) for key in fewest):
+                return True
         if kind == "number":
             low, high = range_of(parts)
             return low is not None and high is not None and low > high
@@ -313,12 +355,13 @@ class _Document:
             return False
         places: Iterator[list[Any]] = iter(())
         if kind == "object":
-            places = (properties_of(parts, name) for name in required_of(parts))
+            places = (properties_of(parts, name) for name in self._required(parts))
         elif kind == "array":
             places = (items_of(parts, index) for index in least_items(parts))
         return any(self._clash_at(place, depth + 1) for place in places)
 
     def _clash_at(self, nodes: Sequence[Any], depth: int) -> bool:
+        self._step(1 + len(nodes))
         ways = [self._ways_of(node) for node in nodes]
         if math.prod(map(len, ways)) > MAX_WAYS:
             return False
@@ -327,6 +370,7 @@ class _Document:
     def _check_multiples(self, node: Schema, path: str) -> None:
         """Refuse steps that hold together and whose common multiple the engine does not have."""
         for way in self._ways_of(node):
+            self._step(len(way))
             steps = {abs(decimal_of(part["multipleOf"])) for part in way if is_number(part.get("multipleOf"))}
             shift = max((-int(step.as_tuple().exponent) for step in steps), default=0)
             if math.prod(step.scaleb(shift) for step in steps) > _MAX_MULTIPLE:
@@ -342,9 +386,6 @@ class _Document:
 def _write(node: Schema, path: str) -> None:
     if isinstance(node.get("format"), str) and node["format"] not in FORMATS:
         del node["format"]
-    for name in ("const", "enum"):
-        if name in node:
-            _check_literal(node[name], f"{path}/{name}")
     bounds = [decimal_of(node[name]) for name in _BOUNDS if is_number(node.get(name))]
     if any(abs(bound) >= EXACT or not _is_exact(bound) for bound in bounds):
         _narrow(node, path)
@@ -365,13 +406,27 @@ def _write(node: Schema, path: str) -> None:
         node.update(entries)  # in the order of the schema, which is that of properties
 
 
+def _check_literals(node: Schema, path: str) -> None:
+    """Refuse what the engine would write otherwise than it is."""
+    for name in ("const", "enum"):
+        if name in node:
+            _check_literal(node[name], f"{path}/{name}")
+    patterns = [("pattern", node.get("pattern"))]
+    patterns += [("patternProperties", name) for name in dict_of(node, "patternProperties")]
+    for name, pattern in patterns:
+        if isinstance(pattern, str) and any(found["lost"] for found in _PIECES.finditer(pattern)):
+            raise GrammarRefused(f"{path}/{name}: {_NO_CONTROLS}")
+
+
 def _check_literal(value: Any, path: str) -> None:
+    if isinstance(value, str) and _UNWRITABLE.search(value):
+        raise GrammarRefused(f"{path}: {_NO_CONTROLS}")
     if is_number(value) and not _is_exact(decimal_of(value)):
         raise GrammarRefused(
             f"{path}: a number of more than {DIGITS} digits is not enforced exactly; send it as a string"
         )
     if isinstance(value, list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
+        for each in (*value, *value.values()) if isinstance(value, dict) else value:
             _check_literal(each, path)
 
 

@@ -1,7 +1,11 @@
-"""The conditions of one JSON schema by itself, without those that it refers to; malformed ones are none."""
+"""JSON schemas as they are read, and the conditions of one by itself, without those that it refers to.
+
+Malformed conditions are none.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from decimal import Decimal
@@ -10,6 +14,7 @@ from typing import Any, Final
 TYPES: Final = frozenset(("null", "boolean", "number", "string", "array", "object"))
 
 Schema = dict[str, Any]
+MOST_DIGITS: Final = 400  # of numbers that are read
 # Schemas of one place, which all hold.
 Parts = tuple[Schema, ...]
 # The type of a value, and what is equal for equal values.
@@ -120,3 +125,38 @@ def is_number(value: Any) -> bool:
 
 def decimal_of(value: Any) -> Decimal:
     return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
+
+
+class Unreadable:
+    """In place of what is no number, or one whose arithmetic would take long."""
+
+    def __init__(self, text: str) -> None:
+        self.problem = f"{text} is no JSON" if text[-1].isalpha() else "too many digits; send it as a string"
+
+
+def _number(text: str) -> float | Decimal | Unreadable:
+    """A float where it has the same digits."""
+    near = float(text)
+    try:
+        value = Decimal(text)
+    except ArithmeticError:
+        return Unreadable(text)
+    if len(text) <= MOST_DIGITS and decimal_of(near) == value:
+        return near
+    long = len(text) > MOST_DIGITS or math.isinf(near) or value.adjusted() < -MOST_DIGITS
+    return Unreadable(text) if long else value
+
+
+def _integer(text: str) -> int | Unreadable:
+    return int(text) if len(text) <= MOST_DIGITS else Unreadable(text)
+
+
+_DECODER: Final = json.JSONDecoder(parse_float=_number, parse_int=_integer, parse_constant=Unreadable)
+
+
+def read(text: str, start: int = 0) -> tuple[Any, int]:
+    """Return the JSON value that begins in a text, its numbers exact, and its end. Raises ValueError."""
+    while start < len(text) and text[start] in " \t\r\n":
+        start += 1
+    found: tuple[Any, int] = _DECODER.raw_decode(text, start)
+    return found

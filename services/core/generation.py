@@ -90,6 +90,8 @@ class Constraint:
 
     kind: ConstraintKind
     source: str
+    # Written by a gateway from one that it checked: schemas in it are as the engine takes them.
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

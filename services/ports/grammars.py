@@ -58,6 +58,10 @@ class Grammars(Protocol):
     def row_bytes(self) -> int:
         """How many bytes a mask takes: one bit per token, the lowest first."""
 
+    def exact(self, constraint: Constraint) -> Constraint:
+        """Return the constraint with its schemas as the engine takes them, whose compilation takes no
+        processor time under the interpreter's lock. Raises GrammarRefused."""
+
     def compile(self, constraint: Constraint) -> Matcher:
         """Return a matcher at the beginning of an output. Raises GrammarRefused."""
 

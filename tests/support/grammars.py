@@ -91,6 +91,9 @@ class ChoiceGrammars:
 
     row_bytes = -(-SIZE // 8)
 
+    def exact(self, constraint: Constraint) -> Constraint:
+        return constraint
+
     def compile(self, constraint: Constraint) -> ChoiceMatcher:
         """See ``Grammars``."""
         if constraint.kind is not ConstraintKind.CHOICE:

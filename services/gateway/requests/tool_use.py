@@ -142,8 +142,9 @@ class OutputForms:
         use = tool_use(generation)
         form = accepted or declared_form(generation, use, deployment, model, ids)
         if constraint is not None and not use.tools:
-            await self._tokeniser.check_constraint(model, tenant_id, constraint)
-            form, constraint = await self._behind_reasoning(generation, form, constraint, tenant_id, model)
+            exact = await self._tokeniser.check_constraint(model, tenant_id, constraint)
+            form, found = await self._behind_reasoning(generation, form, constraint, tenant_id, model)
+            constraint = found or exact
         if use.tools and (accepted is None or accepted.held):
             form, constraint = await self._with_calls(use, form, constraint, tenant_id, model)
         if not generation.parts:
@@ -157,22 +158,22 @@ class OutputForms:
         constraint: Constraint,
         tenant_id: str,
         model: TextModel,
-    ) -> tuple[OutputForm, Constraint]:
+    ) -> tuple[OutputForm, Constraint | None]:
         """Return the constraint that holds for content alone, where there may be reasoning before it.
 
-        Otherwise the output matches from its beginning, and has no reasoning.
+        None: the output matches from its beginning, and has no reasoning.
         """
         whole = replace(form, reasoning=None)
         by_schema = constraint.kind is ConstraintKind.JSON_SCHEMA
         if form.reasoning is None or not generation.parts or not by_schema:
-            return whole, constraint
+            return whole, None
         try:
             schema = msgspec.json.decode(constraint.source, type=dict[str, Any])
             source = reasoned_grammar(form, schema, model.marks)
-            found = Constraint(ConstraintKind.GRAMMAR, source)
-            await self._tokeniser.check_constraint(model, tenant_id, found)
+            written = Constraint(ConstraintKind.GRAMMAR, source)
+            found = await self._tokeniser.check_constraint(model, tenant_id, written)
         except (msgspec.DecodeError, RecursionError, ConstraintRefused):
-            return whole, constraint
+            return whole, None
         return form, found
 
     async def _with_calls(
@@ -195,8 +196,8 @@ class OutputForms:
         asked |= use.choice.single or bool(use.choice.names)
         free = replace(form, names=tuple(tool.name for tool in tools))
         try:
-            found = self._grammar(form, tools, rules, model)
-            await self._tokeniser.check_constraint(model, tenant_id, found)
+            written = self._grammar(form, tools, rules, model)
+            found = await self._tokeniser.check_constraint(model, tenant_id, written)
         except ConstraintRefused as error:
             if not asked:
                 return free, None

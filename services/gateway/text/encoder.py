@@ -159,11 +159,16 @@ class TextEncoder:
                 f"this model's tokenizer cannot be constrained: {error}", field=CONSTRAINT
             ) from error
 
-    def check(self, constraint: Constraint) -> None:
-        """Return if the constraint compiles and an output can begin. Raises ConstraintRefused."""
+    def check(self, constraint: Constraint) -> Constraint:
+        """Return the constraint for workers, if it compiles and an output can begin.
+
+        Raises ConstraintRefused.
+        """
         assert self._grammars is not None, "the grammars are not open"
         try:
-            self._grammars.compile(constraint)
+            exact = self._grammars.exact(constraint)
+            self._grammars.compile(exact)
+            return exact
         except GrammarRefused as error:
             raise ConstraintRefused(
                 f"{constraint.kind} is refused: {error}", field=f"{CONSTRAINT}.{constraint.kind}"

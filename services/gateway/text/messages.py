@@ -111,7 +111,9 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class ConstraintPassed(msgspec.Struct, frozen=True, tag=True):
-    """The constraint was compiled, and an output can begin."""
+    """The constraint was compiled, and an output can begin; ``exact`` is the one for workers."""
+
+    exact: Constraint
 
 
 class TextRefused(msgspec.Struct, frozen=True, tag="TextRefused"):

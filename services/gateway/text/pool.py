@@ -231,9 +231,11 @@ class TextProcesses:
         assert isinstance(found, DecodedText), "no text for tokens"
         return found.text
 
-    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> None:
+    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> Constraint:
         """See ``Texts``."""
-        await self._read(model, tenant_id, constraint, len(constraint.source.encode()))
+        found = await self._read(model, tenant_id, constraint, len(constraint.source.encode()))
+        assert isinstance(found, Constraint), "no constraint for a constraint"
+        return found
 
     async def _read(
         self,
@@ -336,8 +338,8 @@ class TextProcesses:
                     job.future.set_result(pixels)
                 case Decoded(decoded=decoded):
                     job.future.set_result(decoded)
-                case ConstraintPassed():
-                    job.future.set_result(None)
+                case ConstraintPassed(exact=exact):
+                    job.future.set_result(exact)
                 case TextRefused() as found:
                     job.future.set_exception(error_of(found))
         self._dispatch(version)

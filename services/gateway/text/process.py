@@ -126,8 +126,7 @@ def _check(encoder: TextEncoder | RowEncoder, order: CheckConstraint) -> Answer:
     signal.setitimer(signal.ITIMER_PROF, order.open_cpu_s)
     encoder.open_grammars()
     signal.setitimer(signal.ITIMER_PROF, order.cpu_s)
-    encoder.check(order.constraint)
-    return ConstraintPassed()
+    return ConstraintPassed(encoder.check(order.constraint))
 
 
 def _limit_memory(memory_bytes: int) -> None:

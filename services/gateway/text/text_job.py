@@ -34,7 +34,7 @@ SHORT_BYTES: Final = 16 * 1024
 
 # What is read, and what becomes of it.
 AnyText = str | Conversation | RowTexts | PictureFile | TokenRun | Constraint
-AnyRead = EncodedText | EncodedRows | Pixels | DecodedText | None
+AnyRead = EncodedText | EncodedRows | Pixels | DecodedText | Constraint
 
 
 @dataclass(eq=False, slots=True)

@@ -196,8 +196,8 @@ class Texts(Protocol):
         FailedPrecondition where its files fail on it, Unavailable where a retry may help.
         """
 
-    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> None:
-        """Return if the version's outputs can be held to the constraint at a bounded cost.
+    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> Constraint:
+        """Return the constraint for workers, if outputs can be held to it at a bounded cost.
 
         Raises ConstraintRefused, UnsupportedFeature for a tokenizer that cannot be constrained, and
         Unavailable where a retry may help.

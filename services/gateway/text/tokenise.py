@@ -21,6 +21,7 @@ from services.gateway.text.text_model import Conversation, TextModel, Texts, Tok
 MAX_CACHED_TOKENS: Final = 500_000
 MAX_CACHED_ENTRIES: Final = 4096
 MAX_CHECKED: Final = 4096
+MAX_CHECKED_CHARS: Final = 16 * 1024 * 1024
 # Longer texts nearly always have more tokens than an entry may.
 MAX_CACHED_BYTES: Final = 1024 * 1024
 # Up to this size naming takes less time than a thread switch under load: 0.2 ms; 100,000 tokens take 4 ms.
@@ -39,16 +40,22 @@ class Tokeniser:
         self._max_cached_tokens = max_cached_tokens
         self._cache: OrderedDict[bytes, Ids] = OrderedDict()
         self._cached_tokens = 0
-        self._checked: OrderedDict[bytes, None] = OrderedDict()  # constraints that passed
+        # Constraints that passed, as workers receive them.
+        self._checked: OrderedDict[bytes, Constraint] = OrderedDict()
+        self._checked_chars = 0
 
-    async def check_constraint(self, model: TextModel, tenant_id: str, constraint: Constraint) -> None:
-        """Return if the model can be held to the constraint at a bounded cost. Raises as ``Texts.check``."""
+    async def check_constraint(self, model: TextModel, tenant_id: str, constraint: Constraint) -> Constraint:
+        """Return the constraint for workers. Raises as ``Texts.check``."""
         key = _digest(model.version_digest, tenant_id, constraint.kind, constraint.source)
-        if key not in self._checked:
-            await self._texts.check(model, tenant_id, constraint)
-            self._checked[key] = None
-            while len(self._checked) > MAX_CHECKED:
-                self._checked.popitem(last=False)
+        if (kept := self._checked.get(key)) is not None:
+            return kept
+        found = await self._texts.check(model, tenant_id, constraint)
+        if key not in self._checked:  # a request with the same one may have been faster
+            self._checked[key] = found
+            self._checked_chars += len(found.source)
+        while len(self._checked) > MAX_CHECKED or self._checked_chars > MAX_CHECKED_CHARS:
+            self._checked_chars -= len(self._checked.popitem(last=False)[1].source)
+        return found
 
     async def prompt(self, model: TextModel, tenant_id: str, text: str) -> Ids:
         """Return the ids of a raw prompt.

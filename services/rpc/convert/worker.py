@@ -6,6 +6,7 @@ The two converters of frames are on the token path: columns are copied as lists,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -88,7 +89,7 @@ _END: Final = Mirror(
 
 def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
     generation, grant = spec.generation, spec.grant
-    prompt, limits = generation.prompt, generation.limits
+    prompt, limits, constraint = generation.prompt, generation.limits, generation.sampling.constraint
     message = worker_pb2.StartSequence(
         handle=handle,
         request_id=generation.request_id,
@@ -114,6 +115,7 @@ def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
         embed=spec.embed,
         spelled_token_ids=limits.spelled_ids,
         prompt_logprobs=generation.sampling.prompt_logprobs,
+        exact_constraint=constraint is not None and constraint.exact,
         scored_tokens=spec.scored_tokens,
         continues_prompt=generation.continues_prompt,
     )
@@ -135,11 +137,7 @@ def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec:
         version_digest=grant.version_digest,
         route_revision=message.route_revision,
         prompt=Prompt(list(message.prompt_ids), tuple(message.prefix_hashes), message.prefix_root),
-        sampling=sampling_from_proto(
-            message.sampling,
-            message.logprobs if message.HasField("logprobs") else None,
-            message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        ),
+        sampling=sampling_from_proto(message),
         limits=OutputLimits(
             message.max_output_tokens,
             message.min_output_tokens,
@@ -208,10 +206,11 @@ def sampling_to_proto(params: Sampling) -> common_pb2.Sampling:
     )
 
 
-def sampling_from_proto(
-    message: common_pb2.Sampling, logprobs: int | None = None, prompt_logprobs: int | None = None
-) -> Sampling:
+def sampling_from_proto(start: worker_pb2.StartSequence) -> Sampling:
     """Every field that is absent has the default of ``Sampling``."""
+    message, constraint = start.sampling, None
+    if message.HasField("constraint"):
+        constraint = replace(constraint_from_proto(message.constraint), exact=start.exact_constraint)
     return Sampling(
         seed=message.seed,
         temperature=message.temperature if message.HasField("temperature") else 1.0,
@@ -222,9 +221,9 @@ def sampling_from_proto(
         frequency_penalty=message.frequency_penalty,
         repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
         logit_bias=tuple(sorted(message.logit_bias.items())),
-        logprobs=logprobs,
-        constraint=constraint_from_proto(message.constraint) if message.HasField("constraint") else None,
-        prompt_logprobs=prompt_logprobs,
+        logprobs=start.logprobs if start.HasField("logprobs") else None,
+        constraint=constraint,
+        prompt_logprobs=start.prompt_logprobs if start.HasField("prompt_logprobs") else None,
     )
 
 

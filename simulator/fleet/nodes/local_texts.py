@@ -73,12 +73,12 @@ class LocalTexts:
         decode = rows_of(self._encoder(model)).decode_picture
         return await asyncio.get_running_loop().run_in_executor(self._executor, decode, picture)
 
-    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> None:
+    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> Constraint:
         encoder = self._encoder(model)
         assert isinstance(encoder, TextEncoder), "a constraint of a fixed-cost model"
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._executor, encoder.open_grammars)
-        await loop.run_in_executor(self._executor, encoder.check, constraint)
+        return await loop.run_in_executor(self._executor, encoder.check, constraint)
 
     def _encoder(self, model: TextModel) -> TextEncoder | RowEncoder:
         encoder = self._encoders.get(model.version_digest)

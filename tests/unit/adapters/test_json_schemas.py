@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from random import Random
@@ -17,7 +18,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.adapters.grammars import GuidanceGrammars, grammars_of
-from services.adapters.json_schemas import FORMATS, exact_schema, read
+from services.adapters.json_schemas import FORMATS, exact_schema
+from services.adapters.schema_parts import read
 from services.core.generation import Constraint, ConstraintKind
 from services.ports.grammars import GrammarRefused, MaskRequest
 
@@ -25,6 +27,7 @@ CHECKPOINT = Path(__file__).parents[3] / "models/tiny/checkpoint/tokenizer.json"
 Schema = Any
 MAX_TOKENS: Final = 400
 BIG: Final = 2**53
+CONTROLS: Final = [chr(code) for code in (*range(0x20), 0x7F)]
 NODE: Final = {"$ref": "#/$defs/n"}
 # A property of its own type that it has to have.
 ENDLESS: Final = {"type": "object", "properties": {"child": NODE}, "required": ["child"]}
@@ -146,7 +149,9 @@ class Drawer:
                 name = rng.choice((*sorted(FORMATS), "password", "binary", "path", "int64", "entity_id"))
                 return {"type": rng.choice(("string", "integer")), "format": name}
             case 2:
-                return rng.choice(({"const": self.number()}, {"enum": [self.number(), "a", None]}))
+                text = f"a{rng.choice(CONTROLS)}b"
+                drawn = ({"const": self.number()}, {"enum": [self.number(), "a", None]}, {"const": text})
+                return rng.choice(drawn)
             case 3:
                 return {"type": "integer", "multipleOf": rng.choice((3, 7, 70, BIG + 1, 2**32))}
         kind = rng.choice(("integer", "number"))
@@ -380,6 +385,54 @@ def test_numbers_that_the_engine_would_round_are_refused(walker: Walker, value: 
     assert refusal(walker, '{"const": 9007199254740993.0}').startswith("#/const")
 
 
+@pytest.mark.parametrize(
+    "text", ["1" * 5000, f"1.{'1' * 5000}", "1e999999", "1e400", "-1e-99999999999999999999"]
+)
+def test_numbers_of_too_many_digits_are_refused_by_their_place(walker: Walker, text: str) -> None:
+    for name in ("const", "minimum", "multipleOf", "title", "minItems"):
+        schema = f'{{"properties": {{"a": {{"{name}": {text}}}}}}}'
+        assert refusal(walker, schema) == f"#/properties/a/{name}: too many digits; send it as a string"
+        grammar = Constraint(ConstraintKind.GRAMMAR, f"start: %json {schema}")
+        with pytest.raises(GrammarRefused, match=f"#/properties/a/{name}: too many digits"):
+            walker.grammars.compile(grammar)
+    for name in ("Infinity", "-Infinity", "NaN"):
+        assert refusal(walker, f'{{"enum": [1, {name}]}}') == f"#/enum/1: {name} is no JSON"
+
+
+def test_control_characters_that_have_no_short_escape_are_refused_in_literals(walker: Walker) -> None:
+    for code in (*range(0x21), 0x7F, 0x80, 0x2028):
+        text = f"a{chr(code)}b"
+        for schema, value in (({"const": text}, text), ({"enum": [{"k": [text]}]}, {"k": [text]})):
+            if (code in range(0x20) and chr(code) not in "\b\f\n\r\t") or code == 0x7F:
+                assert refusal(walker, schema).startswith(f"#/{next(iter(schema))}: control characters")
+            else:
+                found = walker.document(of(schema), Random(code))
+                assert found is not None
+                assert json.loads(found) == value
+        for written in (chr(code), f"\\x{code:02x}", f"\\u{code:04x}", f"\\u{{{code:x}}}"):
+            for pattern in (f"^a{written}b$", f"^a[{written}]b$", f"^(a{written}|c)b$"):
+                for name, where in (("pattern", pattern), ("patternProperties", {pattern: {}})):
+                    if code == 0x7F or (code < 0x20 and chr(code) not in "\b\f\n\r\t"):
+                        assert refusal(walker, {name: where}).startswith(f"#/{name}: control characters"), (
+                            pattern
+                        )
+                    elif code < 0x80 or written == chr(code):
+                        walker.grammars.compile(of({name: where}))
+        named = {"type": "object", "properties": {text: {"const": 1}}, "required": [text]}
+        found = walker.document(of(named | {"additionalProperties": False}), Random(code))
+        assert found is not None
+        assert json.loads(found) == {text: 1}
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"^a[^\x00-\x1f]b$", r"^\\x01$", r"^[a-z\x01]$", r"^\x41\t\u{7e}$", r"^\d\[x]$"]
+)
+def test_patterns_that_leave_control_characters_out_are_served(walker: Walker, pattern: str) -> None:
+    found = walker.document(of({"type": "string", "pattern": pattern}), Random(1))
+    assert found is not None
+    assert is_valid(found, {"type": "string", "pattern": pattern.replace("u{7e}", "x7e")})
+
+
 def test_steps_are_exact_or_refused(walker: Walker) -> None:
     assert walker.takes(of({"type": "integer", "multipleOf": 70}), "140")
     pair = {"allOf": [{"multipleOf": 65536}, {"$ref": "#/$defs/s"}], "$defs": {"s": {"multipleOf": 65537}}}
@@ -465,6 +518,44 @@ def test_schemas_within_grammars_are_held_to_alike(walker: Walker) -> None:
         walker.grammars.compile(endless)
 
 
+@pytest.mark.parametrize("kind", [ConstraintKind.JSON_SCHEMA, ConstraintKind.GRAMMAR])
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_an_exact_constraint_is_compiled_as_it_is(walker: Walker, kind: ConstraintKind, first: int) -> None:
+    served = 0
+    for seed in range(first, first + 20):
+        text = json.dumps(Drawer(seed).schema())
+        drawn = Constraint(kind, text if kind is ConstraintKind.JSON_SCHEMA else f"start: %json {text}")
+        try:
+            exact, texts = walker.grammars.exact(drawn), [walker.document(drawn, Random(n)) for n in range(3)]
+        except GrammarRefused:
+            continue
+        served += 1
+        assert exact.exact
+        assert walker.grammars.exact(exact) is exact
+        assert [walker.document(exact, Random(n)) for n in range(3)] == texts
+        # A worker of an earlier release rewrites it again.
+        assert walker.grammars.exact(replace(exact, exact=False)) == exact
+    assert served > 2
+    # Only a gateway writes these; it is not analysed.
+    lenient = '{"oneOf":[{"type":"integer"},{"type":"number"}],"x-guidance":{"coerce_one_of":true}}'
+    source = lenient if kind is ConstraintKind.JSON_SCHEMA else f"start: %json {lenient}"
+    assert walker.takes(Constraint(kind, source, exact=True), "1")
+    with pytest.raises(GrammarRefused, match="may both match"):
+        walker.grammars.compile(Constraint(kind, source))
+
+
+def test_a_constraint_too_long_in_its_exact_form_stays_as_it_is(walker: Walker) -> None:
+    for constraint in (
+        of(f'{{"enum":["{"é" * 16_000}"]}}'),
+        Constraint(ConstraintKind.REGEX, "a+"),
+        Constraint(ConstraintKind.CHOICE, '["a"]'),
+    ):
+        assert walker.grammars.exact(constraint) is constraint
+        walker.grammars.compile(constraint)
+    with pytest.raises(GrammarRefused, match="longer"):
+        walker.grammars.exact(of(f'{{"title":"{"é" * 40_000}"}}'))
+
+
 def test_references_are_those_of_the_standard(walker: Walker) -> None:
     names = {"a/b": {"const": 1}, "c~d": {"const": 2}, "e f%": {"const": 3}}
     for pointer, value in (("a~1b", 1), ("c~0d", 2), ("e%20f%25", 3)):
@@ -473,6 +564,22 @@ def test_references_are_those_of_the_standard(walker: Walker) -> None:
         assert not walker.takes(of(schema), str(value % 3 + 1))
     within = {"oneOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/oneOf/1"}}]}
     assert walker.takes(of(within), "[[], []]")
+    branches: Schema = {"oneOf": [{"const": "x"}, {"const": 5}]}
+    either: Schema = {"anyOf": [{"type": "string"}, {"type": "integer"}]}
+    deeper: Schema = {"oneOf": [{"oneOf": [{"const": "y"}, {"const": 5}]}, {"type": "null"}]}
+    # Where branches stand beside others, or nothing but the reference names them, and where these are used.
+    for schema, pointer in (
+        (branches, "oneOf/1"),
+        (branches | either, "oneOf/1"),
+        (branches | either | {"allOf": [{"minLength": 0}]}, "oneOf/1"),
+        (deeper, "oneOf/0/oneOf/1"),
+        (deeper | {"anyOf": [{"maxLength": 9}]}, "oneOf/0/oneOf/1"),
+    ):
+        for used in ({}, {"minProperties": 1, "additionalProperties": {"$ref": "#/$defs/a"}}):
+            wanted: Schema = {"type": "object", "required": ["b"], **used}
+            wanted |= {"properties": {"b": {"$ref": f"#/$defs/a/{pointer}"}}, "$defs": {"a": schema}}
+            assert walker.takes(of(wanted), '{"b": 5}'), wanted
+            assert not any(walker.takes(of(wanted), f'{{"b": {text}}}') for text in ("6", '"x"', '"z"'))
     recursive = {"$id": "T0", "type": "array", "items": {"$ref": "T0"}, "$anchor": "top", "maxItems": 2}
     elsewhere = {
         "$id": "https://example.com/a/b",
@@ -525,6 +632,34 @@ def branching(times: int) -> Schema:
         '{"multipleOf": 1e999999999, "maximum": 1e999999999, "minimum": -1e-999999999}',
         '{"multipleOf": 1e99999999999999999999}',
         '{"const": Infinity}',
+        '{"minimum": 1e999999}',
+        {
+            "type": "object",
+            "required": [f"n{n}" for n in range(3000)],
+            "oneOf": [{"properties": {"k": {"const": n}}, "required": ["k"]} for n in range(60)],
+        },
+        {
+            "type": "object",
+            "required": ["a"] * 10_000,
+            "oneOf": [{"properties": {"k": {"const": n}}, "required": ["k"]} for n in range(60)],
+        },
+        {"allOf": [{"anyOf": [{"minimum": n} for n in range(256)]}] + [{}] * 15_000},
+        {
+            "$ref": "#/$defs/b0",
+            "$defs": {"a": {"anyOf": [{"minimum": 1}] * 200}}
+            | {
+                f"b{n}": {"anyOf": [{"$ref": "#/$defs/a"}] * 40 + [{"$ref": f"#/$defs/b{n + 1}"}]}
+                for n in range(50)
+            }
+            | {"b50": {}},
+        },
+        {"pattern": "[" * 60_000},
+        {"patternProperties": {"\\x{" + "0" * 60_000: {}}},
+        {"$id": f"http://a/{'b/' * 9000}", "allOf": [{"$id": "x"}] * 3000},
+        {
+            "allOf": [{"const": list(range(5000))}, {"const": list(range(5000))}],
+            "oneOf": [{"type": "array", "minItems": n, "maxItems": n} for n in range(200)],
+        },
         '{"title": NaN, "maximum": -1e400}',
         "[" * 60_000,
         '{"items":' * 900 + "{}" + "}" * 900,
@@ -539,6 +674,6 @@ def test_hostile_schemas_cost_little_and_end_in_an_answer(walker: Walker, schema
     constraint, started = of(schema), time.process_time()
     with suppress(ValueError, TypeError, ArithmeticError, RecursionError, GrammarRefused):
         exact_schema(read(constraint.source)[0], {})
-    assert time.process_time() - started < 1.0
+    assert time.process_time() - started < 0.25
     with suppress(GrammarRefused):
         walker.grammars.compile(constraint)

@@ -93,8 +93,8 @@ class CountedTexts:
         await self.gate.wait()
         return await self._texts.read(model, tenant_id, text, size_bytes=size_bytes)
 
-    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> None:
-        await self._texts.check(model, tenant_id, constraint)
+    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> Constraint:
+        return await self._texts.check(model, tenant_id, constraint)
 
 
 class NotedLimiter(MemoryLimiter):

@@ -130,7 +130,7 @@ async def test_required_calls_are_held_to_their_schemas(resolve: Resolver) -> No
     assert spec.form is not None
     assert (spec.form.calls, spec.form.reasoning) == (CALL_FORMS["hermes"], REASONING_FORMS["think"])
     assert spec.form.held
-    assert '"a": {"type": "integer"}' in grammar(spec)
+    assert '"a":{"type":"integer"}' in grammar(spec)
     named = pb.ToolChoice(mode=pb.TOOL_MODE_REQUIRED, names=["g"])
     assert "integer" not in grammar(await resolve(generation(*tools, tool_choice=named)))
 
@@ -161,7 +161,7 @@ async def test_a_model_calls_a_tool_of_a_long_name_by_its_hash(resolve: Resolver
 
 async def test_under_auto_only_strict_tools_are_held_to_their_schema(resolve: Resolver) -> None:
     found = grammar(await resolve(generation(tool(), tool("g", OBJECT, strict=True), parts=True)))
-    assert found.count('"a": {"type": "integer"}') == 1
+    assert found.count('"a":{"type":"integer"}') == 1
     assert "TEXT" in found
 
 
@@ -270,6 +270,20 @@ async def test_a_model_without_a_form_takes_no_tools(resolve: Resolver) -> None:
     assert spec.form is not None
     assert (spec.form.calls, spec.form.reasoning, spec.sampling.constraint) == (None, None, None)
     assert (await resolve(generation())).form is None
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("tools", [False, True])
+async def test_workers_receive_schemas_that_they_do_not_check_again(
+    resolve: Resolver, tools: bool, parts: bool
+) -> None:
+    used = [tool("g", OBJECT, strict=True)] if tools else []
+    asked = generation(*used, parts=parts, tool_choice=REQUIRED if tools else None)
+    asked.sampling.constraint.json_schema = OBJECT
+    constraint = (await resolve(asked)).sampling.constraint
+    assert constraint is not None
+    assert constraint.exact
+    assert "x-guidance" in constraint.source
 
 
 async def test_a_constraint_without_tools_is_as_before(resolve: Resolver) -> None:

@@ -61,6 +61,7 @@ samplings = st.builds(
         Constraint,
         st.sampled_from([kind for kind in ConstraintKind if kind is not ConstraintKind.CHOICE]),
         short.filter(bool),
+        st.booleans(),
     )
     | st.lists(short, min_size=1, max_size=3).map(
         lambda texts: Constraint(ConstraintKind.CHOICE, json.dumps(texts, ensure_ascii=False))
