@@ -8,8 +8,8 @@ cut behind the token's first character and tokenised in pieces, so that no piece
 spell none give exactly their usual tokens. ``TextEncoder.encode_chat`` counts the control tokens afterwards.
 
 Control tokens are the tokenizer's added tokens that are flagged special, and those that the template writes
-around turns. Other added tokens (``<think>``) are ordinary text with an id of their own: transformers reads
-them from messages too.
+around turns, tools, calls and results. Other added tokens (``<think>``) are ordinary text with an id of their
+own: transformers reads them from messages too.
 """
 
 from __future__ import annotations

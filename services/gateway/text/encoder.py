@@ -5,7 +5,7 @@ Everything is read from the version's verified files and is immutable afterwards
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
+from fairway.formats.answers import ToolCall
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.generation import sampling_defaults
 from fairway.formats.rope_config import context_of
@@ -46,11 +47,24 @@ _PROBES: Final = (
     (ChatMessage("system", "Hi"), ChatMessage("user", "Hi")),
     (ChatMessage("user", "Hi"), ChatMessage("assistant", "Hi"), ChatMessage("user", "Hi")),
 )
+# What a template writes only around calls and results of tools is in no other. An id of nine letters and
+# digits, a name and an argument are what some templates require.
+_CALL: Final = (ToolCall("probe0001", "probe", '{"x": "Hi"}'),)
+_RESULT: Final = ChatMessage("tool", "Hi", name="probe", tool_call_id="probe0001")
+_TOOL_PROBES: Final = (
+    (ChatMessage("user", "Hi"), ChatMessage("assistant", "", tool_calls=_CALL), _RESULT),
+    (
+        *(ChatMessage("user", "Hi"), ChatMessage("assistant", "Hi", tool_calls=_CALL), _RESULT),
+        *(ChatMessage("assistant", "Hi"), ChatMessage("user", "Hi")),
+    ),
+)
 _MAX_SHOWN: Final = 200
 TOOL_USE: Final = "tool_use"
 _NAMES: Final = ("default", TOOL_USE)
 # A template for requests with tools is tried with one.
-_PROBE_TOOLS: Final = (Tool("probe", "A tool", '{"type": "object", "properties": {}}'),)
+_PROBE_TOOLS: Final = (
+    Tool("probe", "A tool", '{"type": "object", "properties": {"x": {"type": "string"}}}'),
+)
 
 
 class RowTextEncoder(Protocol):
@@ -290,7 +304,7 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str, Mapping[str, str]]:
 def _control(added: Iterable[AddedToken], marks: Iterable[MarkToken], written: str) -> list[str]:
     """Return the spellings that no message may have as tokens.
 
-    Beside the special tokens those that a template writes around turns and no output form has: many
+    Beside the special tokens those that a template writes around turns or tools and no output form has: many
     publishers leave the marks of turns unflagged.
     """
     free = {mark.text for mark in marks}
@@ -383,7 +397,19 @@ def _open_template(source: str, *, tokens: Mapping[str, str], clock: Clock, tool
                 break
             faults.append(_shown(error))
     fault = "" if works or written else faults[0]
+    if not fault:
+        written += _written_around_tools(template)
     return _Opened(template, fault, "".join(written))
+
+
+def _written_around_tools(template: ChatTemplate) -> Iterator[str]:
+    """Yield a template's text of conversations with tools. It need not render them."""
+    for messages in (*_TOOL_PROBES, *_PROBES):
+        try:
+            yield template.render(messages, max_chars=MAX_TEMPLATE_BYTES, tools=_PROBE_TOOLS).text
+        except (FailedPrecondition, InvalidInput) as error:
+            if isinstance(error.__cause__, TemplateTooCostly):
+                return
 
 
 def _shown(error: FailedPrecondition | InvalidInput) -> str:

@@ -17,7 +17,12 @@ from services.gateway.service_types import RowsMessage
 
 _MAX_CUT = 1_048_576
 _DATA_URL = re.compile(r"data:image/(?:png|jpe?g);base64,", re.IGNORECASE)
-_SCHEME = re.compile(r"\s*[a-z][a-z0-9+.-]*:", re.IGNORECASE)
+# Bounded, since a whole picture in base64 could begin a scheme.
+_SCHEME = re.compile(r"\s{0,31}[a-z][a-z0-9+.-]{0,31}:", re.IGNORECASE)
+# The bounds of InferRequest.images, checked before anything is decoded.
+_MAX_PICTURES = 64
+_MAX_PICTURE_BYTES = 4 * 1024 * 1024
+_MAX_PICTURE_CHARS = 4 * (_MAX_PICTURE_BYTES // 3 + 1) + 32  # with the beginning of a data URL
 Cut = Annotated[int, Meta(ge=-1, le=_MAX_CUT)]
 Texts = str | list[str]
 
@@ -148,7 +153,7 @@ def classify_request(data: bytes) -> inference_pb2.InferRequest:
         raise InvalidInput("send either input or image", field="input")
     field, given = ("input", body.input) if body.image is None else ("image", body.image)
     rows = [given] if isinstance(given, str) else given or []
-    _check_count(len(rows), field)
+    _check_count(len(rows), field, MAX_ROWS if body.image is None else _MAX_PICTURES)
     message = inference_pb2.InferRequest()
     if body.image is None:
         message.texts.extend(rows)
@@ -161,6 +166,11 @@ def classify_request(data: bytes) -> inference_pb2.InferRequest:
 
 def _file(text: str, field: str) -> bytes:
     """Return the bytes of a picture. Raises InvalidInput, UnsupportedFeature."""
+    if len(text) > _MAX_PICTURE_CHARS:
+        raise InvalidInput(
+            f"{field} has {len(text)} characters; a file has at most {_MAX_PICTURE_BYTES} bytes, before base64",
+            field=field,
+        )
     if found := _DATA_URL.match(text):
         text = text[found.end() :]
     elif _SCHEME.match(text):
@@ -199,8 +209,8 @@ def _dimensions(asked: int | None) -> int:
     return asked or 0
 
 
-def _check_count(count: int, field: str) -> None:
+def _check_count(count: int, field: str, most: int = MAX_ROWS) -> None:
     """Checked before a message of that size is made."""
-    if not 1 <= count <= MAX_ROWS:
-        problem = f"has {count} elements; at most {MAX_ROWS} are taken" if count else "is empty"
+    if not 1 <= count <= most:
+        problem = f"has {count} elements; at most {most} are taken" if count else "is empty"
         raise InvalidInput(f"{field} {problem}", field=field)
