@@ -282,8 +282,7 @@ class DiskOutbox:
                 log.info("usage.not_sent", source=file.source, reason=error.reason)
                 return False
             if len(events) == 1:
-                await self._set_apart(file.source, first, events[0], error)
-                return True
+                return await self._set_apart(file.source, first, events[0], error)
         half = len(events) // 2
         if not await self._deliver(file, first, events[:half]):
             return False
@@ -301,8 +300,11 @@ class DiskOutbox:
             lost_until = first - 1
         return False
 
-    async def _set_apart(self, source: str, number: int, event: pb.UsageEvent, error: FairwayError) -> None:
+    async def _set_apart(self, source: str, number: int, event: pb.UsageEvent, error: FairwayError) -> bool:
+        """Return whether the event is out of the way; after an internal error it waits for room."""
         kept = await in_thread(self._apart.keep, source, number, framed(event.SerializeToString()))
+        if not kept and not is_final(error):
+            return False
         self._lost += not kept
         log.error(
             "usage.event_refused",
@@ -312,6 +314,7 @@ class DiskOutbox:
             reason=error.reason,
             error=error.message,
         )
+        return True
 
     def _read(self, path: Path) -> list[pb.UsageEvent]:
         """Return the whole events of a file. A copy of a damaged one is set apart. Raises OSError."""

@@ -391,6 +391,25 @@ async def test_refused_events_above_the_bound_are_counted_as_lost(tmp_path: Path
     await outbox.close()
 
 
+async def test_a_ledger_that_fails_at_everything_loses_nothing(tmp_path: Path) -> None:
+    names = [f"r{number}" for number in range(MAX_FILES + 10)]
+    reports = Bounded(*names)
+    reports.error = InternalError("a bug")
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, *names)
+    await outbox.sync()
+    assert not any([await outbox.send() for _ in range(7)])
+    assert outbox.lost == 0
+    reports.refused.clear()
+    assert await outbox.send()
+    await outbox.close()
+    again = outbox_of(tmp_path, reports, "life-2")
+    await again.recover()
+    assert await again.send()
+    assert set(reports.stored) == set(names)
+    await again.close()
+
+
 @pytest.mark.parametrize("seed", range(40))
 async def test_a_damaged_file_loses_at_most_the_event_with_the_damage(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
