@@ -122,7 +122,9 @@ def test_a_mark_around_tools_alone_is_spelled_by_no_message(where: str, tmp_path
 
 
 def test_a_template_that_fails_with_tools_alone_is_no_fault(tmp_path: Path, clock: Clock) -> None:
-    template = f"{{{{ tools.absent.name if tools or messages | selectattr('tool_calls') | list else '' }}}}{TURNS}"
+    template = (
+        f"{{{{ tools.absent.name if tools or messages | selectattr('tool_calls') | list else '' }}}}{TURNS}"
+    )
     encoder = load_encoder(version(tmp_path / "m", PLACES["extra list"], template), DIGEST, clock)
     assert encoder.encode_chat([ChatMessage("user", "Hi")])
     with pytest.raises(FailedPrecondition, match="the version's chat template fails"):
