@@ -14,11 +14,15 @@ from PIL import Image
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def picture(rng: random.Random, width: int, height: int, *, kind: str = "PNG", mode: str = "RGB") -> bytes:
-    """Return a file of drawn pixels, smooth enough for JPEG."""
+def picture(
+    rng: random.Random, width: int, height: int, *, kind: str = "PNG", mode: str = "RGB", orientation: int = 0
+) -> bytes:
+    """Return a file of drawn pixels, smooth enough for JPEG. ``orientation`` as in EXIF; 0: no EXIF."""
     pixels = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 256, (height, width, 3), np.uint8)
-    out = BytesIO()
-    Image.fromarray(pixels).convert(mode).save(out, kind)
+    out, exif = BytesIO(), Image.Exif()
+    if orientation:
+        exif[0x0112] = orientation
+    Image.fromarray(pixels).convert(mode).save(out, kind, **({"exif": exif} if orientation else {}))
     return out.getvalue()
 
 
@@ -54,6 +58,7 @@ def refused(rng: random.Random) -> dict[str, bytes]:
         "empty": b"",
         "signature": SIGNATURE,
         "jpeg head": photo[:20],
+        "16 bits of grey": picture(rng, 20, 20, mode="I;16"),
         "random": rng.randbytes(5000),
         "svg": b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/>",
         "postscript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",

@@ -142,8 +142,8 @@ class LeasedRows:
             self._task = self._supervisor.spawn("rows.turns", self._turns(), shared=True)
         if not request.rows:
             return ()
-        self._check_room(request)
         self._check_deadline(request)
+        self._make_room(request)
         run = self._enter(request)
         self._start_rows(request.version_digest, request.tenant_id)
         try:
@@ -166,42 +166,45 @@ class LeasedRows:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def _check_room(self, request: RowsRequest) -> None:
-        """Raise where rows of this class have no room. Those of lower classes yield theirs."""
+    def _make_room(self, request: RowsRequest) -> None:
+        """Shed rows of lower classes where there is no room, or raise and shed none."""
         rows, most = len(request.rows), self._limits.max_rows
         lacking = self._of_tenant[request.tenant_id] + rows - share_of(most)
-        if lacking > 0 and not self._displace(request, lacking, (request.tenant_id,)):
+        victims = self._victims(request, lacking, (request.tenant_id,), [])
+        if victims is None:
             raise ShareExceeded(
                 f"more than {share_of(most)} rows of this tenant would be pending at this gateway",
                 retry_after_s=1.0,
                 limit=share_of(most),
             )
-        lacking = len(self._runs) + rows - most
-        if lacking > 0 and not self._displace(request, lacking, tuple(self._of_tenant)):
+        lacking = len(self._runs) + rows - most - sum(run.left for run in victims)
+        victims = self._victims(request, lacking, tuple(self._of_tenant), victims)
+        if victims is None:
             raise QueueFull(f"{len(self._runs)} rows are pending here", retry_after_s=1.0)
+        for run in victims:
+            self._withdraw(run)
+            shed = f"rows of the class {request.priority.value} need the room of this request"
+            _fail(run, Overloaded(shed, retry_after_s=_SHED_RETRY_S))
 
-    def _displace(self, request: RowsRequest, rows: int, tenants: Collection[str]) -> bool:
-        """Shed requests of lower classes of these tenants with at least so many rows, or none.
+    def _victims(
+        self, request: RowsRequest, rows: int, tenants: Collection[str], victims: list[_Run]
+    ) -> list[_Run] | None:
+        """Return the victims and requests of lower classes of these tenants with at least so many more rows.
 
-        As the scheduler sheds placements: the lowest class first, of a class the newest request.
+        As the scheduler sheds placements: the lowest class first, of a class the newest request. None where
+        there are too few.
         """
-        victims: list[_Run] = []
+        victims, chosen = [*victims], set(map(id, victims))
         for priority in sorted(Priority, key=lambda each: each.rank):
             if priority.rank >= request.priority.rank:
                 break
             for run in reversed(self._of_class[priority]):
                 if rows <= 0:
                     break
-                if run.rows[0].request.tenant_id in tenants:
+                if run.rows[0].request.tenant_id in tenants and id(run) not in chosen:
                     victims.append(run)
                     rows -= run.left
-        if rows > 0:
-            return False
-        for run in victims:
-            self._withdraw(run)
-            shed = f"rows of the class {request.priority.value} need the room of this request"
-            _fail(run, Overloaded(shed, retry_after_s=_SHED_RETRY_S))
-        return True
+        return None if rows > 0 else victims
 
     def _check_deadline(self, request: RowsRequest) -> None:
         """Raise DeadlineUnmeetable if the rows ahead take longer than the request has."""

@@ -8,7 +8,7 @@ from io import BytesIO
 from typing import Final
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fairway.formats.fixed_cost.picture_config import MAX_SIDE, PictureConfig
 from services.core.errors import InvalidInput
@@ -47,8 +47,11 @@ class PictureDecoder:
             if opened.format == "PNG" and getattr(opened, "is_animated", False):
                 raise _refused("it is animated")
             _check_size(opened.size, MAX_PIXELS)
+            if opened.mode.startswith("I"):
+                raise _refused("it has 16 bits for each grey pixel: send 8")
             try:
-                picture = opened.convert("RGB")
+                # As transformers opens a file.
+                picture = ImageOps.exif_transpose(opened).convert("RGB")
             except MemoryError:
                 raise
             except Exception as error:

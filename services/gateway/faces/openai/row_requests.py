@@ -168,7 +168,7 @@ def _file(text: str, field: str) -> bytes:
     """Return the bytes of a picture. Raises InvalidInput, UnsupportedFeature."""
     if len(text) > _MAX_PICTURE_CHARS:
         raise InvalidInput(
-            f"{field} has {len(text)} characters; a file has at most {_MAX_PICTURE_BYTES} bytes before",
+            f"{field} has {len(text)} characters of base64; a file has at most {_MAX_PICTURE_BYTES} bytes",
             field=field,
         )
     if found := _DATA_URL.match(text):

@@ -214,6 +214,17 @@ async def test_no_row_is_shed_for_one_of_its_class_or_where_that_makes_no_room(g
     assert gateway.runner.rows == MOST
 
 
+async def test_a_request_that_finds_no_room_beyond_its_share_sheds_nothing(gateway: Gateway) -> None:
+    for tenant, rows in (("i1", 6_000), ("i2", 6_000), ("own", 7_000)):
+        await enter(gateway, tenant, rows, Priority.INTERACTIVE)
+    batch = await enter(gateway, "own", 1_000, Priority.BATCH)
+    refused = await enter(gateway, "own", 3_000, Priority.INTERACTIVE)
+    with pytest.raises(QueueFull):
+        refused.result()
+    assert not batch.done()
+    assert gateway.runner.rows == MOST
+
+
 async def test_at_its_share_a_tenant_sheds_rows_of_its_own(gateway: Gateway) -> None:
     other = await enter(gateway, "b1", 5_000, Priority.BATCH)
     own = await enter(gateway, "b2", 10_000, Priority.BATCH)

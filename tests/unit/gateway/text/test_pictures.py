@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.image_utils import load_image
 from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -79,7 +80,7 @@ def own(family: str, fields: dict[str, Any], data: bytes) -> Any:
         made["size"] = {"shortest_edge": made["size"]}
     kind = ViTImageProcessorPil if family == "ViT" else ConvNextImageProcessorPil
     with Image.open(BytesIO(data)) as opened:
-        return kind(**made)(opened.convert("RGB"), return_tensors="np")["pixel_values"][0]
+        return kind(**made)(load_image(opened), return_tensors="np")["pixel_values"][0]
 
 
 @pytest.mark.parametrize(("family", "fields"), PROCESSORS)
@@ -97,9 +98,10 @@ async def test_pixels_are_those_of_transformers(
         ("JPEG", "L"), ("JPEG", "CMYK"),
     ):  # fmt: skip
         size = rng.randint(1, 90), rng.randint(1, 90)
-        data = picture_files.picture(rng, *size, kind=kind, mode=mode)
-        found = await rig.pixels(model, data)
-        np.testing.assert_allclose(found, own(family, fields, data), atol=1e-5)
+        for orientation in (0, rng.randint(2, 8)):
+            data = picture_files.picture(rng, *size, kind=kind, mode=mode, orientation=orientation)
+            found = await rig.pixels(model, data)
+            np.testing.assert_allclose(found, own(family, fields, data), atol=1e-5)
 
 
 async def test_no_file_ends_a_process_and_each_is_refused_with_its_reason(tmp_path: Path, rig: Rig) -> None:
@@ -121,6 +123,25 @@ async def test_no_file_ends_a_process_and_each_is_refused_with_its_reason(tmp_pa
     ended = [metric for metric in rig.metrics.collect() if "processes_ended" in metric.name]
     assert [metric.samples for metric in ended] == [[]]
     assert rig.supervisor.healthy
+
+
+async def test_every_orientation_is_that_of_transformers(tmp_path: Path, rig: Rig) -> None:
+    fields: dict[str, Any] = {**RESNET, "do_resize": False}
+    model = await rig.load(version(tmp_path, "ResNet", fields))
+    rng = random.Random(7)
+    shapes = []
+    for orientation in (*range(1, 9), 9, 200):
+        data = picture_files.picture(rng, 20, 10, kind="JPEG", orientation=orientation)
+        found = await rig.pixels(model, data)
+        np.testing.assert_allclose(found, own("ResNet", fields, data), atol=1e-5)
+        shapes.append(found.shape[1:])
+    assert shapes == [(10, 20)] * 4 + [(20, 10)] * 4 + [(10, 20)] * 2
+
+
+async def test_grey_of_16_bits_is_refused_by_name(tmp_path: Path, rig: Rig) -> None:
+    model = await rig.load(version(tmp_path, "ResNet", RESNET))
+    with pytest.raises(InvalidInput, match="16 bits for each grey pixel: send 8"):
+        await rig.pixels(model, picture_files.picture(random.Random(1), 9, 9, mode="I;16"))
 
 
 @pytest.mark.parametrize(
