@@ -179,8 +179,8 @@ class TokenLogprobs:
     token: str
     sampled: float
     top: tuple[tuple[int, str, float], ...]
-    token_bytes: bytes = b""  # of a part of a character; empty: those of ``token``
-    top_bytes: tuple[bytes, ...] = ()  # of each of ``top``, likewise; none: all are those of the texts
+    token_bytes: bytes = b""  # the bytes of a part of a character; empty: those of ``token``
+    top_bytes: tuple[bytes, ...] = ()  # the same for each of ``top``; none: all are those of the texts
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ MAX_SIZE: Final = 1 << 31  # bound of every dimension of a model; products of tw
 MAX_NUMBER: Final = 1e18  # far above the numbers of published models; products of two are finite
 MIN_NUMBER: Final = 1e-18  # the same for numbers that must be positive
 MAX_SHOWN: Final = 80
-MAX_JSON_BYTES: Final = 16 * 1024 * 1024  # of a file that configures a model
+MAX_JSON_BYTES: Final = 16 * 1024 * 1024  # the size of a file that configures a model
 
 
 class UnsupportedModel(Exception):

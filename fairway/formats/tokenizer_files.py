@@ -70,7 +70,7 @@ class TokenizerFiles:
     tokenizer: bytes  # its tokenizer.json, with every token that another file declares
     named: Mapping[str, str]  # bos_token and the like, by name, as a template gets them
     outside: Mapping[str, int]
-    ids: Mapping[str, int]  # of all added tokens
+    ids: Mapping[str, int]  # the id of each added token
 
 
 class _Model(msgspec.Struct):

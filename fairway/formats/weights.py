@@ -18,7 +18,7 @@ SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 DTYPES: Final = frozenset({"F32", "F16", "BF16"})
 MAX_NAMED: Final = 5  # names in an error message
-MAX_HEADERS_BYTES: Final = 64 * 1024 * 1024  # of a whole checkpoint; published ones have some megabytes
+MAX_HEADERS_BYTES: Final = 64 * 1024 * 1024  # the headers of a checkpoint; published ones have some megabytes
 TOO_LARGE: Final = f"the headers of the tensor files have more than {MAX_HEADERS_BYTES} bytes"
 
 EMBEDDING: Final = "model.embed_tokens.weight"

@@ -53,14 +53,14 @@ FORMATS: Final = frozenset(
 )
 MAX_STEPS: Final = 40_000  # about 0.1 s
 MAX_WAYS: Final = 256
-MAX_DEPTH: Final = 6  # of properties and items in the proof that branches exclude each other
+MAX_DEPTH: Final = 6  # the depth of properties in the proof that branches exclude each other
 EXACT: Final = 2**53  # up to here a float has each integer
-DIGITS: Final = 15  # of numbers that are exact in a float, whatever their digits
+DIGITS: Final = 15  # the digits of numbers that a float has exactly
 _LEAST: Final = Decimal("1e-22")  # the step of such numbers is not smaller
 _TOP: Final = Decimal(9223372036854770000)  # the largest of those below 2^63, where the engine's integers end
 _LONG: Final = 10**18  # beyond, the engine needs bounds on both sides
 _MAX_MULTIPLE: Final = 2**32 - 1
-_UNWRITABLE: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # without \u
+_UNWRITABLE: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # the characters that take \u
 _NO_CONTROLS: Final = "control characters other than \\b \\f \\n \\r \\t cannot come; leave them out"
 _CONTROL: Final = (  # one of these in a pattern
     r"[\x00-\x07\x0b\x0e-\x1f\x7f]|\\[av]|\\(?:x|u00|U000000)(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
@@ -403,7 +403,7 @@ def _write(node: Schema, path: str) -> None:
             (name, branches) if key == "oneOf" else (key, each) for key, each in node.items() if key != name
         ]
         node.clear()
-        node.update(entries)  # in the order of the schema, which is that of properties
+        node.update(entries)  # the order stays, since it is that of properties in the output
 
 
 def _check_literals(node: Schema, path: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 TYPES: Final = frozenset(("null", "boolean", "number", "string", "array", "object"))
 
 Schema = dict[str, Any]
-MOST_DIGITS: Final = 400  # of numbers that are read
+MOST_DIGITS: Final = 400  # the length of a number that is read
 # Schemas of one place, which all hold.
 Parts = tuple[Schema, ...]
 # The type of a value, and what is equal for equal values.
@@ -75,7 +75,7 @@ def items_of(parts: Parts, index: int) -> list[Any]:
     found = []
     for part in parts:
         first, rest = list_of(part, "prefixItems"), part.get("items", True)
-        if isinstance(rest, list):  # as before draft 2020-12
+        if isinstance(rest, list):  # drafts before 2020-12 write it so
             first, rest = rest, part.get("additionalItems", True)
         found.append(first[index] if index < len(first) else rest)
     return found

@@ -255,8 +255,8 @@ class TokenLogprobs:
     token: str
     text: str = ""  # that became final with the token, of the output or of the prompt
     rank: int = 0  # of a prompt's token: its place by probability, from 1; 0: none
-    token_bytes: bytes = b""  # of a part of a character; empty: those of the text
-    top_bytes: tuple[bytes, ...] = ()  # of each of top_ids, likewise; none: all are those of the texts
+    token_bytes: bytes = b""  # the bytes of a part of a character; empty: those of the text
+    top_bytes: tuple[bytes, ...] = ()  # the same for each of top_ids; none: all are those of the texts
 
 
 @dataclass(frozen=True, slots=True)

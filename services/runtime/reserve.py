@@ -17,6 +17,7 @@ from services.core.errors import StorageFull
 from services.ports.clock import Clock
 
 MEASURED_S: Final = 0.1
+RESERVE_RATIO: Final = 0.2  # the part of Redis's memory and of etcd's quota
 _RETRY_S: Final = 10.0
 
 

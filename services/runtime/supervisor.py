@@ -25,7 +25,7 @@ class Supervisor:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._context = contextvars.copy_context()  # of the process
+        self._context = contextvars.copy_context()  # the context of the process, without a tenant
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failures: list[str] = []
         self._closing = False

@@ -13,12 +13,12 @@ import redis.asyncio
 
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
-from services.adapters.redis.memory import RESERVE_RATIO, RedisMemory
+from services.adapters.redis.memory import RedisMemory
 from services.core.errors import IdempotencyKeysExceeded, StorageFull, StoreUnavailable
 from services.core.generation import Usage
 from services.ports.idempotency import Addition, Ended, Expired, Owned, RecordKey, RecordLimits, Written
 from services.runtime.clock import SystemClock
-from services.runtime.reserve import Reserve
+from services.runtime.reserve import RESERVE_RATIO, Reserve
 from tests.support.metered import limits
 
 CLOCK = SystemClock()

@@ -121,7 +121,7 @@ class EncoderConfig:
     # Of a sequence or a token; 0 for an embedding.
     labels: int
     score: Score = "sigmoid"  # of a reranker
-    classes: Classes = NO_CLASSES  # of a sequence
+    classes: Classes = NO_CLASSES  # the labels of a sequence
     # Of an embedding.
     pooling: Pooling = "mean"
     normalize: bool = False

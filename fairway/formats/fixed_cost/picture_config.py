@@ -14,8 +14,8 @@ from typing import Any, Final
 from fairway.formats.config_fields import UnsupportedModel, flag, number, positive_int
 
 PREPROCESSOR: Final = "preprocessor_config.json"
-CHANNELS: Final = 3  # of a picture
-MAX_SIDE: Final = 1024  # of what is computed, in pixels
+CHANNELS: Final = 3  # the colours of a picture
+MAX_SIDE: Final = 1024  # the side of what is computed, in pixels
 _ENDINGS: Final = ("ImageProcessorFast", "ImageProcessorPil", "ImageProcessor", "FeatureExtractor")
 _WARPED_FROM: Final = 384  # ConvNeXT crops below this size, and warps from it on
 _UNSERVED: Final = ("do_center_crop", "do_pad", "do_reduce_labels")

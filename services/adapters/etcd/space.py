@@ -16,11 +16,10 @@ from services.core.errors import FairwayError
 from services.core.records import ASSIGNMENTS, EVENTS, STORE_GENERATION
 from services.ports.clock import Clock
 from services.ports.store import Condition, ModRevisionIs, Operation, Put
-from services.runtime.reserve import Reserve
+from services.runtime.reserve import RESERVE_RATIO, Reserve
 
 log = structlog.get_logger()
 
-RESERVE_RATIO: Final = 0.2
 _MEASURE_S: Final = 5.0
 # New keys that keep the fleet going. Leases, updates and deletions are never refused.
 _NEEDED: Final = (ASSIGNMENTS, EVENTS, STORE_GENERATION)

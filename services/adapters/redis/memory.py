@@ -19,13 +19,12 @@ from services.adapters.redis.cluster import open_scripts
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
 from services.ports.idempotency import RecordLimits
-from services.runtime.reserve import MEASURED_S, Reserve
+from services.runtime.reserve import MEASURED_S, RESERVE_RATIO, Reserve
 
 log = structlog.get_logger()
 
-RESERVE_RATIO: Final = 0.2
 _MEASURE_S: Final = 1.0
-_SHARES: Final = 8  # of a tenant, once half of the memory is used
+_SHARES: Final = 8  # the divisor for a tenant's share once half of the memory is used
 _LEAST_SHARES: Final = 64  # the same at the reserve
 KEY_BYTES: Final = 2048  # a record without its log: head, entries of the index and the charges of its request
 

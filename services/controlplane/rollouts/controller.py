@@ -266,7 +266,7 @@ def gate_plan(rollout: Rollout, load: float) -> GatePlan:
     step = rollout.steps[rollout.step] if rollout.step < len(rollout.steps) else None
     plan_ = GatePlan(
         bounds={metric: DEFAULT_BOUNDS[metric] for metric in metrics},
-        gates=gates if shadow else gates + 1,  # and the soak
+        gates=gates if shadow else gates + 1,  # the soak is one more
         min_sessions=rollout.gate.min_sessions,
         accepted={**_unequal(load, rollout), **rollout.gate.accepted},
         whole_steps=load < _EQUAL_LOAD[0] and not shadow,

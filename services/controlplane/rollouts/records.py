@@ -23,7 +23,7 @@ class RolloutStrategy(StrEnum):
     AB = "ab"  # fixed weights until an operator decides
     SHADOW = "shadow"  # copies of requests, whose results are dropped
     BLUE_GREEN = "blue_green"  # all replicas beside the stable ones, then all traffic
-    INSTANT = "instant"  # as blue_green, final as soon as its gate passes
+    INSTANT = "instant"  # a blue_green that is final as soon as its gate passes
 
 
 # All traffic changes at once.

@@ -27,7 +27,7 @@ class Signature:
     dimensions: tuple[int, ...] = ()  # the only sizes of a cut; empty: any
     lowercase: bool = False  # texts are lowercased before their tokenizer
     score: Score = "sigmoid"  # how a score is made of a logit
-    classes: Classes = NO_CLASSES  # of a model that classifies
+    classes: Classes = NO_CLASSES  # the labels of a model that classifies
     # Of a decoder: rows are sequences that end with their prefill.
     by_prefill: bool = False
 

@@ -16,8 +16,8 @@ from services.core.fixed_cost.signature import Signature
 
 PROBABILITIES: Final = "probs"
 LABEL: Final = "label"
-MAX_PROBABILITIES: Final = 262_144  # of all rows of an answer
-_SIZE: Final = Struct("<I")  # of an element, as in the public inference protocol v2
+MAX_PROBABILITIES: Final = 262_144  # the values of all rows of an answer
+_SIZE: Final = Struct("<I")  # the length before an element, as in the public inference protocol v2
 
 Vector = NDArray[np.float32]
 Vectors = NDArray[np.float32]  # one row of it per row of the request

@@ -125,7 +125,7 @@ class LeasedRows:
         self._demands = SlotDemands(slots, clock)
         self._runs: dict[QueuedRow, _Run] = {}
         self._of_tenant: Counter[str] = Counter()
-        self._of_class: dict[Priority, dict[_Run, None]] = {each: {} for each in Priority}  # by arrival
+        self._of_class: dict[Priority, dict[_Run, None]] = {each: {} for each in Priority}  # the oldest first
         self._transport = WorkerTransport()
         self._numbers = 0
         self._expire_s = 0.0

@@ -14,7 +14,7 @@ from services.gateway.text.text_model import PictureFile, RowTexts, TextModel, T
 
 PORTION_BYTES: Final = 12 * 1024  # below the size of a short text
 PORTION_ROWS: Final = 128
-MAX_PIXEL_BYTES: Final = 16 * 1024 * 1024  # of a request, as of its tensors
+MAX_PIXEL_BYTES: Final = 16 * 1024 * 1024  # the pixels of a request, bounded as its tensors are
 _ID_BYTES: Final = 8
 
 

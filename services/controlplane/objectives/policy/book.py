@@ -27,7 +27,7 @@ MAX_WINDOWS: Final = 256
 MAX_SHAPED: Final = 256  # models with shapes of traffic
 SHAPES_KEPT: Final = 0.97  # of their weight, from one interval to the next: half of it after 4 hours
 SOURCE_S: Final = 3600.0  # a source that was silent for so long has nothing left to send again
-REPORT_S: Final = 2.0  # between two reports of a gateway
+REPORT_S: Final = 2.0  # the time between two reports of a gateway
 OTHER: Final = "(other)"
 _LATE_S: Final = 900.0
 

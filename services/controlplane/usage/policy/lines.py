@@ -16,7 +16,7 @@ from services.core.generation import Usage
 
 HOUR_S: Final = 3600
 MAX_USERS: Final = 10_000  # end users of a tenant with lines of their own, per hour
-MAX_AMOUNT: Final = 2**63 - 1  # of a stored sum
+MAX_AMOUNT: Final = 2**63 - 1  # the largest stored sum
 OTHER_USERS: Final = "(other)"
 
 

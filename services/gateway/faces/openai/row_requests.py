@@ -22,7 +22,7 @@ _SCHEME = re.compile(r"\s{0,31}[a-z][a-z0-9+.-]{0,31}:", re.IGNORECASE)
 # The bounds of InferRequest.images, checked before anything is decoded.
 _MAX_PICTURES = 64
 _MAX_PICTURE_BYTES = 4 * 1024 * 1024
-_MAX_PICTURE_CHARS = 4 * (_MAX_PICTURE_BYTES // 3 + 1) + 32  # with the beginning of a data URL
+_MAX_PICTURE_CHARS = 4 * (_MAX_PICTURE_BYTES // 3 + 1) + 32  # base64 and the beginning of a data URL
 Cut = Annotated[int, Meta(ge=-1, le=_MAX_CUT)]
 Texts = str | list[str]
 
