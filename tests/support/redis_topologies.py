@@ -30,13 +30,15 @@ class Servers:
     def start(self, *options: str, port: int | None = None) -> int:
         """Return the port of a new server once it responds.
 
-        A cluster's server binds ``port`` + 10000 too, which another process may hold: then it ends, and a new port is tried.
+        A cluster's server binds ``port`` + 10000 too, which another process may hold: then it ends, and a
+        new port is tried.
         """
         for _ in range(_PORTS_TRIED if port is None else 1):
             chosen = port or free_port()
             folder = self.folder / str(chosen)
             folder.mkdir(exist_ok=True)
-            if self._run(chosen, [str(SERVER), "--port", str(chosen), "--bind", HOST, "--dir", str(folder), *options]):
+            command = [str(SERVER), "--port", str(chosen), "--bind", HOST, "--dir", str(folder), *options]
+            if self._run(chosen, command):
                 return chosen
         raise AssertionError(f"Redis ended at once: {(self.folder / f'{chosen}.log').read_text()[-1000:]}")
 
