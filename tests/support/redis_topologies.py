@@ -33,13 +33,14 @@ class Servers:
         A cluster's server binds ``port`` + 10000 too, which another process may hold: then it ends, and a
         new port is tried.
         """
-        for _ in range(_PORTS_TRIED if port is None else 1):
-            chosen = port or free_port()
+        chosen = port or free_port()
+        for _ in range(_PORTS_TRIED):
             folder = self.folder / str(chosen)
             folder.mkdir(exist_ok=True)
             command = [str(SERVER), "--port", str(chosen), "--bind", HOST, "--dir", str(folder), *options]
             if self._run(chosen, command):
                 return chosen
+            chosen = port or free_port()
         raise AssertionError(f"Redis ended at once: {(self.folder / f'{chosen}.log').read_text()[-1000:]}")
 
     def start_sentinel(self, master_port: int) -> int:
