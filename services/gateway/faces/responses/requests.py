@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,16 +20,16 @@ from services.gateway.faces.openai.types import (
     parse_body,
     require_neutral,
 )
-from services.gateway.faces.responses.items import turns_of
+from services.gateway.faces.responses.items import items_of, turns_of
 from services.gateway.faces.responses.tools import tool_fields
 from services.gateway.faces.responses.types import (
     ModelResponse,
     PromptFields,
     ResponsesBody,
     ResponsesItem,
-    ResponsesPart,
     TextFormat,
 )
+from services.gateway.requests.tool_use import MAX_SCHEMA_DEPTH, depth_of
 
 # Parts of an answer that only tools of a server have, or that the answer has in clear.
 _INCLUDED: Final = (
@@ -77,6 +76,11 @@ def responses_body(data: bytes) -> ResponsesBody:
             raise UnsupportedFeature(
                 f"include: {included[:64]!r} is not offered by this server", field=f"include[{number}]"
             )
+    if depth_of(body.metadata) > MAX_SCHEMA_DEPTH:  # every answer repeats it
+        raise InvalidInput(
+            f"metadata is nested more than {MAX_SCHEMA_DEPTH} levels deep: send it as a text",
+            field="metadata",
+        )
     if body.background and body.store is False:
         raise InvalidInput("background needs store: its answer is retrieved", field="background")
     return body
@@ -104,7 +108,7 @@ def responses_request(body: ResponsesBody, earlier: bytes) -> ResponsesRequest:
         ignore_eos=body.ignore_eos,
         priority=body.priority,
     )
-    return ResponsesRequest(chat_of(own).generations[0], _head(body), tuple(_own_items(body.input)))
+    return ResponsesRequest(chat_of(own).generations[0], _head(body), tuple(items_of(body.input)))
 
 
 def prompt_fields(data: bytes) -> PromptFields:
@@ -119,7 +123,7 @@ def tokens_request(body: PromptFields, earlier: bytes) -> inference_pb2.CountTok
 
 
 def _chat(body: PromptFields, earlier: bytes) -> ChatBody:
-    own = _own_items(body.input)
+    own = items_of(body.input)
     if not own:
         raise InvalidInput("input is empty", field="input")
     turns: list[ChatTurn] = []
@@ -144,12 +148,6 @@ def _format(asked: TextFormat) -> ResponseFormat:
         missing = "text.format.name" if asked.name is None else "text.format.schema"
         raise InvalidInput(f"{missing} is required", field=missing)
     return ResponseFormat("json_schema", JsonSchemaFormat(asked.name, asked.schema, asked.strict))
-
-
-def _own_items(given: str | Sequence[ResponsesItem]) -> list[ResponsesItem]:
-    if isinstance(given, str):
-        return [ResponsesItem(role="user", content=[ResponsesPart("input_text", given)])]
-    return list(given)
 
 
 def _head(body: ResponsesBody) -> ModelResponse:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from msgspec import Struct
 
 from services.core.errors import InvalidInput, UnsupportedFeature
 from services.gateway.faces.openai.types import require_neutral
+
+# The fields of what a tool found that have its texts, in the order in which they are read.
+_FOUND: Final = (
+    *("title", "url", "filename", "text", "stdout", "stderr", "logs", "lines", "tool_name", "error_code"),
+    *("message", "tool_references", "content", "output", "outputs", "results", "error"),
+)
 
 
 class TypedPart(Protocol):
@@ -46,3 +52,27 @@ def text_of(
         require_neutral(part, own)
         texts.append(required(read(part), f"{own}text"))
     return "".join(texts)
+
+
+def found_text(found: Any, path: str) -> str:
+    """Return the texts of what a tool of another server found, a line each; the rest of it is left out.
+
+    Raises UnsupportedFeature for an image or a document that is no text.
+    """
+    texts: list[str] = []
+    waiting = [(found, path)]  # a client chooses how deep it is nested
+    while waiting:
+        value, own = waiting.pop()
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, list):
+            waiting += [(each, f"{own}[{number}]") for number, each in enumerate(value)][::-1]
+        elif isinstance(value, dict):
+            source = value.get("source")
+            if isinstance(source, dict) and source.get("type") == "text":
+                waiting.append((source.get("data"), own))
+            elif isinstance(source, dict):
+                field = f"{own}.source"
+                raise UnsupportedFeature(f"{field}: only text is offered by this server", field=field)
+            waiting += [(value[name], f"{own}.{name}") for name in _FOUND[::-1] if name in value]
+    return "\n".join(filter(None, texts))
