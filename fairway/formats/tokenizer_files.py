@@ -224,8 +224,8 @@ def _merge_special_map(settings: dict[str, Any], special: Mapping[str, Any]) -> 
             field = f"{SPECIAL_MAP}: {name}"
             before = settings.get(_EXTRA) or []
             _values(before)  # raises where it is no list of tokens
-            if len(before) + len(value) > MAX_DECLARED:
-                raise UnsupportedModel(field, f"{len(before) + len(value)} tokens")
+            if len(value) > MAX_DECLARED:
+                raise UnsupportedModel(field, f"{len(value)} tokens")
             found = {each for each in before if isinstance(each, Value)}
             listed = dict.fromkeys(_special(field, each) for each in value)
             value = [*before, *(each for each in listed if each not in found)]
