@@ -18,7 +18,6 @@ from services.gateway.faces.messages.types import (
     MessagesPart,
     MessagesTool,
     MessagesTurn,
-    ServedResult,
 )
 from services.gateway.faces.openai.requests import ApiRequest, chat_of
 from services.gateway.faces.openai.types import (
@@ -39,7 +38,7 @@ from services.gateway.faces.openai.types import (
     parse_part,
     require_neutral,
 )
-from services.gateway.faces.transport.text_parts import found_text, required, text_of
+from services.gateway.faces.transport.text_parts import ServedPart, found_text, required, text_of
 
 # Precedes the result of a tool that failed: chat templates have no place for that.
 _ERROR: Final = "Error: "
@@ -186,8 +185,7 @@ def _read(given: Raw, role: str, path: str, found: _Parts) -> None:
     if kind == "container_upload" or (role == "assistant" and kind in _SERVED_CALLS):
         return
     if role == "assistant" and kind.endswith(_SERVED_RESULT):
-        served = parse_part(given, ServedResult, path)
-        found.texts.append(found_text(served.content, f"{path}.content") + "\n")
+        found.texts.append(found_text(parse_part(given, ServedPart, path), path) + "\n")
         return
     part, path = parse_part(given, MessagesPart, path), f"{path}."
     match part.type, role:
@@ -199,8 +197,8 @@ def _read(given: Raw, role: str, path: str, found: _Parts) -> None:
             pass
         case "tool_use", "assistant":
             name = required(part.name, f"{path}name")
-            given = part.input
-            arguments = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+            written = part.input
+            arguments = written if isinstance(written, str) else json.dumps(written or {}, ensure_ascii=False)
             found.calls.append(MadeCall(CalledFunction(name, arguments), required(part.id, f"{path}id")))
         case "tool_result", "user":
             content = "" if part.content is None else _text_of(part.content, f"{path}content")

@@ -44,12 +44,6 @@ class MessagesPart(Struct, forbid_unknown_fields=True, frozen=True):
     source: Unserved = UNSET
 
 
-class ServedResult(Struct, frozen=True):
-    """What a tool of another server found."""
-
-    content: Any = None
-
-
 class MessagesTurn(Struct, forbid_unknown_fields=True, frozen=True):
     role: Literal["user", "assistant", "system"]
     content: Annotated[

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from msgspec import Raw, structs
+from msgspec import Raw
 
 from services.core.errors import InvalidInput, UnsupportedFeature
 from services.gateway.faces.openai.types import (
@@ -18,8 +18,8 @@ from services.gateway.faces.openai.types import (
     require_neutral,
 )
 from services.gateway.faces.responses.tools import function_name, text_arguments
-from services.gateway.faces.responses.types import ResponsesItem, ResponsesPart, ServedItem
-from services.gateway.faces.transport.text_parts import found_text, required, text_of
+from services.gateway.faces.responses.types import ResponsesItem, ResponsesPart
+from services.gateway.faces.transport.text_parts import ServedPart, found_text, required, text_of
 
 _CALLS: Final = ("function_call", "custom_tool_call")
 _OUTPUTS: Final = ("function_call_output", "custom_tool_call_output")
@@ -58,11 +58,9 @@ def items_of(given: str | Sequence[Raw]) -> list[ResponsesItem]:
         path = f"input[{number}]"
         kind = parse_part(item, TypedTool, path).type
         if kind in _SERVED:
-            served = parse_part(item, ServedItem, path)
-            text = found_text(structs.asdict(served), path)
-            found.append(
-                ResponsesItem(kind, served.id, served.status, action=served.action, output=text or None)
-            )
+            served = parse_part(item, ServedPart, path)
+            text = found_text(served, path) or None
+            found.append(ResponsesItem(kind, served.id, served.status, action=served.action, output=text))
         elif kind is None or kind in _KNOWN:
             found.append(parse_part(item, ResponsesItem, path))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -91,8 +92,9 @@ def responses_request(body: ResponsesBody, earlier: bytes) -> ResponsesRequest:
 
     Raises InvalidInput, UnsupportedFeature.
     """
+    items = items_of(body.input)
     own = structs.replace(
-        _chat(body, earlier),
+        _chat(body, items, earlier),
         stream=body.stream,
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
@@ -108,7 +110,7 @@ def responses_request(body: ResponsesBody, earlier: bytes) -> ResponsesRequest:
         ignore_eos=body.ignore_eos,
         priority=body.priority,
     )
-    return ResponsesRequest(chat_of(own).generations[0], _head(body), tuple(items_of(body.input)))
+    return ResponsesRequest(chat_of(own).generations[0], _head(body), tuple(items))
 
 
 def prompt_fields(data: bytes) -> PromptFields:
@@ -118,12 +120,11 @@ def prompt_fields(data: bytes) -> PromptFields:
 
 def tokens_request(body: PromptFields, earlier: bytes) -> inference_pb2.CountTokensRequest:
     """Return the request that counts the tokens of a prompt. ``earlier`` as in ``responses_request``."""
-    generation = chat_of(_chat(body, earlier)).generations[0]
+    generation = chat_of(_chat(body, items_of(body.input), earlier)).generations[0]
     return inference_pb2.CountTokensRequest(model=generation.model, chat=generation.chat)
 
 
-def _chat(body: PromptFields, earlier: bytes) -> ChatBody:
-    own = items_of(body.input)
+def _chat(body: PromptFields, own: Sequence[ResponsesItem], earlier: bytes) -> ChatBody:
     if not own:
         raise InvalidInput("input is empty", field="input")
     turns: list[ChatTurn] = []

@@ -45,7 +45,7 @@ class ResponsesPart(Struct, forbid_unknown_fields=True, frozen=True, omit_defaul
 class ResponsesItem(Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
     """An item of the input; ``type`` decides which fields it has."""
 
-    # message, function_call, custom_tool_call, their outputs, reasoning, or ServedItem's.
+    # message, function_call, custom_tool_call, their outputs, reasoning, or a ServedPart's.
     type: str = "message"
     id: Short | None = None
     status: Short | None = None
@@ -70,19 +70,6 @@ class ResponsesItem(Struct, forbid_unknown_fields=True, frozen=True, omit_defaul
     parsed_arguments: Any = None
     created_by: Any = None
     caller: Unserved = UNSET
-
-
-class ServedItem(Struct, frozen=True):
-    """A call of a tool that another server ran, with what it found."""
-
-    type: str
-    id: Short | None = None
-    status: Short | None = None
-    action: Any = None
-    output: Any = None
-    outputs: Any = None
-    results: Any = None
-    error: Any = None
 
 
 class TextFormat(Struct, forbid_unknown_fields=True, frozen=True):
