@@ -400,6 +400,17 @@ def test_every_body_is_taken_or_refused_by_the_name_of_what_is_not_offered(face:
     assert taken > len(SEEDS) / 3
 
 
+def test_a_refusal_of_another_server_is_the_text_of_its_turn() -> None:
+    user = {"role": "user", "content": "hi"}
+    for said in (
+        {"content": None, "refusal": "no"},
+        {"content": [{"type": "refusal", "refusal": "no"}]},
+        {"content": "no", "refusal": None},
+    ):
+        found = read_chat({"model": "m", "messages": [user, {"role": "assistant", **said}, user]})
+        assert found.chat.messages[1].content == "no"
+
+
 @pytest.mark.parametrize(("block", "text"), SERVED_BLOCKS)
 def test_the_text_that_another_servers_tool_found_stays_in_a_message(
     block: dict[str, Any], text: str

@@ -176,10 +176,13 @@ async def test_the_items_are_those_of_the_output() -> None:
     assert not any("namespace" in found["output"][number] for number in (2, 3, 4))
     assert found["tools"] == TOOLS
     assert len({item["id"] for item in found["output"]}) == 8
+    again = parsed(replayed(response, ResponseEvents(EventNumbers(with_ids=True))))
+    done = [event["item"] for event in again if event["type"] == "response.output_item.done"]
+    assert done == found["output"]
     # The next request has the calls under the names by which the model made them.
     body = responses_body(b'{"model": "m", "input": "go on"}')
-    again = responses_request(body, b"[" + msgspec.json.encode(response.output) + b"]").generation.chat
-    names = [call.name for turn in again.messages for call in turn.tool_calls]
+    following = responses_request(body, b"[" + msgspec.json.encode(response.output) + b"]").generation.chat
+    names = [call.name for turn in following.messages for call in turn.tool_calls]
     assert names == ["weather", "now", "patch", "agents.spawn", "agents.patch"]
     assert found["usage"]["total_tokens"] == 12
 
