@@ -40,7 +40,7 @@ class MessagesPart(Struct, forbid_unknown_fields=True, frozen=True):
     # Of a document or a search_result, which is refused by its source.
     title: Any = None
     context: Any = None
-    caller: Unserved = UNSET
+    caller: Any = None
     source: Unserved = UNSET
 
 

@@ -139,6 +139,7 @@ class ChatTurn(Struct, forbid_unknown_fields=True, frozen=True):
     provider_specific_fields: Note | None = None  # LiteLLM's note of what another server added
     reasoning_details: list[Note] | None = None  # OpenRouter's
     thinking_blocks: list[Note] | None = None  # LiteLLM's, beside reasoning_content
+    extra_content: Note | None = None  # Gemini's
     annotations: list[Note] | None = None
     refusal: Annotated[str | None, About("The content, where there is none.")] = None
     audio: Unserved = UNSET
@@ -292,6 +293,7 @@ SEARCHES: Final = ("web_search", "web_fetch", "tool_search")
 HINTS: Final = (
     "annotations",
     "cache_control",
+    "caller",
     "citations",
     "client_metadata",
     "defer_loading",
@@ -315,7 +317,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "best_of": (1,),
-    "caller": ({"type": "direct"},),
     "context_management": ([],),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -330,7 +331,9 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "guided_decoding_backend": ("auto", "guidance"),
     "include_obfuscation": (False,),
     "include_stop_str_in_output": (False,),
+    "input_examples": ([],),
     "length_penalty": (1, 1.0),
+    "mcp_servers": ([],),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "return_token_ids": (False,),

@@ -137,4 +137,7 @@ def _text(content: str | Sequence[ResponsesPart] | None, path: str) -> str:
 
 
 def _unserved(kind: str, path: str) -> UnsupportedFeature:
-    return UnsupportedFeature(f"{path}type: {kind[:64]!r} is not offered by this server", field=f"{path}type")
+    instead = ": send the item itself, as SDKs do with store: false" if kind == "item_reference" else ""
+    return UnsupportedFeature(
+        f"{path}type: {kind[:64]!r} is not offered by this server{instead}", field=f"{path}type"
+    )

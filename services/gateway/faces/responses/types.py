@@ -69,7 +69,7 @@ class ResponsesItem(Struct, forbid_unknown_fields=True, frozen=True, omit_defaul
     # Hints of SDKs.
     parsed_arguments: Any = None
     created_by: Any = None
-    caller: Unserved = UNSET
+    caller: Any = None
 
 
 class TextFormat(Struct, forbid_unknown_fields=True, frozen=True):

@@ -170,7 +170,7 @@ MESSAGES_HINTS: tuple[dict[str, Any], ...] = (
     {"context_management": {"edits": []}},
     {"thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "high"}},
     {"system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral", "scope": "global"}}]},
-    {"speed": "standard", "service_tier": "auto"},
+    {"speed": "standard", "service_tier": "auto", "mcp_servers": []},
 )
 MESSAGES_REFUSED: Refused = (
     ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0]"),
@@ -219,6 +219,7 @@ def messages_tool(rng: Random, path: str) -> tuple[dict[str, Any], str]:
     own = {"name": long_or_short(rng), "description": "d", "input_schema": SCHEMA}
     kinds: tuple[tuple[dict[str, Any], str], ...] = (
         (own, ""),
+        ({**own, "type": "custom", "defer_loading": True, "input_examples": []}, ""),
         ({**own, "type": "custom", "defer_loading": True, "eager_input_streaming": True}, ""),
         ({**own, "cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}, ""),
         ({"type": "web_search_20250305", "name": "web_search", "max_uses": 5}, ""),
@@ -226,7 +227,7 @@ def messages_tool(rng: Random, path: str) -> tuple[dict[str, Any], str]:
         ({"type": "computer_20250124", "name": "computer", "display_width_px": 1}, f"{path}.type"),
         ({**own, "price": 1}, f"{path}.price"),
     )
-    return rng.choices(kinds, (9, 9, 9, 9, 9, 1, 1))[0]
+    return rng.choices(kinds, (9, 9, 9, 9, 9, 9, 1, 1))[0]
 
 
 def chat_tool(rng: Random, path: str) -> tuple[dict[str, Any], str]:
@@ -263,7 +264,7 @@ def chat_history(rng: Random) -> list[dict[str, Any]]:
             {"content": "x", "annotations": [{"type": "url_citation", "url_citation": {"url": "u"}}]},
             {"content": None, "refusal": "no", "tool_calls": None},
             {"content": [{"type": "refusal", "refusal": "no"}], "thinking_blocks": [{"type": "thinking"}]},
-            {"content": "", "name": "Ada"},
+            {"content": "", "name": "Ada", "extra_content": {"google": {"thought_signature": "x"}}},
             {"content": []},
         )
     )
@@ -288,7 +289,12 @@ def responses_history(rng: Random) -> list[dict[str, Any]]:
                 "custom_tool_call_output",
             ),
             (
-                {"type": "function_call", "arguments": text, "parsed_arguments": {"a": 1}},
+                {
+                    "type": "function_call",
+                    "arguments": text,
+                    "parsed_arguments": {"a": 1},
+                    "caller": {"type": "x"},
+                },
                 "function_call_output",
             ),
         )
@@ -329,7 +335,8 @@ def messages_history(rng: Random) -> list[dict[str, Any]]:
     inputs: tuple[Any, ...] = ({"path": "a"}, {}, None, [], *ARGUMENTS)
     call_id, given = rng.choice(("toolu_1", LONG)), rng.choice(inputs)
     call = {"type": "tool_use", "id": call_id, "name": long_or_short(rng), "input": given}
-    call |= rng.choice(({}, {"caller": {"type": "direct"}}))
+    programmed = {"type": "code_execution_20250825", "tool_id": "s"}
+    call |= rng.choice(({}, {"caller": {"type": "direct"}}, {"caller": programmed}))
     thought = {"type": "thinking", "thinking": "", "signature": "s"}
     found = rng.choice(
         ("x", [{"type": "text", "text": "x"}], [{"type": "tool_reference", "tool_name": "Read"}])
@@ -587,3 +594,12 @@ def test_a_choice_of_a_tool_that_was_left_out_is_refused_with_what_to_do() -> No
         assert kind in message, message
         assert "left out" in message
         assert "auto" in message
+
+
+def test_a_choice_of_an_unknown_tool_is_refused_with_what_to_do() -> None:
+    choice = {"type": "function", "name": "other"}
+    found = read_responses({"model": "m", "input": "hi", "tools": [FUNCTION], "tool_choice": choice})
+    with pytest.raises(
+        InvalidInput, match="names other, which is none of the tools: name one of them, or send"
+    ):
+        check_tools(found)
