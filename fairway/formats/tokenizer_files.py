@@ -221,10 +221,14 @@ def _merge_special_map(settings: dict[str, Any], special: Mapping[str, Any]) -> 
         if isinstance(value, dict) and name != _EXTRA:
             value = replace(_token(f"{SPECIAL_MAP}: {name}", value), special=True)
         elif name == _EXTRA and isinstance(value, list):
+            field = f"{SPECIAL_MAP}: {name}"
             before = settings.get(_EXTRA) or []
             _values(before)  # raises where it is no list of tokens
-            listed = [_special(f"{SPECIAL_MAP}: {name}", each) for each in value]
-            value = [*before, *(each for each in dict.fromkeys(listed) if each not in before)]
+            if len(value) > MAX_DECLARED:
+                raise UnsupportedModel(field, f"{len(value)} tokens")
+            found = {each for each in before if isinstance(each, Value)}
+            listed = dict.fromkeys(_special(field, each) for each in value)
+            value = [*before, *(each for each in listed if each not in found)]
         settings[name] = value
     return settings.pop(_EXTRA) if isinstance(settings.get(_EXTRA), dict) else {}
 

@@ -77,7 +77,10 @@ def check_tools(generation: inference_pb2.Generation) -> None:
         raise InvalidInput("tool_choice asks for a call, and there are no tools", field="tool_choice")
     for name in choice.names:
         if name_for_model(name) not in names:
-            raise InvalidInput(f"tool_choice names {name}, which is none of the tools", field="tool_choice")
+            raise InvalidInput(
+                f"tool_choice names {name}, which is none of the tools: name one of them, or send auto",
+                field="tool_choice",
+            )
 
 
 def _check_parameters(text: str, field: str) -> None:
@@ -89,11 +92,11 @@ def _check_parameters(text: str, field: str) -> None:
         raise InvalidInput(f"{field} is not a JSON schema: it has to be an object", field=field) from None
     if schema.get("type", "object") != "object":
         raise InvalidInput(f"{field}: the arguments of a tool are of the type object", field=field)
-    if _depth(schema) > MAX_SCHEMA_DEPTH:
+    if depth_of(schema) > MAX_SCHEMA_DEPTH:
         raise InvalidInput(f"{field} is nested more than {MAX_SCHEMA_DEPTH} levels deep", field=field)
 
 
-def _depth(value: object) -> int:
+def depth_of(value: object) -> int:
     """Return the levels of lists and objects, by levels, since a client chooses their number."""
     level, depth = [value], 0
     while level := [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,16 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from fairway.formats.tokenizer_files import NAMED, read_tokenizer_files
+from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.tokenizer_files import (
+    MAX_DECLARED,
+    NAMED,
+    SETTINGS,
+    SPECIAL_MAP,
+    TOKENIZER,
+    TokenizerFiles,
+    read_tokenizer_files,
+)
 
 WORDS = ["a", "b", "ab", "x", "Hello", "<s>", "</s>", "<|user|>", "<|tool|>", "<pad>", "▁", "#", "u", "<unk>"]
 VOCAB = {word: number for number, word in enumerate(WORDS)}
@@ -123,3 +133,42 @@ def test_drawn_declarations_are_read_as_transformers_reads_them(seed: int, tmp_p
         assert token.special == hidden, "the guard and the detokeniser read the flag"
     assert dict(found.named) == {name: str(value) for name, value in expected.special_tokens_map.items()}
     assert found.outside.items() <= ours.get_vocab().items()
+
+
+def with_special_map(before: list[Any], listed: list[Any]) -> TokenizerFiles:
+    """Return the tokenizer of files whose settings and map of special tokens have extra ones."""
+    files = {
+        TOKENIZER: tokenizer_state(random.Random(0)) | {"added_tokens": []},
+        SETTINGS: {"extra_special_tokens": before},
+        SPECIAL_MAP: {"extra_special_tokens": listed},
+    }
+    return read_tokenizer_files([*files], lambda name: json.dumps(files[name]).encode())
+
+
+def calls_of_reading(count: int) -> int:
+    """Return how many Python calls it takes to read a map of so many special tokens, half of them twice."""
+    before = [f"<{number}>" for number in range(count)]
+    listed = [{"content": f"<{number}>", "normalized": False} for number in range(count // 2, count * 3 // 2)]
+    calls = 0
+
+    def count_call(_: Any, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count_call)
+    try:
+        found = with_special_map(before, listed)
+    finally:
+        sys.setprofile(None)
+    assert len(found.outside) == count * 3 // 2
+    return calls
+
+
+def test_the_work_on_a_map_of_special_tokens_grows_with_its_size_and_no_faster() -> None:
+    assert calls_of_reading(2000) < 5 * calls_of_reading(500)
+
+
+def test_a_map_of_more_special_tokens_than_a_version_may_declare_is_refused_by_its_name() -> None:
+    with pytest.raises(UnsupportedModel, match=SPECIAL_MAP) as caught:
+        with_special_map([], [f"<{number}>" for number in range(MAX_DECLARED + 1)])
+    assert "100001 tokens" in str(caught.value)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
+from msgspec import Raw
 
 from fairway.v1 import inference_pb2
 from services.core.errors import InvalidInput, ThreadNotFound, UnsupportedFeature
@@ -32,14 +33,18 @@ from services.gateway.faces.openai.types import (
     ResponseFormat,
     ToolSelection,
     TypedTool,
+    left_out,
     parse_body,
     parse_part,
     require_neutral,
 )
-from services.gateway.faces.transport.text_parts import required, text_of
+from services.gateway.faces.transport.text_parts import ServedPart, found_text, required, text_of
 
 # Precedes the result of a tool that failed: chat templates have no place for that.
 _ERROR: Final = "Error: "
+# Blocks of tools that another server ran: of their results the text is kept.
+_SERVED_CALLS: Final = ("server_tool_use", "mcp_tool_use")
+_SERVED_RESULT: Final = "_tool_result"
 _EFFORTS: Final = {"max": "xhigh"}
 
 
@@ -114,11 +119,13 @@ def _check_context(body: CountBody) -> None:
 
 def _tools(body: CountBody) -> dict[str, Any]:
     """Return the tools and the choice among them. Raises InvalidInput, UnsupportedFeature."""
-    tools = []
+    tools, searches = [], dict[str | None, str]()
     for number, given in enumerate(body.tools or ()):
         path = f"tools[{number}]"
-        kind = parse_part(given, TypedTool, path).type
+        typed = parse_part(given, TypedTool, path)
+        kind = typed.type
         if kind is not None and kind.startswith(SEARCHES):
+            searches[typed.name] = kind
             continue
         if kind not in (None, "custom"):
             raise UnsupportedFeature(
@@ -135,6 +142,8 @@ def _tools(body: CountBody) -> dict[str, Any]:
         raise InvalidInput("tool_choice.name is of the type tool", field="tool_choice.name")
     asked: str | ToolSelection = "required" if choice.type == "any" else choice.type
     if choice.name is not None:
+        if choice.name in searches:
+            raise left_out(searches[choice.name], "tool_choice.name")
         asked = ToolSelection("function", ChosenFunction(choice.name))
     single = bool(choice.disable_parallel_tool_use)
     return {"tools": tools, "tool_choice": asked, "parallel_tool_calls": not single}
@@ -145,13 +154,13 @@ def _turns(turn: MessagesTurn, path: str) -> Iterator[ChatTurn]:
     if isinstance(turn.content, str):
         yield ChatTurn(turn.role, turn.content)
         return
-    if not turn.content:
+    if not turn.content and turn.role != "assistant":  # whose answer may have been empty
         raise InvalidInput(f"{path}content is empty", field=f"{path}content")
     found = _Parts()
     for number, part in enumerate(turn.content):
-        _read(part, turn.role, f"{path}content[{number}].", found)
+        _read(part, turn.role, f"{path}content[{number}]", found)
     yield from found.results
-    if found.texts or found.calls or found.thinking:
+    if found.texts or found.calls or found.thinking or turn.role == "assistant":
         text = "".join(found.texts)
         yield ChatTurn(
             turn.role,
@@ -171,8 +180,14 @@ class _Parts:
     results: list[ChatTurn] = field(default_factory=list)
 
 
-def _read(part: MessagesPart, role: str, path: str, found: _Parts) -> None:
-    require_neutral(part, path)
+def _read(given: Raw, role: str, path: str, found: _Parts) -> None:
+    kind = parse_part(given, TypedTool, path).type or ""
+    if kind == "container_upload" or (role == "assistant" and kind in _SERVED_CALLS):
+        return
+    if role == "assistant" and kind.endswith(_SERVED_RESULT):
+        found.texts.append(found_text(parse_part(given, ServedPart, path), path) + "\n")
+        return
+    part, path = parse_part(given, MessagesPart, path), f"{path}."
     match part.type, role:
         case "text", _:
             found.texts.append(required(part.text, f"{path}text"))
@@ -182,8 +197,8 @@ def _read(part: MessagesPart, role: str, path: str, found: _Parts) -> None:
             pass
         case "tool_use", "assistant":
             name = required(part.name, f"{path}name")
-            given = part.input
-            arguments = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+            written = part.input
+            arguments = written if isinstance(written, str) else json.dumps(written or {}, ensure_ascii=False)
             found.calls.append(MadeCall(CalledFunction(name, arguments), required(part.id, f"{path}id")))
         case "tool_result", "user":
             content = "" if part.content is None else _text_of(part.content, f"{path}content")

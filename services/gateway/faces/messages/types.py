@@ -35,14 +35,20 @@ class MessagesPart(Struct, forbid_unknown_fields=True, frozen=True):
     # Of tool_reference: a tool that a search of the client's found.
     tool_name: str | None = None
     cache_control: CacheControl | None = None
-    citations: Unserved = UNSET
-    caller: Unserved = UNSET
+    # A hint: the sources of a text that another server's search found.
+    citations: Any = None
+    # Of a document or a search_result, which is refused by its source.
+    title: Any = None
+    context: Any = None
+    caller: Any = None
     source: Unserved = UNSET
 
 
 class MessagesTurn(Struct, forbid_unknown_fields=True, frozen=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[MessagesPart]
+    content: Annotated[
+        str | list[Raw], About("A text, or a list of MessagesPart and of another server's tools' blocks.")
+    ]
 
 
 class MessagesMetadata(Struct, frozen=True):

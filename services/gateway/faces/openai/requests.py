@@ -354,19 +354,20 @@ def _content(turn: ChatTurn, path: str) -> str:
     if turn.content is None:
         if turn.role != "assistant":
             raise InvalidInput(f"{path}content is required", field=f"{path}content")
-        return ""
+        return turn.refusal or ""
     if isinstance(turn.content, str):
         return turn.content
     texts = []
     for number, part in enumerate(turn.content):
-        if part.type != "text":
+        if part.type not in ("text", "refusal"):
             field = f"{path}content[{number}].type"
             raise UnsupportedFeature(f"{field}: only text is offered by this server", field=field)
         require_neutral(part, f"{path}content[{number}].")
-        if part.text is None:
-            field = f"{path}content[{number}].text"
+        text = part.text if part.type == "text" else part.refusal
+        if text is None:
+            field = f"{path}content[{number}].{part.type}"
             raise InvalidInput(f"{field} is required", field=field)
-        texts.append(part.text)
+        texts.append(text)
     return "".join(texts)
 
 

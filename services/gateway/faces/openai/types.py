@@ -56,16 +56,17 @@ class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class TypedTool(Struct, frozen=True):
-    """What a tool of any type has."""
+    """What a part of any type may have, a tool or a piece of a conversation."""
 
     type: str | None = None
+    name: str | None = None
 
 
 class ContentPart(Struct, forbid_unknown_fields=True, frozen=True):
     type: str
     text: str | None = None
     cache_control: CacheControl | None = None
-    refusal: Unserved = UNSET
+    refusal: str | None = None
     image_url: Unserved = UNSET
     input_audio: Unserved = UNSET
     file: Unserved = UNSET
@@ -92,12 +93,14 @@ class OfferedFunction(Struct, forbid_unknown_fields=True, frozen=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class OfferedTool(Struct, forbid_unknown_fields=True, frozen=True):
     type: str
     function: OfferedFunction | None = None
     cache_control: CacheControl | None = None
+    defer_loading: bool | None = None
     custom: Unserved = UNSET
 
 
@@ -135,8 +138,10 @@ class ChatTurn(Struct, forbid_unknown_fields=True, frozen=True):
     cache_control: CacheControl | None = None
     provider_specific_fields: Note | None = None  # LiteLLM's note of what another server added
     reasoning_details: list[Note] | None = None  # OpenRouter's
-    refusal: Unserved = UNSET
-    annotations: Unserved = UNSET
+    thinking_blocks: list[Note] | None = None  # LiteLLM's, beside reasoning_content
+    extra_content: Note | None = None  # Gemini's
+    annotations: list[Note] | None = None
+    refusal: Annotated[str | None, About("The content, where there is none.")] = None
     audio: Unserved = UNSET
     function_call: Unserved = UNSET
 
@@ -286,8 +291,12 @@ SEARCHES: Final = ("web_search", "web_fetch", "tool_search")
 
 # Served fields that cannot change the answer.
 HINTS: Final = (
+    "annotations",
     "cache_control",
+    "caller",
+    "citations",
     "client_metadata",
+    "defer_loading",
     "extra_content",
     "metadata",
     "prompt_cache_key",
@@ -295,6 +304,7 @@ HINTS: Final = (
     "prompt_cache_retention",
     "provider_specific_fields",
     "reasoning_details",
+    "thinking_blocks",
     "verbosity",
 )
 # The neutral values, besides absence and null. Of a field whose meaning differs, by its class.
@@ -305,10 +315,8 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     # A chat template writes the special tokens itself.
     "ChatBody.add_special_tokens": (True, False),
     "allowed_token_ids": ([],),
-    "annotations": ([],),
     "bad_words": ([],),
     "best_of": (1,),
-    "caller": ({"type": "direct"},),
     "context_management": ([],),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -323,10 +331,11 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "guided_decoding_backend": ("auto", "guidance"),
     "include_obfuscation": (False,),
     "include_stop_str_in_output": (False,),
+    "input_examples": ([],),
     "length_penalty": (1, 1.0),
+    "mcp_servers": ([],),
     "logits_processors": ([],),
     "modalities": (["text"],),
-    "ResponsesPart.logprobs": ([],),
     "return_token_ids": (False,),
     "return_token_strs": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -429,8 +438,19 @@ def parse_part(data: Raw, kind: type[Body], path: str) -> Body:
         part = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as exc:
         raise invalid_fields(str(exc), path) from exc
+    except RecursionError:
+        raise InvalidInput(f"{path} is nested too deeply", field=path) from None
     require_neutral(part, f"{path}.")
     return part
+
+
+def left_out(kind: str, field: str) -> UnsupportedFeature:
+    """Return the error for a choice of a tool that is left out of those that the model may call."""
+    return UnsupportedFeature(
+        f"{field}: tools of the type {kind[:64]!r} are not offered by this server, and are left out: choose "
+        "another tool, or send auto",
+        field=field,
+    )
 
 
 def require_neutral(found: Struct, path: str, *, waived: Collection[str] = ()) -> None:

@@ -251,7 +251,8 @@ def _block(item: OutputItem) -> Block:
             return Block(BlockKind.CALL, call_id=item.call_id, name=name, texts=[item.arguments], cut=cut)
         case CustomCallItem():
             arguments = text_arguments(item.input)
-            return Block(BlockKind.CALL, call_id=item.call_id, name=item.name, texts=[arguments], cut=cut)
+            name = function_name(item.name, item.namespace or None)
+            return Block(BlockKind.CALL, call_id=item.call_id, name=name, texts=[arguments], cut=cut)
 
 
 def _item(
@@ -269,11 +270,11 @@ def _item(
             called = tools.get(block.name)
             if called is None:
                 return FunctionCallItem(item_id, status, block.call_id, block.name, text)
-            name = called.tool.name
+            name, namespace = called.tool.name, called.namespace or UNSET
             if called.is_custom:
                 text = "" if is_open else text_of_arguments(text)
-                return CustomCallItem(f"ctc_{number}", status, block.call_id, name, text)
-            return FunctionCallItem(item_id, status, block.call_id, name, text, called.namespace or UNSET)
+                return CustomCallItem(f"ctc_{number}", status, block.call_id, name, text, namespace)
+            return FunctionCallItem(item_id, status, block.call_id, name, text, namespace)
 
 
 def _usage(finished: Finished) -> ResponsesUsage:

@@ -21,16 +21,16 @@ from services.gateway.faces.openai.types import (
     parse_body,
     require_neutral,
 )
-from services.gateway.faces.responses.items import turns_of
+from services.gateway.faces.responses.items import items_of, turns_of
 from services.gateway.faces.responses.tools import tool_fields
 from services.gateway.faces.responses.types import (
     ModelResponse,
     PromptFields,
     ResponsesBody,
     ResponsesItem,
-    ResponsesPart,
     TextFormat,
 )
+from services.gateway.requests.tool_use import MAX_SCHEMA_DEPTH, depth_of
 
 # Parts of an answer that only tools of a server have, or that the answer has in clear.
 _INCLUDED: Final = (
@@ -77,6 +77,11 @@ def responses_body(data: bytes) -> ResponsesBody:
             raise UnsupportedFeature(
                 f"include: {included[:64]!r} is not offered by this server", field=f"include[{number}]"
             )
+    if depth_of(body.metadata) > MAX_SCHEMA_DEPTH:  # every answer repeats it
+        raise InvalidInput(
+            f"metadata is nested more than {MAX_SCHEMA_DEPTH} levels deep: send it as a text",
+            field="metadata",
+        )
     if body.background and body.store is False:
         raise InvalidInput("background needs store: its answer is retrieved", field="background")
     return body
@@ -87,8 +92,9 @@ def responses_request(body: ResponsesBody, earlier: bytes) -> ResponsesRequest:
 
     Raises InvalidInput, UnsupportedFeature.
     """
+    items = items_of(body.input)
     own = structs.replace(
-        _chat(body, earlier),
+        _chat(body, items, earlier),
         stream=body.stream,
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
@@ -104,7 +110,7 @@ def responses_request(body: ResponsesBody, earlier: bytes) -> ResponsesRequest:
         ignore_eos=body.ignore_eos,
         priority=body.priority,
     )
-    return ResponsesRequest(chat_of(own).generations[0], _head(body), tuple(_own_items(body.input)))
+    return ResponsesRequest(chat_of(own).generations[0], _head(body), tuple(items))
 
 
 def prompt_fields(data: bytes) -> PromptFields:
@@ -114,12 +120,11 @@ def prompt_fields(data: bytes) -> PromptFields:
 
 def tokens_request(body: PromptFields, earlier: bytes) -> inference_pb2.CountTokensRequest:
     """Return the request that counts the tokens of a prompt. ``earlier`` as in ``responses_request``."""
-    generation = chat_of(_chat(body, earlier)).generations[0]
+    generation = chat_of(_chat(body, items_of(body.input), earlier)).generations[0]
     return inference_pb2.CountTokensRequest(model=generation.model, chat=generation.chat)
 
 
-def _chat(body: PromptFields, earlier: bytes) -> ChatBody:
-    own = _own_items(body.input)
+def _chat(body: PromptFields, own: Sequence[ResponsesItem], earlier: bytes) -> ChatBody:
     if not own:
         raise InvalidInput("input is empty", field="input")
     turns: list[ChatTurn] = []
@@ -144,12 +149,6 @@ def _format(asked: TextFormat) -> ResponseFormat:
         missing = "text.format.name" if asked.name is None else "text.format.schema"
         raise InvalidInput(f"{missing} is required", field=missing)
     return ResponseFormat("json_schema", JsonSchemaFormat(asked.name, asked.schema, asked.strict))
-
-
-def _own_items(given: str | Sequence[ResponsesItem]) -> list[ResponsesItem]:
-    if isinstance(given, str):
-        return [ResponsesItem(role="user", content=[ResponsesPart("input_text", given)])]
-    return list(given)
 
 
 def _head(body: ResponsesBody) -> ModelResponse:

@@ -24,6 +24,7 @@ from services.gateway.faces.openai.types import (
     OfferedTool,
     ToolSelection,
     TypedTool,
+    left_out,
     parse_part,
 )
 from services.gateway.faces.responses.types import PromptFields, ResponsesTool, ResponsesToolChoice
@@ -94,7 +95,7 @@ def tool_fields(body: PromptFields) -> dict[str, Any]:
     """Return the fields of a chat body that have the tools. Raises InvalidInput, UnsupportedFeature."""
     tools = [OfferedTool("function", each.function()) for each in _client_tools(body.tools or (), "tools")]
     choice = body.tool_choice
-    asked = _selection(choice) if isinstance(choice, ResponsesToolChoice) else choice
+    asked = choice if choice is None or isinstance(choice, str) else _selection(choice)
     return {"tools": tools, "tool_choice": asked, "parallel_tool_calls": body.parallel_tool_calls}
 
 
@@ -117,14 +118,21 @@ def _client_tools(tools: Sequence[Raw], field: str, namespace: str = "") -> Iter
             yield ClientTool(tool, namespace)
 
 
-def _selection(choice: ResponsesToolChoice) -> ToolSelection:
+def _selection(choice: ResponsesToolChoice) -> ToolSelection | str:
     if choice.type in ("function", "custom") and choice.name is not None:
-        return ToolSelection("function", ChosenFunction(choice.name))
+        return ToolSelection("function", ChosenFunction(function_name(choice.name, choice.namespace)))
+    if choice.type.startswith(SEARCHES):
+        raise left_out(choice.type, "tool_choice.type")
     if choice.type == "allowed_tools" and choice.tools:
         allowed = [
             ChosenTool("function", ChosenFunction(_name(tool, number)))
             for number, tool in enumerate(choice.tools)
+            if not str(tool.get("type")).startswith(SEARCHES)
         ]
+        if not allowed and choice.mode == "required":
+            raise left_out(str(choice.tools[0]["type"]), "tool_choice.tools[0].type")
+        if not allowed:
+            return "none"
         return ToolSelection("allowed_tools", allowed_tools=AllowedTools(choice.mode or "auto", allowed))
     raise UnsupportedFeature(
         f"tool_choice.type {choice.type[:64]!r} is not offered by this server: function and custom with a "

@@ -12,7 +12,6 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from services.gateway.faces.openai.types import (
     About,
-    Metadata,
     Note,
     Schema,
     Short,
@@ -30,17 +29,23 @@ class ResponsesPart(Struct, forbid_unknown_fields=True, frozen=True, omit_defaul
     type: str
     text: str | None = None
     refusal: str | None = None
-    annotations: Unserved = UNSET
-    logprobs: Unserved = UNSET
+    # Hints: what another server added to a text.
+    annotations: Any = None
+    logprobs: Any = None
+    parsed: Any = None
     detail: Unserved = UNSET
     image_url: Unserved = UNSET
+    input_audio: Unserved = UNSET
+    filename: Unserved = UNSET
+    file_data: Unserved = UNSET
     file_id: Unserved = UNSET
+    file_url: Unserved = UNSET
 
 
 class ResponsesItem(Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
     """An item of the input; ``type`` decides which fields it has."""
 
-    # message, function_call, custom_tool_call, their outputs, reasoning, or calls of a server's search.
+    # message, function_call, custom_tool_call, their outputs, reasoning, or a ServedPart's.
     type: str = "message"
     id: Short | None = None
     status: Short | None = None
@@ -59,9 +64,12 @@ class ResponsesItem(Struct, forbid_unknown_fields=True, frozen=True, omit_defaul
     encrypted_content: str | None = None
     # Of a call: the tool namespace of its function.
     namespace: str | None = None
-    # Of a call of a server's search.
+    # Of a call of a server's tool.
     action: Any = None
-    caller: Unserved = UNSET
+    # Hints of SDKs.
+    parsed_arguments: Any = None
+    created_by: Any = None
+    caller: Any = None
 
 
 class TextFormat(Struct, forbid_unknown_fields=True, frozen=True):
@@ -110,6 +118,7 @@ class ResponsesToolChoice(Struct, forbid_unknown_fields=True, frozen=True):
 
     type: str
     name: str | None = None
+    namespace: str | None = None
     mode: Literal["auto", "required"] | None = None
     tools: list[dict[str, Any]] | None = None
 
@@ -122,7 +131,9 @@ class PromptFields(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True
     """The fields that decide the prompt."""
 
     model: str
-    input: str | list[ResponsesItem]
+    input: Annotated[
+        str | list[Raw], About("A text, or a list of ResponsesItem and of calls of other servers' tools.")
+    ]
     instructions: str | None = None
     previous_response_id: Short | None = None
     text: ResponsesText | None = None
@@ -145,7 +156,7 @@ class ResponsesBody(PromptFields, forbid_unknown_fields=True, frozen=True, kw_on
     max_output_tokens: UInt32 | None = None
     temperature: float | None = None
     top_p: float | None = None
-    metadata: Metadata | None = None
+    metadata: Note | None = None
     client_metadata: Note | None = None
     user: Annotated[str | None, About("Beyond 128 bytes its SHA-256 counts.")] = None
     safety_identifier: str | None = None
@@ -210,6 +221,7 @@ class CustomCallItem(Struct, frozen=True, tag="custom_tool_call", tag_field="typ
     call_id: str
     name: str
     input: str
+    namespace: str | UnsetType = UNSET
 
 
 OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem
@@ -259,7 +271,7 @@ class ModelResponse(Struct, frozen=True, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    metadata: dict[str, str]
+    metadata: dict[str, Any]
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from services.core.errors import InvalidInput, UnsupportedFeature
-from services.gateway.faces.openai.types import require_neutral
+from services.gateway.faces.openai.types import Short, require_neutral
+
+# The fields of what a tool found that have its texts, in the order in which they are read.
+_FOUND: Final = (
+    *("title", "url", "filename", "text", "stdout", "stderr", "logs", "lines", "tool_name", "error_code"),
+    *("message", "tool_references", "content", "output", "outputs", "results", "error"),
+)
+
+
+class ServedPart(Struct, frozen=True):
+    """A call of a tool that another server ran, and what it found, in the fields of every dialect."""
+
+    type: str
+    id: Short | None = None
+    status: Short | None = None
+    action: Any = None
+    content: Any = None
+    output: Any = None
+    outputs: Any = None
+    results: Any = None
+    error: Any = None
 
 
 class TypedPart(Protocol):
@@ -46,3 +66,27 @@ def text_of(
         require_neutral(part, own)
         texts.append(required(read(part), f"{own}text"))
     return "".join(texts)
+
+
+def found_text(part: ServedPart, path: str) -> str:
+    """Return the texts that a tool of another server found, a line each; the rest of it is left out.
+
+    Raises UnsupportedFeature for an image or a document that is no text.
+    """
+    texts: list[str] = []
+    waiting: list[Any] = [structs.asdict(part)]  # without recursion, since a client chooses the depth
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, list):
+            waiting += value[::-1]
+        elif isinstance(value, dict):
+            source = value.get("source")
+            if isinstance(source, dict) and source.get("type") != "text":
+                raise UnsupportedFeature(
+                    f"{path}: of images and documents only text is offered by this server", field=path
+                )
+            waiting += [source.get("data")] if isinstance(source, dict) else []
+            waiting += [value[name] for name in _FOUND[::-1] if name in value]
+    return "\n".join(filter(None, texts))

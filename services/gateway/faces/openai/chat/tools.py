@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 
 from fairway.v1 import inference_pb2
 from services.core.errors import InvalidInput, UnsupportedFeature
-from services.gateway.faces.openai.types import ChatBody, ChosenTool, OfferedTool, ToolSelection
+from services.gateway.faces.openai.types import (
+    SEARCHES,
+    ChatBody,
+    ChosenTool,
+    OfferedTool,
+    ToolSelection,
+)
 
 MAX_TOOLS = 128  # as in the proto
 _MODES = {
@@ -31,7 +37,11 @@ def set_tools(generation: inference_pb2.Generation, body: ChatBody) -> Mapping[s
     if not body.tools or choice.mode == inference_pb2.TOOL_MODE_NONE:
         generation.ClearField("tool_choice")
         if choice_needs_tools(body):
-            raise InvalidInput("tool_choice asks for a call, and there are no tools", field="tool_choice")
+            raise InvalidInput(
+                "tool_choice asks for a call, and there are no tools that this server offers; those that a "
+                f"server runs ({', '.join(SEARCHES)}) are left out: send functions, or tool_choice auto",
+                field="tool_choice",
+            )
         return {}
     offer(generation.chat, body.tools)
     if not choice.ByteSize():

@@ -31,13 +31,19 @@ OUTPUT: Sequence[OutputPart] = (
     CallDelta(2, arguments='{"input": "*** Begin\\n+é\\ud83d\\ude00"}'),
     CallDelta(3, "call_3", "agents.spawn"),
     CallDelta(3, arguments='{"n":1}'),
+    CallDelta(4, "call_4", "agents.patch"),
+    CallDelta(4, arguments='{"input": "x"}'),
     ContentText("and 東京 \U0001f600."),
 )
 TOOLS: list[dict[str, Any]] = [
     {"type": "web_search", "filters": {}},
     {"type": "function", "name": "weather"},
     {"type": "custom", "name": "patch", "format": {"type": "text"}},
-    {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
+    {
+        "type": "namespace",
+        "name": "agents",
+        "tools": [{"type": "function", "name": "spawn"}, {"type": "custom", "name": "patch"}],
+    },
 ]
 BODY = json.dumps({"model": "m", "input": "hi", "tools": TOOLS}).encode()
 HEAD = responses_request(responses_body(BODY), b"[]").head
@@ -157,6 +163,7 @@ async def test_the_items_are_those_of_the_output() -> None:
         "function_call",
         "custom_tool_call",
         "function_call",
+        "custom_tool_call",
         "message",
     ]
     assert found["output"][0]["content"][0]["text"] == "First the name, then äöü.\n"
@@ -164,9 +171,19 @@ async def test_the_items_are_those_of_the_output() -> None:
     assert found["output"][3]["call_id"] == "call_1"
     assert (found["output"][4]["name"], found["output"][4]["input"]) == ("patch", "*** Begin\n+é\U0001f600")
     assert (found["output"][5]["namespace"], found["output"][5]["name"]) == ("agents", "spawn")
-    assert "namespace" not in found["output"][2]
+    custom = found["output"][6]
+    assert (custom["namespace"], custom["name"], custom["input"]) == ("agents", "patch", "x")
+    assert not any("namespace" in found["output"][number] for number in (2, 3, 4))
     assert found["tools"] == TOOLS
-    assert len({item["id"] for item in found["output"]}) == 7
+    assert len({item["id"] for item in found["output"]}) == 8
+    again = parsed(replayed(response, ResponseEvents(EventNumbers(with_ids=True))))
+    done = [event["item"] for event in again if event["type"] == "response.output_item.done"]
+    assert done == found["output"]
+    # The next request has the calls under the names by which the model made them.
+    body = responses_body(b'{"model": "m", "input": "go on"}')
+    following = responses_request(body, b"[" + msgspec.json.encode(response.output) + b"]").generation.chat
+    names = [call.name for turn in following.messages for call in turn.tool_calls]
+    assert names == ["weather", "now", "patch", "agents.spawn", "agents.patch"]
     assert found["usage"]["total_tokens"] == 12
 
 

@@ -147,6 +147,11 @@ def test_what_is_not_offered_is_refused_by_name(case: str) -> None:
     assert json.loads(responses_error(caught.value))["error"]["param"] == name
 
 
+def test_the_refusal_of_a_reference_says_what_to_send() -> None:
+    with pytest.raises(FairwayError, match="send the item itself, as SDKs do with store: false"):
+        request(input=[{"role": "user", "content": "x"}, {"type": "item_reference", "id": "fc_1"}])
+
+
 def test_fields_of_the_service_have_the_names_of_the_dialect() -> None:
     for field, name in {
         "max_output_tokens": "max_output_tokens",
