@@ -21,5 +21,5 @@ class UsageServicer(usage_pb2_grpc.UsageServiceServicer):
         self, request: pb.ReportUsageRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ReportUsageResponse:
         events = tuple(map(event_from_proto, request.events))
-        report = UsageReport(request.source, request.first, events, request.lost_until)
+        report = UsageReport(request.source, request.first, events, request.lost_until, request.apart)
         return pb.ReportUsageResponse(last=await self._ledger.report(report))
