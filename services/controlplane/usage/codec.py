@@ -62,7 +62,8 @@ def segment_to_bytes(segment: Segment) -> bytes:
     )
     lasts = {batch.source: batch.last for batch in segment.batches}
     ends = [pb.UsageSegment.Last(source=source, last=last) for source, last in lasts.items()]
-    about = [_encoded(head), *_blocks(pb.UsageSegment, "lasts", ends)]
+    head.lasts.extend(ends[:_EVENTS])
+    about = [_encoded(head), *_blocks(pb.UsageSegment, "lasts", ends[_EVENTS:])]
     charged = [
         pb.ChargedRequest(
             request_id=charge.request_id,
