@@ -64,7 +64,7 @@ class ObservedLimiter:
         )
         metrics.counted(
             "fairway_limiter_spool_lost_total",
-            "Damaged lines of spooled usage, which the quota store does not receive; a copy of the file is kept",
+            "Damaged lines of spooled usage, which the quota store never receives",
             lambda: [((), float(spool_lost()))],
         )
 

@@ -231,9 +231,7 @@ class DiskOutbox:
                 log.error("usage.disk_failed", file=name, error=repr(error))
                 continue  # the next life sends it
             source, _, first = name.removesuffix(EVENT).rpartition(".")
-            again = _File(
-                self._folder / name, source, int(first), size_bytes=size_bytes, tries=_MOST_TRIES
-            )
+            again = _File(self._folder / name, source, int(first), size_bytes=size_bytes, tries=_MOST_TRIES)
             if self._files:
                 self._files[-1].grows = False
             self._files.append(again)
@@ -316,9 +314,7 @@ class DiskOutbox:
             if event.number <= file.acknowledged or event.number in self._passed.get(file.source, ()):
                 continue
             size_bytes = event.ByteSize()
-            if batch and (
-                batch_bytes + size_bytes > _REPORT_BYTES or event.number != batch[-1].number + 1
-            ):
+            if batch and (batch_bytes + size_bytes > _REPORT_BYTES or event.number != batch[-1].number + 1):
                 if not await self._deliver(file, batch):
                     return False
                 batch, batch_bytes = [], 0
@@ -425,8 +421,8 @@ class DiskOutbox:
         )
         metrics.counted(
             "fairway_usage_outbox_lost_total",
-            "Usage events that were dropped because the outbox, or the folder of what is set apart, was full, and "
-            "at least one for each end of a file that cannot be read",
+            "Usage events that were dropped because the outbox, or the folder of what is set apart was full, "
+            "and at least one for each end of a file that cannot be read",
             lambda: [((), float(self._lost))],
         )
         metrics.level(

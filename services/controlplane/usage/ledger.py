@@ -165,9 +165,7 @@ class UsageLedger:
                 self._failure, retry_s = "", _RETRY_S
                 if self._log.unread or self._log.unread_more:
                     self._telemetry.lost(self._log.unread)
-                    log.error(
-                        "usage.events_lost", events=self._log.unread, at_least=self._log.unread_more
-                    )
+                    log.error("usage.events_lost", events=self._log.unread, at_least=self._log.unread_more)
                 log.info("usage.ledger_loaded", segment=self._term.book.number, epoch=epoch)
                 await first_of(
                     self._append_forever(), self._checkpoint_forever(), self._leadership.wait_lost(epoch)

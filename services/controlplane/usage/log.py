@@ -72,7 +72,7 @@ class UsageLog:
         self.damaged: frozenset[str] = frozenset()  # names of the copies of damaged objects
         self._found: set[str] = set()  # names of those that this process made
         self._counted: set[str] = set()  # of those: what they lack is counted
-        # Events that the last load was the first to miss in damaged segments. ``unread_more``: it may be more.
+        # Events that the last load was the first to miss in damaged segments. ``unread_more``: or more.
         self.unread = 0
         self.unread_more = False
 
@@ -168,7 +168,7 @@ class UsageLog:
                 return f"segment {book.number + 1} of the usage ledger is missing: restore it from a backup"
             is_new = _copy_of(_segment_name(segment.number)) in self._found - self._counted
             more = more or (is_new and read.lost is None)
-            # Where a damaged segment does not have the number, its gaps and those behind it are what is missing.
+            # Where a damaged segment does not have the number, gaps in and behind it are what is missing.
             unread += _gaps_in(segment, book) if more and not read.lost else (read.lost or 0) * is_new
             book.apply(segment)
         now_s = self._clock.monotonic_s()

@@ -36,8 +36,8 @@ class UsageReport:
 
 @dataclass(frozen=True, slots=True)
 class SourceEvents:
-    """Events of a report that were not stored before. ``last``: the number of the last one. ``apart``: missing
-    numbers before them that are not lost; not stored."""
+    """Events of a report that were not stored before. ``last``: the number of the last one. ``apart``:
+    missing numbers before them that are not lost; not stored."""
 
     source: str
     last: int

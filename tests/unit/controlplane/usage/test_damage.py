@@ -284,7 +284,9 @@ async def test_what_a_damaged_segment_lost_is_counted_exactly_and_once(seed: int
         assert leader.loss.events == lost
         # No source is asked for what was lost, which would count it again.
         for name, number in last.items():
-            assert await ledger.report(UsageReport(name, number + 1, (request_usage(f"{name}+"),))) == number + 1
+            assert (
+                await ledger.report(UsageReport(name, number + 1, (request_usage(f"{name}+"),))) == number + 1
+            )
         assert leader.loss.events == lost
     for _ in range(2):
         later = Leader(store, clock)
