@@ -238,10 +238,10 @@ async def test_a_charge_is_bound_by_the_highest_price_that_its_deployment_had(se
     await deployments.delete("gone")
     for name, found in prices.items():
         most = Price(max(one.input_micros for one in found), 0, max(one.output_micros for one in found))
-        for each in (servicer, UsageServicer(cast(UsageLedger, TakesAll()), ListPrices(store))):
+        for one_servicer in (servicer, UsageServicer(cast(UsageLedger, TakesAll()), ListPrices(store))):
             micros = most.cost_micros(Usage(1000, 500))
-            assert await reported(each, name, (1000, 0, 500), micros) is None
-            error = await reported(each, name, (1000, 0, 500), micros + 1)
+            assert await reported(one_servicer, name, (1000, 0, 500), micros) is None
+            error = await reported(one_servicer, name, (1000, 0, 500), micros + 1)
             assert error is not None
             assert error.metadata["field"] == "events.request.list_micros"
             assert name in error.message

@@ -421,8 +421,8 @@ class DiskOutbox:
         )
         metrics.counted(
             "fairway_usage_outbox_lost_total",
-            "Usage events that were dropped because the outbox, or the folder of what is set apart was full, "
-            "and at least one for each end of a file that cannot be read",
+            "Usage events dropped because the outbox, or the folder of what is set apart, was full; "
+            "at least one for each end of a file that cannot be read",
             lambda: [((), float(self._lost))],
         )
         metrics.level(

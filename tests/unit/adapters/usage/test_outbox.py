@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from fairway.v1 import usage_pb2 as pb
 from services.adapters.frames import framed, read_frames
@@ -429,13 +430,14 @@ async def test_another_failure_after_internal_errors_sets_nothing_apart(tmp_path
     outbox = outbox_of(tmp_path, reports)
     add(outbox, "a", "b")
     await outbox.sync()
-    assert not any([await outbox.send() for _ in range(4)])
+    assert not any([await outbox.send() for _ in range(7)])
     reports.error = NoLeader("nobody leads")
-    assert not any([await outbox.send() for _ in range(4)])
-    assert len(list((tmp_path / "usage").rglob("*.events"))) == 1
+    with capture_logs() as logs:
+        assert not any([await outbox.send() for _ in range(7)])
+    assert {log["event"] for log in logs} == {"usage.not_sent"}
     reports.broken = False
     assert await outbox.send()
-    assert reports.stored == ["a", "b"]
+    assert sorted(reports.stored) == ["a", "b"]
     await outbox.close()
 
 
@@ -561,6 +563,26 @@ async def test_an_event_that_a_crash_left_apart_is_sent_once(tmp_path: Path) -> 
     assert await later.send()
     assert reports.stored == ["a", "c", "b"]
     assert (reports.lost, later.lost) == (0, 0)
+    await later.close()
+
+
+@pytest.mark.parametrize("bit", range(32))
+async def test_a_flipped_size_of_the_last_event_costs_nothing(tmp_path: Path, bit: int) -> None:
+    reports = Reports()
+    reports.down = True
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, "a", "b")
+    await outbox.close()
+    (path,) = files(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[read_frames(bytes(data)).starts[-1] + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    reports.down = False
+    later = outbox_of(tmp_path, reports, "life-2")
+    await later.recover()
+    assert await later.send()
+    assert reports.stored == ["a", "b"]
+    assert "damaged files are set apart" in later.notice
     await later.close()
 
 
