@@ -58,6 +58,7 @@ class TokenCounts(_message.Message):
     CACHED_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     prompt: _builtins.int
+    """Beyond any request: 128 choices of 2^20 tokens, or 8 tokens for each byte of the longest message."""
     cached: _builtins.int
     output: _builtins.int
     def __init__(
@@ -121,7 +122,7 @@ class SettledRequest(_message.Message):
     version_digest: _builtins.str
     ended_unix_ms: _builtins.int
     list_micros: _builtins.int
-    """At most what its tokens cost at the highest price of a deployment."""
+    """At most what its tokens cost at the highest price that its deployment had."""
     @_builtins.property
     def tokens(self) -> Global___TokenCounts: ...
     @_builtins.property
@@ -249,6 +250,9 @@ class UsageEvent(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Its number at its source, in the source's files. Absent: it follows the one before."""
     @_builtins.property
     def request(self) -> Global___SettledRequest: ...
     @_builtins.property
@@ -261,10 +265,11 @@ class UsageEvent(_message.Message):
         request: Global___SettledRequest | None = ...,
         sequence: Global___SequenceUse | None = ...,
         device: Global___DeviceTime | None = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "event", b"event", "request", b"request", "sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "event", b"event", "request", b"request", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "event", b"event", "number", b"number", "request", b"request", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["request", "sequence", "device"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -280,12 +285,15 @@ class ReportUsageRequest(_message.Message):
     FIRST_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     LOST_UNTIL_FIELD_NUMBER: _builtins.int
+    APART_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """One life of a process. Numbers its events from 1."""
     first: _builtins.int
     """Number of the first event."""
     lost_until: _builtins.int
     """Events up to this number that are not stored yet were lost at the source, and are not waited for."""
+    apart: _builtins.int
+    """How many of them the source set apart or counted as lost itself."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageEvent]: ...
     def __init__(
@@ -295,10 +303,11 @@ class ReportUsageRequest(_message.Message):
         first: _builtins.int = ...,
         events: _abc.Iterable[Global___UsageEvent] | None = ...,
         lost_until: _builtins.int = ...,
+        apart: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "first", b"first", "lost_until", b"lost_until", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apart", b"apart", "events", b"events", "first", b"first", "lost_until", b"lost_until", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,23 +395,51 @@ Global___ChargedRequest: _TypeAlias = ChargedRequest  # noqa: Y015
 
 @_typing.final
 class UsageSegment(_message.Message):
-    """The unit of the log: written once, under the next number."""
+    """The unit of the log: written once, under the next number. What describes it is stored at its beginning and at its end."""
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Last(_message.Message):
+        """A source's last event in the segment."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        SOURCE_FIELD_NUMBER: _builtins.int
+        LAST_FIELD_NUMBER: _builtins.int
+        source: _builtins.str
+        last: _builtins.int
+        def __init__(
+            self,
+            *,
+            source: _builtins.str = ...,
+            last: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "source", b"source"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     NUMBER_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     BOOKED_UNIX_MS_FIELD_NUMBER: _builtins.int
     BATCHES_FIELD_NUMBER: _builtins.int
     CHARGED_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    LASTS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     writer: _builtins.str
     """Who wrote it, so that a writer whose answer was lost finds its own."""
     booked_unix_ms: _builtins.int
+    events: _builtins.int
+    """In all batches. Absent in segments of earlier versions."""
     @_builtins.property
     def batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageBatch]: ...
     @_builtins.property
     def charged(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChargedRequest]: ...
+    @_builtins.property
+    def lasts(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageSegment.Last]: ...
     def __init__(
         self,
         *,
@@ -411,12 +448,16 @@ class UsageSegment(_message.Message):
         booked_unix_ms: _builtins.int = ...,
         batches: _abc.Iterable[Global___UsageBatch] | None = ...,
         charged: _abc.Iterable[Global___ChargedRequest] | None = ...,
+        events: _builtins.int | None = ...,
+        lasts: _abc.Iterable[Global___UsageSegment.Last] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_events", b"_events", "events", b"events"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "booked_unix_ms", b"booked_unix_ms", "charged", b"charged", "number", b"number", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_events", b"_events", "batches", b"batches", "booked_unix_ms", b"booked_unix_ms", "charged", b"charged", "events", b"events", "lasts", b"lasts", "number", b"number", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__events: _TypeAlias = _typing.Literal["events"]  # noqa: Y015
+    _WhichOneofArgType__events: _TypeAlias = _typing.Literal["_events", b"_events"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__events) -> _WhichOneofReturnType__events | None: ...
 
 Global___UsageSegment: _TypeAlias = UsageSegment  # noqa: Y015
 

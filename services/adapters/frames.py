@@ -27,8 +27,8 @@ def framed(content: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class FoundFrames:
-    """What was read. ``damaged``: begin and end of the bytes that are in no frame. ``torn``: only a frame at
-    the end is cut, as by a crash."""
+    """What was read. ``damaged``: begin and end of the bytes that are in no frame, or a wrong size. ``torn``:
+    only a frame at the end is cut, as by a crash."""
 
     starts: tuple[int, ...]
     contents: tuple[bytes, ...]
@@ -47,8 +47,15 @@ def read_frames(data: bytes, start: int = 0) -> FoundFrames:
         starts.append(at)
         contents.append(content)
         start = at + _HEAD.size + len(content)
-    torn = not damaged and start < len(data) and start + _size_at(data, start) > len(data)
-    if start < len(data):
+    rest = data[start + _HEAD.size :]
+    torn = False
+    # Of the last frame, only the size may be wrong.
+    if rest and _HEAD.unpack_from(data, start)[1] == zlib.crc32(rest):
+        damaged.append((start, start + 4))
+        starts.append(start)
+        contents.append(rest)
+    elif start < len(data):
+        torn = not damaged and start + _size_at(data, start) > len(data)
         damaged.append((start, len(data)))
     return FoundFrames(tuple(starts), tuple(contents), tuple(damaged), torn)
 

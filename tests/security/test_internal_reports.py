@@ -5,24 +5,35 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from fairway.v1 import scheduler_pb2, slis_pb2, usage_pb2
+from services.adapters.memory.store import MemoryStore
 from services.controlplane.objectives.codec import book_from_bytes, book_to_message, snapshot_to_bytes
 from services.controlplane.objectives.policy.book import SliBook
+from services.controlplane.resources.deployments import Deployments
 from services.controlplane.usage.codec import checkpoint_to_bytes, hour_to_bytes, segment_to_bytes
+from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.policy.book import LedgerBook, Segment, UsageReport, new_parts
+from services.controlplane.usage.prices import ListPrices
+from services.controlplane.usage.servicer import UsageServicer
 from services.core.errors import InvalidInput
+from services.core.generation import Usage
+from services.core.limits import Price
+from services.core.records import Deployment, Meta, VersionRecord, dump, version_key
+from services.ports.store import Put
 from services.rpc import bounds
 from services.rpc.convert.scheduler import report_from_proto as snapshot_from_proto
 from services.rpc.convert.slis import report_from_proto
 from services.rpc.convert.usage import event_from_proto
 from services.rpc.message_size import limits_of
+from services.runtime.clock import SystemClock
 
+DIGEST = "sha256:" + "1" * 64
 REALS = (math.nan, math.inf, -math.inf, -1.0, 1e300, 1e18)
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 _BITS = {
@@ -172,6 +183,79 @@ def test_a_charge_above_the_price_of_its_tokens_is_refused() -> None:
     request.events[0].request.list_micros += 1
     with pytest.raises(InvalidInput, match="list_micros"):
         event_from_proto(request.events[0])
+
+
+@pytest.mark.parametrize("name", ["prompt", "cached", "output"])
+def test_more_tokens_than_a_request_can_have_are_refused(name: str) -> None:
+    """The output of 128 choices of 2^20 tokens is the most."""
+    request = usage_request("request")
+    setattr(request.events[0].request.tokens, name, 2**27)
+    bounds.check(request)
+    setattr(request.events[0].request.tokens, name, 2**27 + 1)
+    with pytest.raises(InvalidInput, match=f"events.*tokens.{name}"):
+        bounds.check(request)
+
+
+class TakesAll:
+    """A ledger that stores everything."""
+
+    async def report(self, report: UsageReport) -> int:
+        return report.first + len(report.events) - 1
+
+
+async def reported(
+    servicer: UsageServicer, model: str, tokens: tuple[int, int, int], micros: int
+) -> InvalidInput | None:
+    """Return why a report of one request is refused; None for one that is taken."""
+    request = usage_pb2.ReportUsageRequest(source="src", first=1)
+    event = request.events.add().request
+    event.MergeFrom(usage_pb2.SettledRequest(request_id="r", tenant="t", model=model, list_micros=micros))
+    event.tokens.MergeFrom(usage_pb2.TokenCounts(prompt=tokens[0], cached=tokens[1], output=tokens[2]))
+    try:
+        await servicer.ReportUsage(request, cast(Any, None))
+    except InvalidInput as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_charge_is_bound_by_the_highest_price_that_its_deployment_had(seed: int) -> None:
+    rng, store, clock = random.Random(seed), MemoryStore(SystemClock()), SystemClock()
+    deployments = Deployments(store, clock)
+    await store.commit([Put(version_key("m", DIGEST), dump(VersionRecord("m", DIGEST, 1, 0.0)))])
+    servicer = UsageServicer(cast(UsageLedger, TakesAll()), ListPrices(store))
+    prices: dict[str, list[Price]] = {"chat": [], "gone": []}
+    for name, found in prices.items():
+        for number in range(4):
+            price = Price(rng.randrange(100, 10**7), rng.randrange(100), rng.randrange(10**7))
+            found.append(price)
+            wanted = Deployment(Meta(name), "m", DIGEST, "", replicas=0, price=price)
+            await (deployments.update(wanted) if number else deployments.create(wanted))
+            tokens = (rng.randrange(1, 2**20), rng.randrange(2**20), rng.randrange(2**20))
+            usage = Usage(tokens[0], tokens[2], min(tokens[:2]))
+            for each in found:  # also one that was lowered or raised since
+                assert await reported(servicer, name, tokens, each.cost_micros(usage)) is None
+    await deployments.delete("gone")
+    for name, found in prices.items():
+        most = Price(max(one.input_micros for one in found), 0, max(one.output_micros for one in found))
+        for one_servicer in (servicer, UsageServicer(cast(UsageLedger, TakesAll()), ListPrices(store))):
+            micros = most.cost_micros(Usage(1000, 500))
+            assert await reported(one_servicer, name, (1000, 0, 500), micros) is None
+            error = await reported(one_servicer, name, (1000, 0, 500), micros + 1)
+            assert error is not None
+            assert error.metadata["field"] == "events.request.list_micros"
+            assert name in error.message
+    # One that no deployment was ever named costs at most what the dearest does.
+    dearest = prices["chat"][-1]
+    micros = Price(dearest.input_micros).cost_micros(Usage(1000, 0))
+    assert await reported(servicer, "unknown", (1000, 0, 0), micros) is None
+    assert await reported(servicer, "unknown", (1000, 0, 0), micros + 1) is not None
+
+
+async def test_what_costs_nothing_is_taken_without_any_deployment() -> None:
+    servicer = UsageServicer(cast(UsageLedger, TakesAll()), ListPrices(MemoryStore(SystemClock())))
+    assert await reported(servicer, "chat", (10, 0, 5), 0) is None
+    assert await reported(servicer, "chat", (10**8, 0, 10**8), 10**14) is not None
 
 
 def test_an_outboxs_report_is_below_what_a_control_plane_takes() -> None:

@@ -380,7 +380,31 @@ async def test_flipped_bits_and_cuts_cost_one_line_and_change_none(tmp_path: Pat
             found = await damaged.load()
         await damaged.close()
         assert [one for one in rows if one in found] == found
+        assert damaged.lost >= len(rows) - len(found) or number >= 100
         if number < 100:
             assert len(found) >= len(rows) - 1
             assert any(log["event"] == "settlements.line_damaged" for log in logs) or found == rows
     assert path.with_suffix(".damaged").exists()
+
+
+async def test_a_damaged_file_is_copied_once_and_starts_without_room_for_a_copy(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    good = b'["t","r1",false,[1,1,0],0,[[0,0,0],[]]]\n'
+    data = good.replace(b"r1", b"\xff1") * 50 + good
+    (folder / "settlements.log").write_bytes(data)
+    (folder / "settlements.new").mkdir()  # no copy can be written
+    spool = SettlementSpool(folder)
+    with capture_logs() as logs:
+        assert len(await spool.load()) == 1
+    assert spool.lost == 50
+    assert [log["event"] for log in logs] == ["settlements.line_damaged", "settlements.no_copy"]
+    assert logs[0]["lines"] == 50
+    await spool.close()
+    (folder / "settlements.new").rmdir()
+    again = SettlementSpool(folder)
+    with capture_logs() as logs:
+        assert len(await again.load()) == 1
+    assert [log["event"] for log in logs] == ["settlements.line_damaged"]
+    assert (folder / "settlements.damaged").read_bytes() == data
+    await again.close()

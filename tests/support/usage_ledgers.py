@@ -11,6 +11,7 @@ from fairway.v1 import controlplane_pb2 as pb
 from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.policy.book import UsageReport
 from services.controlplane.usage.policy.queries import Dimension, UsageQuery
+from services.controlplane.usage.telemetry import LedgerTelemetry
 from services.core.errors import NoLeader
 from services.core.generation import Usage
 from services.core.usage import RequestUsage, SequenceDeviceUse, UsageEvent
@@ -45,8 +46,24 @@ class SetElection:
             await self._turned.wait()
 
 
-def ledger_of(store: LedgerStore, clock: Clock, election: SetElection, *, writer: str = "a") -> UsageLedger:
-    return UsageLedger(store, clock, election, writer=writer, retention_s=400 * DAY_S)
+class CountedLoss(LedgerTelemetry):
+    """``events``: how many were counted as lost."""
+
+    events = 0
+
+    def lost(self, events: int) -> None:
+        self.events += events
+
+
+def ledger_of(
+    store: LedgerStore,
+    clock: Clock,
+    election: SetElection,
+    *,
+    writer: str = "a",
+    telemetry: LedgerTelemetry | None = None,
+) -> UsageLedger:
+    return UsageLedger(store, clock, election, writer=writer, retention_s=400 * DAY_S, telemetry=telemetry)
 
 
 async def until_leading(ledger: UsageLedger) -> None:

@@ -23,10 +23,10 @@ class GrpcUsage(LeaderCalls):
         super().__init__(directory, internal_token, clock, role="control plane")
 
     async def report(
-        self, source: str, first: int, events: Sequence[usage_pb2.UsageEvent], lost_until: int
+        self, source: str, first: int, events: Sequence[usage_pb2.UsageEvent], lost_until: int, apart: int
     ) -> int:
         request = usage_pb2.ReportUsageRequest(
-            source=source, first=first, events=events, lost_until=lost_until
+            source=source, first=first, events=events, lost_until=lost_until, apart=apart
         )
         answer: usage_pb2.ReportUsageResponse = await self.call(
             lambda channel: usage_pb2_grpc.UsageServiceStub(channel).ReportUsage, request, REPORT_S

@@ -27,6 +27,7 @@ class ObservedLimiter:
         breaker_open: Callable[[], bool],
         unsettled: Callable[[], int],
         spool_bytes: Callable[[], int],
+        spool_lost: Callable[[], int],
     ) -> None:
         self._inner = inner
         self._clock = clock
@@ -60,6 +61,11 @@ class ObservedLimiter:
             "fairway_limiter_spool_bytes",
             "Bytes of usage spooled for the quota store",
             lambda: float(spool_bytes()),
+        )
+        metrics.counted(
+            "fairway_limiter_spool_lost_total",
+            "Damaged lines of spooled usage, which the quota store never receives",
+            lambda: [((), float(spool_lost()))],
         )
 
     def decided_without_store(self, kind: LimitKind, admitted: bool) -> None:

@@ -69,6 +69,7 @@ class SettlementSpool:
         self._writing: asyncio.Future[int] | None = None
         self._refused = ""
         self._stale = False
+        self.lost = 0  # damaged lines, of which none is settled
         self._lock = -1
         self._thread = ThreadPoolExecutor(1, "settlements")
 
@@ -96,7 +97,7 @@ class SettlementSpool:
         """
         if self._lock < 0:
             self._lock = await in_thread(own_folder, self._path.parent)
-        found, self._stored_bytes = await in_thread(_load, self._path)
+        found, self._stored_bytes, self.lost = await in_thread(_load, self._path)
         self._counted(found)
         return found
 
@@ -187,19 +188,26 @@ def _contents(data: bytes) -> Iterator[bytes]:
             yield line
 
 
-def _load(path: Path) -> tuple[list[Settlement], int]:
+def _load(path: Path) -> tuple[list[Settlement], int, int]:
+    """Return the settlements, the size of the file and the number of damaged lines. Raises OSError."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return [], 0
+        return [], 0, 0
     found: list[Settlement] = []
+    damaged: list[int] = []
     for number, line in enumerate(_contents(data)):
         try:
             read = _LINES.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            log.error("settlements.line_damaged", line=number + 1)
-            replace_file(path.with_suffix(".damaged"), data)
+            damaged.append(number + 1)
             continue
         reservation = Reservation(read.tenant_id, read.request_id, read.local, admitted_us=read.admitted_us)
         found.append((with_held(reservation, read.held), Usage(*read.usage)))
-    return found, len(data)
+    if damaged:
+        log.error("settlements.line_damaged", lines=len(damaged), first=damaged[0])
+        try:
+            replace_file(path.with_suffix(".damaged"), data)
+        except OSError as error:
+            log.error("settlements.no_copy", error=repr(error))
+    return found, len(data), len(damaged)

@@ -4,9 +4,11 @@ Each process life is one source, which numbers its events from 1. Events are app
 a moment later, outside the event loop. A file is named by its source and its first event. About once a
 second the oldest file is sent; it no longer grows then, and is deleted when the ledger has stored all of
 it. Files of earlier lives are sent first, under their own sources. Damaged bytes are passed over; a torn end
-is what a crash leaves.
+is what a crash leaves. Each event has its number with it, so that those behind damage keep theirs.
 
-What the ledger refuses for good is halved until the single event is found, which is set apart.
+What the ledger refuses for good is halved until the single event is found, which is set apart. Events at
+which the ledger itself fails again and again are found alike, but stay apart only if it takes another event
+after them. Else it is the ledger that is broken: they are sent again, behind the others.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from fairway.v1 import usage_pb2 as pb
 from services.adapters.frames import framed, read_frames
 from services.adapters.synced_files import append_bytes, own_folder
 from services.adapters.threads import in_thread
-from services.adapters.usage.refused import EVENT, RefusedEvents
+from services.adapters.usage.refused import EVENT, RefusedEvents, name_of, origin_of
 from services.core.errors import FairwayError, InternalError, is_final
 from services.core.usage import RequestUsage, UsageEvent
 from services.ports.clock import Clock
@@ -45,11 +47,13 @@ FULL_RATIO: Final = 0.5
 SYNC_S: Final = 0.1
 SEND_S: Final = 1.0
 _RETRY_S: Final = 2.0
+_MOST_RETRY_S: Final = 60.0  # of a ledger that fails at everything
 _LAST_SEND_S: Final = 3.0
 _FILE_EVENTS: Final = 2000  # below what one report may contain
 _REPORT_BYTES: Final = 4 * 1024**2  # well below what a message may have
-# Sends of a file after which an error of the ledger itself counts as a refusal of an event.
+# Errors of the ledger itself in a row after which a file is halved.
 _MOST_TRIES: Final = 5
+_MOST_SUSPECTS: Final = 4  # single events of files, after which the ledger counts as broken
 # What reading a file fails with for good.
 _UNREADABLE: Final = (errno.ENOENT, errno.EIO)
 
@@ -57,8 +61,11 @@ _UNREADABLE: Final = (errno.ENOENT, errno.EIO)
 class UsageReports(Protocol):
     """The leading control plane's ledger."""
 
-    async def report(self, source: str, first: int, events: Sequence[pb.UsageEvent], lost_until: int) -> int:
-        """Return the number up to which the source's events are durable.
+    async def report(
+        self, source: str, first: int, events: Sequence[pb.UsageEvent], lost_until: int, apart: int
+    ) -> int:
+        """Return the number up to which the source's events are durable. ``apart``: missing events up to
+        ``lost_until`` that the source has set apart or counted.
 
         Raises FairwayError, within a bounded time.
         """
@@ -75,7 +82,9 @@ class _File:
     grows: bool = False
     size_bytes: int = 0
     stored: bool = False  # the ledger has all of it
-    tries: int = 0  # sends that failed in the ledger itself
+    acknowledged: int = 0  # number of the last event that the ledger has
+    cut: bool = False  # whether events at its end are missing
+    tries: int = 0  # errors of the ledger itself, in a row
 
 
 class DiskOutbox:
@@ -104,6 +113,8 @@ class DiskOutbox:
         self._added_bytes = 0
         self._next = 1  # number of the next event
         self._lost = 0
+        self._passed: dict[str, set[int]] = {}  # numbers that are set apart, or lost here, by source
+        self._suspects: list[str] = []  # names of events set apart since the ledger last took one
         self._refused = ""
         self._wake = asyncio.Event()  # something was added
         self._to_send = asyncio.Event()
@@ -137,7 +148,8 @@ class DiskOutbox:
 
     @property
     def lost(self) -> int:
-        """Events that found the outbox, or the folder of refused ones, full."""
+        """Events that found the outbox, or the folder of refused ones, full, and at least one for each end of
+        a file that cannot be read."""
         return self._lost
 
     def add(self, event: UsageEvent) -> None:
@@ -147,7 +159,9 @@ class DiskOutbox:
                 log.error("usage.outbox_full", bytes=self.size_bytes)
             self._lost += 1
             return
-        self._added.append(framed(event_to_proto(event).SerializeToString()))
+        message = event_to_proto(event)
+        message.number = self._next + len(self._added)
+        self._added.append(framed(message.SerializeToString()))
         self._added_bytes += len(self._added[-1])
         self._wake.set()
 
@@ -162,6 +176,9 @@ class DiskOutbox:
         found = await in_thread(_files_in, self._folder)
         self._stored_bytes = sum(file.size_bytes for file in found)
         self._files.extend(found)
+        for file in found:
+            if origin := origin_of(file.source):
+                self._passed.setdefault(origin[0], set()).add(origin[1])
         if found:
             self._to_send.set()
 
@@ -198,15 +215,43 @@ class DiskOutbox:
 
     async def send(self) -> bool:
         """Send files, the oldest first, until none is left. Returns whether the ledger stored them."""
+        sent = await self._send_files()
+        if self._suspects:
+            await self._take_back()
+            return False
+        return sent
+
+    async def _take_back(self) -> None:
+        """Queue what was set apart without a sign that it is the cause."""
+        log.error("usage.ledger_fails", suspects=len(self._suspects))
+        for name in self._suspects:
+            try:
+                size_bytes = await in_thread(self._apart.release_one, name, self._folder)
+            except OSError as error:
+                log.error("usage.disk_failed", file=name, error=repr(error))
+                continue  # the next life sends it
+            source, _, first = name.removesuffix(EVENT).rpartition(".")
+            again = _File(self._folder / name, source, int(first), size_bytes=size_bytes, tries=_MOST_TRIES)
+            if self._files:
+                self._files[-1].grows = False
+            self._files.append(again)
+            self._stored_bytes += size_bytes
+        self._suspects.clear()
+
+    async def _send_files(self) -> bool:
+        """Send files, the oldest first, until one cannot be sent."""
         while self._files:
             await self._written()
             file = self._files[0]
             file.grows = False
             try:
                 if not file.stored:
-                    if not await self._deliver_all(file, await in_thread(self._read, file.path)):
+                    if not await self._deliver_all(file, await in_thread(self._read, file)):
                         return False
                     file.stored = True
+                    others = [each.source for each in self._files][1:2]
+                    if file.cut and file.source not in (self._source, *others):
+                        self._lost += 1  # no later event of the source shows how many
                 # A send that was cancelled here may have deleted it.
                 await in_thread(partial(file.path.unlink, missing_ok=True))
             except OSError as error:
@@ -227,13 +272,16 @@ class DiskOutbox:
                 self._wake.set()
 
     async def _send_forever(self) -> None:
+        retry_s = _RETRY_S
         while True:
             await self._to_send.wait()
             self._to_send.clear()
             sent = await self.send()
             if not sent:
                 self._to_send.set()
-            await self._clock.sleep(SEND_S if sent else _RETRY_S)
+            is_broken = any(file.tries >= _MOST_TRIES for file in self._files)
+            retry_s = min(_MOST_RETRY_S, 2 * retry_s) if is_broken and not sent else _RETRY_S
+            await self._clock.sleep(SEND_S if sent else retry_s)
 
     async def _written(self) -> None:
         """Return once no write is under way and its result is noted."""
@@ -255,57 +303,72 @@ class DiskOutbox:
         self._next += count
         file.count += count
         file.size_bytes += size_bytes
-        if not self._files or self._files[-1] is not file:
+        if not any(each is file for each in self._files):
             self._files.append(file)
         self._to_send.set()
 
     async def _deliver_all(self, file: _File, events: Sequence[pb.UsageEvent]) -> bool:
         """Return whether every event of the file is durable in the ledger, or set apart."""
-        first, batch, batch_bytes = file.first, list[pb.UsageEvent](), 0
+        batch, batch_bytes = list[pb.UsageEvent](), 0
         for event in events:
+            if event.number <= file.acknowledged or event.number in self._passed.get(file.source, ()):
+                continue
             size_bytes = event.ByteSize()
-            if batch and batch_bytes + size_bytes > _REPORT_BYTES:
-                if not await self._deliver(file, first, batch):
+            if batch and (batch_bytes + size_bytes > _REPORT_BYTES or event.number != batch[-1].number + 1):
+                if not await self._deliver(file, batch):
                     return False
-                first, batch, batch_bytes = first + len(batch), [], 0
+                batch, batch_bytes = [], 0
             batch.append(event)
             batch_bytes += size_bytes
-        return not batch or await self._deliver(file, first, batch)
+        return not batch or await self._deliver(file, batch)
 
-    async def _deliver(self, file: _File, first: int, events: Sequence[pb.UsageEvent]) -> bool:
+    async def _deliver(self, file: _File, events: Sequence[pb.UsageEvent]) -> bool:
         """The same for consecutive events of the file."""
         try:
-            return await self._report(file, first, events)
+            return await self._report(file, events)
         except FairwayError as error:
-            file.tries += isinstance(error, InternalError)
-            if not (is_final(error) or file.tries >= _MOST_TRIES):
-                log.info("usage.not_sent", source=file.source, reason=error.reason)
-                return False
+            if not is_final(error):
+                file.tries = file.tries + 1 if isinstance(error, InternalError) else 0
+                if file.tries < _MOST_TRIES:
+                    log.info("usage.not_sent", source=file.source, reason=error.reason)
+                    return False
             if len(events) == 1:
-                return await self._set_apart(file.source, first, events[0], error)
+                return await self._set_apart(file.source, events[0], error)
         half = len(events) // 2
-        if not await self._deliver(file, first, events[:half]):
+        if not await self._deliver(file, events[:half]):
             return False
-        return await self._deliver(file, first + half, events[half:])
+        return await self._deliver(file, events[half:])
 
-    async def _report(self, file: _File, first: int, events: Sequence[pb.UsageEvent]) -> bool:
+    async def _report(self, file: _File, events: Sequence[pb.UsageEvent]) -> bool:
         """Return whether the events are durable in the ledger. Raises FairwayError."""
-        lost_until = 0
+        first, lost_until, apart = events[0].number, 0, 0
+        passed = self._passed.get(file.source, set())
         for _ in range(2):
-            last = await self._reports.report(file.source, first, events, lost_until)
-            if last >= first + len(events) - 1:
+            last = await self._reports.report(file.source, first, events, lost_until, apart)
+            if last >= events[-1].number:
+                file.acknowledged = last
+                passed.difference_update([number for number in passed if number <= last])
+                self._suspects.clear()
                 return True
             # Earlier events of the source are not here any more: the disk lost them, or they are set apart.
-            log.error("usage.events_missing", source=file.source, after=last, before=first)
-            lost_until = first - 1
+            lost_until, apart = first - 1, sum(last < number < first for number in passed)
+            if lost_until - last > apart:
+                log.error("usage.events_missing", source=file.source, after=last, before=first, apart=apart)
         return False
 
-    async def _set_apart(self, source: str, number: int, event: pb.UsageEvent, error: FairwayError) -> bool:
-        """Return whether the event is out of the way; after an internal error it waits for room."""
-        kept = await in_thread(self._apart.keep, source, number, framed(event.SerializeToString()))
-        if not kept and not is_final(error):
-            return False
+    async def _set_apart(self, source: str, event: pb.UsageEvent, error: FairwayError) -> bool:
+        """Return whether the next event is to be sent; after an internal error this one waits for room."""
+        number, name = event.number, name_of(source, event.number)
+        event.ClearField("number")
+        kept = await in_thread(self._apart.keep, name, framed(event.SerializeToString()))
+        if not is_final(error):
+            if not kept:
+                return False
+            self._suspects.append(name)
         self._lost += not kept
+        is_again = origin_of(source) is not None
+        if not is_again:
+            self._passed.setdefault(source, set()).add(number)
         log.error(
             "usage.event_refused",
             source=source,
@@ -314,10 +377,11 @@ class DiskOutbox:
             reason=error.reason,
             error=error.message,
         )
-        return True
+        return is_again or len(self._suspects) < _MOST_SUSPECTS
 
-    def _read(self, path: Path) -> list[pb.UsageEvent]:
+    def _read(self, file: _File) -> list[pb.UsageEvent]:
         """Return the whole events of a file. A copy of a damaged one is set apart. Raises OSError."""
+        path = file.path
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -325,12 +389,17 @@ class DiskOutbox:
                 raise
             log.error("usage.file_unreadable", file=path.name, error=repr(error))
             self._apart.move_unreadable(path)
+            file.cut = True
             return []
         found = read_frames(data)
         events = [pb.UsageEvent.FromString(content) for content in found.contents]
+        number = file.first - 1
+        for event in events:  # in files of earlier versions they have none
+            number = event.number = event.number or number + 1
         if found.torn:
             log.warning("usage.file_torn", file=path.name, events=len(events))
         elif found.damaged:
+            file.cut = found.damaged[-1][1] == len(data)
             kept = self._apart.keep_damaged(path)
             begin, end = found.damaged[0]
             log.error("usage.file_damaged", file=path.name, begin=begin, end=end, kept=kept)
@@ -352,7 +421,8 @@ class DiskOutbox:
         )
         metrics.counted(
             "fairway_usage_outbox_lost_total",
-            "Usage events that were dropped because the outbox, or the folder of what is set apart, was full",
+            "Usage events dropped because the outbox, or the folder of what is set apart, was full; "
+            "at least one for each end of a file that cannot be read",
             lambda: [((), float(self._lost))],
         )
         metrics.level(

@@ -22,6 +22,19 @@ DAMAGED: Final = ".damaged"
 _AGAIN: Final = "-x"
 
 
+def name_of(source: str, number: int) -> str:
+    """Return the name of a refused event's file: its new source, unless it was sent again already."""
+    if origin_of(source) is None:
+        source, number = f"{source}{_AGAIN}{number}", 1
+    return f"{source}.{number:012d}{EVENT}"
+
+
+def origin_of(source: str) -> tuple[str, int] | None:
+    """Return where an event that is sent again comes from; None for the source of a process."""
+    origin, _, number = source.rpartition(_AGAIN)
+    return (origin, int(number)) if origin and number.isdecimal() else None
+
+
 class RefusedEvents:
     """Owner of the folder. Every method but ``bytes`` and ``count`` does file I/O, for a thread."""
 
@@ -33,16 +46,17 @@ class RefusedEvents:
     def count(self) -> int:
         return len(self._sizes)
 
-    def keep(self, source: str, number: int, data: bytes) -> bool:
+    def keep(self, name: str, data: bytes) -> bool:
         """Store a framed event. Returns False when there is no room. Raises OSError."""
-        name = f"{source}.{number:012d}{EVENT}"
-        if _AGAIN not in source:
-            name = f"{source}{_AGAIN}{number}.{1:012d}{EVENT}"
-        return self._keep(name, data)
+        others = [size for other, size in self._sizes.items() if other != name]
+        if len(others) >= MAX_FILES or sum(others) + len(data) > MAX_BYTES:
+            return False
+        self._sizes[name] = replace_file(self._folder / name, data)
+        return True
 
     def keep_damaged(self, file: Path) -> bool:
         """Store a copy of a file with damaged bytes, which is not sent again. The same otherwise."""
-        return self._keep(f"{file.stem}{DAMAGED}", file.read_bytes())
+        return self.keep(f"{file.stem}{DAMAGED}", file.read_bytes())
 
     def move_unreadable(self, file: Path) -> None:
         """Take the file itself, if it is there. Raises OSError."""
@@ -51,6 +65,12 @@ class RefusedEvents:
             name = f"{file.stem}{DAMAGED}"
             self._sizes[name] = file.stat().st_size
             file.replace(self._folder / name)
+
+    def release_one(self, name: str, to: Path) -> int:
+        """Move an event back to the outbox; return its size. Raises OSError."""
+        (self._folder / name).replace(to / name)
+        sync_folder(to)
+        return self._sizes.pop(name)
 
     def release(self, to: Path) -> None:
         """Move the events back to the outbox. Raises OSError."""
@@ -62,10 +82,3 @@ class RefusedEvents:
                 self._sizes[path.name] = path.stat().st_size
         if found:
             sync_folder(to)
-
-    def _keep(self, name: str, data: bytes) -> bool:
-        others = [size for other, size in self._sizes.items() if other != name]
-        if len(others) >= MAX_FILES or sum(others) + len(data) > MAX_BYTES:
-            return False
-        self._sizes[name] = replace_file(self._folder / name, data)
-        return True

@@ -32,6 +32,7 @@ from services.controlplane.servicer import ControlPlaneServicer
 from services.controlplane.spend_alerts import SpendAlerts
 from services.controlplane.telemetry import ReconcilerTelemetry
 from services.controlplane.usage.ledger import UsageLedger
+from services.controlplane.usage.prices import ListPrices
 from services.controlplane.usage.servicer import UsageServicer
 from services.controlplane.usage.settler import UsageSettler
 from services.core.limits import Price
@@ -87,7 +88,7 @@ def controlplane(environment: Environment) -> Role:
         Service(
             usage_pb2.DESCRIPTOR.services_by_name["UsageService"],
             usage_pb2_grpc.add_UsageServiceServicer_to_server,
-            UsageServicer(ledger),
+            UsageServicer(ledger, ListPrices(store)),
         ),
         Service(
             slis_pb2.DESCRIPTOR.services_by_name["SliService"],

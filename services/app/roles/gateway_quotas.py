@@ -63,6 +63,7 @@ class GatewayQuotas:
             breaker_open=lambda: redis.breaker_open,
             unsettled=lambda: limiter.unsettled,
             spool_bytes=lambda: spool.size_bytes,
+            spool_lost=lambda: spool.lost,
         )
         leased = LeasedLimiter(observed, clock, gateways=lambda: len(gateways.view))
         self.limiter = limiter = FallbackLimiter(

@@ -1,7 +1,8 @@
 """The ledger's objects as bytes: segments, checkpoints and hours.
 
 Each is a sealed object whose blocks are parts of one message. What cannot be read or booked is left out, and
-named in ``Read.damage``; the rest is returned.
+named in ``Read.damage``; the rest is returned. A segment has its number of events and its sources' last ones
+at both ends, so that what one damaged place costs is counted, and no source is asked for it again.
 """
 
 from __future__ import annotations
@@ -44,14 +45,25 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Read(Generic[T]):
-    """An object that was read. ``damage``: what of it was left out, and why; empty: nothing."""
+    """An object that was read. ``damage``: what of it was left out, and why; empty: nothing. ``lost``: events
+    of a segment that were left out; None: nothing that was read has their number."""
 
     value: T
     damage: str = ""
+    lost: int | None = 0
 
 
 def segment_to_bytes(segment: Segment) -> bytes:
-    head = pb.UsageSegment(number=segment.number, writer=segment.writer, booked_unix_ms=_ms(segment.booked_s))
+    head = pb.UsageSegment(
+        number=segment.number,
+        writer=segment.writer,
+        booked_unix_ms=_ms(segment.booked_s),
+        events=sum(len(batch.events) for batch in segment.batches),
+    )
+    lasts = {batch.source: batch.last for batch in segment.batches}
+    ends = [pb.UsageSegment.Last(source=source, last=last) for source, last in lasts.items()]
+    head.lasts.extend(ends[:_EVENTS])
+    about = [_encoded(head), *_blocks(pb.UsageSegment, "lasts", ends[_EVENTS:])]
     charged = [
         pb.ChargedRequest(
             request_id=charge.request_id,
@@ -63,9 +75,10 @@ def segment_to_bytes(segment: Segment) -> bytes:
     batches = [part for batch in segment.batches for part in _batches_to(batch)]
     return sealed(
         [
-            _encoded(head),
+            *about,
             *(_encoded(pb.UsageSegment(batches=[batch])) for batch in batches),
             *_blocks(pb.UsageSegment, "charged", charged),
+            *about,
         ]
     )
 
@@ -91,8 +104,16 @@ def segment_from_bytes(data: bytes, number: int) -> Read[Segment]:
         for batch in message.batches
     ]
     charges = tuple(_kept(message.charged, _checked_charge, problems, "charge"))
+    lost: int | None = 0
+    if problems:
+        lost = None
+        if message.HasField("events"):
+            lost = message.events - sum(len(batch.events) for batch in batches)
+    read_lasts = {batch.source: batch.last for batch in batches}
+    lasts = {each.source: each.last for each in message.lasts}
+    batches += [SourceEvents(*each, ()) for each in lasts.items() if read_lasts.get(each[0], 0) < each[1]]
     segment = Segment(number, message.writer, message.booked_unix_ms / 1000, tuple(batches), charges)
-    return Read(segment, "; ".join(problems))
+    return Read(segment, "; ".join(problems), lost)
 
 
 def hour_to_bytes(lines: Lines) -> bytes:

@@ -124,7 +124,7 @@ class UsageLedger:
 
     @property
     def damaged(self) -> int:
-        """Objects of the ledger's store that were set apart because of damage, up to the last load."""
+        """Objects of the ledger's store that are set apart because of damage."""
         return len(self._log.damaged)
 
     async def report(self, report: UsageReport) -> int:
@@ -163,7 +163,9 @@ class UsageLedger:
             try:
                 self._term = _Term(epoch, await self._log.load())
                 self._failure, retry_s = "", _RETRY_S
-                self._telemetry.lost(self._log.unread)
+                if self._log.unread or self._log.unread_more:
+                    self._telemetry.lost(self._log.unread)
+                    log.error("usage.events_lost", events=self._log.unread, at_least=self._log.unread_more)
                 log.info("usage.ledger_loaded", segment=self._term.book.number, epoch=epoch)
                 await first_of(
                     self._append_forever(), self._checkpoint_forever(), self._leadership.wait_lost(epoch)
@@ -227,8 +229,8 @@ class UsageLedger:
                 await self._clock.sleep(_RETRY_S)
         self._telemetry.appended(self._clock.monotonic_s() - began_s)
         for batch in segment.batches:
-            lost = batch.last - book.last_of(batch.source) - len(batch.events)
-            if lost:
+            lost = batch.last - book.last_of(batch.source) - len(batch.events) - batch.apart
+            if lost > 0:
                 self._telemetry.lost(lost)
                 log.error("usage.events_lost", source=batch.source, events=lost)
         self._telemetry.booked(book.apply(segment))
@@ -280,6 +282,7 @@ class UsageLedger:
 
     async def _checkpoint(self) -> None:
         term = self._leading()
+        await self._log.list_damaged()
         await self._log.delete_covered(term.book)
         if term.sealed is None:
             if not term.book.sums.hours:

@@ -70,7 +70,11 @@ class UsageLog:
         self._verified_s = 0.0
         self._covered_s = 0.0  # when the newest checkpoint was loaded or written
         self.damaged: frozenset[str] = frozenset()  # names of the copies of damaged objects
-        self.unread = 0  # events of damaged segments that the last load could not read
+        self._found: set[str] = set()  # names of those that this process made
+        self._counted: set[str] = set()  # of those: what they lack is counted
+        # Events that the last load was the first to miss in damaged segments. ``unread_more``: or more.
+        self.unread = 0
+        self.unread_more = False
 
     async def load(self) -> LedgerBook:
         """Return the state after the last segment. Raises StoreUnavailable."""
@@ -143,9 +147,13 @@ class UsageLog:
         """Return the lines of an hour's object. Raises NotFound or StoreUnavailable."""
         return (await self._read(_hour_name(hour, through), hour_from_bytes)).value
 
+    async def list_damaged(self) -> None:
+        """Note which copies of damaged objects are there. Raises StoreUnavailable."""
+        self.damaged = frozenset(await self._store.names(_DAMAGED))
+
     async def _try_load(self) -> LedgerBook | str:
         """Return the state, or what changed meanwhile or is missing."""
-        self.damaged = frozenset(await self._store.names(_DAMAGED))
+        await self.list_damaged()
         checkpoints = await self._store.names(_CHECKPOINTS)
         try:
             newest, book = await self._book(checkpoints)
@@ -153,20 +161,23 @@ class UsageLog:
             segments = await self._read_all(names)
         except NotFound:
             return "an object of the usage ledger is gone: other control planes write it"
-        unread = 0
+        unread, more = 0, False
         for read in segments:
             segment = read.value
             if segment.number != book.number + 1:
                 return f"segment {book.number + 1} of the usage ledger is missing: restore it from a backup"
-            if read.damage:
-                unread += _missing_in(segment, book)
+            is_new = _copy_of(_segment_name(segment.number)) in self._found - self._counted
+            more = more or (is_new and read.lost is None)
+            # Where a damaged segment does not have the number, gaps in and behind it are what is missing.
+            unread += _gaps_in(segment, book) if more and not read.lost else (read.lost or 0) * is_new
             book.apply(segment)
         now_s = self._clock.monotonic_s()
         if await self._newest_checkpoint() != newest:
             return "other control planes write checkpoints of the usage ledger"
         self._checkpoint = self._own = newest
         self._verified_s = self._covered_s = now_s
-        self.unread = unread
+        self.unread, self.unread_more = unread, more
+        self._counted |= self._found
         return book
 
     async def _book(self, checkpoints: Sequence[str]) -> tuple[str, LedgerBook]:
@@ -189,10 +200,10 @@ class UsageLog:
         """Return what can be read of an object; copy a damaged one. Raises NotFound or StoreUnavailable."""
         data = await self._store.read(name)
         read = await in_thread(decode, data)
-        kind, _, number = name.partition("/")
-        copy = f"{_DAMAGED}{_KINDS[kind + '/']}-{number}"
+        copy = _copy_of(name)
         if read.damage and copy not in self.damaged:
             kept = len(self.damaged) < MAX_DAMAGED
+            self._found.add(copy)
             if kept:
                 await self._store.create(copy, data)
             self.damaged |= {copy}
@@ -214,8 +225,8 @@ class UsageLog:
         return segments
 
 
-def _missing_in(segment: Segment, book: LedgerBook) -> int:
-    """Return how many events are missing in the batches of a segment that the book is about to apply."""
+def _gaps_in(segment: Segment, book: LedgerBook) -> int:
+    """Return how many numbers are missing before and in the batches that the book is about to apply."""
     last_of: dict[str, int] = {}
     missing = 0
     for batch in segment.batches:
@@ -227,6 +238,11 @@ def _missing_in(segment: Segment, book: LedgerBook) -> int:
 
 def _merged(stored: Lines, lines: Lines) -> bytes:
     return hour_to_bytes(summed((stored, lines)))
+
+
+def _copy_of(name: str) -> str:
+    kind, _, number = name.partition("/")
+    return f"{_DAMAGED}{_KINDS[kind + '/']}-{number}"
 
 
 def _segment_name(number: int) -> str:

@@ -61,9 +61,11 @@ class ToLedger:
     def __init__(self, ledger: UsageLedger) -> None:
         self._ledger = ledger
 
-    async def report(self, source: str, first: int, events: Sequence[pb.UsageEvent], lost_until: int) -> int:
+    async def report(
+        self, source: str, first: int, events: Sequence[pb.UsageEvent], lost_until: int, apart: int
+    ) -> int:
         return await self._ledger.report(
-            UsageReport(source, first, tuple(map(event_from_proto, events)), lost_until)
+            UsageReport(source, first, tuple(map(event_from_proto, events)), lost_until, apart)
         )
 
 

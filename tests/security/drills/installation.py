@@ -223,16 +223,26 @@ class Installation:
     # --- usage ----------------------------------------------------------------------------------
 
     async def settled(self, at_least: Mapping[str, Counted]) -> dict[str, Counted]:
-        """Return what the ledger has of each tenant, as soon as it is at least that or after 20 s."""
-        deadline_s, found = now_s() + _SETTLE_S, dict.fromkeys(at_least, Counted())
+        """Return what the ledger has of each tenant, as soon as it is at least that or after 20 s.
+
+        Raises FairwayError where it could not be read until then.
+        """
+        deadline_s = now_s() + _SETTLE_S
         async with admin_client(self.target) as admin:
             while True:
-                with contextlib.suppress(FairwayError):
+                try:
                     records = await admin.usage.list(
                         group_by=[cp.USAGE_DIMENSION_TENANT], start_time=datetime.now(UTC) - timedelta(days=1)
                     )
-                    sums = {each.tenant: Counted(each.requests, each.output_tokens) for each in records}
-                    found = {name: sums.get(name, Counted()) for name in at_least}
+                    found = dict.fromkeys(at_least, Counted())
+                    for each in records:  # one for each source: gateways, workers
+                        sums = found.get(each.tenant, Counted())
+                        found[each.tenant] = sums + Counted(each.requests, each.output_tokens)
+                except FairwayError:
+                    if now_s() > deadline_s:
+                        raise
+                    await asyncio.sleep(0.5)
+                    continue
                 there = all(found[name].requests >= least.requests for name, least in at_least.items())
                 if there or now_s() > deadline_s:
                     return found

@@ -30,10 +30,13 @@ from tests.security.drills.tenants import channel
 from tests.support.stack import metadata
 
 LABELS: Final = {f"{number:02d}-" + "n" * 125: "v" * 128 for number in range(32)}
+USER: Final = "u" * 128  # the longest that is kept as it is
 FILE_BYTES: Final = 16 * 1024**2  # what the receiver takes in a message
 AT_ONCE: Final = 48
 DRAWS: Final = 200
 FLIPPED: Final = 12
+ROUNDS: Final = 20  # segments with requests of the tenant whose bits are flipped
+EACH: Final = 8
 LEAD_S: Final = 45.0
 NUMBERS: Final = (2**63 - 1, 2**63, 2**64 - 1, 2**62, 10**15, 10**18)
 REALS: Final = (float("nan"), float("inf"), -float("inf"), -1.0, 1e300, 1e9)
@@ -75,6 +78,7 @@ async def _tenant(admin: AdminClient, name: str, labels: dict[str, str]) -> str:
 async def _generate(stub: inference_pb2_grpc.InferenceServiceAsyncStub, target: Target, key: str) -> bool:
     """Return whether a request of one token was served."""
     wanted = generation(target.model, "def f", 1)
+    wanted.user = USER
     try:
         async for event in stub.Generate(
             pb.GenerateRequest(generation=wanted), metadata=metadata(key), timeout=30
@@ -127,6 +131,27 @@ async def labels_above_a_message(target: Target) -> Found:
             found.wrong.append(f"{name} is {amount:g}")
     found.accept("labelled", served + 1, served + 1)
     return found
+
+
+async def _flipped_tenant(target: Target, admin: AdminClient) -> tuple[int, list[Path]]:
+    """Let requests of a tenant of its own be booked over many segments; return how many, and the segments.
+
+    No checkpoint covers these segments.
+    """
+    root, served = target.state / "state" / "usage", 0
+    first = max((path.name for path in (root / "segments").iterdir()), default="")
+    key = await _tenant(admin, "flipped", {})
+    async with channel(target.gateways[0].grpc) as opened:
+        stub = inference_pb2_grpc.InferenceServiceStub(opened)
+        for _ in range(ROUNDS):
+            served += sum(await asyncio.gather(*(_generate(stub, target, key) for _ in range(EACH))))
+            await asyncio.sleep(1.0)
+    deadline_s = now_s() + LEAD_S
+    while await requests_of(admin, "flipped") < served and now_s() < deadline_s:
+        await asyncio.sleep(0.5)
+    covered = max((path.name for path in (root / "checkpoints").glob("*")), default="")
+    segments = sorted(path for path in (root / "segments").iterdir() if path.name > max(first, covered))
+    return await requests_of(admin, "flipped"), segments
 
 
 async def _keep_down(target: Target, role: str) -> None:
@@ -221,9 +246,8 @@ async def flipped_objects(target: Target) -> Found:
     rng, found = random.Random(13), Found()
     root = target.state / "state" / "usage"
     async with admin_client(target) as admin:
-        before = await requests_of(admin, "canary")
+        before, segments = await _flipped_tenant(target, admin)
         damaged = await metric(target, "controlplane", "fairway_usage_damaged_objects")
-        segments = sorted((root / "segments").iterdir())
         chosen = rng.sample(segments, min(FLIPPED, len(segments) // 2))
         snapshots = sorted((root / "slis").iterdir())[-1:] if (root / "slis").is_dir() else []
         for path in (*chosen, *snapshots):
@@ -233,14 +257,14 @@ async def flipped_objects(target: Target) -> Found:
         deadline_s = now_s() + LEAD_S
         while pid_of(target, "controlplane") == pid and now_s() < deadline_s:
             await asyncio.sleep(0.2)
-        after = await requests_of(admin, "canary")
+        after = await requests_of(admin, "flipped")
         named = await metric(target, "controlplane", "fairway_usage_damaged_objects") - damaged
         lost = await metric(target, "controlplane", "fairway_usage_events_lost_total")
         _, answer = await status_of(
             target.metrics["controlplane"], head("/readyz", "", "connection: close", method="GET")
         )
     found.did.append(f"{len(chosen)} segments flipped, {named:g} named, {lost:g} events counted as lost")
-    found.did.append(f"requests of the canary: {before} booked before, {after} after")
+    found.did.append(f"requests of a tenant at rest: {before} booked before, {after} after")
     found.did.append(f"/readyz: {answer[-120:]!r}")
     if named != len(chosen):
         found.wrong.append(f"{len(chosen)} segments have damage, {named:g} are named")
@@ -281,6 +305,7 @@ LEDGER: Final = (
         flipped_objects,
         limit_s=150,
         kills=("controlplane",),
+        stores=True,
         max_gap_s=4.0,
     ),
 )

@@ -24,21 +24,25 @@ MAX_SOURCES: Final = 100_000
 
 @dataclass(frozen=True, slots=True)
 class UsageReport:
-    """Consecutive events of a source. Those up to ``lost_until`` that are not stored yet were lost there."""
+    """Consecutive events of a source. Those up to ``lost_until`` that are not stored yet were lost there, but
+    for ``apart`` of them, which the source set apart."""
 
     source: str
     first: int
     events: tuple[UsageEvent, ...]
     lost_until: int = 0
+    apart: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SourceEvents:
-    """Events of a report that were not stored before. ``last``: the number of the last one."""
+    """Events of a report that were not stored before. ``last``: the number of the last one. ``apart``:
+    missing numbers before them that are not lost; not stored."""
 
     source: str
     last: int
     events: tuple[UsageEvent, ...]
+    apart: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,8 @@ def new_part(report: UsageReport, last: int) -> SourceEvents | None:
     if report.first > last + 1:
         return None
     events = report.events[last + 1 - report.first :]
-    return SourceEvents(report.source, max(last, report.first + len(report.events) - 1), events)
+    last = max(last, report.first + len(report.events) - 1)
+    return SourceEvents(report.source, last, events, report.apart)
 
 
 def new_parts(

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from fairway.v1 import usage_pb2 as pb
+from services.adapters.frames import framed, read_frames
 from services.adapters.usage.outbox import MAX_BYTES, DiskOutbox
 from services.adapters.usage.refused import MAX_FILES
 from services.core.errors import FairwayError, InternalError, InvalidInput, NoLeader, OverQuota
 from services.rpc.channel import MAX_MESSAGE_BYTES
+from services.rpc.convert.usage import event_to_proto
 from services.runtime.clock import SystemClock
 from tests.support.tiny_disk import tiny_disk
 from tests.support.usage_ledgers import request_usage
@@ -26,7 +29,8 @@ from tests.tidy.sources import ROOT
 
 
 class Reports:
-    """A ledger in memory. ``down``: it answers nothing. ``lose_answers``: it stores, and does not answer."""
+    """A ledger in memory. ``down``: it answers nothing. ``lose_answers``: it stores, and does not answer.
+    ``lost``: events that it counts as lost."""
 
     def __init__(self) -> None:
         self.last: dict[str, int] = {}
@@ -34,13 +38,18 @@ class Reports:
         self.calls: list[tuple[str, int, int, int]] = []
         self.down = False
         self.lose_answers = 0
+        self.lost = 0
 
-    async def report(self, source: str, first: int, events: Sequence[pb.UsageEvent], lost_until: int) -> int:
+    async def report(
+        self, source: str, first: int, events: Sequence[pb.UsageEvent], lost_until: int, apart: int
+    ) -> int:
         self.calls.append((source, first, len(events), lost_until))
         await asyncio.sleep(0)
         if self.down:
             raise NoLeader("nobody leads")
-        last = max(self.last.get(source, 0), min(lost_until, first - 1))
+        before = self.last.get(source, 0)
+        last = max(before, min(lost_until, first - 1))
+        self.lost += max(0, last - before - apart)
         if first <= last + 1:
             self.stored += [event.request.request_id for event in events[last + 1 - first :]]
             last = max(last, first + len(events) - 1)
@@ -304,15 +313,18 @@ class Bounded(Reports):
         self.refused = set(refused)
         self.error: FairwayError = InvalidInput("events[0] is refused", field="events")
         self._max_bytes = max_bytes
+        self.broken = False
 
-    async def report(self, source: str, first: int, events: Sequence[pb.UsageEvent], lost_until: int) -> int:
+    async def report(
+        self, source: str, first: int, events: Sequence[pb.UsageEvent], lost_until: int, apart: int
+    ) -> int:
         size_bytes = sum(event.ByteSize() for event in events)
         if size_bytes > self._max_bytes:
             self.calls.append((source, first, len(events), lost_until))
             raise OverQuota(f"the request is larger than {self._max_bytes} bytes")
-        if self.refused & {event.request.request_id for event in events}:
+        if self.broken or self.refused & {event.request.request_id for event in events}:
             raise self.error
-        return await super().report(source, first, events, lost_until)
+        return await super().report(source, first, events, lost_until, apart)
 
 
 async def test_a_file_above_the_receivers_limit_is_delivered_in_parts(tmp_path: Path) -> None:
@@ -348,7 +360,7 @@ async def test_refused_events_are_set_apart_and_the_rest_is_delivered(tmp_path: 
     assert files(tmp_path) == []
     assert f"{len(refused)} refused" in outbox.notice
     assert outbox.problem == ""
-    assert outbox.lost == 0
+    assert (outbox.lost, reports.lost) == (0, 0)
     await outbox.close()
 
     again = outbox_of(tmp_path, reports, "life-2")  # the next life sends them again, and again in vain
@@ -365,6 +377,7 @@ async def test_refused_events_are_set_apart_and_the_rest_is_delivered(tmp_path: 
     assert sorted(reports.stored) == sorted(names)
     assert mended.notice == ""
     assert mended.size_bytes == 0
+    assert reports.lost == 0
     await mended.close()
 
 
@@ -376,17 +389,66 @@ async def test_an_error_of_the_ledger_itself_is_retried_before_it_counts_as_a_re
     await outbox.sync()
     assert [await outbox.send() for _ in range(5)] == [False, False, False, False, True]
     assert reports.stored == ["a", "c"]
-    assert outbox.notice
+    assert "1 refused" in outbox.notice
+    assert (outbox.lost, reports.lost) == (0, 0)
+    await outbox.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_only_events_that_the_ledger_fails_at_stay_apart(tmp_path: Path, seed: int) -> None:
+    """Also several in a row, at the end of a file, and over an outage of another kind."""
+    rng = random.Random(seed)
+    names = [f"r{number}" for number in range(rng.choice((1, 2, 9, 300)))]
+    start = rng.randrange(len(names))
+    refused = names[start : start + rng.randint(1, 7)] if seed else names[-1:]
+    reports = Bounded(*refused)
+    reports.error = InternalError("a bug")
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, *names)
+    await outbox.sync()
+    for number in range(60):
+        await outbox.send()
+        if number == 7:
+            reports.down = True
+            await outbox.send()
+            reports.down = False
+    assert set(reports.stored) == set(names) - set(refused)
+    for number in range(20):  # those behind others show that the ledger takes events
+        add(outbox, f"later-{number}")
+        await outbox.sync()
+        await outbox.send()
+    assert await outbox.send()
+    assert f"{len(refused)} refused" in outbox.notice
+    assert sorted(reports.stored) == sorted({*names, *(f"later-{n}" for n in range(20))} - set(refused))
+    assert (outbox.lost, reports.lost, outbox.size_bytes) == (0, 0, 0)
+    await outbox.close()
+
+
+async def test_another_failure_after_internal_errors_sets_nothing_apart(tmp_path: Path) -> None:
+    reports = Bounded()
+    reports.error, reports.broken = InternalError("a bug"), True
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, "a", "b")
+    await outbox.sync()
+    assert not any([await outbox.send() for _ in range(7)])
+    reports.error = NoLeader("nobody leads")
+    with capture_logs() as logs:
+        assert not any([await outbox.send() for _ in range(7)])
+    assert {log["event"] for log in logs} == {"usage.not_sent"}
+    reports.broken = False
+    assert await outbox.send()
+    assert sorted(reports.stored) == ["a", "b"]
     await outbox.close()
 
 
 async def test_refused_events_above_the_bound_are_counted_as_lost(tmp_path: Path) -> None:
     names = [f"r{number}" for number in range(MAX_FILES + 10)]
-    outbox = outbox_of(tmp_path, Bounded(*names))
+    reports = Bounded(*names)
+    outbox = outbox_of(tmp_path, reports)
     add(outbox, *names)
     await outbox.sync()
     assert await outbox.send()
-    assert outbox.lost == 10
+    assert (outbox.lost, reports.lost) == (10, 0)
     assert len(list((tmp_path / "usage" / "refused").iterdir())) == MAX_FILES
     await outbox.close()
 
@@ -398,7 +460,9 @@ async def test_a_ledger_that_fails_at_everything_loses_nothing(tmp_path: Path) -
     outbox = outbox_of(tmp_path, reports)
     add(outbox, *names)
     await outbox.sync()
-    assert not any([await outbox.send() for _ in range(7)])
+    for _ in range(20):
+        assert not await outbox.send()
+        assert outbox.notice == "", "nothing is set apart"
     assert outbox.lost == 0
     reports.refused.clear()
     assert await outbox.send()
@@ -428,10 +492,97 @@ async def test_a_damaged_file_loses_at_most_the_event_with_the_damage(tmp_path: 
     await later.recover()
     assert await later.send()
     assert [name for name in names if name in reports.stored] == reports.stored
-    assert len(reports.stored) == len(names) - 1
-    torn = reports.stored == names[:-1]  # its last event may look cut, as by a crash
-    assert torn or "damaged files are set apart" in later.notice
+    assert len(reports.stored) in (len(names) - 1, len(names))  # the last one's size is not needed
+    assert reports.lost + later.lost == len(names) - len(reports.stored)
+    assert "damaged files are set apart" in later.notice
     assert later.size_bytes == 0
+    await later.close()
+
+
+@pytest.mark.parametrize("has_numbers", [True, False])
+@pytest.mark.parametrize("place", range(4))
+async def test_events_behind_damage_keep_their_numbers(tmp_path: Path, has_numbers: bool, place: int) -> None:
+    """``has_numbers``: not in files of earlier versions."""
+    reports = Reports()
+    reports.lose_answers = 1
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, "a", "b", "c", "d")
+    await outbox.close()  # the ledger has them, and the outbox does not receive that
+    (path,) = files(tmp_path)
+    found = read_frames(path.read_bytes())
+    contents = [pb.UsageEvent.FromString(content) for content in found.contents]
+    assert [event.number for event in contents] == [1, 2, 3, 4]
+    extra = event_to_proto(request_usage("e"))
+    extra.number = 5
+    contents.append(extra)
+    if not has_numbers:
+        for event in contents:
+            event.ClearField("number")
+    frames = [framed(event.SerializeToString()) for event in contents]
+    frames[place] = frames[place][:-1] + bytes([frames[place][-1] ^ 1])
+    path.write_bytes(b"".join(frames))
+    later = outbox_of(tmp_path, reports, "life-2")
+    await later.recover()
+    assert await later.send()
+    assert reports.stored == (["a", "b", "c", "d", "e"] if has_numbers else ["a", "b", "c", "d"])
+    assert (reports.lost, later.lost) == (0, 0)
+    await later.close()
+
+
+async def test_a_file_whose_end_cannot_be_read_is_counted_as_lost(tmp_path: Path) -> None:
+    reports = Reports()
+    reports.down = True
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, "a", "b")
+    await outbox.close()
+    (path,) = files(tmp_path)
+    path.write_bytes(path.read_bytes()[:-9] + b"\0" * 200)
+    reports.down = False
+    later = outbox_of(tmp_path, reports, "life-2")
+    await later.recover()
+    assert await later.send()
+    assert reports.stored == ["a"]
+    assert (reports.lost, later.lost) == (0, 1)
+    await later.close()
+
+
+async def test_an_event_that_a_crash_left_apart_is_sent_once(tmp_path: Path) -> None:
+    """It was set apart for a moment, and its file has it, too."""
+    reports = Reports()
+    reports.down = True
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, "a", "b", "c")
+    await outbox.close()
+    event = event_to_proto(request_usage("b"))
+    folder = tmp_path / "usage" / "refused"
+    folder.mkdir()
+    (folder / "life-1-x2.000000000001.events").write_bytes(framed(event.SerializeToString()))
+    reports.down = False
+    later = outbox_of(tmp_path, reports, "life-2")
+    await later.recover()
+    assert await later.send()
+    assert reports.stored == ["a", "c", "b"]
+    assert (reports.lost, later.lost) == (0, 0)
+    await later.close()
+
+
+@pytest.mark.parametrize("bit", range(32))
+async def test_a_flipped_size_of_the_last_event_costs_nothing(tmp_path: Path, bit: int) -> None:
+    reports = Reports()
+    reports.down = True
+    outbox = outbox_of(tmp_path, reports)
+    add(outbox, "a", "b")
+    await outbox.close()
+    (path,) = files(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[read_frames(bytes(data)).starts[-1] + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+    reports.down = False
+    later = outbox_of(tmp_path, reports, "life-2")
+    await later.recover()
+    assert await later.send()
+    assert reports.stored == ["a", "b"]
+    assert "damaged files are set apart" in later.notice
     await later.close()
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from fairway.v1 import slis_pb2
 from fairway.v1 import usage_pb2 as pb
-from services.adapters.frames import opened, read_frames
+from services.adapters.frames import opened, read_frames, sealed
 from services.controlplane.objectives.codec import (
     book_from_bytes as slis_from_bytes,
 )
@@ -45,6 +46,7 @@ from tests.support.memory_ledger import MemoryLedger
 from tests.support.usage_ledgers import (
     HOUR,
     UNIX_S,
+    CountedLoss,
     SetElection,
     booked,
     ledger_of,
@@ -66,6 +68,9 @@ SEGMENT = Segment(
     ),
     (Charge("x", Usage(100, 20, 40), 7),),
 )
+
+
+SEGMENT_READ = segment_from_bytes(segment_to_bytes(SEGMENT), 1).value
 
 
 def checkpoint() -> bytes:
@@ -136,8 +141,9 @@ def test_a_cut_between_two_blocks_is_named() -> None:
     data = segment_to_bytes(SEGMENT)
     last = read_frames(data, 8).starts[-1]
     found = segment_from_bytes(data[:last], 1)
-    assert "1 of 13 blocks are missing" in found.damage, found.damage
-    assert found.value.charges == ()
+    assert "1 of 14 blocks are missing" in found.damage, found.damage
+    assert found.value == SEGMENT_READ, "what describes it is there twice"
+    assert found.lost == 0
 
 
 def test_a_damaged_snapshot_of_indicators_is_refused() -> None:
@@ -186,10 +192,11 @@ class CountedSleeps(QuickClock):
 
 
 class Leader:
-    """A ledger on a store, which leads until it is closed."""
+    """A ledger on a store, which leads until it is closed. ``loss``: its metric of lost events."""
 
     def __init__(self, store: MemoryLedger, clock: QuickClock) -> None:
-        self.ledger: UsageLedger = ledger_of(store, clock, SetElection(1))
+        self.loss = CountedLoss()
+        self.ledger: UsageLedger = ledger_of(store, clock, SetElection(1), telemetry=self.loss)
         self._task = asyncio.ensure_future(self.ledger.run())
 
     async def __aenter__(self) -> UsageLedger:
@@ -233,6 +240,117 @@ async def test_a_ledger_leads_over_a_damaged_store_and_counts_what_is_missing(se
     async with Leader(store, clock) as ledger:  # from the checkpoint; the copy is still there to be looked at
         assert len(await booked(ledger)) in (8, 9)
         assert ledger.damaged == 1
+
+
+async def in_segments(
+    store: MemoryLedger, clock: QuickClock, sources: dict[str, int], segments: int
+) -> dict[str, int]:
+    """Write segments with so many events of each source; return the last number of each."""
+    last = dict.fromkeys(sources, 0)
+    async with Leader(store, clock) as ledger:
+        for _ in range(segments):
+            reports = [
+                UsageReport(
+                    name,
+                    last[name] + 1,
+                    tuple(request_usage(f"{name}-{last[name] + each + 1}") for each in range(count)),
+                )
+                for name, count in sources.items()
+            ]
+            for report in reports:
+                last[report.source] += len(report.events)
+            assert await asyncio.gather(*map(ledger.report, reports)) == list(last.values())
+    return last
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_what_a_damaged_segment_lost_is_counted_exactly_and_once(seed: int) -> None:
+    rng = random.Random(seed)
+    store, clock = MemoryLedger(), QuickClock(UNIX_S)
+    sources = {f"src-{number}": rng.choice((1, 3, 16, 17, 40)) for number in range(rng.randint(1, 4))}
+    last = await in_segments(store, clock, sources, 3)
+    segments = sorted(name for name in store.objects if name.startswith("segments/"))
+    for name in rng.sample(segments, rng.randint(1, len(segments))):
+        data = bytearray(store.objects[name])
+        starts = read_frames(bytes(data), 8).starts
+        if seed % 4 == 3:  # as a disk that stored a part
+            del data[rng.choice(starts[2:]) :]
+        else:
+            data[rng.randrange(starts[0], len(data))] ^= 1 << rng.randrange(8)
+        store.objects[name] = bytes(data)
+    leader = Leader(store, clock)
+    async with leader as ledger:
+        lost = sum(last.values()) - len(await booked(ledger))
+        assert leader.loss.events == lost
+        # No source is asked for what was lost, which would count it again.
+        for name, number in last.items():
+            assert (
+                await ledger.report(UsageReport(name, number + 1, (request_usage(f"{name}+"),))) == number + 1
+            )
+        assert leader.loss.events == lost
+    for _ in range(2):
+        later = Leader(store, clock)
+        async with later:
+            assert later.loss.events == 0
+
+
+@pytest.mark.parametrize("cut", ["one of several", "the last", "all"])
+async def test_what_a_segment_without_its_number_of_events_lost_is_counted_at_least(cut: str) -> None:
+    """One of an earlier version; a gap shows in it, or in the next one that has an event of the source."""
+    store, clock = MemoryLedger(), QuickClock(UNIX_S)
+    await in_segments(store, clock, {"src": 40, "other": 5}, 3)
+    for name in [name for name in store.objects if name.startswith("segments/")]:
+        blocks = []
+        for block in opened(store.objects[name]).blocks:
+            message = pb.UsageSegment.FromString(block)
+            message.ClearField("events")
+            message.ClearField("lasts")
+            if block not in blocks:
+                blocks.append(message.SerializeToString(deterministic=True))
+        store.objects[name] = sealed(blocks)
+    name = "segments/0000000000000002"
+    blocks = list(opened(store.objects[name]).blocks)
+    of_source = [block for block in blocks if b"src" in block]
+    assert len(of_source) == 3
+    gone = {"one of several": of_source[1:2], "the last": of_source[2:], "all": of_source}[cut]
+    data = store.objects[name]
+    for block in gone:
+        data = data.replace(block, b"\1" * len(block))
+    store.objects[name] = data
+    leader = Leader(store, clock)
+    with capture_logs() as logs:
+        async with leader as ledger:
+            lost = {"one of several": 16, "the last": 8, "all": 40}[cut]
+            assert 135 - len(await booked(ledger)) == lost
+            assert leader.loss.events == lost
+    (entry,) = [each for each in logs if each["event"] == "usage.events_lost"]
+    assert (entry["events"], entry["at_least"]) == (lost, True)
+    again = Leader(store, clock)
+    async with again:
+        assert again.loss.events == 0
+
+
+async def test_copies_that_an_operator_deleted_are_named_no_more_after_a_checkpoint() -> None:
+    store, clock = MemoryLedger(), QuickClock(UNIX_S)
+    await written(store, clock, 3)
+    store.objects["segments/0000000000000002"] = store.objects["segments/0000000000000002"][:-9]
+    async with Leader(store, clock) as ledger:
+        assert ledger.damaged == 1
+        del store.objects["damaged/1-0000000000000002"]
+        await ledger.checkpoint()
+        assert (ledger.damaged, ledger.problem()) == (0, "")
+
+
+async def test_what_a_source_set_apart_is_not_counted_as_lost() -> None:
+    store, clock = MemoryLedger(), QuickClock(UNIX_S)
+    leader = Leader(store, clock)
+    async with leader as ledger:
+        events = (request_usage("r"),)
+        assert await ledger.report(UsageReport("s", 1, events)) == 1
+        assert await ledger.report(UsageReport("s", 4, events, lost_until=3, apart=2)) == 4
+        assert leader.loss.events == 0
+        assert await ledger.report(UsageReport("s", 9, events, lost_until=8, apart=1)) == 9
+        assert leader.loss.events == 3
 
 
 @pytest.mark.parametrize("seed", range(12))
