@@ -207,7 +207,7 @@ sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers and 40 rollou
 
 sim-tests: setup-dev ## Run all tests of the simulator, and the sweeps and planted bugs that make test leaves out (about 10 minutes)
 	$(BIN)/python -m pytest tests/sim -m "" -n 2 $(ARGS)
-	$(BIN)/python -m pytest -m sweep --ignore tests/sim -n 2 $(ARGS)
+	$(BIN)/python -m pytest tests/unit tests/contract tests/integration tests/security -m sweep -n 2 $(ARGS)
 
 sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run (about an hour)
 	$(BIN)/python -m simulator scale $(ARGS)
