@@ -117,15 +117,21 @@ async def measured_of(stack: Stack, admin: AdminClient, arm: str) -> Memory:
         )
     )
     name = started.metadata.name
-    async with asyncio.timeout(LOADED_S):
-        while (await admin.rollouts.get(name)).phase != cp.ROLLOUT_PHASE_RUNNING:
-            await asyncio.sleep(0.2)
+    await in_phase(admin, name, cp.ROLLOUT_PHASE_RUNNING)
     digests = {await serve(stack, session=f"session-{number}") for number in range(24)}
     assert len(digests) == 2, "one arm got no request"
     both = await settled(stack, versions=2)
     await admin.rollouts.abort(name, reason="measured")
     await stack.wait_workers(lambda state: all(len(one.versions) == 1 for one in state.values()), 120)
+    await in_phase(admin, name, cp.ROLLOUT_PHASE_ABORTED)
     return both
+
+
+async def in_phase(admin: AdminClient, name: str, phase: cp.RolloutPhase.ValueType) -> None:
+    """Return once the rollout is in the phase."""
+    async with asyncio.timeout(LOADED_S):
+        while (await admin.rollouts.get(name)).phase != phase:
+            await asyncio.sleep(0.2)
 
 
 async def serve(stack: Stack, *, session: str = "") -> str:
