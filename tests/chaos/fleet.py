@@ -44,6 +44,7 @@ SMALL_DISK: Final = "worker-1"  # the worker whose model files are on a disk of 
 STORES: Final = ("etcd", "redis")
 METERED_MICROS: Final = 10**12
 SETTINGS: Final = {
+    "FAIRWAY_DISK_RESERVE_BYTES": str(64 * 1024**2),  # of a disk of 512 MiB
     "FAIRWAY_DRAIN_S": f"{DRAIN_S:g}",
     "FAIRWAY_ENGINE_THREADS": "1",
     "FAIRWAY_KV_MEMORY_BYTES": str(64 * 1024**2),

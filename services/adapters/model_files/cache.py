@@ -379,7 +379,7 @@ class ModelFiles:
                 await in_thread(self._folders.drop_partial, other)
         free = await in_thread(self._folders.free_bytes)
         if free < size_bytes + self._reserve_bytes and name not in await in_thread(self._folders.partials):
-            raise _disk_full(free, size_bytes)
+            raise _disk_full(free, size_bytes, self._reserve_bytes)
 
     def _disk_error(self, exc: OSError) -> StoreUnavailable:
         if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -410,11 +410,11 @@ def _silent(_: float) -> None:
     return
 
 
-def _disk_full(free_bytes: int, needed_bytes: int) -> StoreUnavailable:
+def _disk_full(free_bytes: int, needed_bytes: int, kept_bytes: int = 0) -> StoreUnavailable:
     return StoreUnavailable(
         f"the disk of the model files is full: {free_bytes} bytes free"
-        + (f", {needed_bytes} needed" if needed_bytes else "")
-        + "; free some, or point FAIRWAY_STATE_DIR to a larger disk",
+        + (f", {needed_bytes} needed beside {kept_bytes} in reserve" if needed_bytes else "")
+        + "; free some, lower FAIRWAY_DISK_RESERVE_BYTES, or point FAIRWAY_STATE_DIR to a larger disk",
         retry_after_s=30.0,
         free_bytes=free_bytes,
         needed_bytes=needed_bytes,
