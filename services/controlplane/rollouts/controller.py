@@ -241,9 +241,14 @@ def judged(
 
 
 def storable(report: GateReport) -> GateReport:
-    """Return the report with finite numbers: a bound is infinite until enough was measured."""
+    """Return the report with finite numbers: a bound is infinite until enough was measured, 0 as stored."""
     evidence = tuple(
-        replace(one, statistic=_finite(one.statistic), bound=_finite(one.bound)) for one in report.evidence
+        replace(
+            one,
+            statistic=_finite(one.statistic),
+            bound=_finite(one.bound) if math.isfinite(one.bound) else 0.0,
+        )
+        for one in report.evidence
     )
     return replace(report, evidence=evidence)
 
