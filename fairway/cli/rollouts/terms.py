@@ -39,7 +39,10 @@ class InconclusiveName(StrEnum):
 # Terms that only some strategies have, and what has their place in the others.
 _TERMS_OF: Final[Mapping[str, tuple[tuple[StrategyName, ...], str]]] = {
     "steps": ((StrategyName.CANARY,), "its traffic moves at once"),
-    "hold": ((StrategyName.CANARY,), "--soak is the time with all traffic, and an operator ends an A/B test or shadow"),
+    "hold": (
+        (StrategyName.CANARY,),
+        "--soak is the time with all traffic, and an operator ends an A/B test or shadow",
+    ),
     "by_worker": ((StrategyName.CANARY,), "its traffic moves at once"),
     "fraction": ((StrategyName.SHADOW,), "--steps or --arm give the traffic"),
     "shadow_concurrency": ((StrategyName.SHADOW,), "it copies no request"),

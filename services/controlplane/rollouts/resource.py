@@ -239,9 +239,7 @@ class Rollouts:
                 "`fairway deployments rollback` has its earlier versions",
                 name=name,
             )
-        _, together = await pinned_version(
-            self._store, deployment.model, rollout.stable_digest, field="name"
-        )
+        _, together = await pinned_version(self._store, deployment.model, rollout.stable_digest, field="name")
         return together
 
     async def _sizes(self, rollout: Rollout, deployment: Deployment) -> dict[str, int]:

@@ -87,8 +87,8 @@ class MetricEvidence:
     candidate: float | None
     baseline_samples: int
     candidate_samples: int
-    # Standard errors by which the regression exceeds the margin, and how many prove it; infinite or, as stored,
-    # 0: too few samples for any.
+    # Standard errors by which the regression exceeds the margin, and how many prove it; infinite, 0 where
+    # stored: too few samples for any.
     statistic: float = 0.0
     bound: float = 0.0
     # Whether it is a part of the gate's verdict, and the operator's reason where it is accepted.
