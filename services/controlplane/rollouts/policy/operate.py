@@ -18,7 +18,6 @@ from services.controlplane.rollouts.records import (
 from services.core.errors import FailedPrecondition, InvalidInput
 from services.core.rollouts.routes import WHOLE_BP
 
-
 _UNDONE: Final = (RolloutPhase.ROLLING_BACK, RolloutPhase.ABORTED, RolloutPhase.REVERTED)
 
 
