@@ -100,6 +100,8 @@ class _RolloutPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RolloutP
     ROLLOUT_PHASE_ROLLING_BACK: _RolloutPhase.ValueType  # 6
     """New requests are on the stable version; the candidates end their requests."""
     ROLLOUT_PHASE_ABORTED: _RolloutPhase.ValueType  # 7
+    ROLLOUT_PHASE_REVERTED: _RolloutPhase.ValueType  # 8
+    """It was final, and the deployment has the version before again, by an update."""
 
 class RolloutPhase(_RolloutPhase, metaclass=_RolloutPhaseEnumTypeWrapper): ...
 
@@ -116,6 +118,8 @@ ROLLOUT_PHASE_COMPLETED: RolloutPhase.ValueType  # 5
 ROLLOUT_PHASE_ROLLING_BACK: RolloutPhase.ValueType  # 6
 """New requests are on the stable version; the candidates end their requests."""
 ROLLOUT_PHASE_ABORTED: RolloutPhase.ValueType  # 7
+ROLLOUT_PHASE_REVERTED: RolloutPhase.ValueType  # 8
+"""It was final, and the deployment has the version before again, by an update."""
 Global___RolloutPhase: _TypeAlias = RolloutPhase  # noqa: Y015
 
 class _InconclusivePolicy:
@@ -3065,6 +3069,56 @@ class AbortRolloutResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortRolloutResponse: _TypeAlias = AbortRolloutResponse  # noqa: Y015
+
+@_typing.final
+class RevertRolloutRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
+    reason: _builtins.str
+    """Kept in the history."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevertRolloutRequest: _TypeAlias = RevertRolloutRequest  # noqa: Y015
+
+@_typing.final
+class RevertRolloutResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rollout(self) -> Global___Rollout: ...
+    def __init__(
+        self,
+        *,
+        rollout: Global___Rollout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevertRolloutResponse: _TypeAlias = RevertRolloutResponse  # noqa: Y015
 
 @_typing.final
 class GetNodeRequest(_message.Message):

@@ -154,6 +154,11 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.AbortRolloutRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.AbortRolloutResponse.FromString,
                 _registered_method=True)
+        self.RevertRollout = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/RevertRollout',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.RevertRolloutRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.RevertRolloutResponse.FromString,
+                _registered_method=True)
         self.GetNode = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/GetNode',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.GetNodeRequest.SerializeToString,
@@ -436,6 +441,14 @@ class ControlPlaneServiceServicer:
 
     def AbortRollout(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevertRollout(self, request, context):
+        """Give the deployment the version before again, in any phase: an open rollout is aborted, a final one undone
+        by an update.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -737,6 +750,11 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.AbortRollout,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.AbortRolloutRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.AbortRolloutResponse.SerializeToString,
+            ),
+            'RevertRollout': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevertRollout,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.RevertRolloutRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.RevertRolloutResponse.SerializeToString,
             ),
             'GetNode': grpc.unary_unary_rpc_method_handler(
                     servicer.GetNode,
@@ -1522,6 +1540,33 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/AbortRollout',
             fairway_dot_v1_dot_controlplane__pb2.AbortRolloutRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.AbortRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevertRollout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/RevertRollout',
+            fairway_dot_v1_dot_controlplane__pb2.RevertRolloutRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.RevertRolloutResponse.FromString,
             options,
             channel_credentials,
             insecure,

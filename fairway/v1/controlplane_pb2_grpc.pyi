@@ -57,6 +57,10 @@ class ControlPlaneServiceStub:
     PauseRollout: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.PauseRolloutRequest, _controlplane_pb2.PauseRolloutResponse]
     ResumeRollout: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ResumeRolloutRequest, _controlplane_pb2.ResumeRolloutResponse]
     AbortRollout: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.AbortRolloutRequest, _controlplane_pb2.AbortRolloutResponse]
+    RevertRollout: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.RevertRolloutRequest, _controlplane_pb2.RevertRolloutResponse]
+    """Give the deployment the version before again, in any phase: an open rollout is aborted, a final one undone
+    by an update.
+    """
     GetNode: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.GetNodeRequest, _controlplane_pb2.GetNodeResponse]
     ListNodes: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListNodesRequest, _controlplane_pb2.ListNodesResponse]
     CordonNode: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.CordonNodeRequest, _controlplane_pb2.CordonNodeResponse]
@@ -127,6 +131,10 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     PauseRollout: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.PauseRolloutRequest, _controlplane_pb2.PauseRolloutResponse]  # type: ignore[assignment]
     ResumeRollout: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ResumeRolloutRequest, _controlplane_pb2.ResumeRolloutResponse]  # type: ignore[assignment]
     AbortRollout: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.AbortRolloutRequest, _controlplane_pb2.AbortRolloutResponse]  # type: ignore[assignment]
+    RevertRollout: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.RevertRolloutRequest, _controlplane_pb2.RevertRolloutResponse]  # type: ignore[assignment]
+    """Give the deployment the version before again, in any phase: an open rollout is aborted, a final one undone
+    by an update.
+    """
     GetNode: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.GetNodeRequest, _controlplane_pb2.GetNodeResponse]  # type: ignore[assignment]
     ListNodes: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListNodesRequest, _controlplane_pb2.ListNodesResponse]  # type: ignore[assignment]
     CordonNode: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.CordonNodeRequest, _controlplane_pb2.CordonNodeResponse]  # type: ignore[assignment]
@@ -338,6 +346,16 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controlplane_pb2.AbortRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.AbortRolloutResponse, _abc.Awaitable[_controlplane_pb2.AbortRolloutResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def RevertRollout(
+        self,
+        request: _controlplane_pb2.RevertRolloutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.RevertRolloutResponse, _abc.Awaitable[_controlplane_pb2.RevertRolloutResponse]]:
+        """Give the deployment the version before again, in any phase: an open rollout is aborted, a final one undone
+        by an update.
+        """
 
     @_abc_1.abstractmethod
     def GetNode(

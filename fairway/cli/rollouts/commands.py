@@ -26,7 +26,7 @@ from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="Rollouts: move a deployment's traffic to another version.", no_args_is_help=True)
 
-_ENDED: Final = (cp.ROLLOUT_PHASE_COMPLETED, cp.ROLLOUT_PHASE_ABORTED)
+_ENDED: Final = (cp.ROLLOUT_PHASE_COMPLETED, cp.ROLLOUT_PHASE_ABORTED, cp.ROLLOUT_PHASE_REVERTED)
 _POLL_S: Final = 1.0
 RolloutArgument = Annotated[
     str,
@@ -205,6 +205,28 @@ async def abort(
     confirm(f"Abort {rollout}? Every new request gets the stable version.", yes=yes)
     aborting = connection.admin.rollouts.abort(rollout, reason=reason, etag=etag)
     await _changed(aborting, f"cannot abort the rollout {rollout}", output)
+
+
+@command(
+    app,
+    "revert",
+    to=Server.CONTROLPLANE,
+    examples=("fairway rollouts revert chat", "fairway rollouts revert chat --reason 'odd answers' --yes"),
+)
+async def revert(
+    connection: Connection,
+    name: RolloutArgument,
+    reason: Annotated[str, typer.Option("--reason", help="Kept in the history.")] = "",
+    etag: EtagOption = "",
+    yes: YesOption = False,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Give the deployment its version before again, also once the rollout is final."""
+    found = await _found(connection, name)
+    rollout, version = found.metadata.name, found.stable_version
+    confirm(f"Revert {rollout}? Every new request gets {version}, once that is loaded.", yes=yes)
+    reverting = connection.admin.rollouts.revert(rollout, reason=reason, etag=etag)
+    await _changed(reverting, f"cannot revert the rollout {rollout}", output)
 
 
 async def _found(connection: Connection, name: str) -> cp.Rollout:

@@ -36,6 +36,19 @@ class InconclusiveName(StrEnum):
         return cp.InconclusivePolicy.Value(f"INCONCLUSIVE_POLICY_{self.name}")
 
 
+# Terms that only some strategies have, and what has their place in the others.
+_TERMS_OF: Final[Mapping[str, tuple[tuple[StrategyName, ...], str]]] = {
+    "steps": ((StrategyName.CANARY,), "its traffic moves at once"),
+    "hold": (
+        (StrategyName.CANARY,),
+        "--soak is the time with all traffic, and an operator ends an A/B test or shadow",
+    ),
+    "by_worker": ((StrategyName.CANARY,), "its traffic moves at once"),
+    "fraction": ((StrategyName.SHADOW,), "--steps or --arm give the traffic"),
+    "shadow_concurrency": ((StrategyName.SHADOW,), "it copies no request"),
+}
+
+
 def _span(flag: str, help_: str) -> object:
     return Annotated[float | None, typer.Option(flag, parser=span_s, metavar="SPAN", help=help_)]
 
@@ -107,12 +120,13 @@ def rollout_of(
     name: str, deployment: str, strategy: StrategyName, arms: list[cp.RolloutArm], terms: Mapping[str, Any]
 ) -> cp.Rollout:
     """Return the rollout that the options describe. Raises BadParameter."""
+    _check_terms(strategy, terms)
     rollout = cp.Rollout(
         metadata=cp.Metadata(name=name), deployment=deployment, strategy=strategy.proto, arms=arms
     )
     if strategy is StrategyName.CANARY:
         rollout.steps.extend(_steps(terms))
-    elif strategy in (StrategyName.BLUE_GREEN, StrategyName.INSTANT) and "min_requests" in terms:
+    elif "min_requests" in terms:
         rollout.steps.add(weight_ratio=1.0, hold=Duration(), min_requests=terms["min_requests"])
     if strategy is StrategyName.SHADOW:
         rollout.shadow.arm = arms[0].name
@@ -125,6 +139,14 @@ def rollout_of(
     _set_rules(rollout.rules, terms)
     _set_gate(rollout.gate, terms)
     return rollout
+
+
+def _check_terms(strategy: StrategyName, terms: Mapping[str, Any]) -> None:
+    for name, (strategies, instead) in _TERMS_OF.items():
+        if terms.get(name) and strategy not in strategies:
+            raise typer.BadParameter(
+                f"a rollout by {strategy} has none: {instead}", param_hint=f"--{name.replace('_', '-')}"
+            )
 
 
 def arms_of(to: str, texts: list[str] | None) -> list[cp.RolloutArm]:

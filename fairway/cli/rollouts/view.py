@@ -36,7 +36,9 @@ EVIDENCE_COLUMNS: Final[tuple[Column[cp.GateEvidence], ...]] = (
     Column("stable", lambda one: _value(one, "baseline")),
     Column("candidate", lambda one: _value(one, "candidate")),
     Column("samples", lambda one: f"{one.baseline_samples}/{one.candidate_samples}"),
-    Column("regression", lambda one: f"{one.statistic:+.1f} of {one.bound:.1f}", drop=1),
+    Column(
+        "regression", lambda one: f"{one.statistic:+.1f} of {one.bound:.1f}" if one.bound else "-", drop=1
+    ),
     Column("verdict", lambda one: _verdict(one)),
 )
 HISTORY_COLUMNS: Final[tuple[Column[cp.RolloutHistoryEntry], ...]] = (

@@ -321,6 +321,12 @@ class Rollouts(Reading[cp.Rollout]):
         """Move every new request back to the stable version."""
         return await self._changed("Abort", name=name, reason=reason, etag=etag, timeout_s=timeout_s)
 
+    async def revert(
+        self, name: str, *, reason: str = "", etag: str = "", timeout_s: float | None = None
+    ) -> cp.Rollout:
+        """Give the deployment its version before again, in any phase; once final, by an update."""
+        return await self._changed("Revert", name=name, reason=reason, etag=etag, timeout_s=timeout_s)
+
 
 class Nodes(Reading[cp.Node]):
     """The workers. ``delete`` removes a disconnected one and its assignment."""

@@ -158,7 +158,7 @@ def _rollout(before: Rollout | None, after: Rollout | None) -> Iterator[FleetEve
     known = () if before is None else before.history
     for one in after.history:
         if one not in known:
-            warning = after.phase in (RolloutPhase.ROLLING_BACK, RolloutPhase.ABORTED)
+            warning = after.phase in (RolloutPhase.ROLLING_BACK, RolloutPhase.ABORTED, RolloutPhase.REVERTED)
             yield FleetEvent(kind, name, f"ROLLOUT_{one.what}", one.message, warning=warning)
 
 

@@ -147,7 +147,7 @@ class Deployments:
 
 def _in_rollout(name: str) -> FailedPrecondition:
     return FailedPrecondition(
-        f"a rollout of {name} is open: finish or abort it first (`fairway rollouts list`)",
+        f"a rollout of {name} is open: finish it, or undo it by `fairway rollouts revert {name}`",
         name=name,
     )
 

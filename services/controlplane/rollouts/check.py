@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from services.controlplane.rollouts.records import (
     DEFAULT_STEPS,
-    FULL,
     STABLE,
     Rollout,
     RolloutStrategy,
@@ -69,10 +68,8 @@ def _check_weights(rollout: Rollout) -> None:
     elif any(arm.weight_bp for arm in rollout.arms):
         raise InvalidInput("only arms of an A/B test have weights", field="rollout.arms")
     weights = [step.weight_bp for step in rollout.steps]
-    if rollout.strategy in FULL and weights not in ([], [WHOLE_BP]):
+    if rollout.strategy is not RolloutStrategy.CANARY and weights not in ([], [WHOLE_BP]):
         raise InvalidInput(f"a {rollout.strategy} rollout has one step, of 100 %", field="rollout.steps")
-    if rollout.strategy in (RolloutStrategy.AB, RolloutStrategy.SHADOW) and weights:
-        raise InvalidInput(f"a {rollout.strategy} rollout has no steps", field="rollout.steps")
     if len(weights) > MAX_STEPS or weights != sorted(set(weights)) or any(bp <= 0 for bp in weights):
         raise InvalidInput(f"at most {MAX_STEPS} steps have growing weights above 0", field="rollout.steps")
 

@@ -60,3 +60,11 @@ class RolloutMethods(NotYetServed):
             request.name, reason=request.reason, etag=request.etag, request_id=request.request_id
         )
         return pb.AbortRolloutResponse(rollout=rollout_to_proto(view))
+
+    async def RevertRollout(
+        self, request: pb.RevertRolloutRequest, context: object
+    ) -> pb.RevertRolloutResponse:
+        view = await self._rollouts.revert(
+            request.name, reason=request.reason, etag=request.etag, request_id=request.request_id
+        )
+        return pb.RevertRolloutResponse(rollout=rollout_to_proto(view))

@@ -38,9 +38,10 @@ class RolloutPhase(StrEnum):
     ROLLING_BACK = "rolling_back"  # new requests are stable; the candidates end their requests
     COMPLETED = "completed"
     ABORTED = "aborted"
+    REVERTED = "reverted"  # it was final, and the deployment has the version before again
 
 
-ENDED: Final = frozenset({RolloutPhase.COMPLETED, RolloutPhase.ABORTED})
+ENDED: Final = frozenset({RolloutPhase.COMPLETED, RolloutPhase.ABORTED, RolloutPhase.REVERTED})
 # New requests can still get a candidate.
 ABORTABLE: Final = frozenset({RolloutPhase.LOADING, RolloutPhase.RUNNING, RolloutPhase.SOAKING})
 

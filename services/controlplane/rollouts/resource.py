@@ -19,7 +19,14 @@ from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.rollouts.check import check_by_worker, check_rollout, with_defaults
 from services.controlplane.rollouts.fit import ArmFit, by_worker, fit_by_worker, fit_of
 from services.controlplane.rollouts.policy.facts import RolloutFacts, facts_of
-from services.controlplane.rollouts.policy.operate import Promotion, abort, pause, promote, resume
+from services.controlplane.rollouts.policy.operate import (
+    Promotion,
+    abort,
+    pause,
+    promote,
+    resume,
+    revert,
+)
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.controlplane.rollouts.writes import RolloutContext, effects
 from services.core.errors import Conflict, DoesNotFit, EtagMismatch, FailedPrecondition
@@ -87,9 +94,7 @@ class Rollouts:
             raise _does_not_fit(prepared, fits)
         writes = effects(prepared, context)
         unchanged = ModRevisionIs(DEPLOYMENTS + rollout.deployment, context.deployment_revision)
-        together = WriteSet(
-            [unchanged, *together.conditions, *writes.conditions], [*together.operations, *writes.operations]
-        )
+        together = _both(WriteSet([unchanged, *together.conditions], together.operations), writes)
         stored = await self._kind.create(prepared, request, together=together)
         log.info("rollout.created", rollout=rollout.meta.name, strategy=rollout.strategy)
         return await self._view(stored)
@@ -106,6 +111,16 @@ class Rollouts:
         """Move every new request back to the stable version, now."""
         change = partial(abort, reason=reason, now_unix_s=self._clock.unix_s())
         return await self._change(name, change, ("abort", reason), etag=etag, request_id=request_id)
+
+    async def revert(
+        self, name: str, *, reason: str = "", etag: str = "", request_id: str = ""
+    ) -> RolloutView:
+        """Give the deployment the version before again, in any phase.
+
+        Raises FailedPrecondition where another change of the deployment came after the rollout.
+        """
+        change = partial(revert, reason=reason, now_unix_s=self._clock.unix_s())
+        return await self._change(name, change, ("revert", reason), etag=etag, request_id=request_id)
 
     async def pause(self, name: str, *, etag: str = "", request_id: str = "") -> RolloutView:
         change = partial(pause, now_unix_s=self._clock.unix_s())
@@ -145,7 +160,10 @@ class Rollouts:
             after = change(old.record)
             if after == old.record:
                 return await self._view(old)
-            together = effects(after, await self._context(after.deployment))
+            context = await self._context(after.deployment)
+            together = effects(after, context)
+            if after.phase is RolloutPhase.REVERTED:
+                together = _both(await self._restorable(after, context), together)
             try:
                 stored = await self._kind.update(
                     name, partial(_instead, after), request, etag=old.etag, together=together
@@ -208,6 +226,22 @@ class Rollouts:
             WriteSet(conditions, operations),
         )
 
+    async def _restorable(self, rollout: Rollout, context: RolloutContext) -> WriteSet:
+        """Return the conditions that the version before still exists. Raises FailedPrecondition, NotFound."""
+        name, deployment = rollout.meta.name, context.deployment
+        if context.route is not None and context.route.salt != rollout.salt:
+            raise FailedPrecondition(
+                f"another rollout of {deployment.meta.name} is open: revert that one", name=name
+            )
+        if deployment.version_digest != rollout.final_arm.version_digest:
+            raise FailedPrecondition(
+                f"{deployment.meta.name} got {deployment.version} after rollout {name}: "
+                "`fairway deployments rollback` has its earlier versions",
+                name=name,
+            )
+        _, together = await pinned_version(self._store, deployment.model, rollout.stable_digest, field="name")
+        return together
+
     async def _sizes(self, rollout: Rollout, deployment: Deployment) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for arm in rollout.arms:
@@ -215,6 +249,10 @@ class Rollouts:
             if entry is not None:
                 sizes[arm.version_digest] = load(entry.value, VersionRecord).size_bytes
         return sizes
+
+
+def _both(one: WriteSet, other: WriteSet) -> WriteSet:
+    return WriteSet([*one.conditions, *other.conditions], [*one.operations, *other.operations])
 
 
 def _instead(after: Rollout, _before: Rollout) -> Rollout:
@@ -242,7 +280,7 @@ def _require_calm(snapshot: Snapshot, context: RolloutContext) -> None:
     name = deployment.meta.name
     if context.route is not None:
         raise FailedPrecondition(
-            f"another rollout of {name} is open: finish or abort it first", name=name, deployment=name
+            f"another rollout of {name} is open: finish or revert it first", name=name, deployment=name
         )
     if not deployment.replicas:
         raise FailedPrecondition(f"the deployment {name} has 0 replicas", name=name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.controlplane.resources.deployment_history import revision_put
 from services.controlplane.rollouts.policy.effects import deployment_of, route_of
-from services.controlplane.rollouts.records import Rollout
+from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.core.records import DEPLOYMENTS, Deployment, dump
 from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.ports.store import Condition, Delete, ModRevisionIs, Operation, Put
@@ -53,6 +53,7 @@ def effects(rollout: Rollout, context: RolloutContext) -> WriteSet:
     if deployment != context.deployment:
         key = DEPLOYMENTS + rollout.deployment
         conditions.append(ModRevisionIs(key, context.deployment_revision))
-        cause = f"rollout {rollout.meta.name}"
+        undone = rollout.phase is RolloutPhase.REVERTED
+        cause = f"revert of rollout {rollout.meta.name}" if undone else f"rollout {rollout.meta.name}"
         operations += [Put(key, dump(deployment)), revision_put(deployment, rollout.phase_unix_s, cause)]
     return WriteSet(conditions, operations)

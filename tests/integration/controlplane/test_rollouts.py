@@ -4,11 +4,15 @@ plane.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fairway.v1 import controlplane_pb2 as pb
+from services.controlplane.resources.deployment_history import revisions_of
+from services.controlplane.rollouts.controller import gate_plan
+from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.core.errors import (
     AlreadyExists,
     Conflict,
@@ -22,15 +26,18 @@ from services.core.errors import (
 from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
+    ROLLOUTS,
     WORKERS,
     AssignedVersion,
     Assignment,
+    Deployment,
     LoadedVersion,
     VersionState,
     Worker,
     load,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
+from services.ports.store import Delete
 from tests.integration.controlplane.plane import DIGEST, OTHER, Plane
 
 MIB = 2**20
@@ -258,6 +265,62 @@ async def test_an_abort_needs_no_leader(serving: Plane) -> None:
     assert "too slow" in answer.rollout.history[-1].message
     deployment = await serving.store.get(DEPLOYMENTS + "chat")
     assert deployment is not None
+
+
+async def final(plane: Plane) -> None:
+    """The rollout r is final: the deployment has its candidate, and no route is left."""
+    await create(plane, message())
+    key, names = ROLLOUTS + "r", (DEPLOYMENTS + "chat", ROUTES + "chat")
+    held, deployment = [await plane.store.get(name) for name in (key, names[0])]
+    assert held is not None
+    assert deployment is not None
+    await plane.put(key, replace(load(held.value, Rollout), phase=RolloutPhase.COMPLETED))
+    changed = replace(load(deployment.value, Deployment), version="v2", version_digest=OTHER)
+    await plane.put(names[0], changed)
+    await plane.store.commit([Delete(names[1])])
+
+
+async def test_a_final_rollout_is_reverted_by_any_control_plane(serving: Plane) -> None:
+    await final(serving)
+    with pytest.raises(FailedPrecondition, match="fairway rollouts revert r"):
+        await serving.call("AbortRollout", pb.AbortRolloutRequest(name="r"))
+    request = pb.RevertRolloutRequest(name="r", request_id="once", reason="odd answers")
+    for _ in range(2):
+        answer = await serving.call("RevertRollout", request)
+        assert isinstance(answer, pb.RevertRolloutResponse)
+        assert answer.rollout.phase == pb.ROLLOUT_PHASE_REVERTED
+        assert [entry.what for entry in answer.rollout.history] == ["REVERTED"]
+    stored = await serving.store.get(DEPLOYMENTS + "chat")
+    assert stored is not None
+    assert load(stored.value, Deployment).version_digest == DIGEST
+    newest = (await revisions_of(serving.store, "chat"))[0][1]
+    assert (newest.cause, newest.deployment.version_digest) == ("revert of rollout r", DIGEST)
+
+
+async def test_what_came_after_a_rollout_is_not_undone_by_its_revert(serving: Plane) -> None:
+    await final(serving)
+    await ready(serving, OTHER)
+    await create(serving, message("next", arms=[pb.RolloutArm(name="canary", version=DIGEST)]))
+    with pytest.raises(FailedPrecondition, match="another rollout of chat is open: revert that one"):
+        await serving.call("RevertRollout", pb.RevertRolloutRequest(name="r"))
+    await serving.store.commit([Delete(ROUTES + "chat")])
+    stored = await serving.store.get(DEPLOYMENTS + "chat")
+    assert stored is not None
+    await serving.put(stored.key, replace(load(stored.value, Deployment), version_digest=DIGEST))
+    with pytest.raises(FailedPrecondition, match="deployments rollback"):
+        await serving.call("RevertRollout", pb.RevertRolloutRequest(name="r"))
+
+
+async def test_an_ab_test_and_a_shadow_have_the_requests_of_their_one_step(serving: Plane) -> None:
+    steps = [pb.RolloutStep(weight_ratio=1.0, min_requests=7)]
+    arms = [pb.RolloutArm(name="terse", version=OTHER, weight_ratio=0.3)]
+    found = await create(serving, message(strategy=pb.ROLLOUT_STRATEGY_AB, arms=arms, steps=steps))
+    assert [step.min_requests for step in found.steps] == [7]
+    held = await serving.store.get(ROLLOUTS + "r")
+    assert held is not None
+    assert gate_plan(load(held.value, Rollout), 1.0).min_requests == 7
+    with pytest.raises(InvalidInput, match="one step, of 100 %"):
+        await create(serving, message("s", strategy=pb.ROLLOUT_STRATEGY_AB, arms=arms, steps=2 * steps))
 
 
 async def test_pause_resume_and_promote_are_kept(serving: Plane) -> None:

@@ -87,7 +87,8 @@ class MetricEvidence:
     candidate: float | None
     baseline_samples: int
     candidate_samples: int
-    # Standard errors by which the regression exceeds the margin, and how many prove it.
+    # Standard errors by which the regression exceeds the margin, and how many prove it; infinite, 0 where
+    # stored: too few samples for any.
     statistic: float = 0.0
     bound: float = 0.0
     # Whether it is a part of the gate's verdict, and the operator's reason where it is accepted.
@@ -140,7 +141,7 @@ def missing(plan: GatePlan, name: str, arm: ArmWindow) -> str:
     if arm.sessions < plan.min_sessions:
         return f"the {name} has {arm.sessions} of {plan.min_sessions} sessions"
     if len(arm.clusters) < comparisons.MIN_CLUSTERS:
-        return f"the sessions of the {name} are in {len(arm.clusters)} clusters"
+        return f"the sessions of the {name} are in {len(arm.clusters)} of {comparisons.MIN_CLUSTERS} clusters"
     return ""
 
 

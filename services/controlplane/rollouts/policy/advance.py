@@ -79,7 +79,7 @@ def _loading(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollou
             return replace(rollout, message=f"{facts.unmeasured}; all traffic moves in {left_s:.0f} s anyway")
         return _soak(rollout, now_unix_s)
     event = RolloutEvent(now_unix_s, "STARTED", f"{_weights_text(rollout, 0)} of the sessions")
-    if rollout.steps and rollout.steps[0].weight_bp == WHOLE_BP:
+    if rollout.strategy is RolloutStrategy.CANARY and rollout.steps[0].weight_bp == WHOLE_BP:
         return _soak(rollout, now_unix_s)
     return replace(_entered(rollout, RolloutPhase.RUNNING, event), step=0, step_unix_s=now_unix_s)
 

@@ -209,7 +209,9 @@ def step_name(rollout: Rollout) -> str:
 
 
 def deployment_of(rollout: Rollout, deployment: Deployment) -> Deployment:
-    """Return the deployment: with the candidate once the rollout is final."""
+    """Return the deployment: with the candidate once the rollout is final, as before once it is reverted."""
+    if rollout.phase is RolloutPhase.REVERTED:
+        return replace(deployment, version=rollout.stable_version, version_digest=rollout.stable_digest)
     if rollout.phase is not RolloutPhase.FINISHING:
         return deployment
     final = rollout.final_arm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from services.controlplane.objectives.policy.gates import GateMetric
 from services.controlplane.rollouts.policy.advance import accepted, rolled_back
@@ -16,6 +17,8 @@ from services.controlplane.rollouts.records import (
 )
 from services.core.errors import FailedPrecondition, InvalidInput
 from services.core.rollouts.routes import WHOLE_BP
+
+_UNDONE: Final = (RolloutPhase.ROLLING_BACK, RolloutPhase.ABORTED, RolloutPhase.REVERTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +36,40 @@ class Promotion:
 
 def abort(rollout: Rollout, reason: str, now_unix_s: float) -> Rollout:
     """Return it with all new requests on the stable version. Raises FailedPrecondition once it is final."""
-    if rollout.phase in (RolloutPhase.ROLLING_BACK, RolloutPhase.ABORTED):
+    if rollout.phase in _UNDONE:
         return rollout
     _require(rollout, rollout.phase in ABORTABLE, "aborted")
     message = f"aborted by an operator: {reason}" if reason else "aborted by an operator"
     return rolled_back(rollout, RolloutEvent(now_unix_s, "ABORTED_BY_OPERATOR", message))
 
 
-def pause(rollout: Rollout, now_unix_s: float) -> Rollout:
-    """Return it staying at its step; failures still roll it back."""
-    _require(rollout, rollout.phase in ABORTABLE, "paused")
-    if rollout.paused:
+def revert(rollout: Rollout, reason: str, now_unix_s: float) -> Rollout:
+    """Return it with all new requests on the stable version, in any phase.
+
+    Once the candidate is the deployment's version, an update brings the version before back: what is still
+    loaded of it serves at once, and the candidate until then.
+    """
+    if rollout.phase in _UNDONE:
         return rollout
-    return replace(rollout.noted(RolloutEvent(now_unix_s, "PAUSED", "paused by an operator")), paused=True)
+    if rollout.phase in ABORTABLE:
+        return abort(rollout, reason, now_unix_s)
+    message = f"reverted by an operator: {reason}" if reason else "reverted by an operator"
+    event = RolloutEvent(now_unix_s, "REVERTED", message)
+    return replace(rollout.noted(event), phase=RolloutPhase.REVERTED, phase_unix_s=now_unix_s)
+
+
+def pause(rollout: Rollout, now_unix_s: float) -> Rollout:
+    """Return it staying at its step; failures still roll it back. A promotion not yet done is withdrawn."""
+    _require(rollout, rollout.phase in ABORTABLE, "paused")
+    target = rollout.target if rollout.phase is RolloutPhase.SOAKING else ""
+    promoted = rollout.promote_to > rollout.step or rollout.target != target
+    if rollout.paused and not promoted:
+        return rollout
+    withdrawn = "; its promotion is withdrawn" if promoted else ""
+    noted = rollout.noted(RolloutEvent(now_unix_s, "PAUSED", f"paused by an operator{withdrawn}"))
+    if not promoted:
+        return replace(noted, paused=True)
+    return replace(noted, paused=True, promote_to=rollout.step, target=target, preparing_unix_s=0.0)
 
 
 def resume(rollout: Rollout, now_unix_s: float) -> Rollout:
@@ -58,6 +82,7 @@ def resume(rollout: Rollout, now_unix_s: float) -> Rollout:
         rollout.noted(event),
         paused=False,
         step_unix_s=now_unix_s,
+        preparing_unix_s=now_unix_s if rollout.preparing else 0.0,
         phase_unix_s=now_unix_s if rollout.phase is RolloutPhase.SOAKING else rollout.phase_unix_s,
     )
 
@@ -105,6 +130,8 @@ def _choose_arm(rollout: Rollout, promotion: Promotion, now_unix_s: float) -> Ro
 def _require(rollout: Rollout, holds: bool, verb: str) -> None:
     if not holds:
         name = rollout.meta.name
+        final = rollout.phase in (RolloutPhase.FINISHING, RolloutPhase.COMPLETED)
+        hint = f": `fairway rollouts revert {name}` brings the version before back" if final else ""
         raise FailedPrecondition(
-            f"rollout {name} is {rollout.phase} and cannot be {verb}", name=name, phase=rollout.phase
+            f"rollout {name} is {rollout.phase} and cannot be {verb}{hint}", name=name, phase=rollout.phase
         )

@@ -66,7 +66,7 @@ def test_copies_that_wait_longer_are_no_regression() -> None:
         ({"errors": 5}, GateMetric.ERROR_RATIO),
         ({"broken": 5}, GateMetric.BROKEN_RATIO),
         ({"output_tokens": 100}, GateMetric.OUTPUT_LENGTH),
-        ({"device_s": 20.0}, GateMetric.COST),
+        ({"device_s": 30.0}, GateMetric.COST),
     ],
 )
 def test_copies_that_fail_or_cost_more_are_a_regression(
@@ -75,9 +75,13 @@ def test_copies_that_fail_or_cost_more_are_a_regression(
     assert verdicts(arm(25, **changes))[metric] == (Verdict.FAIL, True)
 
 
+def test_the_cost_of_copies_counts_from_twice_that_of_the_originals() -> None:
+    assert verdicts(arm(25, device_s=17.0))[GateMetric.COST] == (Verdict.PASS, True)
+
+
 def test_the_cost_counts_by_the_copies_that_were_made() -> None:
     """Half of the copies were left out for want of capacity: the replicas had smaller batches."""
-    few = arm(12, tokens=500, output_tokens=250)
+    few = arm(12, tokens=500, output_tokens=250, device_s=15.0)
     assert verdicts(few)[GateMetric.COST] == (Verdict.FAIL, False)
     assert verdicts(few, replicas=1)[GateMetric.COST] == (Verdict.FAIL, True)
 

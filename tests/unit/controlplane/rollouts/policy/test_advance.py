@@ -12,7 +12,7 @@ from services.controlplane.objectives.policy.gates import GateMetric, Verdict
 from services.controlplane.rollouts.policy.advance import advance
 from services.controlplane.rollouts.policy.effects import MOST_LOAD_RATIO, load_ratio, replicas_beside
 from services.controlplane.rollouts.policy.facts import ArmFacts, facts_of
-from services.controlplane.rollouts.policy.operate import Promotion, abort, pause, promote, resume
+from services.controlplane.rollouts.policy.operate import Promotion, abort, pause, promote, resume, revert
 from services.controlplane.rollouts.records import (
     ABORTABLE,
     FULL,
@@ -139,6 +139,70 @@ def test_what_is_final_is_not_aborted() -> None:
     for operation in (abort, lambda one, _why, now_s: pause(one, now_s)):
         with pytest.raises(FailedPrecondition):
             operation(driven.rollout, "", driven.now_s)
+
+
+@pytest.mark.parametrize("phase", RolloutPhase)
+def test_a_revert_is_possible_in_every_phase_and_a_version_serves_meanwhile(phase: RolloutPhase) -> None:
+    if phase is RolloutPhase.REVERTED:
+        return
+    driven = Driven(rollout())
+    driven.until(
+        RolloutPhase.RUNNING if phase in (RolloutPhase.ROLLING_BACK, RolloutPhase.ABORTED) else phase
+    )
+    if phase in (RolloutPhase.ROLLING_BACK, RolloutPhase.ABORTED):
+        driven.operate(lambda one: abort(one, "", driven.now_s))
+        driven.until(phase)
+    final = phase in (RolloutPhase.FINISHING, RolloutPhase.COMPLETED)
+    driven.operate(lambda one: revert(one, "odd answers", driven.now_s))
+    assert driven.fleet.wanted.version_digest == OLD
+    for _ in range(60):
+        assert driven.fleet.ready(OLD) + driven.fleet.ready(NEW) >= 2
+        driven.tick()
+    assert driven.phase is (RolloutPhase.REVERTED if final else RolloutPhase.ABORTED)
+    assert (driven.fleet.digests(), driven.fleet.ready(OLD), driven.routes[-1]) == ({OLD}, 2, None)
+    if phase is not RolloutPhase.ABORTED and phase is not RolloutPhase.ROLLING_BACK:
+        assert any("odd answers" in event.message for event in driven.rollout.history)
+    assert revert(driven.rollout, "again", driven.now_s) is driven.rollout
+
+
+@pytest.mark.parametrize("strategy", [RolloutStrategy.CANARY, RolloutStrategy.AB])
+def test_a_pause_withdraws_a_promotion_that_waits_for_replicas(strategy: RolloutStrategy) -> None:
+    arms = (RolloutArm("canary", "v2", NEW, weight_bp=1000 if strategy is RolloutStrategy.AB else 0),)
+    driven = Driven(rollout(strategy, arms=arms))
+    driven.until(RolloutPhase.RUNNING)
+    driven.verdict = Verdict.INCONCLUSIVE
+    promotion = Promotion(arm="canary") if strategy is RolloutStrategy.AB else Promotion(to_end=True)
+    driven.operate(lambda one: promote(one, promotion, driven.now_s))
+    driven.tick()
+    weight_bp = driven.weight_bp()
+    driven.operate(lambda one: pause(one, driven.now_s))
+    driven.tick(60)
+    assert (driven.phase, driven.weight_bp(), driven.rollout.preparing) == (
+        RolloutPhase.RUNNING,
+        weight_bp,
+        False,
+    )
+    assert "promotion is withdrawn" in driven.rollout.history[-1].message
+    driven.operate(lambda one: resume(one, driven.now_s))
+    driven.tick(60)
+    assert (driven.phase, driven.weight_bp()) == (RolloutPhase.RUNNING, weight_bp)
+    driven.operate(lambda one: promote(one, promotion, driven.now_s))
+    driven.until(RolloutPhase.SOAKING)
+
+
+def test_a_long_pause_does_not_use_up_the_time_to_load() -> None:
+    driven = Driven(rollout())
+    while not driven.rollout.preparing:
+        driven.tick()
+    driven.operate(lambda one: pause(one, driven.now_s))
+    driven.tick(200)
+    assert driven.rollout.preparing, "its gate has passed"
+    driven.operate(lambda one: resume(one, driven.now_s))
+    driven.fleet.workers.clear()
+    driven.tick(50)
+    assert driven.phase is RolloutPhase.RUNNING
+    driven.tick(60)
+    assert "LOAD_TIMEOUT" in driven.whats()
 
 
 def test_promotions_skip_the_hold_and_wait_for_replicas() -> None:
