@@ -1043,7 +1043,7 @@ class GateEvidence(_message.Message):
     baseline_samples: _builtins.int
     candidate_samples: _builtins.int
     statistic: _builtins.float
-    """Standard errors by which the regression exceeds its margin, and how many prove it."""
+    """Standard errors by which the regression exceeds its margin, and how many prove it; 0: too few samples for any."""
     bound: _builtins.float
     counted: _builtins.bool
     """Not counted: an operator accepted it, or nothing was measured."""
