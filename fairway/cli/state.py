@@ -72,6 +72,11 @@ class StateDir:
         return f"unix://{self.sockets}/redis?db=0"
 
     @property
+    def control(self) -> Path:
+        """Socket of the supervisor of the running installation."""
+        return self.sockets / "control"
+
+    @property
     def ports(self) -> Path:
         return self.root / "ports.json"
 
@@ -90,7 +95,7 @@ class StateDir:
 
     @property
     def options(self) -> Path:
-        """Start options of the running installation."""
+        """Options of the running installation, or of the last one that was ready."""
         return self.root / "options.json"
 
     @property
@@ -241,6 +246,8 @@ class Endpoints:
     scheduler: str = ""  # the first scheduler
     workers: tuple[str, ...] = ()  # gRPC servers of all workers
     gateways: tuple[str, ...] = ()  # gRPC servers of all gateways
+    # URLs of all gateways, in the same order.
+    gateways_http: tuple[str, ...] = ()
     schedulers: tuple[str, ...] = ()  # gRPC servers of all schedulers
     controlplanes: tuple[str, ...] = ()  # gRPC servers of all control planes
     # By process: the server of /metrics, /healthz and /readyz.

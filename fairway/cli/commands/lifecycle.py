@@ -16,13 +16,17 @@ from fairway.cli.fleet.daemon import start_detached
 from fairway.cli.fleet.installation import (
     AlreadyRunning,
     check_start,
-    require_same_options,
+    continued,
+    differing_options,
+    remembered_options,
     run_installation,
     running_endpoints,
+    runs_otherwise,
     stop_installation,
 )
-from fairway.cli.fleet.options import UpOptions
+from fairway.cli.fleet.options import LOOPBACK, UpOptions
 from fairway.cli.fleet.progress import LineProgress
+from fairway.cli.fleet.resize import resize
 from fairway.cli.state import Endpoints, StateDir
 from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.output import err, out, plain
@@ -35,6 +39,12 @@ PortOption = Annotated[
 ]
 
 _READER_S: Final = 0.25  # how long to wait for a slow terminal
+_EXPOSED: Final = (
+    "warning: HTTP and gRPC of the gateways listen on {host} without TLS: API keys, prompts and outputs travel"
+    " unencrypted.\n"
+    "         Use it on a trusted network, or keep the loopback address and put a TLS proxy before it.\n"
+    "         Control plane, registry, workers, stores and metrics stay on the loopback address."
+)
 
 
 def up(
@@ -63,18 +73,26 @@ def up(
         Path | None, typer.Option(help="A checkpoint folder; default: the bundled model.")
     ] = None,
     no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
+    host: Annotated[
+        str, typer.Option(help="IPv4 address on which the gateways listen, without TLS; 0.0.0.0: all.")
+    ] = LOOPBACK,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Start without the options of earlier starts.")
+    ] = False,
     state_dir: StateOption = Path(".fairway"),
 ) -> None:
     """Start etcd, Redis, all roles and a model on this machine.
 
-    If it runs already, its addresses are shown; the command fails if its options differ from the running
-    ones. Resources that operators changed or deleted since the first start stay unchanged.
+    Options that are not given are those of the last start. If it runs already, its addresses are shown; other
+    --workers are started, or drained and stopped, and other options are refused. Resources that operators
+    changed or deleted since the first start stay unchanged.
     \b
     Examples:
       fairway up
       fairway up --detach --workers 2 --replicas 2
       fairway up --model-dir ./llama-3.2-1b --http-port 8000
       fairway up --gateways 2 --schedulers 2 --set worker:FAIRWAY_KV_MEMORY_BYTES=1073741824
+      fairway up --host 0.0.0.0
     """
     state = StateDir.at(state_dir)
     options = UpOptions(
@@ -89,24 +107,29 @@ def up(
         schedulers=schedulers,
         controlplanes=controlplanes,
         settings=tuple(_setting(text) for text in settings or ()),
+        host=host,
     )
-    _up(options, _given(context), state, detach=detach)
+    given = _given(context)
+    if not forget and (before := remembered_options(state)) is not None:
+        options = continued(before, options, given)
+    _up(options, given, state, detach=detach)
 
 
 def _given(context: typer.Context) -> set[str]:
     """Return the names of the options on the command line that define the installation."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-    return given - {"detach", "state_dir"}
+    return given - {"detach", "state_dir", "forget"}
 
 
 def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -> None:
     """Start the installation, or show that it runs."""
     if (running := running_endpoints(state)) is not None:
-        require_same_options(options, given, state)
-        _show_running(running, state)
+        _continue(running, options, given, state)
         return
     check_start(options)
+    if options.host != LOOPBACK:
+        plain(err(), _EXPOSED.format(host=options.host))
     if not detach:  # a terminal or pipe without a reader must not block a restart
         sys.stdout = LogStream.on(sys.stdout, patience_s=_READER_S)
         sys.stderr = LogStream.on(sys.stderr, patience_s=_READER_S)
@@ -118,18 +141,28 @@ def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -
             if fresh:
                 _show_ready(endpoints, state, detached=True)
             else:
-                require_same_options(options, given, state)
-                _show_running(endpoints, state)
+                _continue(endpoints, options, given, state)
         else:
             run_installation(options, progress, lambda endpoints: _on_ready(endpoints, state, progress))
     except AlreadyRunning as exc:
         if exc.endpoints is None:
             raise
         progress.close()
-        require_same_options(options, given, state)
-        _show_running(exc.endpoints, state)
+        _continue(exc.endpoints, options, given, state)
     finally:
         progress.close()
+
+
+def _continue(running: Endpoints, options: UpOptions, given: set[str], state: StateDir) -> None:
+    """Show that it runs, after a change of the number of its workers. Raises CliError for other changes."""
+    differing = differing_options(options, given, state)
+    if differing == ["workers"]:
+        before = len(running.workers)
+        running = resize(state, running, options.workers, LineProgress(err()))
+        plain(err(), f"workers: {before} before, {len(running.workers)} now")
+    elif differing:
+        raise runs_otherwise(options, differing, state)
+    _show_running(running, state)
 
 
 def down(state_dir: StateOption = Path(".fairway")) -> None:
