@@ -33,6 +33,7 @@ from fairway.cli.commands import bootstrap as bootstrap_command
 from fairway.cli.commands.generation.chat import chat
 from fairway.cli.commands.generation.complete import complete
 from fairway.cli.commands.reliability import quarantine, slis
+from fairway.cli.commands.service import service
 from fairway.cli.commands.simulate import calibrate, simulate
 from fairway.cli.commands.status import status
 from fairway.cli.errors import CliError, ExitCode
@@ -82,6 +83,7 @@ app = typer.Typer(
 )
 app.command()(lifecycle.up)
 app.command()(lifecycle.down)
+app.command()(service)
 app.command()(status)
 app.command()(complete)
 app.command()(chat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -27,6 +28,7 @@ from fairway.cli.fleet.installation import (
 from fairway.cli.fleet.options import LOOPBACK, UpOptions
 from fairway.cli.fleet.progress import LineProgress
 from fairway.cli.fleet.resize import resize
+from fairway.cli.fleet.roles import stop_bound_s
 from fairway.cli.state import Endpoints, StateDir
 from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.output import err, out, plain
@@ -38,9 +40,10 @@ PortOption = Annotated[
     typer.Option(min=0, max=65535, help="0: the port of the last run, else 8080 or 50051, else a free one."),
 ]
 
+_STOP_S: Final = 120.0
 _READER_S: Final = 0.25  # how long to wait for a slow terminal
 _EXPOSED: Final = (
-    "warning: HTTP and gRPC of the gateways listen on {host} without TLS: API keys, prompts and outputs travel"
+    "warning: HTTP and gRPC of the gateways listen on {host} without TLS: keys, prompts and outputs travel"
     " unencrypted.\n"
     "         Use it on a trusted network, or keep the loopback address and put a TLS proxy before it.\n"
     "         Control plane, registry, workers, stores and metrics stay on the loopback address."
@@ -173,7 +176,9 @@ def down(state_dir: StateOption = Path(".fairway")) -> None:
       fairway down --state-dir /var/lib/fairway
     """
     state = StateDir.at(state_dir)
-    stopped = stop_installation(state, LineProgress(err()))
+    options = remembered_options(state) or UpOptions(state_dir=str(state.root))
+    patience_s = max(_STOP_S, stop_bound_s(state, options, {**dict(options.environment), **os.environ}))
+    stopped = stop_installation(state, LineProgress(err()), patience_s=patience_s)
     plain(err(), "stopped" if stopped else f"nothing runs in {state.root}")
 
 

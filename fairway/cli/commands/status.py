@@ -18,6 +18,7 @@ from fairway.cli.fleet.probes import Probe, etcd_healthy, grpc_serving, redis_an
 from fairway.cli.fleet.record import FleetRecord, Restarts
 from fairway.cli.state import StateDir
 from fairway.cli.targets import DEFAULT_STATE_DIR
+from fairway.cli.terminal.cells import show_span
 from fairway.cli.terminal.formats import DOCUMENTS, write_document, write_part
 from fairway.cli.terminal.output import out, plain
 from fairway.cli.terminal.table import Column, line_of, show_rows, table_of, visible
@@ -43,7 +44,7 @@ class Part:
 
     @property
     def uptime(self) -> str:
-        return "" if self.started_s is None else span(time.time() - self.started_s)
+        return "" if self.started_s is None else show_span(time.time() - self.started_s)
 
 
 COLUMNS: Final[tuple[Column[Part], ...]] = (

@@ -282,7 +282,7 @@ class _Installation:
         )
 
 
-def stop_installation(state: StateDir, progress: Progress, *, patience_s: float = 120.0) -> bool:
+def stop_installation(state: StateDir, progress: Progress, *, patience_s: float) -> bool:
     """Stop the installation's supervisor and its remaining processes. Return False when nothing ran."""
     record = FleetRecord.load(state.fleet)
     if record is None:

@@ -32,6 +32,7 @@ Settings = Sequence[tuple[str, str, str]]  # as in UpOptions
 _DERIVED: Final = {"FAIRWAY_LISTEN": "--grpc-port", "FAIRWAY_HTTP_LISTEN": "--http-port"}
 _DEFAULT_DRAIN_S: Final = 10.0
 _STORE_STOP_S: Final = 10.0
+_STOP_SLACK_S: Final = 5.0  # beyond the drain of a role
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +251,7 @@ def _role(
         log=state.log(name),
         probe=probe,
         address=address,
-        stop_s=_drain_s(env) + 5.0,
+        stop_s=_drain_s(env) + _STOP_SLACK_S,
     )
 
 
@@ -259,3 +260,13 @@ def _drain_s(env: Mapping[str, str]) -> float:
         return float(env["FAIRWAY_DRAIN_S"])
     except ValueError:
         return _DEFAULT_DRAIN_S  # the role itself rejects the value with its own message
+
+
+def stop_bound_s(state: StateDir, options: UpOptions, environ: Mapping[str, str]) -> float:
+    """Return how long the processes may take to stop, one after the other."""
+    addresses = Addresses.for_options(options, dict.fromkeys(port_names(options), 0))
+    found = 2 * _STORE_STOP_S
+    for name in addresses.role_names:
+        env = role_environment(state, addresses, environ, name, options.settings)
+        found += _drain_s(env) + _STOP_SLACK_S
+    return found
