@@ -27,9 +27,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9:_.@-]{1,200}")
 
 
 def service(
-    install: Annotated[
-        bool, typer.Option("--install", help="Write the unit, do not print it.")
-    ] = False,
+    install: Annotated[bool, typer.Option("--install", help="Write the unit, do not print it.")] = False,
     system: Annotated[
         bool,
         typer.Option("--system", help="A unit of the system, run as this user; default: of the user."),

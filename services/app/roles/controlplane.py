@@ -30,6 +30,7 @@ from services.controlplane.rollouts.controller import RolloutController
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.controlplane.spend_alerts import SpendAlerts
+from services.controlplane.store_events import StoreEvents
 from services.controlplane.telemetry import ReconcilerTelemetry
 from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.prices import ListPrices
@@ -62,6 +63,14 @@ def controlplane(environment: Environment) -> Role:
     slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
     reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder, probes=slis.probes)
     settler = UsageSettler(ledger, limiter, clock, price_of=partial(_price_of, fleet))
+    stores = StoreEvents(
+        {"etcd": store.silence, "Redis": lambda: limiter.problem, "storage": environment.storage_problem},
+        election,
+        key,
+        clock,
+        events=recorder,
+        ping=limiter.ping,
+    )
     rollouts = RolloutController(store, fleet, election, key, clock, slis=slis)
 
     async def start() -> None:
@@ -76,6 +85,8 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("usage ledger", ledger.run())
         environment.supervisor.spawn("usage settler", settler.run())
         environment.supervisor.spawn("spend alerts", alerts.run())
+        environment.supervisor.spawn("store watch", stores.watch())
+        environment.supervisor.spawn("store events", stores.run())
         environment.supervisor.spawn("service level indicators", slis.run())
         environment.supervisor.spawn("objective alerts", burning.run())
 
