@@ -108,6 +108,7 @@ class ProcessSupervisor:
         split = others.index(after) + 1
         order = (*others[:split], *added, *others[split:])
         self._children = {name: self._children[name] for name in order}
+        self._save()
 
     async def remove(self, names: Sequence[str]) -> None:
         """Stop these children, the last one first, each within its own time."""

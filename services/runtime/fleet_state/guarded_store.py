@@ -94,13 +94,12 @@ class GuardedStore:
         while True:
             try:
                 await self.verify()
+                self._silent_s = None
+            except StoreReplaced:
+                self._silent_s = None  # another one answers
             except StoreUnavailable as error:
                 log.debug("store.look_failed", error=error.message)
                 self._silent_s = self._clock.monotonic_s() if self._silent_s is None else self._silent_s
-            except StoreReplaced:
-                self._silent_s = None
-            else:
-                self._silent_s = None
             await self._clock.sleep(LOOK_S)
 
     async def found(self, generation: str) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from services.runtime.process.folders import cache_folder, compile_folder, folder_variables, keep_newest
+
+ROOT = Path(__file__).parents[4]
 
 
 def test_the_environment_may_name_it() -> None:
@@ -72,3 +76,36 @@ def test_the_oldest_go_until_the_rest_is_within_the_bound(tmp_path: Path) -> Non
     assert {path.name for path in tmp_path.iterdir()} == {"newest", "middle"}
     keep_newest(tmp_path, 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_temporary_folder_of_a_killed_process_is_removed_and_one_in_use_stays(tmp_path: Path) -> None:
+    hold = (
+        "import sys; from services.runtime.process.folders import temporary_folder\n"
+        "with temporary_folder(sys.argv[1]) as folder: (folder / 'e').touch(); print(folder, flush=True); input()"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    held = [
+        subprocess.Popen(
+            [sys.executable, "-c", hold, prefix],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )  # fmt: skip
+        for prefix in ("fw-e-", "fw-e-", "fw-other-")
+    ]
+    folders = [Path(str(each.stdout and each.stdout.readline()).strip()) for each in held]
+    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
+    for each in (held[0], held[2]):
+        each.kill()
+        each.wait()
+    last = subprocess.run(
+        [sys.executable, "-c", hold, "fw-e-"], cwd=ROOT, env=environment, text=True, input="\n",
+        capture_output=True, check=True,
+    )  # fmt: skip
+    assert last.stdout
+    assert sorted(tmp_path.iterdir()) == sorted(folders[1:])
+    held[1].communicate("\n", timeout=30)
+    assert held[1].returncode == 0
+    assert sorted(tmp_path.iterdir()) == [folders[2]]
