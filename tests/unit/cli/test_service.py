@@ -28,18 +28,19 @@ def read_unit(text: str) -> dict[str, dict[str, str]]:
             continue
         if line.startswith("["):
             section = line[1:-1]
-            assert line == f"[{section}]" and section in SECTIONS and section not in found
+            assert line == f"[{section}]"
+            assert section in set(SECTIONS) - set(found)
             found[section] = {}
             continue
         name, equals, value = line.partition("=")
-        assert equals and name.isalnum() and value and name not in found[section]
+        assert all((equals, name.isalnum(), value, name not in found[section])), line
         found[section][name] = value
     return found
 
 
 def arguments(command: str) -> list[str]:
     """Return the arguments of ExecStart, read by the rules of systemd's manual."""
-    found, at = [], 0
+    found, at = list[str](), 0
     while at < len(command):
         assert command[at] == '"', "every argument is quoted"
         at, text = at + 1, ""

@@ -78,34 +78,40 @@ def test_the_oldest_go_until_the_rest_is_within_the_bound(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_temporary_folder_of_a_killed_process_is_removed_and_one_in_use_stays(tmp_path: Path) -> None:
-    hold = (
+def hold_folder(prefix: str, temporary: Path) -> subprocess.Popen[str]:
+    """Start a process that holds a temporary folder until its input ends, and prints where it is."""
+    program = (
         "import sys; from services.runtime.process.folders import temporary_folder\n"
-        "with temporary_folder(sys.argv[1]) as folder: (folder / 'e').touch(); print(folder, flush=True); input()"
+        "with temporary_folder(sys.argv[1]) as at: print(at, flush=True); sys.stdin.read()"
     )
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    held = [
-        subprocess.Popen(
-            [sys.executable, "-c", hold, prefix],
-            cwd=ROOT,
-            env=environment,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )  # fmt: skip
-        for prefix in ("fw-e-", "fw-e-", "fw-other-")
-    ]
-    folders = [Path(str(each.stdout and each.stdout.readline()).strip()) for each in held]
-    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
-    for each in (held[0], held[2]):
-        each.kill()
-        each.wait()
-    last = subprocess.run(
-        [sys.executable, "-c", hold, "fw-e-"], cwd=ROOT, env=environment, text=True, input="\n",
-        capture_output=True, check=True,
-    )  # fmt: skip
-    assert last.stdout
-    assert sorted(tmp_path.iterdir()) == sorted(folders[1:])
-    held[1].communicate("\n", timeout=30)
-    assert held[1].returncode == 0
+    return subprocess.Popen(
+        [sys.executable, "-c", program, prefix],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_temporary_folder_of_a_killed_process_is_removed_and_one_in_use_stays(tmp_path: Path) -> None:
+    def folder_of(process: subprocess.Popen[str]) -> Path:
+        assert process.stdout is not None
+        return Path(process.stdout.readline().strip())
+
+    with (
+        hold_folder("fw-e-", tmp_path) as killed,
+        hold_folder("fw-e-", tmp_path) as living,
+        hold_folder("fw-other-", tmp_path) as other,
+    ):
+        folders = [folder_of(each) for each in (killed, living, other)]
+        assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
+        for each in (killed, other):
+            each.kill()
+            each.wait()
+        with hold_folder("fw-e-", tmp_path) as last:
+            found = folder_of(last)
+            assert sorted(tmp_path.iterdir()) == sorted([*folders[1:], found])
+        living.communicate(timeout=30)
+        assert living.returncode == 0
     assert sorted(tmp_path.iterdir()) == [folders[2]]
