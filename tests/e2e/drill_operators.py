@@ -1,12 +1,13 @@
 """`make drill-operators`: what an operator does in a day, on two workers with the null executor, under load.
 
-Each trap is tried live: a rollout that is final is reverted; a promotion is paused while its replicas load; an
-A/B test has the --min-requests that was given; a shadow of an equal version goes on; the text of a refusal
+Each trap is tried live: a rollout that is final is reverted; a promotion is paused while its replicas load;
+an A/B test has the --min-requests that was given; a shadow of an equal version goes on; the text of a refusal
 states the wait of its Retry-After; a drain without room names what it waits for; workers come and go; Redis
-stands still; a worker and the supervisor are killed; a restart remembers; the gateways listen beyond loopback.
+stands still; a worker and the supervisor are killed; a restart remembers; the gateways listen beyond
+loopback.
 
-Measured: ``revert_p95_s``, from a revert of a final rollout until the last new request of the reverted version
-began. ``failed``: requests of the clients that failed, of all that ran meanwhile. The last line is ``RESULT
+Measured: ``revert_p95_s``, from a revert of a final rollout until the last new request of the reverted
+version began. ``failed``: requests of the clients that failed, of all that ran meanwhile. The last line is ``RESULT
 {json}``. The drill fails where a trap is open, a request failed, or a revert took more than 60 s.
 """
 
@@ -126,10 +127,8 @@ async def reverted(day: Day) -> bool:
             s.began_s - began_s for s in day.load.sent if s.version_digest == digest and s.began_s > began_s
         ]
         day.reverts_s.append(max(late, default=0.0))
-        served = [s for s in day.load.sent if s.began_s > time.monotonic() - 5]
-        right.append(
-            done.returncode == 0 and bool(served) and digest not in {s.version_digest for s in served}
-        )
+        served = {s.version_digest for s in day.load.sent if s.began_s > time.monotonic() - 5}
+        right.append(done.returncode == 0 and bool(served) and digest not in served)
         await day.admin.deployments.wait_ready(NAME)
     return all(right)
 
@@ -178,7 +177,7 @@ async def equal_shadow_goes_on(day: Day) -> bool:
 
 
 async def refusals_state_their_wait(day: Day) -> bool:
-    tenant = cp.Tenant(metadata=cp.Metadata(name="slow"), limits=cp.Limits(requests_per_minute=2))
+    tenant = cp.Tenant(metadata=cp.Metadata(name="slow"), requests_per_minute=2)
     await day.admin.tenants.create(tenant)
     key = cp.Key(metadata=cp.Metadata(name="slow"), role=cp.KEY_ROLE_TENANT, tenant="slow")
     secret = (await day.admin.keys.create(key)).secret
@@ -295,9 +294,8 @@ def host_is_an_option(state: Path, stack: Stack) -> bool:
     with socket.socket() as client:
         port = int(stack.http.rpartition(":")[2])
         reached = client.connect_ex(("127.0.0.2", port)) == 0
-    return (
-        refused.returncode == 2 and at_once and "--host" in refused.stderr and reached and "TLS" in up.stderr
-    )
+    hinted = refused.returncode == 2 and at_once and "--host" in refused.stderr
+    return hinted and reached and "TLS" in up.stderr
 
 
 def kill_leaves_nothing(state: Path, stack: Stack) -> bool:
