@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +58,11 @@ class StateDir:
             return inside
         digest = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
         return Path("/tmp") / f"fairway-{os.geteuid()}-{digest}"
+
+    def remove_temporary(self) -> None:
+        """Remove the sockets' folder if it is below /tmp. Nothing of the installation runs."""
+        if self.sockets.parent != self.root:
+            shutil.rmtree(self.sockets, ignore_errors=True)
 
     @property
     def etcd_address(self) -> str:

@@ -7,8 +7,8 @@ stands still; a worker and the supervisor are killed; a restart remembers; the g
 loopback.
 
 Measured: ``revert_p95_s``, from a revert of a final rollout until the last new request of the reverted
-version began. ``failed``: requests of the clients that failed, of all that ran meanwhile. The last line is ``RESULT
-{json}``. The drill fails where a trap is open, a request failed, or a revert took more than 60 s.
+version began. ``failed``: requests of the clients that failed, of all that ran meanwhile. The last line is
+``RESULT {json}``. The drill fails where a trap is open, a request failed, or a revert took more than 60 s.
 """
 
 from __future__ import annotations

@@ -220,6 +220,7 @@ class _Installation:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.state.endpoints.unlink(missing_ok=True)
             await self.supervisor.stop(now=kill_now)
+            self.state.remove_temporary()
 
     async def _start(self) -> None:
         state, addresses = self.state, Addresses.for_options(self.options, self.ports)
@@ -301,6 +302,7 @@ def stop_installation(state: StateDir, progress: Progress, *, patience_s: float)
         progress.event("leftovers", "stopped", ", ".join(swept))
     state.fleet.unlink(missing_ok=True)
     state.endpoints.unlink(missing_ok=True)
+    state.remove_temporary()
     return found or bool(swept)
 
 

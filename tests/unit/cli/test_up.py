@@ -29,7 +29,7 @@ class Installation:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "services").mkdir()
+        (folder / "services").mkdir(parents=True)
         shutil.copy(STANDIN, folder / "services" / "__main__.py")
         (folder / "fairway").symlink_to(PACKAGE)
         self.model = folder / "my-model"
@@ -418,6 +418,23 @@ def test_killed_supervisor_leaves_nothing_and_the_next_start_works(installation:
     assert installation.run("down").returncode == 0
     assert list(installation.state.sockets.iterdir()) == []
     assert not list(installation.state.root.glob(".*.tmp"))
+
+
+def test_sockets_below_tmp_are_removed_with_the_installation(tmp_path: Path) -> None:
+    """Also by a stop after the supervisor was killed."""
+    installation = Installation(tmp_path / "a place")
+    sockets = installation.state.sockets
+    assert sockets.parent == Path("/tmp")
+    for kill in (False, True):
+        done = installation.run("up", "--detach", "--no-model")
+        assert done.returncode == 0, done.stderr
+        record = installation.record()
+        if kill:
+            record.supervisor.signal(signal.SIGKILL)
+            assert wait_for_end([record.supervisor, *record.children.values()], timeout_s=10)
+        assert sockets.is_dir()
+        assert installation.run("down").returncode == 0
+        assert not sockets.exists()
 
 
 def test_role_that_dies_at_start_is_named_with_its_last_line(installation: Installation) -> None:
