@@ -39,6 +39,10 @@ PortOption = Annotated[
     int,
     typer.Option(min=0, max=65535, help="0: the port of the last run, else 8080 or 50051, else a free one."),
 ]
+HostOption = Annotated[
+    str, typer.Option(help="IPv4 address on which the gateways listen, without TLS; 0.0.0.0: all.")
+]
+ForgetOption = Annotated[bool, typer.Option("--forget", help="Start without the options of earlier starts.")]
 
 _STOP_S: Final = 120.0
 _READER_S: Final = 0.25  # how long to wait for a slow terminal
@@ -76,12 +80,8 @@ def up(
         Path | None, typer.Option(help="A checkpoint folder; default: the bundled model.")
     ] = None,
     no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
-    host: Annotated[
-        str, typer.Option(help="IPv4 address on which the gateways listen, without TLS; 0.0.0.0: all.")
-    ] = LOOPBACK,
-    forget: Annotated[
-        bool, typer.Option("--forget", help="Start without the options of earlier starts.")
-    ] = False,
+    host: HostOption = LOOPBACK,
+    forget: ForgetOption = False,
     state_dir: StateOption = Path(".fairway"),
 ) -> None:
     """Start etcd, Redis, all roles and a model on this machine.

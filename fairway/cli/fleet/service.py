@@ -12,7 +12,6 @@ from typing import Annotated, Final
 
 import typer
 
-from fairway.cli.commands.lifecycle import StateOption
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet.installation import remembered_options
 from fairway.cli.fleet.options import UpOptions
@@ -33,7 +32,9 @@ def service(
         typer.Option("--system", help="A unit of the system, run as this user; default: of the user."),
     ] = False,
     name: Annotated[str, typer.Option(help="Name of the unit: one for each installation.")] = "fairway",
-    state_dir: StateOption = DEFAULT_STATE_DIR,
+    state_dir: Annotated[
+        Path, typer.Option("--state-dir", help="Folder of state, logs and secrets.")
+    ] = DEFAULT_STATE_DIR,
 ) -> None:
     """Print a systemd unit that starts this installation with the options of its last start.
 
