@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
+from fairway.task_group import TaskGroup
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.leading import repeat_while_leading
 from services.controlplane.policy.events import FleetEvent
@@ -44,14 +45,6 @@ class StoreEvents:
         self._lost: dict[str, float] = {}
         self._seen: deque[tuple[float, FleetEvent]] = deque(maxlen=_KEPT)
 
-    async def watch(self) -> None:
-        """Compare the stores with what they were, every ``PERIOD_S`` until cancelled."""
-        while True:
-            with contextlib.suppress(StoreUnavailable):
-                await self._ping()
-            self.look()
-            await self._clock.sleep(PERIOD_S)
-
     def look(self) -> None:
         """Note the stores that were lost or came back since the last look."""
         now_s = self._clock.monotonic_s()
@@ -67,10 +60,25 @@ class StoreEvents:
                 self._seen.append((now_s, FleetEvent(EventKind.PROCESS, name, "STORE_RETURNED", message)))
 
     async def run(self) -> None:
-        """Write what was seen while leading, until cancelled; survives a store outage."""
-        await repeat_while_leading(
-            self._leadership, self._clock, self.write, each_s=PERIOD_S, failed="store_events.store_lost"
-        )
+        """Watch the stores, and write what was seen while leading, until cancelled."""
+        async with TaskGroup() as group:
+            group.create_task(self._watch())
+            group.create_task(
+                repeat_while_leading(
+                    self._leadership,
+                    self._clock,
+                    self.write,
+                    each_s=PERIOD_S,
+                    failed="store_events.store_lost",
+                )
+            )
+
+    async def _watch(self) -> None:
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                await self._ping()
+            self.look()
+            await self._clock.sleep(PERIOD_S)
 
     async def write(self, epoch: int) -> None:
         """Write what was seen; the leader of that time has written what is old."""

@@ -112,10 +112,7 @@ def up(
         settings=tuple(_setting(text) for text in settings or ()),
         host=host,
     )
-    given = _given(context)
-    if not forget and (before := remembered_options(state)) is not None:
-        options = continued(before, options, given)
-    _up(options, given, state, detach=detach)
+    _up(options, _given(context), None if forget else remembered_options(state), detach=detach)
 
 
 def _given(context: typer.Context) -> set[str]:
@@ -125,8 +122,11 @@ def _given(context: typer.Context) -> set[str]:
     return given - {"detach", "state_dir", "forget"}
 
 
-def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -> None:
-    """Start the installation, or show that it runs."""
+def _up(options: UpOptions, given: set[str], before: UpOptions | None, *, detach: bool) -> None:
+    """Start the installation, or show that it runs. ``before``: options of the last start, if they count."""
+    state = StateDir.at(Path(options.state_dir))
+    if before is not None:
+        options = continued(before, options, given)
     if (running := running_endpoints(state)) is not None:
         _continue(running, options, given, state)
         return
