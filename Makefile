@@ -70,7 +70,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test typescript-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts drill-batch sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test typescript-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts drill-operators drill-batch sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -191,6 +191,9 @@ drill-update: setup-dev ## Update deployments under streams, on one worker and o
 
 drill-rollouts: setup-dev ## Roll out good and faulty versions under load, on two workers (about 8 minutes)
 	$(BIN)/python -m tests.e2e.drill_rollouts $(ARGS)
+
+drill-operators: setup-dev ## Try what operators do in a day under load, with kills, restarts and reverts (about 8 minutes)
+	$(BIN)/python -m tests.e2e.drill_operators $(ARGS)
 
 drill-crash: setup-dev ## A prompt that ends its engine among 32 neighbours, on one to three workers (about 10 minutes)
 	$(BIN)/python -m tests.e2e.drill_crash $(ARGS)

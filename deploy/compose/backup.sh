@@ -5,6 +5,14 @@ set -eu
 : "${COMPOSE:=docker compose}"
 [ $# -eq 1 ] || { echo "usage: deploy/compose/backup.sh FOLDER" >&2; exit 2; }
 umask 077
+# The folder contains keys: beside sources it would be committed or shipped with them.
+there=$1
+while [ ! -d "$there" ]; do there=$(dirname "$there"); done
+there=$(cd "$there" && pwd -P)
+while [ "$there" != / ]; do
+  [ ! -e "$there/.git" ] || { echo "error: $1 is in the checkout $there; next: name a folder outside it" >&2; exit 2; }
+  there=$(dirname "$there")
+done
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 # Files of an earlier backup would keep their modes.

@@ -37,6 +37,7 @@ from fairway.cli.commands.simulate import calibrate, simulate
 from fairway.cli.commands.status import status
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption
+from fairway.cli.fleet.service import service
 from fairway.cli.rollouts import commands as rollouts
 from fairway.cli.terminal.formats import DOCUMENTS, write_document
 from fairway.cli.terminal.output import OutputClosed, err, out, plain, show_error
@@ -82,6 +83,7 @@ app = typer.Typer(
 )
 app.command()(lifecycle.up)
 app.command()(lifecycle.down)
+app.command()(service)
 app.command()(status)
 app.command()(complete)
 app.command()(chat)

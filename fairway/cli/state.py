@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +59,11 @@ class StateDir:
         digest = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
         return Path("/tmp") / f"fairway-{os.geteuid()}-{digest}"
 
+    def remove_temporary(self) -> None:
+        """Remove the sockets' folder if it is below /tmp. Nothing of the installation runs."""
+        if self.sockets.parent != self.root:
+            shutil.rmtree(self.sockets, ignore_errors=True)
+
     @property
     def etcd_address(self) -> str:
         """Address of etcd's socket: the server makes names of the form host:port."""
@@ -70,6 +76,11 @@ class StateDir:
     @property
     def redis_url(self) -> str:
         return f"unix://{self.sockets}/redis?db=0"
+
+    @property
+    def control(self) -> Path:
+        """Socket of the supervisor of the running installation."""
+        return self.sockets / "control"
 
     @property
     def ports(self) -> Path:
@@ -90,7 +101,7 @@ class StateDir:
 
     @property
     def options(self) -> Path:
-        """Start options of the running installation."""
+        """Options of the running installation, or of the last one that was ready."""
         return self.root / "options.json"
 
     @property
@@ -241,6 +252,8 @@ class Endpoints:
     scheduler: str = ""  # the first scheduler
     workers: tuple[str, ...] = ()  # gRPC servers of all workers
     gateways: tuple[str, ...] = ()  # gRPC servers of all gateways
+    # URLs of all gateways, in the same order.
+    gateways_http: tuple[str, ...] = ()
     schedulers: tuple[str, ...] = ()  # gRPC servers of all schedulers
     controlplanes: tuple[str, ...] = ()  # gRPC servers of all control planes
     # By process: the server of /metrics, /healthz and /readyz.

@@ -19,7 +19,10 @@ _STEPS: Final = {
     "NOT_READY_IN_TIME": (
         "it continues to load; see `fairway nodes list -o wide`, or wait with a longer --timeout"
     ),
-    "NOT_DRAINED_IN_TIME": "it continues; add a worker or uncordon one, or wait with a longer --timeout",
+    "NOT_DRAINED_IN_TIME": (
+        "it continues; add a worker, uncordon one, lower the replicas with `fairway deployments scale`, or "
+        "wait with a longer --timeout; `fairway nodes uncordon {name}` ends it"
+    ),
     "DRAIN_ENDED": "`fairway nodes drain {name}` starts it again",
 }
 _FAILED: Final = (

@@ -292,6 +292,8 @@ class _ResourceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Resource
     RESOURCE_KIND_LEADER: _ResourceKind.ValueType  # 8
     """Of events only: who leads."""
     RESOURCE_KIND_OBJECTIVE: _ResourceKind.ValueType  # 9
+    RESOURCE_KIND_PROCESS: _ResourceKind.ValueType  # 10
+    """Of events only: gateways and stores."""
 
 class ResourceKind(_ResourceKind, metaclass=_ResourceKindEnumTypeWrapper): ...
 
@@ -307,6 +309,8 @@ RESOURCE_KIND_MODEL: ResourceKind.ValueType  # 7
 RESOURCE_KIND_LEADER: ResourceKind.ValueType  # 8
 """Of events only: who leads."""
 RESOURCE_KIND_OBJECTIVE: ResourceKind.ValueType  # 9
+RESOURCE_KIND_PROCESS: ResourceKind.ValueType  # 10
+"""Of events only: gateways and stores."""
 Global___ResourceKind: _TypeAlias = ResourceKind  # noqa: Y015
 
 @_typing.final

@@ -182,6 +182,7 @@ class Environment:
                 Check("store", self.store.problem, withdraws=needs_store),
                 # Without new leases and changes, roles that run serve on.
                 Check("etcd", self._etcd.space.problem, withdraws=self.role == "controlplane"),
+                Check("etcd_silent", self.store.silence, withdraws=False),
                 Check("storage", self.storage_problem, withdraws=False),
             ]
         )

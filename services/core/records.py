@@ -450,6 +450,7 @@ class EventKind(StrEnum):
     BUDGET = "budget"
     ROLLOUT = "rollout"
     OBJECTIVE = "objective"
+    PROCESS = "process"
 
 
 @dataclass(frozen=True, slots=True)

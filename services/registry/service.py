@@ -7,7 +7,6 @@ version. Implements ``ports.registry.VersionSource`` for callers in this process
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -67,6 +66,7 @@ from services.ports.text_check import TextCheck
 from services.registry.garbage import Collected, Collector, SweepFence
 from services.registry.verification import VerificationLimiter, computation_of, content_of, header_of, verify
 from services.runtime.idempotent_writes import Answer, RequestLog, WriteRequest, WriteSet, fingerprint_of
+from services.runtime.process.folders import temporary_folder
 
 log = structlog.get_logger()
 
@@ -396,8 +396,7 @@ async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, te
 
     Raises InvalidInput that names the unusable file, Unavailable where the check could not run.
     """
-    with tempfile.TemporaryDirectory(prefix="fw-text-") as name:
-        folder = Path(name)
+    with temporary_folder("fw-text-") as folder:
         files = {file.path: file for file in manifest.files}
         for path in _READ & files.keys():
             await _write(folder / path, await content_of(blobs, files[path]))

@@ -175,7 +175,7 @@ class Fleet:
         for line in (done.stdout + done.stderr).splitlines():
             with contextlib.suppress(json.JSONDecodeError):
                 found.append(event := json.loads(line))
-                if event.get("event") == "engine.stderr_written":
+                if event.get("event") == "engine.logged":
                     found.append(json.loads(event["line"]))
         return [event for event in found if "event" in event]
 

@@ -80,7 +80,7 @@ def lines(stack: Stack, process: str) -> list[dict[str, Any]]:
         with contextlib.suppress(json.JSONDecodeError):
             event = json.loads(text)
             found.append(event)
-            if event.get("event") == "engine.stderr_written":
+            if event.get("event") == "engine.logged":
                 found.append({"process": "engine", **json.loads(event["line"])})
     return found
 

@@ -6,6 +6,7 @@ extrapolate. As in Prometheus, a series with one sample has none, and what match
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Callable
@@ -206,7 +207,9 @@ class _Evaluation:
             return {} if given[0] else {frozenset(): 1.0}
         if name in ("rate", "increase"):
             grown = given[0].items()
-            return {labels: change / (span if name == "rate" else 1.0) for labels, (change, span) in grown}
+            return {labels: change / (span if name == "rate" else 1.0) for labels, (change, span, _) in grown}
+        if name == "changes":
+            return {labels: float(count) for labels, (_, _, count) in given[0].items()}
         if name == "histogram_quantile":
             return _quantiles(*given)
         raise ValueError(f"no function {name}")
@@ -246,7 +249,8 @@ class _Evaluation:
         for labels, points in samples.items():
             points = [point for point in points if point[0] >= since_s]
             if len(points) > 1:
-                ranges[labels] = (points[-1][1] - points[0][1], points[-1][0] - points[0][0])
+                changes = sum(a[1] != b[1] for a, b in itertools.pairwise(points))
+                ranges[labels] = (points[-1][1] - points[0][1], points[-1][0] - points[0][0], changes)
         return ranges
 
 

@@ -47,6 +47,7 @@ class KindName(StrEnum):
     BUDGET = "budget"
     ROLLOUT = "rollout"
     OBJECTIVE = "objective"
+    PROCESS = "process"
 
     @property
     def proto(self) -> cp.ResourceKind.ValueType:

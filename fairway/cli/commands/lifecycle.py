@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -16,13 +17,18 @@ from fairway.cli.fleet.daemon import start_detached
 from fairway.cli.fleet.installation import (
     AlreadyRunning,
     check_start,
-    require_same_options,
+    continued,
+    differing_options,
+    remembered_options,
     run_installation,
     running_endpoints,
+    runs_otherwise,
     stop_installation,
 )
-from fairway.cli.fleet.options import UpOptions
+from fairway.cli.fleet.options import LOOPBACK, UpOptions
 from fairway.cli.fleet.progress import LineProgress
+from fairway.cli.fleet.resize import resize
+from fairway.cli.fleet.roles import stop_bound_s
 from fairway.cli.state import Endpoints, StateDir
 from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.output import err, out, plain
@@ -33,8 +39,19 @@ PortOption = Annotated[
     int,
     typer.Option(min=0, max=65535, help="0: the port of the last run, else 8080 or 50051, else a free one."),
 ]
+HostOption = Annotated[
+    str, typer.Option(help="IPv4 address on which the gateways listen, without TLS; 0.0.0.0: all.")
+]
+ForgetOption = Annotated[bool, typer.Option("--forget", help="Start without the options of earlier starts.")]
 
+_STOP_S: Final = 120.0
 _READER_S: Final = 0.25  # how long to wait for a slow terminal
+_EXPOSED: Final = (
+    "warning: HTTP and gRPC of the gateways listen on {host} without TLS: keys, prompts and outputs travel"
+    " unencrypted.\n"
+    "         Use it on a trusted network, or keep the loopback address and put a TLS proxy before it.\n"
+    "         Control plane, registry, workers, stores and metrics stay on the loopback address."
+)
 
 
 def up(
@@ -63,18 +80,22 @@ def up(
         Path | None, typer.Option(help="A checkpoint folder; default: the bundled model.")
     ] = None,
     no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
+    host: HostOption = LOOPBACK,
+    forget: ForgetOption = False,
     state_dir: StateOption = Path(".fairway"),
 ) -> None:
     """Start etcd, Redis, all roles and a model on this machine.
 
-    If it runs already, its addresses are shown; the command fails if its options differ from the running
-    ones. Resources that operators changed or deleted since the first start stay unchanged.
+    Options that are not given are those of the last start. If it runs already, its addresses are shown; other
+    --workers are started, or drained and stopped, and other options are refused. Resources that operators
+    changed or deleted since the first start stay unchanged.
     \b
     Examples:
       fairway up
       fairway up --detach --workers 2 --replicas 2
       fairway up --model-dir ./llama-3.2-1b --http-port 8000
       fairway up --gateways 2 --schedulers 2 --set worker:FAIRWAY_KV_MEMORY_BYTES=1073741824
+      fairway up --host 0.0.0.0
     """
     state = StateDir.at(state_dir)
     options = UpOptions(
@@ -89,24 +110,29 @@ def up(
         schedulers=schedulers,
         controlplanes=controlplanes,
         settings=tuple(_setting(text) for text in settings or ()),
+        host=host,
     )
-    _up(options, _given(context), state, detach=detach)
+    _up(options, _given(context), None if forget else remembered_options(state), detach=detach)
 
 
 def _given(context: typer.Context) -> set[str]:
     """Return the names of the options on the command line that define the installation."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-    return given - {"detach", "state_dir"}
+    return given - {"detach", "state_dir", "forget"}
 
 
-def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -> None:
-    """Start the installation, or show that it runs."""
+def _up(options: UpOptions, given: set[str], before: UpOptions | None, *, detach: bool) -> None:
+    """Start the installation, or show that it runs. ``before``: options of the last start, if they count."""
+    state = StateDir.at(Path(options.state_dir))
+    if before is not None:
+        options = continued(before, options, given)
     if (running := running_endpoints(state)) is not None:
-        require_same_options(options, given, state)
-        _show_running(running, state)
+        _continue(running, options, given, state)
         return
     check_start(options)
+    if options.host != LOOPBACK:
+        plain(err(), _EXPOSED.format(host=options.host))
     if not detach:  # a terminal or pipe without a reader must not block a restart
         sys.stdout = LogStream.on(sys.stdout, patience_s=_READER_S)
         sys.stderr = LogStream.on(sys.stderr, patience_s=_READER_S)
@@ -118,18 +144,28 @@ def _up(options: UpOptions, given: set[str], state: StateDir, *, detach: bool) -
             if fresh:
                 _show_ready(endpoints, state, detached=True)
             else:
-                require_same_options(options, given, state)
-                _show_running(endpoints, state)
+                _continue(endpoints, options, given, state)
         else:
             run_installation(options, progress, lambda endpoints: _on_ready(endpoints, state, progress))
     except AlreadyRunning as exc:
         if exc.endpoints is None:
             raise
         progress.close()
-        require_same_options(options, given, state)
-        _show_running(exc.endpoints, state)
+        _continue(exc.endpoints, options, given, state)
     finally:
         progress.close()
+
+
+def _continue(running: Endpoints, options: UpOptions, given: set[str], state: StateDir) -> None:
+    """Show that it runs, after a change of the number of its workers. Raises CliError for other changes."""
+    differing = differing_options(options, given, state)
+    if differing == ["workers"]:
+        before = len(running.workers)
+        running = resize(state, running, options.workers, LineProgress(err()))
+        plain(err(), f"workers: {before} before, {len(running.workers)} now")
+    elif differing:
+        raise runs_otherwise(options, differing, state)
+    _show_running(running, state)
 
 
 def down(state_dir: StateOption = Path(".fairway")) -> None:
@@ -140,7 +176,9 @@ def down(state_dir: StateOption = Path(".fairway")) -> None:
       fairway down --state-dir /var/lib/fairway
     """
     state = StateDir.at(state_dir)
-    stopped = stop_installation(state, LineProgress(err()))
+    options = remembered_options(state) or UpOptions(state_dir=str(state.root))
+    patience_s = max(_STOP_S, stop_bound_s(state, options, {**dict(options.environment), **os.environ}))
+    stopped = stop_installation(state, LineProgress(err()), patience_s=patience_s)
     plain(err(), "stopped" if stopped else f"nothing runs in {state.root}")
 
 

@@ -12,6 +12,7 @@ from fairway.cli.flags import EtagOption, Format, NameArgument, OutputOption, Wa
 from fairway.cli.terminal.bars import Bars
 from fairway.cli.terminal.cells import labels, show_bytes
 from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
+from fairway.cli.terminal.output import err, plain
 from fairway.cli.terminal.table import Column
 from fairway.cli.waiting import until_drained
 from fairway.client.admin.wait import state_name
@@ -97,6 +98,8 @@ async def drain(
     if wait:
         with Bars() as bars:
             node = await until_drained(connection.admin, name, bars.update, timeout_s=connection.wait_s)
+    for why in node.drain.waiting_for:
+        plain(err(), f"waiting: {why}")
     NODES.write_one(node, output)
 
 

@@ -15,25 +15,36 @@ from rich.live import Live
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption, WatchOption
 from fairway.cli.fleet.probes import Probe, etcd_healthy, grpc_serving, redis_answers
-from fairway.cli.fleet.record import FleetRecord
+from fairway.cli.fleet.record import FleetRecord, Restarts
 from fairway.cli.state import StateDir
 from fairway.cli.targets import DEFAULT_STATE_DIR
+from fairway.cli.terminal.cells import show_span
 from fairway.cli.terminal.formats import DOCUMENTS, write_document, write_part
 from fairway.cli.terminal.output import out, plain
 from fairway.cli.terminal.table import Column, line_of, show_rows, table_of, visible
 
 _POLL_S: Final = 2.0
+_NO_RESTART: Final = Restarts(0, "")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process of the installation. ``status`` is "serving", or why it is not."""
+    """One process of the installation. ``status`` is "serving", or why it is not.
+
+    ``started_s``: Unix time of its last start, None while it does not run.
+    """
 
     name: str
     pid: int
     address: str
     status: str
     log: Path
+    started_s: float | None
+    restarts: Restarts
+
+    @property
+    def uptime(self) -> str:
+        return "" if self.started_s is None else show_span(time.time() - self.started_s)
 
 
 COLUMNS: Final[tuple[Column[Part], ...]] = (
@@ -41,6 +52,9 @@ COLUMNS: Final[tuple[Column[Part], ...]] = (
     Column("pid", lambda part: str(part.pid), drop=1),
     Column("address", lambda part: part.address),
     Column("status", lambda part: part.status),
+    Column("up for", lambda part: part.uptime),
+    Column("restarts", lambda part: str(part.restarts.count)),
+    Column("last end", lambda part: part.restarts.last_end, wide=True),
     Column("log", lambda part: str(part.log), wide=True),
 )
 
@@ -53,7 +67,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
     watch: WatchOption = False,
 ) -> None:
-    """Show which parts run and answer.
+    """Show which parts run and answer, for how long, and how often each was restarted.
 
     Exit code 0: all serve. 3: nothing runs. 6: some do not answer.
     \b
@@ -117,8 +131,17 @@ def _record(state: StateDir) -> FleetRecord:
 
 
 def _document(record: FleetRecord, parts: list[Part]) -> dict[str, Any]:
+    now_s = time.time()
     processes = {
-        part.name: {"pid": part.pid, "address": part.address, "status": part.status} for part in parts
+        part.name: {
+            "pid": part.pid,
+            "address": part.address,
+            "status": part.status,
+            "uptime_s": None if part.started_s is None else round(now_s - part.started_s, 1),
+            "restarts": part.restarts.count,
+            "last_end": part.restarts.last_end,
+        }
+        for part in parts
     }
     return {"phase": record.phase, "processes": processes}
 
@@ -133,6 +156,8 @@ async def _probe_parts(record: FleetRecord, state: StateDir) -> list[Part]:
             record.addresses[name],
             reason or "serving",
             state.log(name),
+            record.children[name].started_s if name in record.children else None,
+            record.restarts.get(name, _NO_RESTART),
         )
         for name, reason in zip(names, reasons, strict=True)
     ]

@@ -13,13 +13,18 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.errors import CliError
 from fairway.cli.fleet.installation import AlreadyRunning, run_installation
 from fairway.cli.fleet.options import UpOptions, search_path
 from fairway.cli.fleet.process import rotate_log, tail
-from fairway.cli.fleet.progress import PipeProgress, Progress, read_messages
+from fairway.cli.fleet.progress import (
+    PipeProgress,
+    Progress,
+    failed_message,
+    outcome_of,
+    read_messages,
+)
 from fairway.cli.state import PRIVATE_UMASK, Endpoints, StateDir
 from fairway.cli.terminal.output import err
 from fairway.log_stream import LogStream
@@ -52,7 +57,7 @@ def start_detached(options: UpOptions, progress: Progress) -> tuple[Endpoints, b
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up like Ctrl-C
     try:
         for message in read_messages(receive):
-            if (answer := _handle(message, progress)) is not None:
+            if (answer := outcome_of(message, progress)) is not None:
                 return answer
     except BaseException:
         _end(process)
@@ -63,22 +68,6 @@ def start_detached(options: UpOptions, progress: Progress) -> tuple[Endpoints, b
         f"the supervisor ended with {process.returncode}\n--- last lines of {log}\n{tail(log)}",
         next_step="start again; without --detach it stays in the foreground",
     )
-
-
-def _handle(message: dict[str, Any], progress: Progress) -> tuple[Endpoints, bool] | None:
-    if event := message.get("event"):
-        progress.event(event["name"], event["phase"], event["detail"])
-    for kind in ("ready", "running"):
-        if found := message.get(kind):
-            return Endpoints(**found), kind == "ready"
-    if failed := message.get("failed"):
-        raise CliError(
-            failed["reason"],
-            failed["message"],
-            next_step=failed["next_step"],
-            exit_code=ExitCode(failed["exit_code"]),
-        )
-    return None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -113,16 +102,7 @@ def main(argv: list[str]) -> int:
         failure = exc
     if failure is None:
         return 0
-    progress.send(
-        {
-            "failed": {
-                "reason": failure.reason,
-                "message": failure.message,
-                "next_step": failure.next_step,
-                "exit_code": int(failure.exit_code),
-            }
-        }
-    )
+    progress.send(failed_message(failure))
     return int(failure.exit_code)
 
 

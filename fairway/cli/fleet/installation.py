@@ -6,22 +6,25 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet.bootstrap import Bootstrap
-from fairway.cli.fleet.options import UpOptions
-from fairway.cli.fleet.ports import choose_ports, load_ports, save_ports
-from fairway.cli.fleet.progress import Progress
+from fairway.cli.fleet.control import serve_changes
+from fairway.cli.fleet.options import EVERY_ADDRESS, UpOptions
+from fairway.cli.fleet.ports import choose_ports, load_ports, save_ports, try_bind
+from fairway.cli.fleet.progress import Progress, SharedProgress
 from fairway.cli.fleet.record import FleetRecord, lock_installation, sweep, wait_for_end
 from fairway.cli.fleet.roles import (
+    CLIENT_VARIABLES,
     PREFERRED_PORTS,
     Addresses,
     check_settings,
     port_names,
+    role_of,
     role_specs,
     store_specs,
 )
@@ -73,16 +76,16 @@ def run_installation(
             },
             remembered=load_ports(state.ports),
             preferred=PREFERRED_PORTS,
+            hosts=Addresses.for_options(options, {}).listen_hosts,
         )
         with state.writing():
             state.endpoints.unlink(missing_ok=True)
             ensure_secrets(state)
             save_ports(state.ports, ports)
-            write_private(state.options, options.to_json() + "\n")
-        supervisor = ProcessSupervisor(progress, state.fleet, own_log=own_log)
-        asyncio.run(
-            _run(options, state, Addresses.for_options(options, ports), supervisor, progress, on_ready)
-        )
+        shared = SharedProgress([progress])
+        supervisor = ProcessSupervisor(shared, state.fleet, own_log=own_log)
+        environ = {**dict(options.environment), **os.environ}
+        asyncio.run(_Installation(options, state, ports, environ, supervisor, shared).run(on_ready))
 
 
 def _flag(name: str) -> str:
@@ -105,108 +108,182 @@ def running_endpoints(state: StateDir) -> Endpoints | None:
     return Endpoints.load(state.endpoints)
 
 
-def require_same_options(requested: UpOptions, given: Collection[str], state: StateDir) -> None:
-    """Return if the running installation was started with the ``given`` options of the command line.
+def remembered_variables(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the settings of the roles in an environment."""
+    return tuple(
+        (name, value)
+        for name, value in sorted(environ.items())
+        if name.startswith("FAIRWAY_") and name not in CLIENT_VARIABLES
+    )
 
-    Raises CliError with the differences.
-    """
+
+def remembered_options(state: StateDir) -> UpOptions | None:
+    """Return the options of the running installation or of the last one that was ready; None without any."""
     try:
-        running = UpOptions.from_json(state.options.read_text("utf-8"))
+        return UpOptions.from_json(state.options.read_text("utf-8"))
     except (OSError, ValueError, TypeError, KeyError):
-        return  # another Fairway version started it
+        return None  # another Fairway version wrote it
+
+
+def continued(before: UpOptions, requested: UpOptions, given: Collection[str]) -> UpOptions:
+    """Return the options ``before``, with the ``given`` ones of the command line over them.
+
+    Settings are joined by process and variable; those of processes that are no more are left out.
+    """
+    changes = {name: getattr(requested, name) for name in given if name != "no_model"}
+    if {"no_model", "model_dir"} & set(given):
+        changes["deploy"] = requested.deploy
+    found = replace(before, state_dir=requested.state_dir, **changes)
+    if "replicas" not in given:
+        found = replace(found, replicas=min(before.replicas, found.workers))
+    names = Addresses.for_options(found, {}).role_names
+    targets = {*names, *map(role_of, names)}
+    kept = {one[:2]: one for one in before.settings if one[0] in targets}
+    settings = {**kept, **{one[:2]: one for one in requested.settings}}
+    return replace(found, settings=tuple(settings.values()))
+
+
+def differing_options(requested: UpOptions, given: Collection[str], state: StateDir) -> list[str]:
+    """Return the names of the ``given`` options with which the running installation was not started."""
+    running = _running_options(requested, state)
+    return [name for name in sorted(given) if _option_text(name, running) != _option_text(name, requested)]
+
+
+def _running_options(requested: UpOptions, state: StateDir) -> UpOptions:
     ports = load_ports(state.ports)
-    running = replace(
-        running,
+    return replace(
+        remembered_options(state) or requested,
         http_port=ports.get("gateway_http", 0) if requested.http_port else 0,
         grpc_port=ports.get("gateway_grpc", 0) if requested.grpc_port else 0,
     )
-    differing = [
+
+
+def runs_otherwise(requested: UpOptions, differing: Collection[str], state: StateDir) -> CliError:
+    running = _running_options(requested, state)
+    texts = (
         f"{_flag(name)} is {_option_text(name, running)}, not {_option_text(name, requested)}"
-        for name in sorted(given)
-        if _option_text(name, running) != _option_text(name, requested)
-    ]
-    if not differing:
-        return
-    raise CliError(
+        for name in differing
+    )
+    return CliError(
         "RUNS_OTHERWISE",
-        f"Fairway runs in {state.root} with other options: {'; '.join(differing)}",
+        f"Fairway runs in {state.root} with other options: {'; '.join(texts)}",
         next_step="`fairway down`, then the same command; replicas and model of what is deployed change with "
         "`fairway deployments update`",
         exit_code=ExitCode.REFUSED,
     )
 
 
-async def _run(
-    options: UpOptions,
-    state: StateDir,
-    addresses: Addresses,
-    supervisor: ProcessSupervisor,
-    progress: Progress,
-    on_ready: OnReady,
-) -> None:
-    stop, kill_now = asyncio.Event(), asyncio.Event()
+@dataclass(slots=True)
+class _Installation:
+    """The running processes of a state folder."""
 
-    def on_signal() -> None:
-        (kill_now if stop.is_set() else stop).set()
+    options: UpOptions
+    state: StateDir
+    ports: dict[str, int]
+    environ: Mapping[str, str]
+    supervisor: ProcessSupervisor
+    progress: SharedProgress
+    api_key: str = ""
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    starting = asyncio.create_task(_start(options, state, addresses, supervisor, progress))
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            raise CliError(
-                "INTERRUPTED",
-                "the start was interrupted; everything that it started is stopped",
-                exit_code=ExitCode.INTERRUPTED,
+    async def run(self, on_ready: OnReady) -> None:
+        """Start, call ``on_ready``, and serve until SIGINT or SIGTERM; a second one ends without a drain."""
+        stop, kill_now = asyncio.Event(), asyncio.Event()
+
+        def on_signal() -> None:
+            (kill_now if stop.is_set() else stop).set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+        starting = asyncio.create_task(self._start())
+        stopped = asyncio.create_task(stop.wait())
+        tasks: list[asyncio.Task[object]] = [starting, stopped]
+        try:
+            await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                raise CliError(
+                    "INTERRUPTED",
+                    "the start was interrupted; everything that it started is stopped",
+                    exit_code=ExitCode.INTERRUPTED,
+                )
+            starting.result()
+            endpoints = self._saved()
+            tasks.append(
+                asyncio.create_task(serve_changes(self.state.control, self.progress, self._set_workers))
             )
-        endpoints = starting.result()
+            self.supervisor.mark_ready()
+            on_ready(endpoints)
+            await stopped
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.state.endpoints.unlink(missing_ok=True)
+            await self.supervisor.stop(now=kill_now)
+            self.state.remove_temporary()
+
+    async def _start(self) -> None:
+        state, addresses = self.state, Addresses.for_options(self.options, self.ports)
         with state.writing():
-            endpoints.save(state.endpoints)
-        supervisor.mark_ready()
-        on_ready(endpoints)
-        await stopped
-    finally:
-        starting.cancel()
-        stopped.cancel()
-        await asyncio.gather(starting, stopped, return_exceptions=True)
-        state.endpoints.unlink(missing_ok=True)
-        await supervisor.stop(now=kill_now)
+            await self.supervisor.start(store_specs(state, self.environ))
+            specs = role_specs(state, addresses, self.environ, self.options.settings)
+            await self.supervisor.start(specs)
+        self.api_key = await Bootstrap(self.options, state, addresses, self.progress).run()
+
+    async def _set_workers(self, count: int) -> Endpoints:
+        """Start workers, or stop the last ones, which are drained. Raises CliError; nothing changes then."""
+        before = Addresses.for_options(self.options, self.ports)
+        leaving = before.worker_names[count:]
+        wanted = replace(
+            self.options,
+            workers=count,
+            replicas=min(self.options.replicas, count),
+            settings=tuple(one for one in self.options.settings if one[0] not in leaving),
+        )
+        names = [name for name in port_names(wanted) if name not in port_names(self.options)]
+        ports = choose_ports(names, fixed={}, remembered=load_ports(self.state.ports), preferred={})
+        after = Addresses.for_options(wanted, {**self.ports, **ports})
+        with self.state.writing():
+            specs = role_specs(self.state, after, self.environ, wanted.settings)
+            joining = [spec for spec in specs if spec.name not in before.role_names]
+            await self.supervisor.add(joining, after=before.worker_names[-1])
+            await self.supervisor.remove(leaving)
+        self.options, self.ports = wanted, dict(after.ports)
+        return self._saved()
+
+    def _saved(self) -> Endpoints:
+        """Write the endpoints, and the options for the next start; return the endpoints."""
+        options = replace(self.options, environment=remembered_variables(self.environ))
+        endpoints = self._endpoints()
+        with self.state.writing():
+            save_ports(self.state.ports, self.ports)
+            write_private(self.state.options, options.to_json() + "\n")
+            endpoints.save(self.state.endpoints)
+        return endpoints
+
+    def _endpoints(self) -> Endpoints:
+        addresses = Addresses.for_options(self.options, self.ports)
+        return Endpoints(
+            http=addresses.http_url("gateway"),
+            grpc=addresses.of("gateway_grpc"),
+            api_key=self.api_key,
+            admin_key=read_secret(self.state, "admin_key"),
+            model=self.options.model_name if self.options.deploy else "",
+            registry=addresses.of("registry"),
+            controlplane=addresses.of("controlplane"),
+            scheduler=addresses.of("scheduler"),
+            workers=tuple(addresses.of(name) for name in addresses.worker_names),
+            gateways=tuple(addresses.grpc_of(name) for name in addresses.gateway_names),
+            gateways_http=tuple(addresses.http_url(name) for name in addresses.gateway_names),
+            schedulers=tuple(addresses.of(name) for name in addresses.scheduler_names),
+            controlplanes=tuple(addresses.of(name) for name in addresses.controlplane_names),
+            metrics={name: addresses.of(f"{name}_metrics") for name in addresses.role_names},
+            supervisor_pid=os.getpid(),
+            pids=self.supervisor.pids,
+        )
 
 
-async def _start(
-    options: UpOptions,
-    state: StateDir,
-    addresses: Addresses,
-    supervisor: ProcessSupervisor,
-    progress: Progress,
-) -> Endpoints:
-    with state.writing():
-        await supervisor.start(store_specs(state, os.environ))
-        await supervisor.start(role_specs(state, addresses, os.environ, options.settings))
-    api_key = await Bootstrap(options, state, addresses, progress).run()
-    return Endpoints(
-        http=addresses.http_url,
-        grpc=addresses.of("gateway_grpc"),
-        api_key=api_key,
-        admin_key=read_secret(state, "admin_key"),
-        model=options.model_name if options.deploy else "",
-        registry=addresses.of("registry"),
-        controlplane=addresses.of("controlplane"),
-        scheduler=addresses.of("scheduler"),
-        workers=tuple(addresses.of(name) for name in addresses.worker_names),
-        gateways=tuple(addresses.grpc_of(name) for name in addresses.gateway_names),
-        schedulers=tuple(addresses.of(name) for name in addresses.scheduler_names),
-        controlplanes=tuple(addresses.of(name) for name in addresses.controlplane_names),
-        metrics={name: addresses.of(f"{name}_metrics") for name in addresses.role_names},
-        supervisor_pid=os.getpid(),
-        pids=supervisor.pids,
-    )
-
-
-def stop_installation(state: StateDir, progress: Progress, *, patience_s: float = 120.0) -> bool:
+def stop_installation(state: StateDir, progress: Progress, *, patience_s: float) -> bool:
     """Stop the installation's supervisor and its remaining processes. Return False when nothing ran."""
     record = FleetRecord.load(state.fleet)
     if record is None:
@@ -225,6 +302,7 @@ def stop_installation(state: StateDir, progress: Progress, *, patience_s: float 
         progress.event("leftovers", "stopped", ", ".join(swept))
     state.fleet.unlink(missing_ok=True)
     state.endpoints.unlink(missing_ok=True)
+    state.remove_temporary()
     return found or bool(swept)
 
 
@@ -253,9 +331,23 @@ def check_model(options: UpOptions) -> None:
     )
 
 
+def check_host(host: str) -> None:
+    """Raise CliError when this machine cannot listen on ``host``."""
+    holder = try_bind(0, host)
+    if holder is None:
+        raise CliError(
+            "NO_SUCH_ADDRESS",
+            f"{host!r} is no IPv4 address or name of this machine",
+            next_step=f"`ip -4 -brief address` lists its addresses; {EVERY_ADDRESS} is all of them",
+            exit_code=ExitCode.USAGE,
+        )
+    holder.close()
+
+
 def check_start(options: UpOptions) -> None:
     """Raise CliError with the first reason that prevents the start."""
     check_disk(Path(options.state_dir))
+    check_host(options.host)
     check_model(options)
     check_settings(options)
     if options.replicas > options.workers:

@@ -12,6 +12,8 @@ from typing import Final
 import fairway
 
 BUNDLED_MODEL: Final = "fairway-tiny"
+LOOPBACK: Final = "127.0.0.1"
+EVERY_ADDRESS: Final = "0.0.0.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,9 @@ class UpOptions:
     controlplanes: int = 1  # processes; one leads
     # (role or process, variable, value); they override the installation's own settings.
     settings: tuple[tuple[str, str, str], ...] = ()
+    host: str = LOOPBACK  # address on which the gateways listen
+    # FAIRWAY_ variables of the start's environment.
+    environment: tuple[tuple[str, str], ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -40,7 +45,8 @@ class UpOptions:
     @classmethod
     def from_json(cls, text: str) -> UpOptions:
         raw = json.loads(text)
-        return cls(**{**raw, "settings": tuple(tuple(each) for each in raw["settings"])})
+        lists = {name: tuple(map(tuple, raw.get(name, ()))) for name in ("settings", "environment")}
+        return cls(**{**raw, **lists})
 
     @property
     def model_folder(self) -> Path:

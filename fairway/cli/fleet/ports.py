@@ -1,4 +1,4 @@
-"""Choice of loopback ports: the remembered one while it is free, else a preferred one, else any."""
+"""Choice of ports: the remembered one while it is free, else a preferred one, else any."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from fairway.cli.errors import CliError
+from fairway.cli.fleet.options import LOOPBACK
 from fairway.cli.state import read_json, write_json
 
-HOST = "127.0.0.1"
 # Below the range that Linux and the BSDs use for outgoing connections, so that no client connection takes a
 # chosen port before its server listens.
 _QUIET_PORTS = range(18_000, 32_000)
 _TRIES = 64
 
 
-def try_bind(port: int) -> socket.socket | None:
-    """Return a socket bound to ``port`` (0: any free one) on the loopback address, or None when taken."""
+def try_bind(port: int, host: str = LOOPBACK) -> socket.socket | None:
+    """Return a socket bound to ``port`` (0: any free one) of ``host``, or None when that is not possible."""
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        holder.bind((HOST, port))
+        holder.bind((host, port))
         holder.listen(1)
     except (OSError, OverflowError):
         holder.close()
@@ -31,13 +31,13 @@ def try_bind(port: int) -> socket.socket | None:
     return holder
 
 
-def hold_free_port() -> socket.socket | None:
+def hold_free_port(host: str = LOOPBACK) -> socket.socket | None:
     """Return a socket bound to a free port, outside the range of outgoing connections if possible."""
     for _ in range(_TRIES):
-        holder = try_bind(secrets.choice(_QUIET_PORTS))
+        holder = try_bind(secrets.choice(_QUIET_PORTS), host)
         if holder is not None:
             return holder
-    return try_bind(0)
+    return try_bind(0, host)
 
 
 def choose_ports(
@@ -46,8 +46,11 @@ def choose_ports(
     fixed: Mapping[str, int],
     remembered: Mapping[str, int],
     preferred: Mapping[str, int],
+    hosts: Mapping[str, str] | None = None,
 ) -> dict[str, int]:
     """Return a distinct port for each name, all free at the time of the call.
+
+    ``hosts``: the addresses of those that do not listen on the loopback address.
 
     A fixed port that is taken raises CliError; the others fall back to any free port.
     """
@@ -55,18 +58,19 @@ def choose_ports(
     with ExitStack() as held:
         for name in sorted(names, key=lambda name: name not in fixed):
             holder: socket.socket | None = None
+            host = (hosts or {}).get(name, LOOPBACK)
             if name in fixed:
-                holder = try_bind(fixed[name])
+                holder = try_bind(fixed[name], host)
                 if holder is None:
-                    raise _taken(name, fixed[name])
+                    raise _taken(name, fixed[name], host)
             for candidate in (remembered.get(name), preferred.get(name)):
                 if holder is None and candidate is not None:
-                    holder = try_bind(candidate)
-            holder = holder or hold_free_port()
+                    holder = try_bind(candidate, host)
+            holder = holder or hold_free_port(host)
             if holder is None:
                 raise CliError(
                     "NO_FREE_PORT",
-                    f"no free loopback port for {name}",
+                    f"no free port for {name} on {host}",
                     next_step="stop programs that use many ports, then try again",
                 )
             held.callback(holder.close)
@@ -85,11 +89,11 @@ def save_ports(path: Path, ports: Mapping[str, int]) -> None:
     write_json(path, {**load_ports(path), **ports})
 
 
-def _taken(name: str, port: int) -> CliError:
+def _taken(name: str, port: int, host: str) -> CliError:
     flag = {"gateway_http": "--http-port", "gateway_grpc": "--grpc-port"}.get(name, "")
-    hint = f"choose another with {flag}, or leave {flag} out for a free one" if flag else "free the port"
+    hint = f"choose another with {flag}, or let {flag} 0 take a free one" if flag else "free the port"
     return CliError(
         "PORT_TAKEN",
-        f"port {port} on {HOST} is taken by another program",
+        f"port {port} on {host} is taken by another program",
         next_step=f"{hint}; `ss -ltnp 'sport = :{port}'` shows which program uses it",
     )

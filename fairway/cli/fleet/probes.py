@@ -71,11 +71,11 @@ def grpc_serving(address: str) -> Probe:
     return probe
 
 
-def tcp_open(host: str, port: int) -> Probe:
+def tcp_open(address: str) -> Probe:
     """Return a probe for a listening port."""
 
     async def probe() -> str:
-        answer = await _exchange(f"{host}:{port}", b"", until=b"")
+        answer = await _exchange(address, b"", until=b"")
         return answer if isinstance(answer, str) else ""
 
     return probe

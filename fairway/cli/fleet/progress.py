@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import IO, Final, Literal, Protocol
+from typing import IO, Any, Final, Literal, Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -16,6 +16,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.state import Endpoints
 from fairway.cli.terminal.output import plain
 
 Phase = Literal["starting", "ready", "restarting", "failed", "stopping", "stopped"]
@@ -114,6 +116,21 @@ class TolerantProgress:
         self.inner.close()
 
 
+@dataclass(frozen=True, slots=True)
+class SharedProgress:
+    """Passes events to everyone who listens now."""
+
+    listeners: list[Progress]
+
+    def event(self, name: str, phase: Phase, detail: str = "") -> None:
+        for one in tuple(self.listeners):
+            one.event(name, phase, detail)
+
+    def close(self) -> None:
+        for one in self.listeners:
+            one.close()
+
+
 class PipeProgress:
     """Writes events as JSON lines to a pipe until it is closed, and always as text to a console."""
 
@@ -144,7 +161,39 @@ class PipeProgress:
                 pipe.close()
 
 
-def read_messages(descriptor: int) -> Iterator[dict[str, object]]:
+def outcome_of(message: dict[str, Any], progress: Progress) -> tuple[Endpoints, bool] | None:
+    """Pass an event on to ``progress``; return what ``ready`` (True) or ``running`` (False) carries.
+
+    Raises CliError for ``failed``.
+    """
+    if event := message.get("event"):
+        progress.event(event["name"], event["phase"], event["detail"])
+    for kind in ("ready", "running"):
+        if found := message.get(kind):
+            return Endpoints(**found), kind == "ready"
+    if failed := message.get("failed"):
+        raise CliError(
+            failed["reason"],
+            failed["message"],
+            next_step=failed["next_step"],
+            exit_code=ExitCode(failed["exit_code"]),
+        )
+    return None
+
+
+def failed_message(failure: CliError) -> dict[str, object]:
+    """Return the message from which ``outcome_of`` raises this error."""
+    return {
+        "failed": {
+            "reason": failure.reason,
+            "message": failure.message,
+            "next_step": failure.next_step,
+            "exit_code": int(failure.exit_code),
+        }
+    }
+
+
+def read_messages(descriptor: int) -> Iterator[dict[str, Any]]:
     """Yield the messages of a ``PipeProgress`` until the pipe is closed."""
     with os.fdopen(descriptor, encoding="utf-8") as pipe:
         for line in pipe:

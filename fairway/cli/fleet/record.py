@@ -43,6 +43,14 @@ class ProcessId(msgspec.Struct, frozen=True, array_like=True):
     def alive(self) -> bool:
         return self.pid > 1 and ProcessId.of(self.pid) == self
 
+    @property
+    def started_s(self) -> float | None:
+        """Unix time of its start; None unless it is alive."""
+        try:
+            return psutil.Process(self.pid).create_time() if self.alive else None
+        except psutil.Error:
+            return None
+
     def signal(self, number: int) -> None:
         """Send a signal if this very process is still alive."""
         if self.alive:
@@ -56,6 +64,13 @@ class ProcessId(msgspec.Struct, frozen=True, array_like=True):
                 os.killpg(self.pid, number)
 
 
+class Restarts(msgspec.Struct, frozen=True):
+    """How often the supervisor restarted a process, and how it ended the last time."""
+
+    count: int
+    last_end: str
+
+
 class FleetRecord(msgspec.Struct, frozen=True):
     """The supervisor, its children by name, and the phase: starting, ready or stopping."""
 
@@ -63,6 +78,8 @@ class FleetRecord(msgspec.Struct, frozen=True):
     children: Mapping[str, ProcessId]
     addresses: Mapping[str, str]
     phase: str
+    # By process; one that was not restarted is left out.
+    restarts: Mapping[str, Restarts] = {}
 
     def save(self, path: Path) -> None:
         write_json(path, msgspec.to_builtins(self))

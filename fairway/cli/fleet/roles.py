@@ -10,8 +10,7 @@ from typing import Final
 
 from fairway.cli import embedded
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.fleet.options import UpOptions, search_path
-from fairway.cli.fleet.ports import HOST
+from fairway.cli.fleet.options import EVERY_ADDRESS, LOOPBACK, UpOptions, search_path
 from fairway.cli.fleet.probes import all_of, etcd_healthy, grpc_serving, redis_answers, tcp_open
 from fairway.cli.fleet.process import ProcessSpec
 from fairway.cli.state import StateDir
@@ -29,8 +28,11 @@ CLIENT_VARIABLES: Final = (
     "FAIRWAY_TRACES",
 )
 Settings = Sequence[tuple[str, str, str]]  # as in UpOptions
+# Settings that the installation derives from its options, and the options of the gateways' ones.
+_DERIVED: Final = {"FAIRWAY_LISTEN": "--grpc-port", "FAIRWAY_HTTP_LISTEN": "--http-port"}
 _DEFAULT_DRAIN_S: Final = 10.0
 _STORE_STOP_S: Final = 10.0
+_STOP_SLACK_S: Final = 5.0  # beyond the drain of a role
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +44,34 @@ class Addresses:
     gateways: int = 1
     schedulers: int = 1
     controlplanes: int = 1
+    host: str = LOOPBACK  # address on which the gateways listen; other roles listen on the loopback address
 
     @classmethod
     def for_options(cls, options: UpOptions, ports: Mapping[str, int]) -> Addresses:
-        return cls(ports, options.workers, options.gateways, options.schedulers, options.controlplanes)
+        counts = (options.workers, options.gateways, options.schedulers, options.controlplanes)
+        return cls(ports, *counts, options.host)
 
     def of(self, name: str) -> str:
-        return f"{HOST}:{self.ports[name]}"
+        """Address at which a program on this machine reaches the server."""
+        host = self.listen_hosts.get(name, LOOPBACK)
+        return f"{LOOPBACK if host == EVERY_ADDRESS else host}:{self.ports[name]}"
+
+    @property
+    def listen_hosts(self) -> dict[str, str]:
+        """Listen addresses of the servers that clients call, by port name."""
+        return {f"{name}_{face}": self.host for name in self.gateway_names for face in ("grpc", "http")}
 
     def grpc_of(self, name: str) -> str:
         """Address of the gRPC server of a role's process."""
         return self.of(f"{name}_grpc" if role_of(name) == "gateway" else name)
 
-    @property
-    def http_url(self) -> str:
-        return f"http://{self.of('gateway_http')}"
+    def http_url(self, name: str) -> str:
+        """URL of a gateway's HTTP server."""
+        return f"http://{self.of(f'{name}_http')}"
 
     @property
     def worker_names(self) -> tuple[str, ...]:
-        return tuple(f"worker-{number}" for number in range(self.workers))
+        return worker_names(self.workers)
 
     @property
     def gateway_names(self) -> tuple[str, ...]:
@@ -79,6 +90,10 @@ class Addresses:
         """Every process of a role, in start order."""
         controlplanes, schedulers = self.controlplane_names, self.scheduler_names
         return ("registry", *controlplanes, *schedulers, *self.worker_names, *self.gateway_names)
+
+
+def worker_names(count: int) -> tuple[str, ...]:
+    return tuple(f"worker-{number}" for number in range(count))
 
 
 def role_of(name: str) -> str:
@@ -181,7 +196,9 @@ def role_environment(
         "FAIRWAY_REGISTRY": addresses.of("registry"),
     }
     if role == "gateway":
-        required["FAIRWAY_HTTP_LISTEN"] = addresses.of(f"{name}_http")
+        for variable, face in (("FAIRWAY_LISTEN", "grpc"), ("FAIRWAY_HTTP_LISTEN", "http")):
+            required[variable] = f"{addresses.host}:{addresses.ports[f'{name}_{face}']}"
+        required["FAIRWAY_ADVERTISE"] = addresses.grpc_of(name)
         defaults["FAIRWAY_FILES_DIR"] = str(state.data("files"))
         required["FAIRWAY_RECORD_KEYS_FILE"] = str(state.secret("record_keys"))
     if role == "controlplane":
@@ -196,10 +213,19 @@ def role_environment(
 
 
 def check_settings(options: UpOptions) -> None:
-    """Raise CliError when a setting is for a role or a process that the installation does not have."""
+    """Raise CliError when a setting is one of the installation's own, or for a process that it lacks."""
     names = Addresses.for_options(options, {}).role_names
     known = {*names, *map(role_of, names)}
     for target, variable, _ in options.settings:
+        if (port_option := _DERIVED.get(variable)) is not None:
+            raise CliError(
+                "SETTING_OF_THE_START",
+                f"{variable} of {target} follows from the options of `fairway up`",
+                next_step=f"use --host and {port_option}"
+                if role_of(target) == "gateway"
+                else "leave it out: only the gateways listen beyond the loopback address",
+                exit_code=ExitCode.USAGE,
+            )
         if target not in known:
             raise CliError(
                 "NO_SUCH_PROCESS",
@@ -217,7 +243,7 @@ def _role(
     address = addresses.grpc_of(name)
     probe = grpc_serving(address)
     if role_of(name) == "gateway":
-        probe = all_of(probe, tcp_open(HOST, addresses.ports[f"{name}_http"]))
+        probe = all_of(probe, tcp_open(addresses.of(f"{name}_http")))
     return ProcessSpec(
         name=name,
         argv=(sys.executable, "-P", "-m", "services", role_of(name)),
@@ -225,7 +251,7 @@ def _role(
         log=state.log(name),
         probe=probe,
         address=address,
-        stop_s=_drain_s(env) + 5.0,
+        stop_s=_drain_s(env) + _STOP_SLACK_S,
     )
 
 
@@ -234,3 +260,13 @@ def _drain_s(env: Mapping[str, str]) -> float:
         return float(env["FAIRWAY_DRAIN_S"])
     except ValueError:
         return _DEFAULT_DRAIN_S  # the role itself rejects the value with its own message
+
+
+def stop_bound_s(state: StateDir, options: UpOptions, environ: Mapping[str, str]) -> float:
+    """Return how long the processes may take to stop, one after the other."""
+    addresses = Addresses.for_options(options, dict.fromkeys(port_names(options), 0))
+    found = 2 * _STORE_STOP_S
+    for name in addresses.role_names:
+        env = role_environment(state, addresses, environ, name, options.settings)
+        found += _drain_s(env) + _STOP_SLACK_S
+    return found

@@ -21,7 +21,7 @@ from fairway.cli.fleet.process import (
     tail,
 )
 from fairway.cli.fleet.progress import Progress, TolerantProgress
-from fairway.cli.fleet.record import FleetRecord, ProcessId
+from fairway.cli.fleet.record import FleetRecord, ProcessId, Restarts
 from fairway.task_group import TaskGroup
 
 _POLL_S: Final = 0.15
@@ -53,6 +53,7 @@ class ProcessSupervisor:
         self._log_task: asyncio.Task[None] | None = None
         self._children: dict[str, Child] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._restarts: dict[str, Restarts] = {}
         self._phase = "starting"
         own_id = ProcessId.of(os.getpid())
         assert own_id is not None
@@ -92,6 +93,34 @@ class ProcessSupervisor:
                 self._restart_on_exit(child), name=f"restart {spec.name}"
             )
 
+    async def add(self, specs: Sequence[ProcessSpec], *, after: str) -> None:
+        """Start ``specs`` as ``start`` does, to be stopped before the child ``after``.
+
+        If one does not serve, all of them are ended before the error is raised.
+        """
+        try:
+            await self.start(specs)
+        except BaseException:
+            await self.remove([spec.name for spec in specs])
+            raise
+        added = [spec.name for spec in specs]
+        others = [name for name in self._children if name not in added]
+        split = others.index(after) + 1
+        order = (*others[:split], *added, *others[split:])
+        self._children = {name: self._children[name] for name in order}
+        self._save()
+
+    async def remove(self, names: Sequence[str]) -> None:
+        """Stop these children, the last one first, each within its own time."""
+        for name in reversed([name for name in names if name in self._children]):
+            if (watcher := self._watchers.pop(name, None)) is not None:
+                watcher.cancel()
+                await asyncio.gather(watcher, return_exceptions=True)
+            await self._stop_child(name)
+            del self._children[name]
+            self._restarts.pop(name, None)
+            self._save()
+
     def mark_ready(self) -> None:
         """Record that the installation serves."""
         self._phase = "ready"
@@ -119,9 +148,12 @@ class ProcessSupervisor:
             self._record_path.unlink(missing_ok=True)
 
     async def _stop_in_order(self) -> None:
-        for name, child in reversed(self._children.items()):
-            if child.exit_code is not None:
-                continue
+        for name in reversed(self._children):
+            await self._stop_child(name)
+
+    async def _stop_child(self, name: str) -> None:
+        child = self._children[name]
+        if child.exit_code is None:
             self._progress.event(name, "stopping", f"at most {child.spec.stop_s:g} s")
             clean = await child.stop()
             self._progress.event(name, "stopped", "" if clean else "killed: it did not end in time")
@@ -172,6 +204,8 @@ class ProcessSupervisor:
         while True:
             began = time.monotonic()
             what = await self._ended(child)
+            before = self._restarts.get(name)
+            self._restarts[name] = Restarts(before.count + 1 if before else 1, f"it {what}")
             if time.monotonic() - began > _STABLE_S:
                 backoff_s = _FIRST_BACKOFF_S
             self._progress.event(
@@ -235,6 +269,7 @@ class ProcessSupervisor:
             children={name: child.id for name, child in self._children.items() if child.id is not None},
             addresses={name: child.spec.address for name, child in self._children.items()},
             phase=self._phase,
+            restarts=self._restarts,
         )
 
 

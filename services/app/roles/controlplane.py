@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from fairway.v1 import (
@@ -13,6 +14,7 @@ from fairway.v1 import (
     usage_pb2_grpc,
 )
 from services.adapters.grpc.queues import GrpcQueues
+from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.ledger import open_ledger
@@ -30,6 +32,7 @@ from services.controlplane.rollouts.controller import RolloutController
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.controlplane.spend_alerts import SpendAlerts
+from services.controlplane.store_events import StoreEvents
 from services.controlplane.telemetry import ReconcilerTelemetry
 from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.prices import ListPrices
@@ -62,6 +65,9 @@ def controlplane(environment: Environment) -> Role:
     slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
     reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder, probes=slis.probes)
     settler = UsageSettler(ledger, limiter, clock, price_of=partial(_price_of, fleet))
+    stores = StoreEvents(
+        _stores(environment, limiter), election, key, clock, events=recorder, ping=limiter.ping
+    )
     rollouts = RolloutController(store, fleet, election, key, clock, slis=slis)
 
     async def start() -> None:
@@ -76,6 +82,7 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("usage ledger", ledger.run())
         environment.supervisor.spawn("usage settler", settler.run())
         environment.supervisor.spawn("spend alerts", alerts.run())
+        environment.supervisor.spawn("store events", stores.run())
         environment.supervisor.spawn("service level indicators", slis.run())
         environment.supervisor.spawn("objective alerts", burning.run())
 
@@ -98,6 +105,15 @@ def controlplane(environment: Environment) -> Role:
         identity=keys,
     )
     return Role(server, start=start, checks=_checks(rounds, ledger))
+
+
+def _stores(environment: Environment, redis: RedisLimiter) -> dict[str, Callable[[], str]]:
+    """Return the problem of each store."""
+    return {
+        "etcd": environment.store.silence,
+        "Redis": lambda: redis.problem,
+        "storage": environment.storage_problem,
+    }
 
 
 def _price_of(fleet: Informer[FleetRecord | None], model: str) -> Price:

@@ -16,6 +16,7 @@ from services.core.records import (
     ASSIGNMENTS,
     BUDGETS,
     DEPLOYMENTS,
+    GATEWAYS,
     KEYS,
     LEADERS,
     MODELS,
@@ -31,6 +32,7 @@ from services.core.records import (
     Budget,
     Deployment,
     EventKind,
+    Gateway,
     Leader,
     LoadedVersion,
     Node,
@@ -51,6 +53,7 @@ Observed = (
     | Deployment
     | Node
     | Worker
+    | Gateway
     | Assignment
     | Leader
     | Tag
@@ -69,6 +72,7 @@ _KINDS: Final[Mapping[str, type[Observed]]] = {
     DEPLOYMENTS: Deployment,
     NODES: Node,
     WORKERS: Worker,
+    GATEWAYS: Gateway,
     ASSIGNMENTS: Assignment,
     LEADERS: Leader,
     ROLLOUTS: Rollout,
@@ -127,6 +131,13 @@ def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterat
             yield from _node(record.worker_id, _as(before, Node), _as(after, Node))
         case Worker():
             yield from _worker(record.worker_id, _as(before, Worker), _as(after, Worker))
+        case Gateway() if after is None:
+            message = "it stopped, or its lease has ended"
+            yield FleetEvent(
+                EventKind.PROCESS, f"gateway {record.address}", "GATEWAY_LEFT", message, warning=True
+            )
+        case Gateway() if before is None:
+            yield FleetEvent(EventKind.PROCESS, f"gateway {record.address}", "GATEWAY_JOINED", "it serves")
         case Assignment():
             yield from _assignment(record.worker_id, _as(before, Assignment), _as(after, Assignment))
         case Leader():

@@ -194,7 +194,10 @@ def drain_of(
     waiting: list[str] = []
     for version in assigned.versions:
         if version.deployment in unplaced:
-            waiting.append(f"{version.deployment}: {unplaced_message(unplaced[version.deployment])}"[:512])
+            why = unplaced_message(unplaced[version.deployment])
+            waiting.append(
+                f"{version.deployment}: {why}; {_room_for(version.deployment, assigned, fleet)}"[:512]
+            )
             continue
         elsewhere = [
             f"{replica.worker_id} {'assigned' if replica.loaded is None else replica.loaded.state}"
@@ -203,6 +206,17 @@ def drain_of(
         ]
         waiting.append(f"{version.deployment}: until READY elsewhere: {', '.join(elsewhere)}"[:512])
     return DrainProgress(len(assigned.versions), len(ending), tuple(waiting))
+
+
+def _room_for(name: str, assigned: Assignment, fleet: Fleet) -> str:
+    """Return what lets a drain go on that no worker can take a replica from."""
+    replicas = next((one.replicas for one in fleet.deployments if one.meta.name == name), 0)
+    others = sum(one.worker_id != assigned.worker_id for one in replicas_of(fleet, name))
+    scale = f", or `fairway deployments scale {name} {others}`" if 0 < others < replicas else ""
+    return (
+        f"it has {replicas} replicas, each on a worker of its own, and {others} are on other workers: "
+        f"add a worker or uncordon one{scale}"
+    )
 
 
 def _tag_digest(deployment: Deployment, snapshot: Snapshot) -> str:

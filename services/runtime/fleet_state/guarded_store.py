@@ -75,19 +75,31 @@ class GuardedStore:
         self._base = 0
         self._seen = 0  # highest revision returned
         self._problem = ""
+        self._silent_s: float | None = None  # when etcd did not answer for the first time
         self.restores = 0
 
     def problem(self) -> str:
         """Return why the store is rejected; empty while it is the original one or unavailable."""
         return self._problem
 
+    def silence(self) -> str:
+        """Return since when etcd does not answer; empty while it does."""
+        if self._silent_s is None:
+            return ""
+        for_s = self._clock.monotonic_s() - self._silent_s
+        return f"etcd does not answer: changes fail, the last state is served ({for_s:.0f} s so far)"
+
     async def run(self) -> None:
         """Check the record periodically, until cancelled."""
         while True:
             try:
                 await self.verify()
+                self._silent_s = None
+            except StoreReplaced:
+                self._silent_s = None  # another one answers
             except StoreUnavailable as error:
                 log.debug("store.look_failed", error=error.message)
+                self._silent_s = self._clock.monotonic_s() if self._silent_s is None else self._silent_s
             await self._clock.sleep(LOOK_S)
 
     async def found(self, generation: str) -> None:

@@ -1,12 +1,14 @@
-"""Cache folders of the user, from the environment."""
+"""Cache folders and temporary folders of the user, from the environment."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
@@ -51,6 +53,36 @@ def keep_newest(folder: Path, most_bytes: int, *, unused_s: float = 0.0) -> None
             return
         shutil.rmtree(entry, ignore_errors=True)
         left_bytes -= size_bytes
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A new folder that only this user can enter, removed at the end.
+
+    The folder of a process that was killed is removed when any process next makes one with its prefix.
+    """
+    remove_abandoned(prefix)
+    made = Path(tempfile.mkdtemp(prefix="fw-new-"))
+    lock = os.open(made, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # before it has the prefix: others find it locked
+        made = made.rename(made.with_name(prefix + made.name.removeprefix("fw-new-")))
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_abandoned(prefix: str) -> None:
+    """Remove this user's temporary folders with the prefix whose process has ended."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # another user's, or another process removes it
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def name_folder(variable: str, folder: Path) -> None:

@@ -107,7 +107,10 @@ class LogPipe:
                 continue
             if not line:
                 return
-            log.info("engine.stderr_written", pid=pid, line=line.decode("utf-8", "replace").rstrip())
+            # Other output is what a library, the interpreter or a crash wrote.
+            is_event = line.startswith(b"{") and b'"event"' in line
+            event = "engine.logged" if is_event else "engine.stderr_written"
+            log.info(event, pid=pid, line=line.decode("utf-8", "replace").rstrip())
 
     def close(self) -> None:
         self._transport.close()

@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
@@ -27,6 +24,7 @@ from services.core.errors import FailedPrecondition
 from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
 from services.runtime.process.child_end import is_stopped, wait_end
+from services.runtime.process.folders import temporary_folder
 from services.runtime.supervisor import Supervisor
 from services.worker.engine_protocol import (
     BatchRaised,
@@ -277,12 +275,11 @@ class EngineProcess:
 
     async def _listen(self, undo: contextlib.AsyncExitStack) -> tuple[asyncio.Server, str]:
         """Listen in a directory that only this user can enter."""
-        directory = tempfile.mkdtemp(prefix="fw-")
-        undo.callback(shutil.rmtree, directory, ignore_errors=True)
-        path = os.path.join(directory, "e")
+        directory = undo.enter_context(temporary_folder("fw-e-"))
+        path = str(directory / "e")
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise FailedPrecondition(f"the temporary directory's path is too long for a socket: {path}")
-        self._page = StepPage.create(Path(directory, _PAGE), self._config.max_sequences)
+        self._page = StepPage.create(directory / _PAGE, self._config.max_sequences)
         server = await asyncio.get_running_loop().create_unix_server(self._accept, path)
         undo.callback(server.close)
         return server, path

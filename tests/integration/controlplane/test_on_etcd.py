@@ -346,7 +346,10 @@ async def test_a_node_tells_its_memory_its_lease_and_how_far_its_drain_is(plane:
 
     node = (await plane.call("DrainNode", pb.DrainNodeRequest(name="w0"))).node
     assert (node.drain.done, node.drain.assigned_versions) == (False, 1)
-    assert list(node.drain.waiting_for) == ["d: no worker for 1 replicas: 1 has_a_replica"]
+    assert list(node.drain.waiting_for) == [
+        "d: no worker for 1 replicas: 1 has_a_replica; it has 1 replicas, each on a worker of its own, and 0 "
+        "are on other workers: add a worker or uncordon one"
+    ]
     await plane.put(ASSIGNMENTS + "w0", Assignment("w0"))
     node = (await plane.call("GetNode", pb.GetNodeRequest(name="w0"))).node
     assert (node.drain.done, node.drain.ending_versions) == (False, 1)

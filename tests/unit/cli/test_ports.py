@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from fairway.cli.errors import CliError
-from fairway.cli.fleet.ports import HOST, choose_ports, load_ports, save_ports, try_bind
+from fairway.cli.fleet.options import LOOPBACK
+from fairway.cli.fleet.ports import choose_ports, load_ports, save_ports, try_bind
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind((HOST, 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
@@ -33,7 +34,7 @@ def test_remembered_port_wins_over_the_preferred_one() -> None:
 
 def test_taken_remembered_port_is_replaced() -> None:
     with socket.socket() as other:
-        other.bind((HOST, 0))
+        other.bind((LOOPBACK, 0))
         other.listen(1)
         taken = int(other.getsockname()[1])
         ports = choose_ports(["a"], fixed={}, remembered={"a": taken}, preferred={"a": taken})
@@ -42,7 +43,7 @@ def test_taken_remembered_port_is_replaced() -> None:
 
 def test_taken_fixed_port_names_the_flag() -> None:
     with socket.socket() as other:
-        other.bind((HOST, 0))
+        other.bind((LOOPBACK, 0))
         other.listen(1)
         taken = int(other.getsockname()[1])
         with pytest.raises(CliError, match=str(taken)) as caught:

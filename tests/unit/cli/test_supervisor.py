@@ -61,7 +61,7 @@ def _specs(folder: Path, *names: str, flags: tuple[str, ...] = (), stop_s: float
             argv=(sys.executable, "-c", LISTENER, str(ports[name]), *flags),
             env=dict(os.environ),
             log=folder / f"{name}.log",
-            probe=tcp_open("127.0.0.1", ports[name]),
+            probe=tcp_open(f"127.0.0.1:{ports[name]}"),
             address=f"127.0.0.1:{ports[name]}",
             start_s=20.0,
             stop_s=stop_s,
@@ -236,7 +236,7 @@ async def test_child_that_dies_at_start_is_told_with_its_last_lines(tmp_path: Pa
         argv=(sys.executable, "-c", "import sys; sys.exit('the disk is upside down')"),
         env=dict(os.environ),
         log=tmp_path / "bad.log",
-        probe=tcp_open("127.0.0.1", 9),
+        probe=tcp_open("127.0.0.1:9"),
         address="127.0.0.1:9",
     )
     supervisor = ProcessSupervisor(Recorder(), tmp_path / "fleet.json")
@@ -304,7 +304,7 @@ import os
 folder = Path({str(tmp_path)!r})
 ports = choose_ports(("a", "b"), fixed={{}}, remembered={{}}, preferred={{}})
 specs = [ProcessSpec(name=n, argv=(sys.executable, "-c", {LISTENER!r}, str(p), "stubborn"),
-         env=dict(os.environ), log=folder / n, probe=tcp_open("127.0.0.1", p), address="")
+         env=dict(os.environ), log=folder / n, probe=tcp_open(f"127.0.0.1:{{p}}"), address="")
          for n, p in ports.items()]
 async def main():
     supervisor = ProcessSupervisor(LineProgress(out()), folder / "fleet.json")

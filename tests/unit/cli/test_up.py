@@ -29,7 +29,7 @@ class Installation:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "services").mkdir()
+        (folder / "services").mkdir(parents=True)
         shutil.copy(STANDIN, folder / "services" / "__main__.py")
         (folder / "fairway").symlink_to(PACKAGE)
         self.model = folder / "my-model"
@@ -243,6 +243,155 @@ def test_other_options_than_those_that_run_are_refused(installation: Installatio
     assert installation.record() == record
 
 
+def _environment(installation: Installation, name: str) -> dict[str, str]:
+    text = Path(f"/proc/{installation.record().children[name].pid}/environ").read_text()
+    return dict(line.split("=", 1) for line in text.split("\0") if line)
+
+
+def test_a_restart_remembers_the_options_and_the_given_ones_win(installation: Installation) -> None:
+    first = installation.run(
+        *("up", "--detach", "--no-model", "--workers", "3", "--replicas", "3", "--gateways", "2"),
+        *("--set", "worker:FAIRWAY_ZONE=a", "--set", "worker-2:FAIRWAY_ZONE=c"),
+        env={"FAIRWAY_COST_PER_HOUR": "2.5", "FAIRWAY_DRAIN_S": "3"},
+    )
+    assert first.returncode == 0, first.stderr
+    began = installation.endpoints()
+    assert len(began.gateways) == len(set(began.gateways_http)) == 2
+    assert installation.run("down").returncode == 0
+
+    assert installation.run("up", "--detach").returncode == 0
+    again = installation.endpoints()
+    assert (again.workers, again.gateways, again.gateways_http) == (
+        (began.workers, began.gateways, began.gateways_http)
+    )
+    worker = _environment(installation, "worker-0")
+    assert (worker["FAIRWAY_ZONE"], worker["FAIRWAY_COST_PER_HOUR"]) == ("a", "2.5")
+    assert _environment(installation, "worker-2")["FAIRWAY_ZONE"] == "c"
+    assert installation.run("down").returncode == 0
+
+    other = ("--workers", "1", "--set", "gateway:FAIRWAY_ZONE=b", "--set", "worker:FAIRWAY_ZONE=d")
+    third = installation.run("up", "--detach", *other, env={"FAIRWAY_DRAIN_S": "4"})
+    assert third.returncode == 0, third.stderr
+    assert installation.run("down").returncode == 0
+    assert installation.run("up", "--detach").returncode == 0
+    assert list(installation.record().children)[-3:] == ["worker-0", "gateway", "gateway-1"]
+    worker, gateway = _environment(installation, "worker-0"), _environment(installation, "gateway-1")
+    assert (worker["FAIRWAY_ZONE"], worker["FAIRWAY_COST_PER_HOUR"]) == ("d", "2.5")
+    assert (gateway["FAIRWAY_ZONE"], gateway["FAIRWAY_DRAIN_S"]) == ("b", "4")
+    assert installation.run("down").returncode == 0
+
+    assert installation.run("up", "--detach", "--no-model", "--forget").returncode == 0
+    assert installation.endpoints().gateways_http == (installation.endpoints().http,)
+    assert "FAIRWAY_ZONE" not in _environment(installation, "worker-0")
+
+
+def test_a_start_that_fails_is_not_remembered(installation: Installation) -> None:
+    failing = {"STANDIN_FAIL": "scheduler", "FAIRWAY_TYPO": "1"}
+    assert installation.run("up", "--detach", "--no-model", "--workers", "2", env=failing).returncode == 1
+    assert installation.run("up", "--detach", "--no-model").returncode == 0
+    assert len(installation.endpoints().workers) == 1
+    assert "FAIRWAY_TYPO" not in _environment(installation, "worker-0")
+
+
+def test_workers_come_and_go_while_it_runs(installation: Installation) -> None:
+    assert installation.run("up", "--detach", "--no-model", "--workers", "2").returncode == 0
+    before = installation.record()
+    (installation.state.root / "state" / "store" / "drain-worker-2").touch()  # of an earlier worker-2
+    grown = installation.run("up", "--workers", "3", "--set", "worker:FAIRWAY_ZONE=a")
+    assert grown.returncode == 4, "only the number of workers changes while it runs"
+    grown = installation.run("up", "--workers", "3")
+    assert grown.returncode == 0, grown.stderr
+    assert "workers: 2 before, 3 now" in grown.stderr
+    record = installation.record()
+    assert list(record.children)[-4:] == ["worker-0", "worker-1", "worker-2", "gateway"]
+    assert {name: record.children[name] for name in before.children} == dict(before.children)
+    assert len(set(installation.endpoints().workers)) == 3
+    assert "worker-2" in installation.endpoints().metrics
+    assert not (installation.state.root / "state" / "store" / "drain-worker-2").exists()
+
+    (installation.state.root / "state" / "store" / "deployment-wide").write_bytes(
+        controlplane_pb2.Deployment(
+            metadata=controlplane_pb2.Metadata(name="wide"), replicas=2
+        ).SerializeToString()
+    )
+    refused = installation.run("up", "--workers", "1")
+    assert refused.returncode == 4
+    assert "TOO_FEW_WORKERS: 1 workers would be left" in refused.stderr
+    assert "wide has 2 replicas" in refused.stderr
+    assert "`fairway deployments scale wide 1`" in refused.stderr
+    assert list(installation.record().children) == list(record.children)
+
+    shrunk = installation.run("up", "--workers", "2")
+    assert shrunk.returncode == 0, shrunk.stderr
+    assert "worker-2        stopped" in shrunk.stderr
+    assert not record.children["worker-2"].alive
+    assert dict(installation.record().children) == dict(before.children)
+    assert installation.run("down").returncode == 0
+    assert installation.run("up", "--detach").returncode == 0
+    assert len(installation.endpoints().workers) == 2
+
+
+def test_a_worker_that_cannot_start_changes_nothing(installation: Installation) -> None:
+    assert installation.run("up", "--detach", "--no-model").returncode == 0
+    before = installation.record()
+    folder = installation.state.data("worker-1")
+    folder.write_text("in the way")
+    done = installation.run("up", "--workers", "2")
+    assert done.returncode == 1
+    assert "next: " in done.stderr
+    assert installation.record() == before
+    folder.unlink()
+    assert installation.run("up", "--workers", "2").returncode == 0
+
+
+def test_gateways_listen_beyond_loopback_with_a_warning(installation: Installation) -> None:
+    """127.0.0.2 stands for another address of the machine: only a server on every address answers there."""
+    done = installation.run("up", "--detach", "--no-model", "--host", "0.0.0.0")
+    assert done.returncode == 0, done.stderr
+    assert "warning: HTTP and gRPC of the gateways listen on 0.0.0.0 without TLS" in done.stderr
+    endpoints = installation.endpoints()
+    assert endpoints.http.startswith("http://127.0.0.1:")
+    assert endpoints.grpc.startswith("127.0.0.1:")
+
+    def answers(address: str) -> bool:
+        port = int(address.rpartition(":")[2])
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.2", port)) == 0
+
+    assert answers(endpoints.http)
+    assert answers(endpoints.grpc)
+    private = (endpoints.registry, endpoints.controlplane, endpoints.scheduler, *endpoints.workers)
+    assert not any(map(answers, private))
+    assert installation.run("down").returncode == 0
+    loopback = installation.run("up", "--detach", "--host", "127.0.0.1")
+    assert "warning" not in loopback.stderr
+    assert not answers(installation.endpoints().http)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "step"),
+    [
+        (
+            ("--set", "gateway:FAIRWAY_HTTP_LISTEN=0.0.0.0:1"),
+            "SETTING_OF_THE_START",
+            "--host and --http-port",
+        ),
+        (("--set", "gateway:FAIRWAY_LISTEN=0.0.0.0:1"), "SETTING_OF_THE_START", "--host and --grpc-port"),
+        (("--set", "worker:FAIRWAY_LISTEN=0.0.0.0:1"), "SETTING_OF_THE_START", "leave it out"),
+        (("--host", "203.0.113.1"), "NO_SUCH_ADDRESS", "0.0.0.0"),
+        (("--host", "::"), "NO_SUCH_ADDRESS", "0.0.0.0"),
+    ],
+)
+def test_what_would_never_be_reached_is_refused_at_once(
+    installation: Installation, options: tuple[str, ...], reason: str, step: str
+) -> None:
+    done = installation.run("up", "--detach", "--no-model", *options)
+    assert done.returncode == 2
+    assert reason in done.stderr
+    assert step in done.stderr.partition("next:")[2]
+    assert installation.processes() == []
+
+
 def test_replica_that_fails_ends_the_start_with_its_reason(installation: Installation) -> None:
     done = installation.run(
         "up",
@@ -266,6 +415,26 @@ def test_killed_supervisor_leaves_nothing_and_the_next_start_works(installation:
     done = installation.run("up", "--detach", "--no-model")
     assert done.returncode == 0, done.stderr
     assert installation.run("status").returncode == 0
+    assert installation.run("down").returncode == 0
+    assert list(installation.state.sockets.iterdir()) == []
+    assert not list(installation.state.root.glob(".*.tmp"))
+
+
+def test_sockets_below_tmp_are_removed_with_the_installation(tmp_path: Path) -> None:
+    """Also by a stop after the supervisor was killed."""
+    installation = Installation(tmp_path / "a place")
+    sockets = installation.state.sockets
+    assert sockets.parent == Path("/tmp")
+    for kill in (False, True):
+        done = installation.run("up", "--detach", "--no-model")
+        assert done.returncode == 0, done.stderr
+        record = installation.record()
+        if kill:
+            record.supervisor.signal(signal.SIGKILL)
+            assert wait_for_end([record.supervisor, *record.children.values()], timeout_s=10)
+        assert sockets.is_dir()
+        assert installation.run("down").returncode == 0
+        assert not sockets.exists()
 
 
 def test_role_that_dies_at_start_is_named_with_its_last_line(installation: Installation) -> None:
@@ -300,6 +469,9 @@ def test_role_that_dies_later_is_restarted(installation: Installation) -> None:
             break
     else:
         pytest.fail("the worker was not restarted")
+    assert [processes[name]["restarts"] for name in ("worker-0", "scheduler")] == [1, 0]
+    assert processes["worker-0"]["last_end"] == "it was ended by SIGKILL"
+    assert 0 <= processes["worker-0"]["uptime_s"] < processes["scheduler"]["uptime_s"]
     log = installation.state.log("supervisor").read_text()
     assert "worker-0        restarting  it was ended by SIGKILL" in log
 

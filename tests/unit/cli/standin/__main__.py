@@ -31,6 +31,12 @@ from fairway.v1 import (
 STORE = Path(os.environ.get("FAIRWAY_STATE_DIR", ".")).parent / "store"
 
 
+def _node(name: str) -> controlplane_pb2.Node:
+    node = controlplane_pb2.Node(metadata=controlplane_pb2.Metadata(name=name))
+    node.draining = node.drain.done = (STORE / f"drain-{name}").exists()
+    return node
+
+
 def _key(context: Any) -> str:
     return str(dict(context.invocation_metadata()).get("authorization", "")).removeprefix("Bearer ")
 
@@ -80,6 +86,29 @@ class ControlPlane(controlplane_pb2_grpc.ControlPlaneServiceServicer):
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "it exists")
         path.write_bytes(request.deployment.SerializeToString())
         return controlplane_pb2.CreateDeploymentResponse(deployment=request.deployment)
+
+    async def ListDeployments(self, request: Any, context: Any) -> Any:
+        found = [
+            controlplane_pb2.Deployment.FromString(path.read_bytes()) for path in STORE.glob("deployment-*")
+        ]
+        return controlplane_pb2.ListDeploymentsResponse(deployments=found)
+
+    async def ListNodes(self, request: Any, context: Any) -> Any:
+        names = sorted(path.name.removeprefix("node-") for path in STORE.glob("node-*"))
+        return controlplane_pb2.ListNodesResponse(nodes=[_node(name) for name in names])
+
+    async def GetNode(self, request: Any, context: Any) -> Any:
+        return controlplane_pb2.GetNodeResponse(node=_node(request.name))
+
+    async def DrainNode(self, request: Any, context: Any) -> Any:
+        (STORE / f"drain-{request.name}").touch()
+        return controlplane_pb2.DrainNodeResponse(node=_node(request.name))
+
+    async def DeleteNode(self, request: Any, context: Any) -> Any:
+        if (STORE / f"node-{request.name}").exists():
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "it lives")
+        (STORE / f"drain-{request.name}").unlink(missing_ok=True)
+        return controlplane_pb2.DeleteNodeResponse()
 
     async def GetDeployment(self, request: Any, context: Any) -> Any:
         path = STORE / f"deployment-{request.name}"
@@ -153,10 +182,14 @@ async def main(role: str) -> None:
         await asyncio.start_server(lambda _, writer: writer.close(), host, int(port))
     server.add_insecure_port(os.environ["FAIRWAY_LISTEN"])
     await server.start()
+    node = STORE / f"node-{os.environ.get('FAIRWAY_WORKER_ID', '')}"
+    if role == "worker":
+        node.touch()
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await stop.wait()
+    node.unlink(missing_ok=True)
     await server.stop(0.2)
 
 

@@ -22,6 +22,7 @@ from fairway.cli.commands.queue import COLUMNS as QUEUES
 from fairway.cli.commands.status import COLUMNS as PARTS
 from fairway.cli.commands.status import Part
 from fairway.cli.commands.tenants import TENANTS
+from fairway.cli.fleet.record import Restarts
 from fairway.cli.terminal.table import Column, table_of, visible
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import registry_pb2 as rg
@@ -95,7 +96,15 @@ LISTINGS: dict[str, tuple[Sequence[Column[Any]], Any]] = {
     ),
     "status": (
         PARTS,
-        Part("worker-0", 12345, "127.0.0.1:50071", "serving", Path("logs/worker-0")),
+        Part(
+            "worker-0",
+            12345,
+            "127.0.0.1:50071",
+            "serving",
+            Path("logs/worker-0"),
+            1.0,
+            Restarts(1, "it was ended by SIGKILL"),
+        ),
     ),
 }
 

@@ -45,6 +45,7 @@ class Swapped:
         self._clock = clock
         self.inner = MemoryStore(clock)
         self.answer_s = 0.001
+        self.silent = False
         self._lives = 0
 
     def wipe(self) -> MemoryStore:
@@ -73,6 +74,8 @@ class Swapped:
 
     async def list(self, prefix: str) -> Listing:
         await asyncio.sleep(0.001)  # others may act while the question and the answer are on their way
+        if self.silent:
+            raise StoreUnavailable("no answer")
         answer = await self.inner.list(prefix)
         await asyncio.sleep(self.answer_s)
         return answer
@@ -189,6 +192,24 @@ def test_the_look_reports_and_takes_back_by_itself(virtual: Virtual) -> None:
         await asyncio.sleep(LOOK_S + 0.1)
         assert store.problem() == ""
         assert store.restores == 0, "it was not a restore: nothing was lost"
+
+    virtual(scenario)
+
+
+def test_a_silent_store_is_reported_until_one_answers(virtual: Virtual) -> None:
+    async def scenario(world: Any) -> None:
+        address, store = await founded(world)
+        world.spawn(store.run())
+        await asyncio.sleep(LOOK_S + 0.1)
+        assert store.silence() == ""
+        address.silent = True
+        await asyncio.sleep(2 * LOOK_S + 0.1)
+        assert store.silence().startswith("etcd does not answer: changes fail")
+        assert "(1" in store.silence(), "the seconds since the first look without an answer"
+        address.silent = False
+        address.wipe()
+        await asyncio.sleep(LOOK_S + 0.1)
+        assert (store.silence(), bool(store.problem())) == ("", True), "another one answers"
 
     virtual(scenario)
 

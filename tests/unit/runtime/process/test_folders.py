@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from services.runtime.process.folders import cache_folder, compile_folder, folder_variables, keep_newest
+
+ROOT = Path(__file__).parents[4]
 
 
 def test_the_environment_may_name_it() -> None:
@@ -72,3 +76,42 @@ def test_the_oldest_go_until_the_rest_is_within_the_bound(tmp_path: Path) -> Non
     assert {path.name for path in tmp_path.iterdir()} == {"newest", "middle"}
     keep_newest(tmp_path, 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def hold_folder(prefix: str, temporary: Path) -> subprocess.Popen[str]:
+    """Start a process that holds a temporary folder until its input ends, and prints where it is."""
+    program = (
+        "import sys; from services.runtime.process.folders import temporary_folder\n"
+        "with temporary_folder(sys.argv[1]) as at: print(at, flush=True); sys.stdin.read()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program, prefix],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_temporary_folder_of_a_killed_process_is_removed_and_one_in_use_stays(tmp_path: Path) -> None:
+    def folder_of(process: subprocess.Popen[str]) -> Path:
+        assert process.stdout is not None
+        return Path(process.stdout.readline().strip())
+
+    with (
+        hold_folder("fw-e-", tmp_path) as killed,
+        hold_folder("fw-e-", tmp_path) as living,
+        hold_folder("fw-other-", tmp_path) as other,
+    ):
+        folders = [folder_of(each) for each in (killed, living, other)]
+        assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
+        for each in (killed, other):
+            each.kill()
+            each.wait()
+        with hold_folder("fw-e-", tmp_path) as last:
+            found = folder_of(last)
+            assert sorted(tmp_path.iterdir()) == sorted([*folders[1:], found])
+        living.communicate(timeout=30)
+        assert living.returncode == 0
+    assert sorted(tmp_path.iterdir()) == [folders[2]]
