@@ -1,7 +1,7 @@
-"""The ``config.json`` of a GGUF file: the shape of its decoder, or a refusal by the key that cannot be served.
+"""The ``config.json`` of a GGUF file: the shape of its decoder, or a refusal by the key that is not served.
 
-Every key of the architecture is either read here or must have a value that changes nothing, so that no file is
-computed otherwise than it states.
+Every key of the architecture is either read here or must have a value that changes nothing, so that no file
+is computed otherwise than it states.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _shown(value: object) -> str:
 
 
 def config_of(file: GgufFile, rope_divisors: Sequence[float] | None) -> dict[str, Any]:
-    """Return the fields of ``config.json`` but those of tokens; ``rope_divisors`` are those in the file, if any.
+    """Return the fields of ``config.json`` but those of tokens; ``rope_divisors`` are the file's, if any.
 
     Raises BadGguf.
     """
@@ -108,7 +108,8 @@ def config_of(file: GgufFile, rope_divisors: Sequence[float] | None) -> dict[str
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         served = ", ".join(ARCHITECTURES)
         raise file.refusal(
-            "general.architecture", f"{_shown(architecture)} is not supported; supported: {served} (also Mistral)"
+            "general.architecture",
+            f"{_shown(architecture)} is not supported; supported: {served} (also Mistral)",
         )
     _require_whole(file)
     keys = _Keys(file, architecture)
@@ -120,7 +121,8 @@ def config_of(file: GgufFile, rope_divisors: Sequence[float] | None) -> dict[str
     if window is not None:
         if architecture != "llama":
             raise file.refusal(
-                keys.name("attention.sliding_window"), f"{window}: the layers with a window are not in the file"
+                keys.name("attention.sliding_window"),
+                f"{window}: the layers with a window are not in the file",
             )
         name, model_type = MISTRAL
         fields["sliding_window"] = window
@@ -194,9 +196,7 @@ def _scaling(
     return found
 
 
-def _llama3(
-    file: GgufFile, head_dim: int, theta: float, divisors: Sequence[float]
-) -> dict[str, Any] | None:
+def _llama3(file: GgufFile, head_dim: int, theta: float, divisors: Sequence[float]) -> dict[str, Any] | None:
     """Return the scaling of Llama 3 that has these divisors; their last one is its factor."""
     if len(divisors) != head_dim // 2:
         raise file.refusal(ROPE_DIVISORS, f"{len(divisors)} divisors, not the {head_dim // 2} of a head")

@@ -1,7 +1,7 @@
 """A checkpoint folder from a GGUF file: the values of its tensors, its tokenizer and its templates.
 
-Quantised tensors are stored as float32, so that their values are those of the file; halves stay as they are. Tensors
-are read and written by rows: memory is bounded, whatever the file's size.
+Quantised tensors are stored as float32, so that their values are those of the file; halves stay as they are.
+Tensors are read and written by rows: memory is bounded, whatever the file's size.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _rope_divisors(file: GgufFile) -> list[float] | None:
 
 
 def _plan(file: GgufFile, config: dict[str, Any]) -> dict[str, _Planned]:
-    """Return the tensors to write by their names: exactly those that the configuration implies. Raises BadGguf."""
+    """Return the tensors to write by their names: those that the configuration implies. Raises BadGguf."""
     try:
         shapes = expected_shapes(parse_config(config))
     except UnsupportedModel as error:
@@ -111,6 +111,8 @@ def _plan(file: GgufFile, config: dict[str, Any]) -> dict[str, _Planned]:
         _require_readable(file, source, tensor.type)
         is_llama = file.metadata["general.architecture"] == "llama"
         heads = permuted.get(source.split(".")[-2], 0) if is_llama else 0
+        if heads and len(tensor.shape) == 1 and tensor.type not in _KEPT:
+            raise file.refusal(source, f"a bias of type {tensor.type} is not read")
         plan[name] = _Planned(source, tensor, _KEPT.get(tensor.type, "F32"), heads)
     return plan
 

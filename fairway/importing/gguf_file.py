@@ -1,7 +1,7 @@
 """A GGUF file's header: its metadata, and the place of each tensor, all checked before anything is allocated.
 
-The file may come from anyone. Layout: magic, version, two counts, the metadata pairs, the tensors' descriptions, and
-the tensors' data, aligned. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The file may come from anyone. Layout: magic, version, two counts, the metadata pairs, the tensors'
+descriptions, and the tensors' data, aligned. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BadGguf(ValueError):
     """The file cannot be read or converted: the file, the key or tensor, and the cause."""
 
     def __init__(self, path: Path, key: str, problem: str) -> None:
-        super().__init__(f"{path.name}: {key[:80]}: {problem}")
+        super().__init__(f"{path.name}: {key[:80] or '(no name)'}: {problem}")
         self.key = key
         self.problem = problem
 
@@ -91,7 +91,9 @@ def read_gguf(path: Path) -> GgufFile:
         version, tensor_count, pair_count = struct.unpack("<IQQ", head[4:])
         if version not in VERSIONS:
             if int.from_bytes(head[4:8], "big") in VERSIONS:
-                raise BadGguf(path, "version", "its numbers are big-endian; only little-endian files are read")
+                raise BadGguf(
+                    path, "version", "its numbers are big-endian; only little-endian files are read"
+                )
             raise BadGguf(path, "version", f"{version} is not one of 2 and 3")
         if pair_count > MAX_PAIRS:
             raise BadGguf(path, "kv_count", f"{pair_count} pairs of metadata; at most {MAX_PAIRS} are read")
@@ -100,7 +102,9 @@ def read_gguf(path: Path) -> GgufFile:
         metadata = reader.metadata(pair_count)
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise BadGguf(path, "general.alignment", f"{alignment!r} is no power of two up to {MAX_ALIGNMENT}")
+            raise BadGguf(
+                path, "general.alignment", f"{alignment!r} is no power of two up to {MAX_ALIGNMENT}"
+            )
         tensors = reader.tensors(tensor_count, alignment)
     return GgufFile(path, metadata, tensors)
 
@@ -119,7 +123,9 @@ class _Reader:
     def take(self, size_bytes: int, key: str) -> bytes:
         if size_bytes > self._file_bytes - self._at:
             left = self._file_bytes - self._at
-            raise BadGguf(self._path, key, f"the file is truncated: {size_bytes} bytes are needed, {left} are left")
+            raise BadGguf(
+                self._path, key, f"the file is truncated: {size_bytes} bytes are needed, {left} are left"
+            )
         data = self._stream.read(size_bytes)
         if len(data) != size_bytes:
             raise BadGguf(self._path, key, "the file became shorter while it was read")
@@ -220,10 +226,8 @@ class _Reader:
         block, block_bytes, type_name = _block(self._path, name, kind)
         if extents[0] % block:
             raise BadGguf(self._path, name, f"rows of {extents[0]} are no multiple of {type_name}'s {block}")
-        if offset % alignment or offset > self._file_bytes:
-            raise BadGguf(
-                self._path, name, f"its offset {offset} is outside the file or no multiple of {alignment}"
-            )
+        if offset % alignment:
+            raise BadGguf(self._path, name, f"its offset {offset} is no multiple of {alignment}")
         return extents[::-1], type_name, offset, extents[0] // block * block_bytes
 
 

@@ -1,7 +1,7 @@
 """The ``tokenizer.json`` of a GGUF file and the settings beside it, from the vocabulary in its metadata.
 
-A byte-level vocabulary (``gpt2``) carries its merges and the name of its split; a SentencePiece one (``llama``) its
-scores, from which the merges follow as in transformers.
+A byte-level vocabulary (``gpt2``) carries its merges and the name of its split; a SentencePiece one
+(``llama``) its scores, from which the merges follow as in transformers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def tokens_of(file: GgufFile, vocab_size: int) -> Tokens:
     elif kind == "llama":
         parts, adds_bos = _sentencepiece(file, tokens, vocab, types), True
     else:
-        raise file.refusal(MODEL, f"{kind!r} is not supported; supported: gpt2 (byte-level), llama (SentencePiece)")
+        raise file.refusal(
+            MODEL, f"{kind!r} is not supported; supported: gpt2 (byte-level), llama (SentencePiece)"
+        )
     added = [
         _added(number, token, special=type_ == _CONTROL)
         for number, (token, type_) in enumerate(zip(tokens, types, strict=True))
@@ -160,7 +162,7 @@ def _byte_level(file: GgufFile, vocab: Mapping[str, int], split: _Split) -> dict
         at = merge.find(" ", 1)
         pair = [merge[:at], merge[at + 1 :]] if at > 0 else [merge, ""]
         if not all(text in vocab for text in (*pair, pair[0] + pair[1])):
-            raise file.refusal(MERGES, f"merge {number}, {merge[:80]!r}, does not lead from two tokens to a third")
+            raise file.refusal(MERGES, f"merge {number}, {merge[:80]!r}, does not join two tokens to a third")
         merges.append(pair)
     level = {
         "type": "ByteLevel",
@@ -211,7 +213,7 @@ def _sentencepiece(
 
 
 def _merges_of(vocab: Mapping[str, int], scores: Sequence[float]) -> list[list[str]]:
-    """Return the merges that the scores imply, the best first; ties as in transformers' ``generate_merges``."""
+    """Return the merges that the scores imply, the best first; ties as in transformers."""
     merges: list[tuple[float, int, int, list[str]]] = []
     for (token, _), score in zip(vocab.items(), scores, strict=True):
         pairs = [[token[:at], token[at:]] for at in range(1, len(token))]
@@ -256,7 +258,11 @@ def _template(vocab: Mapping[str, int], first: str, last: str) -> dict[str, Any]
         return [{"SpecialToken": {"id": token, "type_id": sequence}}] if token else []
 
     def around(name: str, sequence: int) -> list[dict[str, Any]]:
-        return [*piece(first, sequence), {"Sequence": {"id": name, "type_id": sequence}}, *piece(last, sequence)]
+        return [
+            *piece(first, sequence),
+            {"Sequence": {"id": name, "type_id": sequence}},
+            *piece(last, sequence),
+        ]
 
     return {
         "type": "TemplateProcessing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +17,8 @@ from fairway.importing.gguf_convert import _source_of
 TEMPLATE: Final = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
 CORPUS: Final = (
-    "the quick brown fox jumps over the lazy dog and then the other fox, who didn't, couldn't and won't; 1234 and 42 "
-    "zwölf Boxkämpfer jagen  Viktor\n\n\tquer über den großen Sylter Deich; the naïve café"
+    "the quick brown fox jumps over the lazy dog and then the other fox, who didn't, couldn't and won't; 1234 "
+    "and 42 zwölf Boxkämpfer jagen  Viktor\n\n\tquer über den großen Sylter Deich; the naïve café"
 )
 # The place of the two halves that scale a block of k-quants, and its bytes.
 _K_SCALES: Final[Mapping[str, tuple[tuple[int, ...], int]]] = {
@@ -42,10 +43,12 @@ def byte_level(pre: str, *, seed: int = 0, extra: int = 160) -> dict[str, Any]:
     """Return the metadata of a byte-level vocabulary whose merges are drawn from a corpus."""
     rng, alphabet = random.Random(seed), byte_alphabet()
     tokens, merges = list(alphabet), []
-    words = ["".join(alphabet[byte] for byte in f" {word}".encode()) for word in CORPUS.split()]
+    # Where digits are apart, no merge has one.
+    read = [word for word in CORPUS.split() if pre != "smollm" or not any(map(str.isdigit, word))]
+    words = ["".join(alphabet[byte] for byte in f" {word}".encode()) for word in read]
     cut = [list(word) for word in words]
     while len(merges) < extra:
-        pairs = {pair for word in cut for pair in zip(word, word[1:], strict=False)}
+        pairs = {pair for word in cut for pair in pairwise(word)}
         if not pairs:
             break
         left, right = rng.choice(sorted(pairs))
@@ -103,6 +106,7 @@ def sentencepiece(*, seed: int = 0) -> dict[str, Any]:
 def shape_of(config: Any, architecture: str) -> dict[str, Any]:
     """Return the metadata of a shape, from a config of transformers."""
     fields = {
+        "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
@@ -144,7 +148,7 @@ def interleaved(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any
 def write_model(
     path: Path, model: Any, architecture: str, tokenizer: Metadata, *, type_name: str = "F32", seed: int = 0
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Write a model of transformers as a GGUF file; return the float32 values that it holds, by transformers' names."""
+    """Write a model of transformers as a GGUF file; return the float32 values that it holds."""
     rng, config = np.random.default_rng(seed), model.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     tensors: dict[str, tuple[np.ndarray[Any, Any], str]] = {}
@@ -158,14 +162,16 @@ def write_model(
         values[name] = quants.dequantize(data, gguf.GGMLQuantizationType[kind]).reshape(own.shape)
         count = heads.get(name.split(".")[-2], 0) if architecture == "llama" else 0
         tensors[_source_of(name)] = (interleaved(data, count) if count else data, kind)
-    write_file(path, {"general.architecture": architecture, **shape_of(config, architecture), **tokenizer}, tensors)
+    write_file(
+        path, {"general.architecture": architecture, **shape_of(config, architecture), **tokenizer}, tensors
+    )
     return values
 
 
 def write_file(
     path: Path, metadata: Metadata, tensors: Mapping[str, tuple[np.ndarray[Any, Any], str]]
 ) -> None:
-    """Write a GGUF file of these values; a float32 for a float, an int32 for a negative number, else a uint32."""
+    """Write a GGUF file of these values; a float32 for a float, a uint32 for a number."""
     writer = gguf.GGUFWriter(path, str(metadata["general.architecture"]))
     for key, value in metadata.items():
         if key == "general.architecture":

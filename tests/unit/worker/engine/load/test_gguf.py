@@ -1,4 +1,4 @@
-"""A model converted from a GGUF file: its values are those of the file, and it answers as transformers does."""
+"""A model converted from a GGUF file: it has the file's values, and answers as transformers does."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ def test_divisors_of_llama_3_become_its_scaling(
 
         heads = {"q_proj": 4, "k_proj": 2}
         tensors = {
-            _source_of(key): (interleaved(value, count) if (count := heads.get(key.split(".")[-2], 0)) else value, "F32")
+            _source_of(key): (
+                interleaved(value, count) if (count := heads.get(key.split(".")[-2], 0)) else value,
+                "F32",
+            )
             for key, value in values.items()
         }
         write_file(tmp_path / "m.gguf", fields, {**tensors, "rope_freqs.weight": (divisors, "F32")})
