@@ -17,7 +17,7 @@ from fairway.importing.gguf_convert import _source_of
 TEMPLATE: Final = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
 CORPUS: Final = (
-    "the quick brown fox jumps over the lazy dog and then the other fox, who didn't, couldn't and won't; 1234 "
+    "the quick brown fox jumps over the lazy dog and then another fox, who didn't, couldn't and won't; 1234 "
     "and 42 zwölf Boxkämpfer jagen  Viktor\n\n\tquer über den großen Sylter Deich; the naïve café"
 )
 # The place of the two halves that scale a block of k-quants, and its bytes.
