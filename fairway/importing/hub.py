@@ -1,11 +1,12 @@
 """Models of a Hugging Face hub: the safetensors of one commit, through ``huggingface_hub``.
 
-A branch or tag is resolved to its commit first. A download that was cut continues: the library keeps partial
-files beside the complete ones. ``HF_ENDPOINT`` and ``HF_TOKEN`` are those of the library.
+A branch or tag is resolved to its commit first. A download that was cut continues at its last byte.
+``HF_ENDPOINT`` and ``HF_TOKEN`` are those of the library.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +31,7 @@ _SOURCE: Final = re.compile(r"hf://([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w./-]{1,200
 def origin(source: str, report: Report) -> Origin:
     """Return the commit of ``hf://ORG/NAME@REVISION``. Raises ImportRefused."""
     try:
-        import huggingface_hub as hub
+        from huggingface_hub import HfApi, errors
     except ModuleNotFoundError as error:
         raise missing_extra("hub", "hf:// sources") from error
     found = _SOURCE.fullmatch(source)
@@ -40,13 +41,12 @@ def origin(source: str, report: Report) -> Origin:
         )
     repository, revision = found[1], found[2] or "main"
     try:
-        info = hub.HfApi().model_info(repository, revision=revision, files_metadata=True)
-    except (hub.errors.HfHubHTTPError, hub.errors.HFValidationError, OSError) as error:
+        info = HfApi().model_info(repository, revision=revision, files_metadata=True)
+    except (errors.HTTPError, errors.HFValidationError, OSError) as error:
         raise _unreachable(f"{repository} at {revision}", error) from error
     commit = str(info.sha)
-    sizes = {file.rfilename: file.size or 0 for file in (info.siblings or [])[:MAX_FILES]}
-    names = [name for name in sizes if _is_part(name)]
-    if not any(name.endswith(".safetensors") for name in names):
+    files = [file for file in (info.siblings or [])[:MAX_FILES] if _is_part(file.rfilename)]
+    if not any(file.rfilename.endswith(".safetensors") for file in files):
         raise ImportRefused(
             f"{repository} at {commit} has no safetensors; nothing else is read from a hub",
             next_step="name a revision that has them",
@@ -54,23 +54,48 @@ def origin(source: str, report: Report) -> Origin:
     licence = info.card_data.get("license") if info.card_data else None
 
     def fetch(folder: Path) -> tuple[str, ...]:
-        total, done = sum(sizes[name] for name in names), 0
+        total, done = sum(file.size or 0 for file in files), 0
         require_room(folder, total, repository)
-        for name in names:
+        for file in files:
             try:
-                hub.hf_hub_download(
-                    repository,
-                    name,
-                    revision=commit,
-                    local_dir=folder,
-                    tqdm_class=_reporting(report, done, total),
-                )
-            except (hub.errors.HfHubHTTPError, OSError) as error:
-                raise _unreachable(f"{name} of {repository}", error) from error
-            done += sizes[name]
+                _download(repository, commit, file, folder / file.rfilename, _reporting(report, done, total))
+            except (errors.HTTPError, OSError) as error:
+                raise _unreachable(f"{file.rfilename} of {repository}", error) from error
+            done += file.size or 0
         return (f"licence: {licence or 'the hub states none'}", f"revision: {revision} is commit {commit}")
 
     return Origin(f"hf:{repository}@{commit}", model_name(repository.partition("/")[2]), fetch)
+
+
+def _download(repository: str, commit: str, file: Any, target: Path, progress: Any) -> None:
+    """Download a file of a commit after the bytes of an earlier attempt, and compare it with its digest.
+
+    ``hf_hub_download`` begins a file again in each process.
+    """
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    if target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.part")
+    with part.open("a+b") as out:
+        if out.tell() > file.size:
+            out.truncate(0)
+        http_get(
+            hf_hub_url(repository, file.rfilename, revision=commit),
+            out,
+            resume_size=out.tell(),
+            headers=build_hf_headers(),
+            expected_size=file.size,
+            tqdm_class=progress,
+        )
+        out.seek(0)
+        if file.lfs and hashlib.file_digest(out, "sha256").hexdigest() != file.lfs.sha256:
+            out.truncate(0)
+            raise OSError("what was received has another sha256 than the hub states")
+    part.rename(target)
 
 
 def _is_part(name: str) -> bool:

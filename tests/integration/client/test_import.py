@@ -41,9 +41,9 @@ class Hub(BaseHTTPRequestHandler):
     """One repository of a hub. ``cuts``: how many responses with weights end early."""
 
     cuts: ClassVar[int] = 0
+    digest: ClassVar[str] = ""  # in place of that of the weights
     files: ClassVar[dict[str, bytes]] = FILES
     ranges: ClassVar[list[str]] = []
-    agents: ClassVar[list[str]] = []
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing is logged."""
@@ -54,7 +54,7 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path in (f"/api/models/org/tiny/revision/{revision}" for revision in ("main", "v1", COMMIT)):
-            siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
+            siblings = [self.sibling(name, data) for name, data in self.files.items()]
             found = {"id": "org/tiny", "sha": COMMIT, "siblings": siblings, "cardData": {"license": "mit"}}
             return self.answer(200, json.dumps(found).encode())
         name = path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")
@@ -69,6 +69,13 @@ class Hub(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
         self.answer(206 if first else 200, data[first:], headers)
         return None
+
+    def sibling(self, name: str, data: bytes) -> dict[str, Any]:
+        found: dict[str, Any] = {"rfilename": name, "size": len(data)}
+        if name.endswith(".safetensors"):
+            digest = self.digest or hashlib.sha256(data).hexdigest()
+            found["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 134}
+        return found
 
     def answer(self, status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -86,8 +93,8 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def hub(files: dict[str, bytes] | None = None, cuts: int = 0) -> Iterator[str]:
-    handler = type("Handler", (Hub,), {"files": files or FILES, "cuts": cuts, "ranges": Hub.ranges})
+def hub(files: dict[str, bytes] | None = None, cuts: int = 0, digest: str = "") -> Iterator[str]:
+    handler = type("Handler", (Hub,), {"files": files or FILES, "cuts": cuts, "digest": digest})
     Hub.ranges.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -163,7 +170,7 @@ def test_a_download_of_a_hub_that_is_cut_goes_on_at_its_last_byte(tmp_path: Path
 
 def test_an_import_of_a_hub_that_is_ended_goes_on_in_another_process(tmp_path: Path) -> None:
     with hub() as endpoint:
-        assert from_hub("hf://org/tiny", tmp_path, endpoint, stop_after=SIZE // 2) == 9
+        assert from_hub("hf://org/tiny", tmp_path, endpoint, stop_after=SIZE * 3 // 4) == 9
         Hub.ranges.clear()
         found = from_hub("hf://org/tiny", tmp_path, endpoint)
         assert isinstance(found, dict)
@@ -187,6 +194,21 @@ def test_what_a_hub_does_not_have_is_refused(
         found = from_hub(source, tmp_path, endpoint)
         assert isinstance(found, dict)
         assert problem in found["refused"]
+
+
+def test_weights_of_another_digest_are_refused(tmp_path: Path) -> None:
+    with hub(digest="0" * 64) as endpoint:
+        found = from_hub("hf://org/tiny", tmp_path, endpoint)
+        assert isinstance(found, dict)
+        assert "has another sha256 than the hub states" in found["refused"]
+    assert not list(tmp_path.rglob("checkpoint*"))
+
+
+def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    found = from_hub("hf://org/tiny", tmp_path, "http://127.0.0.1:9")
+    assert isinstance(found, dict)
+    assert "cannot fetch org/tiny at main: " in found["refused"]
+    assert "HF_ENDPOINT" in found["refused"]
 
 
 @pytest.fixture
