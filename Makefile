@@ -25,7 +25,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-up: setup ## Install what is missing, start everything, deploy the bundled model
+up: setup ## Install what is missing, start everything, deploy SmolLM2
 	@$(BIN)/fairway up $(ARGS)
 
 down: ## Drain and stop everything that `make up` started

@@ -6,17 +6,17 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
 
 from fairway.cli.errors import CliError
-from fairway.cli.targets import DEFAULT_STATE_DIR
-from fairway.cli.terminal.bars import Bars
+from fairway.cli.fleet.options import SMOLLM2, SMOLLM2_SOURCE, DefaultModel, UpOptions, smollm2_template
+from fairway.cli.fleet.progress import Progress
+from fairway.cli.state import StateDir
 from fairway.cli.terminal.cells import show_bytes
 from fairway.importing.sources import Imported, ImportRefused, Phase, import_source
 
-IMPORTS: Final = DEFAULT_STATE_DIR / "imports"
+Show = Callable[[float | None, str, str], None]  # ratio, phase, figures
 
 
 class _Stopped(Exception):
@@ -46,7 +46,7 @@ class Rate:
 class _Reporter:
     """Receives progress in the importing thread, and ends it once the user has interrupted."""
 
-    show: Callable[[float | None, str, str], None]  # ratio, phase, figures
+    show: Show
     stopped: threading.Event = field(default_factory=threading.Event)
     rate: Rate = field(default_factory=Rate)
 
@@ -57,9 +57,9 @@ class _Reporter:
         self.show(done / total if total else None, phase, figures)
 
 
-async def fetched(source: str, cache: Path, bars: Bars, *, chat_template: str = "") -> Imported:
-    """Return the checkpoint of a source, with bars meanwhile. Raises CliError."""
-    reporter = _Reporter(lambda ratio, phase, figures: bars.update(source, ratio, phase, figures))
+async def fetched(source: str, cache: Path, show: Show, *, chat_template: str = "") -> Imported:
+    """Return the checkpoint of a source; ``show`` is called in another thread. Raises CliError."""
+    reporter = _Reporter(show)
     try:
         return await asyncio.to_thread(import_source, source, cache, reporter, chat_template=chat_template)
     except asyncio.CancelledError:
@@ -75,3 +75,23 @@ async def fetched(source: str, cache: Path, bars: Bars, *, chat_template: str = 
             f"cannot import {source}: {error}",
             next_step="mend what it names, then run it again: what was fetched is kept",
         ) from error
+
+
+async def with_model(options: UpOptions, state: StateDir, progress: Progress) -> UpOptions:
+    """Return options with the folder of their model: where it cannot be fetched, that of the tiny model."""
+    if not options.is_fetched:
+        return options
+    loop = asyncio.get_running_loop()
+
+    def show(ratio: float | None, phase: str, figures: str) -> None:
+        loop.call_soon_threadsafe(progress.event, SMOLLM2, "starting", f"{phase} {figures}".rstrip())
+
+    template = smollm2_template().read_text("utf-8")
+    try:
+        found = await fetched(SMOLLM2_SOURCE, state.imports, show, chat_template=template)
+    except CliError as error:
+        problem = " ".join(f"{error.message}; {error.next_step}".split())
+        progress.event(SMOLLM2, "failed", f"the tiny model is served instead: {problem}")
+        return replace(options, model=DefaultModel.TINY)
+    progress.event(SMOLLM2, "ready", "; ".join(found.facts))
+    return replace(options, model_dir=str(found.folder))

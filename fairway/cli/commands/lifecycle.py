@@ -21,7 +21,7 @@ from fairway.cli.fleet.installation import (
     running_endpoints,
     stop_installation,
 )
-from fairway.cli.fleet.options import UpOptions
+from fairway.cli.fleet.options import SMOLLM2, DefaultModel, UpOptions
 from fairway.cli.fleet.progress import LineProgress
 from fairway.cli.state import Endpoints, StateDir
 from fairway.cli.targets import DEFAULT_STATE_DIR
@@ -59,9 +59,15 @@ def up(
             help="A setting of one role, or of one process such as worker-1. Repeatable.",
         ),
     ] = None,
-    model_dir: Annotated[
-        Path | None, typer.Option(help="A checkpoint folder; default: the bundled model.")
+    model: Annotated[
+        DefaultModel | None,
+        typer.Option(
+            help="smollm2 answers questions and is downloaded once (93 MB); tiny is part of the source and "
+            "completes Python. Default: that of the last run, else smollm2.",
+            show_default=False,
+        ),
     ] = None,
+    model_dir: Annotated[Path | None, typer.Option(help="A checkpoint folder in place of --model.")] = None,
     no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
     state_dir: StateOption = Path(".fairway"),
 ) -> None:
@@ -76,6 +82,8 @@ def up(
       fairway up --model-dir ./llama-3.2-1b --http-port 8000
       fairway up --gateways 2 --schedulers 2 --set worker:FAIRWAY_KV_MEMORY_BYTES=1073741824
     """
+    if model is not None and model_dir is not None:
+        raise typer.BadParameter("--model and --model-dir exclude each other", param_hint="--model")
     state = StateDir.at(state_dir)
     options = UpOptions(
         state_dir=str(state.root),
@@ -84,6 +92,7 @@ def up(
         workers=workers,
         replicas=replicas,
         model_dir=str(model_dir.expanduser().absolute()) if model_dir else "",
+        model=DefaultModel.TINY if model_dir else model or _last_model(state) or DefaultModel.SMOLLM2,
         deploy=not no_model,
         gateways=gateways,
         schedulers=schedulers,
@@ -91,6 +100,14 @@ def up(
         settings=tuple(_setting(text) for text in settings or ()),
     )
     _up(options, _given(context), state, detach=detach)
+
+
+def _last_model(state: StateDir) -> str:
+    """Return the model of the last run from a state folder, or an empty text."""
+    try:
+        return UpOptions.from_json(state.options.read_text("utf-8")).model
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""
 
 
 def _given(context: typer.Context) -> set[str]:
@@ -187,12 +204,17 @@ def _show_addresses(endpoints: Endpoints, state: StateDir) -> None:
         return
     plain(console, "\nTry it:\n")
     for line in (
-        command_line(state, "complete", "def fibonacci(n):"),
+        command_line(state, "complete", _prompt(endpoints)),
         command_line(state, "chat"),
         curl_lines(endpoints),
     ):
         plain(console, line)
     plain(console)
+
+
+def _prompt(endpoints: Endpoints) -> str:
+    """Return a prompt that the model continues well."""
+    return "Once upon a time" if endpoints.model == SMOLLM2 else "def fibonacci(n):"
 
 
 def command_line(state: StateDir, *arguments: str) -> str:
@@ -219,7 +241,7 @@ def _from_here(path: Path) -> str:
 
 def curl_lines(endpoints: Endpoints) -> str:
     """Return a shell command on three lines that streams a completion."""
-    body = {"model": endpoints.model, "prompt": "def fibonacci(n):", "max_tokens": 64, "stream": True}
+    body = {"model": endpoints.model, "prompt": _prompt(endpoints), "max_tokens": 64, "stream": True}
     return (
         f"curl -sN {endpoints.http}/v1/completions \\\n"
         f"  -H 'Authorization: Bearer {endpoints.api_key}' -H 'Content-Type: application/json' \\\n"

@@ -13,8 +13,10 @@ from fairway.cli import completion
 from fairway.cli.calls import PHASE_VERBS, checked, publish_folder
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.fetching import IMPORTS, fetched
+from fairway.cli.fetching import fetched
 from fairway.cli.flags import Format, OutputOption, YesOption, span_s
+from fairway.cli.state import StateDir
+from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.bars import Bars
 from fairway.cli.terminal.cells import moment, short_digest, show_bytes
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, show_deleted, write_document
@@ -150,8 +152,9 @@ async def import_(
         typer.Option("--chat-template", exists=True, dir_okay=False, help="A template in place of its own."),
     ] = None,
     cache: Annotated[
-        Path, typer.Option("--cache", help="Folder of fetched and converted models; it may be deleted.")
-    ] = IMPORTS,
+        Path | None,
+        typer.Option("--cache", help="Folder of fetched and converted models; default: .fairway/imports."),
+    ] = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Fetch a model, convert it where that is needed, and publish it as an immutable version.
@@ -159,8 +162,13 @@ async def import_(
     An interrupted import continues where it stopped. Only data is read: no code of a source is run.
     """
     template = chat_template.read_text("utf-8") if chat_template is not None else ""
+    place = (cache or StateDir.at(DEFAULT_STATE_DIR).imports).expanduser().absolute()
     with Bars() as bars:
-        found = await fetched(source, cache.expanduser().absolute(), bars, chat_template=template)
+
+        def show(ratio: float | None, phase: str, figures: str) -> None:
+            bars.update(source, ratio, phase, figures)
+
+        found = await fetched(source, place, show, chat_template=template)
     for fact in found.facts:
         plain(err(), fact)
     await _publish(connection, found.folder, name or found.name, tag, output)

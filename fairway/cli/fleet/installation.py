@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.fetching import with_model
 from fairway.cli.fleet.bootstrap import Bootstrap
 from fairway.cli.fleet.options import UpOptions
 from fairway.cli.fleet.ports import choose_ports, load_ports, save_ports
@@ -29,6 +30,7 @@ from fairway.cli.fleet.supervisor import ProcessSupervisor
 from fairway.cli.state import PRIVATE_UMASK, Endpoints, StateDir, ensure_secrets, read_secret, write_private
 
 MIN_FREE_BYTES: Final = 1024**3
+FETCHED_BYTES: Final = 2 * 1024**3  # the converted model, as it is imported, stored and cached by a worker
 OnReady = Callable[[Endpoints], None]
 
 
@@ -183,9 +185,14 @@ async def _start(
     supervisor: ProcessSupervisor,
     progress: Progress,
 ) -> Endpoints:
-    with state.writing():
-        await supervisor.start(store_specs(state, os.environ))
-        await supervisor.start(role_specs(state, addresses, os.environ, options.settings))
+    fetching = asyncio.create_task(with_model(options, state, progress))
+    try:
+        with state.writing():
+            await supervisor.start(store_specs(state, os.environ))
+            await supervisor.start(role_specs(state, addresses, os.environ, options.settings))
+        options = await fetching
+    finally:
+        fetching.cancel()
     api_key = await Bootstrap(options, state, addresses, progress).run()
     return Endpoints(
         http=addresses.http_url,
@@ -255,7 +262,7 @@ def check_model(options: UpOptions) -> None:
 
 def check_start(options: UpOptions) -> None:
     """Raise CliError with the first reason that prevents the start."""
-    check_disk(Path(options.state_dir))
+    check_disk(Path(options.state_dir), needed=MIN_FREE_BYTES + (FETCHED_BYTES if options.is_fetched else 0))
     check_model(options)
     check_settings(options)
     if options.replicas > options.workers:
