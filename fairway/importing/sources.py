@@ -61,8 +61,7 @@ class Imported:
 def import_source(source: str, cache: Path, report: Report, *, chat_template: str = "") -> Imported:
     """Return a source's checkpoint; ``chat_template`` replaces its own. Raises ImportRefused, OSError."""
     origin = origin_of(source, report)
-    key = hashlib.sha256(f"{origin.identity}\n{chat_template}".encode()).hexdigest()[:16]
-    place = cache / f"{origin.name}-{key}"
+    place = place_of(origin, cache, chat_template)
     folder, facts = place / "checkpoint", place / "facts.json"
     if not folder.is_dir():
         downloaded, partial = place / "source", place / f"checkpoint.{os.getpid()}"
@@ -86,6 +85,12 @@ def import_source(source: str, cache: Path, report: Report, *, chat_template: st
                 downloaded.rmdir()
                 place.rmdir()
     return Imported(folder, origin.name, tuple(json.loads(facts.read_text("utf-8"))))
+
+
+def place_of(origin: Origin, cache: Path, chat_template: str) -> Path:
+    """Return the folder of one state of a source with a template."""
+    key = hashlib.sha256(f"{origin.identity}\n{chat_template}".encode()).hexdigest()[:16]
+    return cache / f"{origin.name}-{key}"
 
 
 def origin_of(source: str, report: Report) -> Origin:
