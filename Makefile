@@ -18,14 +18,14 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-escrow sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test smollm2-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-escrow sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-up: setup ## Install what is missing, start everything, deploy the bundled model
+up: setup ## Install what is missing, start everything, deploy SmolLM2
 	@$(BIN)/fairway up $(ARGS)
 
 down: ## Drain and stop everything that `make up` started
@@ -70,7 +70,7 @@ verify: setup-dev ## Everything that must hold before a change is merged
 
 checks: floor lint types imports stubs-check
 
-verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test typescript-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts drill-operators drill-batch sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test smollm2-test typescript-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts drill-operators drill-batch sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -173,6 +173,9 @@ triton-test: triton-env ## Run the CUDA kernels in Triton's interpreter, and com
 
 minilm-test: minilm-env ## Compare a published embedding model with its package's own code (a minute)
 	.venv-minilm/bin/python -m pytest tests/minilm -n 0 $(ARGS)
+
+smollm2-test: setup-dev e2e-env ## Compare SmolLM2, as it is served, with transformers, and call tools (minutes, 93 MB)
+	$(BIN)/python -m pytest tests/smollm2 -n 0 $(ARGS)
 
 chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (about 30 minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -57,7 +57,7 @@ def run(settle_s: float, seconds: float) -> dict[str, float]:
         at = ("--state-dir", str(Path(folder) / "state"))
         command = [sys.executable, "-m", "fairway.cli.main"]
         try:
-            subprocess.run([*command, "up", "--detach", *at], check=True)
+            subprocess.run([*command, "up", "--detach", "--model", "tiny", *at], check=True)
             time.sleep(settle_s)
             endpoints = json.loads((Path(folder) / "state" / "endpoints.json").read_text())
             return measure(endpoints["supervisor_pid"], seconds)

@@ -76,7 +76,18 @@ class Line:
 def main(path: Path) -> int:
     with tempfile.TemporaryDirectory() as folder:
         state = ["--state-dir", folder]
-        up: list[str | Path] = [FAIRWAY, "up", "--detach", "--workers", "2", "--replicas", "2", *state]
+        up: list[str | Path] = [
+            FAIRWAY,
+            "up",
+            "--detach",
+            "--model",
+            "tiny",
+            "--workers",
+            "2",
+            "--replicas",
+            "2",
+            *state,
+        ]
         subprocess.run(up, check=True, stdout=subprocess.DEVNULL)
         try:
             endpoints = Endpoints.load(StateDir.at(Path(folder)).endpoints)

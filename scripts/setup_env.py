@@ -26,6 +26,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CONSTRAINTS = os.path.join(ROOT, "constraints.txt")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 OLDEST = (3, 11)
+# What an installation needs: the engine, and what converts the model that `fairway up` fetches.
+SERVES = "torch,gguf"
 NEEDED_BYTES = 1024**3
 NEEDED_CPU_BYTES = 3 * 1024**3
 NEEDED_GPU_BYTES = 10 * 1024**3
@@ -51,7 +53,7 @@ def main(argv: list[str]) -> None:
     )
     # Found by name and with its version met, torch itself is not touched here; what it needs comes along.
     pip(python, ["install", "--constraint", CONSTRAINTS, "--editable", f"{ROOT}[{extra}]"])
-    for name in {extra, "torch"} if torch else {extra}:
+    for name in {extra, SERVES} if torch else {extra}:
         with open(stamp_path(venv, name), "w", encoding="utf-8") as stamp:
             stamp.write(fingerprint())
 
@@ -59,7 +61,7 @@ def main(argv: list[str]) -> None:
 def extra_of(argv: list[str]) -> str:
     if "--test" in argv:
         return "test"
-    return "torch,dev" if "--dev" in argv else "torch"
+    return SERVES + (",dev" if "--dev" in argv else "")
 
 
 def check_python() -> None:

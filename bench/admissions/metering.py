@@ -59,7 +59,7 @@ def installation(state: Path) -> Iterator[Installation]:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
 
     ports = ("--http-port", str(free_port()), "--grpc-port", str(free_port()))
-    fairway("up", "--detach", *ports)
+    fairway("up", "--detach", "--model", "tiny", *ports)
     try:
         found = json.loads((state / "endpoints.json").read_text())
         yield Installation(

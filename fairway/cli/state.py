@@ -47,6 +47,11 @@ class StateDir:
         return self.root / "logs"
 
     @property
+    def imports(self) -> Path:
+        """Fetched and converted models; it may be deleted while no import runs."""
+        return self.root / "imports"
+
+    @property
     def secrets(self) -> Path:
         return self.root / "secrets"
 

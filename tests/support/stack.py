@@ -49,10 +49,12 @@ def fairway(
 
 def up_on_free_ports(options: Sequence[str], settings: Mapping[str, str] | None) -> None:
     """Bring an installation up; again when another process took a port that was free a moment before."""
+    own = {"--model", "--model-dir", "--no-model"} & {*options}
+    model = () if own else ("--model", "tiny")  # nothing is downloaded
     for attempt in range(3):
         ports = ("--http-port", str(local_servers.free_port()), "--grpc-port", str(local_servers.free_port()))
         try:
-            fairway("up", "--detach", *ports, *options, settings=settings)
+            fairway("up", "--detach", *model, *ports, *options, settings=settings)
         except AssertionError as error:
             if attempt == 2 or "is taken by another" not in str(error):
                 raise

