@@ -31,7 +31,9 @@ _SOURCE: Final = re.compile(r"hf://([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w./-]{1,200
 def origin(source: str, report: Report) -> Origin:
     """Return the commit of ``hf://ORG/NAME@REVISION``. Raises ImportRefused."""
     try:
-        from huggingface_hub import HfApi, errors
+        from httpx import HTTPError
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError
     except ModuleNotFoundError as error:
         raise missing_extra("hub", "hf:// sources") from error
     found = _SOURCE.fullmatch(source)
@@ -42,7 +44,7 @@ def origin(source: str, report: Report) -> Origin:
     repository, revision = found[1], found[2] or "main"
     try:
         info = HfApi().model_info(repository, revision=revision, files_metadata=True)
-    except (errors.HTTPError, errors.HFValidationError, OSError) as error:
+    except (HTTPError, HFValidationError, OSError) as error:
         raise _unreachable(f"{repository} at {revision}", error) from error
     commit = str(info.sha)
     files = [file for file in (info.siblings or [])[:MAX_FILES] if _is_part(file.rfilename)]
@@ -59,7 +61,7 @@ def origin(source: str, report: Report) -> Origin:
         for file in files:
             try:
                 _download(repository, commit, file, folder / file.rfilename, _reporting(report, done, total))
-            except (errors.HTTPError, OSError) as error:
+            except (HTTPError, OSError) as error:
                 raise _unreachable(f"{file.rfilename} of {repository}", error) from error
             done += file.size or 0
         return (f"licence: {licence or 'the hub states none'}", f"revision: {revision} is commit {commit}")
@@ -74,7 +76,7 @@ def _download(repository: str, commit: str, file: Any, target: Path, progress: A
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
     if target.exists():
         return
@@ -116,7 +118,7 @@ def _reporting(report: Report, before: int, total: int) -> Any:
     """Return a class in place of tqdm's that reports the bytes of one file after those before it."""
     from tqdm import tqdm
 
-    class Reporting(tqdm):
+    class Reporting(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             self._done = int(options.get("initial") or 0)
             options.pop("name", None)

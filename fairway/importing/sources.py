@@ -141,9 +141,10 @@ def _unwanted(_: str, names: Sequence[str]) -> set[str]:
 
 def _convert(file: Path, folder: Path, report: Report) -> None:
     """Convert a GGUF file into a folder. Raises ImportRefused, OSError."""
+    from fairway.importing.gguf_file import BadGguf
+
     try:
         from fairway.importing.gguf_convert import convert_gguf
-        from fairway.importing.gguf_file import BadGguf
 
         convert_gguf(file, folder, lambda done, total: report("converting", done, total))
     except ModuleNotFoundError as error:

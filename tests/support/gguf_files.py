@@ -42,7 +42,7 @@ def byte_alphabet() -> list[str]:
 def byte_level(pre: str, *, seed: int = 0, extra: int = 160) -> dict[str, Any]:
     """Return the metadata of a byte-level vocabulary whose merges are drawn from a corpus."""
     rng, alphabet = random.Random(seed), byte_alphabet()
-    tokens, merges = list(alphabet), []
+    tokens, merges = list(alphabet), list[str]()
     # Where digits are apart, no merge has one.
     read = [word for word in CORPUS.split() if pre != "smollm" or not any(map(str.isdigit, word))]
     words = ["".join(alphabet[byte] for byte in f" {word}".encode()) for word in read]
@@ -179,8 +179,8 @@ def write_file(
         kind = {bool: "bool", str: "string", float: "float32", int: "uint32", list: "array"}[type(value)]
         getattr(writer, f"add_{kind}")(key, value)
     for name, (data, type_name) in tensors.items():
-        kind = gguf.GGMLQuantizationType[type_name]
-        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kind)
+        raw = gguf.GGMLQuantizationType[type_name]
+        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
