@@ -8,7 +8,7 @@ import platform
 import signal
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from typing import Annotated, Final
 
 import grpc
 import typer
@@ -51,6 +51,14 @@ def fairway_version() -> str:
         return "unknown"
 
 
+def _version_option(
+    show: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if show:
+        show_version()
+        raise typer.Exit
+
+
 def show_version(output: OutputOption = Format.TABLE) -> None:
     """Show the version of this command.
 
@@ -70,7 +78,6 @@ def show_version(output: OutputOption = Format.TABLE) -> None:
 
 DEBUG: Final = "FAIRWAY_CLI_DEBUG"
 COMPLETION: Final = "_FAIRWAY_COMPLETE"  # set by the shell's completion, which needs all commands
-NEVER_ALONE: Final = ("down", "version")  # typer makes one command alone the whole program
 # Base class of typer's usage errors: bad parameter, missing argument, unknown option.
 _WrongUse: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 
@@ -81,6 +88,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.callback(invoke_without_command=True)(_version_option)
 app.command()(lifecycle.up)
 app.command()(lifecycle.down)
 app.command()(service)
@@ -150,12 +158,12 @@ def _part_of(commands: typer.Typer, argv: list[str] | None) -> typer.Typer:
     Typer reads the signature of every command that it is given, which takes longer than most commands.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    kept = {arguments[0], *NEVER_ALONE} if arguments else set()
+    kept = {*arguments[:1]}
     part = copy.copy(commands)
     part.registered_commands = [each for each in commands.registered_commands if _name_of(each) in kept]
     part.registered_groups = [each for each in commands.registered_groups if each.name in kept]
     names = {*map(_name_of, part.registered_commands), *(each.name for each in part.registered_groups)}
-    return part if names >= kept and len(names) > 1 and COMPLETION not in os.environ else commands
+    return part if kept and names >= kept and COMPLETION not in os.environ else commands
 
 
 def _name_of(command: CommandInfo) -> str:
