@@ -307,7 +307,6 @@ class OpenAiFace:
             raise without_stream()
         names = request.names.items()
         if request.stream:
-            exchange.headers.check_stream()
             work = self._stream(exchange, request, timeout_s)
             await named(names, unless_disconnected(exchange.receive, exchange.reply, work))
             return
