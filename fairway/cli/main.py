@@ -32,11 +32,12 @@ from fairway.cli.commands import (
 from fairway.cli.commands import bootstrap as bootstrap_command
 from fairway.cli.commands.generation.chat import chat
 from fairway.cli.commands.generation.complete import complete
-from fairway.cli.commands.reliability import quarantine, slis
+from fairway.cli.commands.reliability import quarantine, requests, slis
 from fairway.cli.commands.simulate import calibrate, simulate
 from fairway.cli.commands.status import status
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption
+from fairway.cli.fleet.logs import logs
 from fairway.cli.fleet.service import service
 from fairway.cli.rollouts import commands as rollouts
 from fairway.cli.terminal.formats import DOCUMENTS, write_document
@@ -93,6 +94,7 @@ app.command()(lifecycle.up)
 app.command()(lifecycle.down)
 app.command()(service)
 app.command()(status)
+app.command()(logs)
 app.command()(complete)
 app.command()(chat)
 app.add_typer(batches.app, name="batches")
@@ -105,6 +107,7 @@ app.add_typer(budgets.app, name="budgets")
 app.add_typer(objectives.app, name="objectives")
 app.add_typer(quarantine.app, name="quarantine")
 app.add_typer(nodes.app, name="nodes")
+app.add_typer(requests.app, name="requests")
 queue.add(app)
 usage.add(app)
 slis.add(app)

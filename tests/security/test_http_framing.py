@@ -143,9 +143,7 @@ def test_http_1_0_has_no_chunked_body(target: Target) -> None:
 
 
 @pytest.mark.parametrize("keep", [b"", b"connection: keep-alive\r\n"])
-def test_an_answer_of_http_1_0_ends_with_its_connection(
-    target: Target, keep: bytes
-) -> None:
+def test_an_answer_of_http_1_0_ends_with_its_connection(target: Target, keep: bytes) -> None:
     for extra, ends in ((b',"stream":true}', b"data: [DONE]\n\n"), (b"}", b"}")):
         body = BODY[:-1] + extra
         head = AUTHORISED.replace(b"HTTP/1.1", b"HTTP/1.0") + keep + b"content-length: %d\r\n\r\n" % len(body)

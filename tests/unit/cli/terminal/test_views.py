@@ -46,6 +46,7 @@ def test_every_view_has_a_capture() -> None:
         ("events", ("out of memory",)),
         ("usage", ("LIST", "MEASURED")),
         ("slis", ("interactive", "standard", "TTFT")),
+        ("requests", ("req_" + "a" * 24, "QUEUE_TIMEOUT", "queue 12s")),
         ("queue", ("interactive:3.5s standard:35s",)),
     ],
 )

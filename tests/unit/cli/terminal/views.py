@@ -21,6 +21,7 @@ from fairway.cli.commands.events import COLUMNS as EVENTS
 from fairway.cli.commands.keys import KEYS
 from fairway.cli.commands.placements import DECISIONS, ROWS, WORKERS, RowLine
 from fairway.cli.commands.reliability.quarantine import INPUTS
+from fairway.cli.commands.reliability.requests import REQUESTS, show_lines
 from fairway.cli.commands.reliability.slis import SLIS
 from fairway.cli.commands.status import COLUMNS as PARTS
 from fairway.cli.commands.status import Part
@@ -28,7 +29,7 @@ from fairway.cli.rollouts import view
 from fairway.cli.rollouts.commands import ROLLOUTS
 from fairway.cli.terminal.fields import lines_of
 from fairway.cli.terminal.table import Column, blocks_of, table_of, visible
-from fairway.v1 import common_pb2, worker_pb2
+from fairway.v1 import common_pb2, slis_pb2, worker_pb2
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import registry_pb2 as rg
 from fairway.v1 import scheduler_pb2 as pb
@@ -153,6 +154,25 @@ def _queue() -> cp.Queue:
     return cp.Queue(deployments=["llama-3.2-instruct"], pool=pool)
 
 
+def _requests() -> list[slis_pb2.FinishedRequest]:
+    return [
+        slis_pb2.FinishedRequest(
+            request_id=f"req_{letter * 24}",
+            face="openai",
+            tenant="customer-support",
+            model="llama-3.2-instruct",
+            version_digest=ONE,
+            priority=CLASSES[1],
+            reason=reason,
+            received_unix_us=NOON.seconds * 1_000_000,
+            stages_us=[1200, 800, 12_400_000, 900, 2100, 180_000, decode_us, 100],
+            prompt_tokens=812,
+            output_tokens=256,
+        )
+        for letter, reason, decode_us in (("a", "FINISHED", 3_100_000), ("b", "QUEUE_TIMEOUT", 0))
+    ]
+
+
 def _row() -> RowLine:
     window = common_pb2.BatchWindow(
         linger_s=0.02, objective_s=0.04, target_s=0.05, compute_s=0.015, transport_s=0.005, rate_per_s=812.5
@@ -267,6 +287,7 @@ VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
             )
         ],
     ),
+    "requests": (REQUESTS.columns, _requests()),
     "explain": (DECISIONS, _decisions()),
     "explain-rows": (ROWS, [_row()]),
     "events": (
@@ -326,6 +347,8 @@ def capture(name: str) -> str:
     parts.append(f"# 80 columns, wide\n{blocks_of(visible(columns, wide=True), items)}")
     if isinstance(items[0], Message) and hasattr(items[0], "metadata"):
         parts.append("# show\n" + "".join(f"{line}\n" for line in lines_of(items[0])))
+    if name == "requests":
+        parts.append(f"# show\n{show_lines(items[0])}")
     return "\n".join(parts)
 
 

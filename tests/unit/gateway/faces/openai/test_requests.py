@@ -157,9 +157,7 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
 def test_a_request_has_up_to_128_prompts() -> None:
     assert MAX_PROMPTS == 128
     assert len(completion(prompt=["a"] * MAX_PROMPTS).generations) == MAX_PROMPTS
-    with pytest.raises(
-        InvalidInput, match="a list of 129; one request takes 128: send"
-    ):
+    with pytest.raises(InvalidInput, match="a list of 129; one request takes 128: send"):
         completion(prompt=["a"] * (MAX_PROMPTS + 1))
     with pytest.raises(InvalidInput, match="outputs"):
         completion(prompt=["a"] * MAX_PROMPTS, n=2)
