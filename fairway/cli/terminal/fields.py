@@ -67,7 +67,8 @@ def _text(field: FieldDescriptor, value: Any) -> str:
     if field.enum_type is not None:
         names = zip(*(each.name for each in field.enum_type.values), strict=False)
         prefix = "".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, names))
-        return enum_name(lambda number: field.enum_type.values_by_number[number].name, value, prefix)
+        numbers = field.enum_type.values_by_number
+        return enum_name(lambda number: numbers[number].name, value, prefix)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and field.name.endswith("_micros"):

@@ -71,7 +71,7 @@ def test_a_mistake_stops_the_start_and_is_named(name: str, value: str) -> None:
 def test_settings_like_an_unknown_one_are_named() -> None:
     with pytest.raises(ConfigError, match="FAIRWAY_DRIAN_S; did you mean FAIRWAY_DRAIN_S"):
         load({"FAIRWAY_DRIAN_S": "1"})
-    with pytest.raises(ConfigError, match="known: .*FAIRWAY_DRAIN_S"):
+    with pytest.raises(ConfigError, match=r"known: .*FAIRWAY_DRAIN_S"):
         load({"FAIRWAY_" + "Q" * 40: "1"})
 
 
