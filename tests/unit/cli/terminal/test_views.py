@@ -12,6 +12,7 @@ import pytest
 import fairway.cli
 from fairway.cli.terminal import table
 from fairway.cli.terminal.listing import Resource
+from fairway.cli.terminal.output import out
 from fairway.cli.terminal.table import Column, show_rows
 from tests.unit.cli.terminal.views import GOLDEN, VIEWS, capture
 
@@ -61,7 +62,7 @@ def test_wide_leaves_nothing_out(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert table.out().is_terminal
+    assert out().is_terminal
     columns, items = VIEWS[name]
     show_rows(columns, items, wide=True)
     shown = " ".join(capsys.readouterr().out.split())
