@@ -16,9 +16,9 @@ from typing import Final
 
 from msgspec import Struct
 
+from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.sketch import Sketch
 from services.core.estimates.traffic_shapes import TrafficShapes
-from services.core.finished import FinishedRequest
 from services.core.records import Priority
 
 CLUSTERS: Final = 64

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from services.core import faults
 from services.core.arms import ArmKey, SliKey, session_hash
 from services.core.errors import FairwayError, QueueFull
+from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.traffic_shapes import RequestShape
 from services.core.faults import fault_of
-from services.core.finished import FinishedRequest
 from services.core.generation import NO_USAGE, GenerationSpec, StageClock, Usage
 from services.core.records import Priority
 from services.core.rollouts.routes import SHADOW_TENANT

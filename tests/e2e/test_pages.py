@@ -76,7 +76,7 @@ def test_the_blocks_of_a_page_run_as_they_are(
     own = str(Path(sys.executable).parent)
     environment = {"PATH": f"{own}:{os.environ['PATH']}", "HOME": os.environ.get("HOME", "/")}
     # Consecutive blocks of one interpreter are one session.
-    for interpreter, group in groupby(found, key=lambda each: _interpreter(*each, openai_python)):
+    for interpreter, group in groupby(found, key=lambda each: _interpreter(each[0], each[1], openai_python)):
         texts = [text for _, text in group]
         if interpreter == "bash":
             done = _run(["bash", "-euo", "pipefail"], "\n".join(texts), folder, environment)

@@ -9,8 +9,8 @@ from services.controlplane.objectives.policy.book import SERIES_S
 from services.controlplane.objectives.store import SliStore
 from services.core.arms import SliKey, SliSums
 from services.core.errors import NoLeader
+from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.sketch import merged
-from services.core.finished import FinishedRequest
 from services.core.paging import page_of
 from services.rpc.convert.inference import PRIORITIES
 from services.rpc.convert.slis import finished_to_proto

@@ -21,8 +21,8 @@ from services.controlplane.objectives.policy.burn import EventCounts, alert_of
 from services.controlplane.usage.ledger import LedgerElection
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport, SliSums
 from services.core.errors import FairwayError, IntegrityError, NoLeader, NotFound
+from services.core.estimates.finished import FinishedRequests
 from services.core.estimates.traffic_shapes import RequestShape, probed_shapes
-from services.core.finished import FinishedRequests
 from services.core.records import BurnAlert, Priority, Sli
 from services.ports.clock import Clock
 from services.ports.ledger_store import LedgerStore

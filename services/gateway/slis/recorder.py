@@ -21,10 +21,10 @@ from services.core.arms import (
     prompt_size,
     session_hash,
 )
+from services.core.estimates.finished import NotableRequests
 from services.core.estimates.sketch import Sketch
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
 from services.core.faults import Fault, fault_of
-from services.core.finished import NotableRequests
 from services.core.generation import Sampling, Usage
 from services.core.rollouts.routes import SHADOW_TENANT
 from services.runtime.telemetry.metrics import GAP_S, CounterCell, HistogramCell, LabelCap, Metrics

@@ -16,9 +16,9 @@ from services.core.arms import (
     SliSums,
     latency_sketch,
 )
+from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.sketch import Sketch
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
-from services.core.finished import FinishedRequest
 from services.core.generation import StageClock, Usage
 from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
 

@@ -21,7 +21,7 @@ from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.core.arms import SliReport
 from services.core.errors import InvalidInput, NoLeader
-from services.core.finished import FinishedRequest
+from services.core.estimates.finished import FinishedRequest
 from services.core.generation import StageClock, Usage
 from services.core.records import Priority
 from services.rpc.channel import open_channel

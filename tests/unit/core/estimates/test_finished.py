@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from services.core import finished
-from services.core.finished import FinishedRequest, FinishedRequests, NotableRequests
+from services.core.estimates import finished
+from services.core.estimates.finished import FinishedRequest, FinishedRequests, NotableRequests
 from services.core.generation import StageClock, Usage
 from services.core.records import Priority
 
