@@ -493,6 +493,7 @@ def test_a_refusal_states_one_wait_in_its_text_its_header_its_details_and_the_qu
     assert error.retry_after_s is not None
     headers = dict(error_headers(error))
     assert error.message.endswith(f"; retry in {headers[b'retry-after'].decode()} s")
+    assert 0.0 <= int(headers[b"retry-after"]) - error.retry_after_s < 1.0
     assert abs(int(headers[b"retry-after-ms"]) / 1000 - error.retry_after_s) < 1e-3
     detail = to_proto(error)
     assert detail.message == error.message
