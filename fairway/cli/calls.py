@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
@@ -69,7 +70,7 @@ def client_error(error: FairwayError, *, what: str) -> CliError:
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), grpc.StatusCode.UNKNOWN)
     exit_code, next_step = _advice(code, error.reason)
     if error.retry_after_s is not None:
-        next_step = f"try again in {error.retry_after_s:.1f} s"
+        next_step = f"try again in {math.ceil(error.retry_after_s)} s"
     return CliError(error.reason, f"{what}: {error.message}", next_step=next_step, exit_code=exit_code)
 
 

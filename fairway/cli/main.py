@@ -8,7 +8,7 @@ import platform
 import signal
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from typing import Annotated, Final
 
 import grpc
 import typer
@@ -32,11 +32,12 @@ from fairway.cli.commands import (
 from fairway.cli.commands import bootstrap as bootstrap_command
 from fairway.cli.commands.generation.chat import chat
 from fairway.cli.commands.generation.complete import complete
-from fairway.cli.commands.reliability import quarantine, slis
+from fairway.cli.commands.reliability import quarantine, requests, slis
 from fairway.cli.commands.simulate import calibrate, simulate
 from fairway.cli.commands.status import status
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption
+from fairway.cli.fleet.logs import logs
 from fairway.cli.fleet.service import service
 from fairway.cli.rollouts import commands as rollouts
 from fairway.cli.terminal.formats import DOCUMENTS, write_document
@@ -49,6 +50,14 @@ def fairway_version() -> str:
         return version("fairway")
     except PackageNotFoundError:
         return "unknown"
+
+
+def _version_option(
+    show: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if show:
+        show_version()
+        raise typer.Exit
 
 
 def show_version(output: OutputOption = Format.TABLE) -> None:
@@ -70,7 +79,6 @@ def show_version(output: OutputOption = Format.TABLE) -> None:
 
 DEBUG: Final = "FAIRWAY_CLI_DEBUG"
 COMPLETION: Final = "_FAIRWAY_COMPLETE"  # set by the shell's completion, which needs all commands
-NEVER_ALONE: Final = ("down", "version")  # typer makes one command alone the whole program
 # Base class of typer's usage errors: bad parameter, missing argument, unknown option.
 _WrongUse: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 
@@ -81,10 +89,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.callback(invoke_without_command=True)(_version_option)
 app.command()(lifecycle.up)
 app.command()(lifecycle.down)
 app.command()(service)
 app.command()(status)
+app.command()(logs)
 app.command()(complete)
 app.command()(chat)
 app.add_typer(batches.app, name="batches")
@@ -97,6 +107,7 @@ app.add_typer(budgets.app, name="budgets")
 app.add_typer(objectives.app, name="objectives")
 app.add_typer(quarantine.app, name="quarantine")
 app.add_typer(nodes.app, name="nodes")
+app.add_typer(requests.app, name="requests")
 queue.add(app)
 usage.add(app)
 slis.add(app)
@@ -150,12 +161,12 @@ def _part_of(commands: typer.Typer, argv: list[str] | None) -> typer.Typer:
     Typer reads the signature of every command that it is given, which takes longer than most commands.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    kept = {arguments[0], *NEVER_ALONE} if arguments else set()
+    kept = {*arguments[:1]}
     part = copy.copy(commands)
     part.registered_commands = [each for each in commands.registered_commands if _name_of(each) in kept]
     part.registered_groups = [each for each in commands.registered_groups if each.name in kept]
     names = {*map(_name_of, part.registered_commands), *(each.name for each in part.registered_groups)}
-    return part if names >= kept and len(names) > 1 and COMPLETION not in os.environ else commands
+    return part if kept and names >= kept and COMPLETION not in os.environ else commands
 
 
 def _name_of(command: CommandInfo) -> str:

@@ -6,6 +6,7 @@ Desired state: every resource has Create, Get, List, Update, Delete where they m
 from collections import abc as _abc
 from fairway.v1 import common_pb2 as _common_pb2
 from fairway.v1 import scheduler_pb2 as _scheduler_pb2
+from fairway.v1 import slis_pb2 as _slis_pb2
 from fairway.v1 import usage_pb2 as _usage_pb2
 from fairway.v1 import worker_pb2 as _worker_pb2
 from google.protobuf import descriptor as _descriptor
@@ -4331,6 +4332,64 @@ class ListSlisResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListSlisResponse: _TypeAlias = ListSlisResponse  # noqa: Y015
+
+@_typing.final
+class ListFinishedRequestsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_NAME_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    SLOW_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """At most this many; 0: 100."""
+    tenant: _builtins.str
+    """Only of this tenant and deployment."""
+    model: _builtins.str
+    request_name: _builtins.str
+    """Only the one with this id."""
+    failed: _builtins.bool
+    slow: _builtins.bool
+    """The slowest first; otherwise the last to end first."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        request_name: _builtins.str = ...,
+        failed: _builtins.bool = ...,
+        slow: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "limit", b"limit", "model", b"model", "request_name", b"request_name", "slow", b"slow", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListFinishedRequestsRequest: _TypeAlias = ListFinishedRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ListFinishedRequestsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[_slis_pb2.FinishedRequest]: ...
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[_slis_pb2.FinishedRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListFinishedRequestsResponse: _TypeAlias = ListFinishedRequestsResponse  # noqa: Y015
 
 @_typing.final
 class ListUsageRequest(_message.Message):

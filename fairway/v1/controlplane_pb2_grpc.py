@@ -279,6 +279,11 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListSlisRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListSlisResponse.FromString,
                 _registered_method=True)
+        self.ListFinishedRequests = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/ListFinishedRequests',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListFinishedRequestsRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListFinishedRequestsResponse.FromString,
+                _registered_method=True)
         self.ListUsage = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/ListUsage',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListUsageRequest.SerializeToString,
@@ -608,6 +613,13 @@ class ControlPlaneServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListFinishedRequests(self, request, context):
+        """The slowest and the failed of the requests that ended lately. NO_LEADER while no control plane leads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListUsage(self, request, context):
         """What was used and what it cost. NO_LEADER while no control plane leads.
         """
@@ -875,6 +887,11 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.ListSlis,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListSlisRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListSlisResponse.SerializeToString,
+            ),
+            'ListFinishedRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListFinishedRequests,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListFinishedRequestsRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListFinishedRequestsResponse.SerializeToString,
             ),
             'ListUsage': grpc.unary_unary_rpc_method_handler(
                     servicer.ListUsage,
@@ -2215,6 +2232,33 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/ListSlis',
             fairway_dot_v1_dot_controlplane__pb2.ListSlisRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.ListSlisResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListFinishedRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/ListFinishedRequests',
+            fairway_dot_v1_dot_controlplane__pb2.ListFinishedRequestsRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.ListFinishedRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

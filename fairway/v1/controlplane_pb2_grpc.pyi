@@ -96,6 +96,8 @@ class ControlPlaneServiceStub:
     """Admit an input again before its time is over. NOT_FOUND where it is not refused."""
     ListSlis: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListSlisRequest, _controlplane_pb2.ListSlisResponse]
     """What gateways measured of the requests of the last hour. NO_LEADER while no control plane leads."""
+    ListFinishedRequests: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListFinishedRequestsRequest, _controlplane_pb2.ListFinishedRequestsResponse]
+    """The slowest and the failed of the requests that ended lately. NO_LEADER while no control plane leads."""
     ListUsage: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListUsageRequest, _controlplane_pb2.ListUsageResponse]
     """What was used and what it cost. NO_LEADER while no control plane leads."""
     ListAuditEvents: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListAuditEventsRequest, _controlplane_pb2.ListAuditEventsResponse]
@@ -170,6 +172,8 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     """Admit an input again before its time is over. NOT_FOUND where it is not refused."""
     ListSlis: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListSlisRequest, _controlplane_pb2.ListSlisResponse]  # type: ignore[assignment]
     """What gateways measured of the requests of the last hour. NO_LEADER while no control plane leads."""
+    ListFinishedRequests: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListFinishedRequestsRequest, _controlplane_pb2.ListFinishedRequestsResponse]  # type: ignore[assignment]
+    """The slowest and the failed of the requests that ended lately. NO_LEADER while no control plane leads."""
     ListUsage: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListUsageRequest, _controlplane_pb2.ListUsageResponse]  # type: ignore[assignment]
     """What was used and what it cost. NO_LEADER while no control plane leads."""
     ListAuditEvents: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListAuditEventsRequest, _controlplane_pb2.ListAuditEventsResponse]  # type: ignore[assignment]
@@ -535,6 +539,14 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.ListSlisResponse, _abc.Awaitable[_controlplane_pb2.ListSlisResponse]]:
         """What gateways measured of the requests of the last hour. NO_LEADER while no control plane leads."""
+
+    @_abc_1.abstractmethod
+    def ListFinishedRequests(
+        self,
+        request: _controlplane_pb2.ListFinishedRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.ListFinishedRequestsResponse, _abc.Awaitable[_controlplane_pb2.ListFinishedRequestsResponse]]:
+        """The slowest and the failed of the requests that ended lately. NO_LEADER while no control plane leads."""
 
     @_abc_1.abstractmethod
     def ListUsage(

@@ -1219,6 +1219,33 @@ class QueueShare(_message.Message):
 Global___QueueShare: _TypeAlias = QueueShare  # noqa: Y015
 
 @_typing.final
+class ClassWait(_message.Message):
+    """The wait of a new request of a class behind all that waits, as refusals state it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PREDICTED_WAIT_FIELD_NUMBER: _builtins.int
+    priority: _common_pb2.Priority.ValueType
+    @_builtins.property
+    def predicted_wait(self) -> _duration_pb2.Duration:
+        """Absent while it is unknown."""
+
+    def __init__(
+        self,
+        *,
+        priority: _common_pb2.Priority.ValueType = ...,
+        predicted_wait: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["predicted_wait", b"predicted_wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["predicted_wait", b"predicted_wait", "priority", b"priority"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassWait: _TypeAlias = ClassWait  # noqa: Y015
+
+@_typing.final
 class PoolQueue(_message.Message):
     """The queue and the workers of one model version."""
 
@@ -1240,6 +1267,7 @@ class PoolQueue(_message.Message):
     SHARES_LEFT_OFF_FIELD_NUMBER: _builtins.int
     PRESSURE_RATIO_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     queued: _builtins.int
     queued_prompt_tokens: _builtins.int
@@ -1262,7 +1290,7 @@ class PoolQueue(_message.Message):
     def oldest_wait(self) -> _duration_pb2.Duration: ...
     @_builtins.property
     def predicted_wait(self) -> _duration_pb2.Duration:
-        """Until what is queued now has left, by the grants of the last seconds. Absent while none were given."""
+        """Until what is queued now has left. Absent while it is unknown."""
 
     @_builtins.property
     def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueShare]:
@@ -1271,6 +1299,10 @@ class PoolQueue(_message.Message):
     @_builtins.property
     def counters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantCounter]:
         """What tenants were served, the most first: at most 100."""
+
+    @_builtins.property
+    def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
+        """Of the classes with queued requests, the highest first."""
 
     def __init__(
         self,
@@ -1291,10 +1323,11 @@ class PoolQueue(_message.Message):
         shares_left_off: _builtins.int = ...,
         pressure_ratio: _builtins.float = ...,
         counters: _abc.Iterable[Global___TenantCounter] | None = ...,
+        waits: _abc.Iterable[Global___ClassWait] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["oldest_wait", b"oldest_wait", "predicted_wait", b"predicted_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "granted", b"granted", "kv_tokens_free", b"kv_tokens_free", "kv_tokens_total", b"kv_tokens_total", "oldest_wait", b"oldest_wait", "predicted_wait", b"predicted_wait", "pressure_ratio", b"pressure_ratio", "queued", b"queued", "queued_prompt_tokens", b"queued_prompt_tokens", "running", b"running", "serving_workers", b"serving_workers", "shares", b"shares", "shares_left_off", b"shares_left_off", "version_digest", b"version_digest", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "granted", b"granted", "kv_tokens_free", b"kv_tokens_free", "kv_tokens_total", b"kv_tokens_total", "oldest_wait", b"oldest_wait", "predicted_wait", b"predicted_wait", "pressure_ratio", b"pressure_ratio", "queued", b"queued", "queued_prompt_tokens", b"queued_prompt_tokens", "running", b"running", "serving_workers", b"serving_workers", "shares", b"shares", "shares_left_off", b"shares_left_off", "version_digest", b"version_digest", "waiting", b"waiting", "waits", b"waits", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -242,6 +242,66 @@ class TrafficShape(_message.Message):
 Global___TrafficShape: _TypeAlias = TrafficShape  # noqa: Y015
 
 @_typing.final
+class FinishedRequest(_message.Message):
+    """A request that has ended: no text of it, and nothing of its client but the tenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FACE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    RECEIVED_UNIX_US_FIELD_NUMBER: _builtins.int
+    STAGES_US_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    face: _builtins.str
+    tenant: _builtins.str
+    model: _builtins.str
+    """The deployment."""
+    version_digest: _builtins.str
+    """Empty: it ended before a version was chosen."""
+    priority: _common_pb2.Priority.ValueType
+    reason: _builtins.str
+    """Of its error; FINISHED for none."""
+    received_unix_us: _builtins.int
+    prompt_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    output_tokens: _builtins.int
+    @_builtins.property
+    def stages_us(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The stages of StageClock, in their order."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        face: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        priority: _common_pb2.Priority.ValueType = ...,
+        reason: _builtins.str = ...,
+        received_unix_us: _builtins.int = ...,
+        stages_us: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "face", b"face", "model", b"model", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "reason", b"reason", "received_unix_us", b"received_unix_us", "request_id", b"request_id", "stages_us", b"stages_us", "tenant", b"tenant", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FinishedRequest: _TypeAlias = FinishedRequest  # noqa: Y015
+
+@_typing.final
 class SliDelta(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -249,6 +309,7 @@ class SliDelta(_message.Message):
     SERIES_FIELD_NUMBER: _builtins.int
     CLUSTERS_FIELD_NUMBER: _builtins.int
     SHAPES_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
     cut_unix_ms: _builtins.int
     @_builtins.property
     def series(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliSeries]: ...
@@ -256,6 +317,10 @@ class SliDelta(_message.Message):
     def clusters(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliCluster]: ...
     @_builtins.property
     def shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrafficShape]: ...
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedRequest]:
+        """The slowest and the failed ones."""
+
     def __init__(
         self,
         *,
@@ -263,10 +328,11 @@ class SliDelta(_message.Message):
         series: _abc.Iterable[Global___SliSeries] | None = ...,
         clusters: _abc.Iterable[Global___SliCluster] | None = ...,
         shapes: _abc.Iterable[Global___TrafficShape] | None = ...,
+        requests: _abc.Iterable[Global___FinishedRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clusters", b"clusters", "cut_unix_ms", b"cut_unix_ms", "series", b"series", "shapes", b"shapes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clusters", b"clusters", "cut_unix_ms", b"cut_unix_ms", "requests", b"requests", "series", b"series", "shapes", b"shapes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

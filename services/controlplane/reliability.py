@@ -43,6 +43,11 @@ class ReliabilityMethods(NotYetServed):
     async def ListSlis(self, request: pb.ListSlisRequest, context: object) -> pb.ListSlisResponse:
         return await self._slis.page(request, forwarded=not caller())
 
+    async def ListFinishedRequests(
+        self, request: pb.ListFinishedRequestsRequest, context: object
+    ) -> pb.ListFinishedRequestsResponse:
+        return await self._slis.finished(request, forwarded=not caller())
+
 
 def _input(entry: Quarantined) -> pb.QuarantinedInput:
     return pb.QuarantinedInput(

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from msgspec import Struct
 
+from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.sketch import Sketch
 from services.core.estimates.traffic_shapes import TrafficShapes
 from services.core.records import Priority
@@ -161,3 +162,4 @@ class SliReport:
     series: Mapping[SliKey, SliSums]
     windows: Mapping[GateWindow, Mapping[str, ArmWindow]]
     shapes: Mapping[str, TrafficShapes] = field(default_factory=dict)
+    requests: Sequence[FinishedRequest] = ()  # the slowest and the failed ones

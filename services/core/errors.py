@@ -24,10 +24,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from services.core.limits import RateState
+
+
+def whole_seconds(wait_s: float) -> int:
+    """Return a wait as HTTP's Retry-After states it."""
+    return math.ceil(max(0.0, wait_s))
+
+
+def retry_in(wait_s: float) -> str:
+    """Return the wait of a refusal for its text: the same number as in Retry-After."""
+    return f"retry in {whole_seconds(wait_s)} s"
 
 
 class FairwayError(Exception):

@@ -21,6 +21,14 @@ class QueueShare:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassWait:
+    """The wait of a new placement of a class behind all that waits, as refusals state it; None: unknown."""
+
+    priority: Priority
+    predicted_wait_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class PoolQueue:
     """The queue and the workers of one model version."""
 
@@ -28,7 +36,7 @@ class PoolQueue:
     queued: int = 0
     queued_prompt_tokens: int = 0
     oldest_wait_s: float = 0.0
-    # Until the present queue has drained; None while there are no grants to measure the rate.
+    # Until the present queue has drained; None while there is no rate to predict it from.
     predicted_wait_s: float | None = None
     granted: int = 0  # granted and not yet in a worker's report
     running: int = 0
@@ -41,3 +49,4 @@ class PoolQueue:
     shares_left_off: int = 0  # how many did not fit into ``shares``
     pressure_ratio: float = 0.0
     counters: tuple[TenantCounter, ...] = ()  # service of tenants, the largest first
+    waits: tuple[ClassWait, ...] = ()  # of the classes with waiting placements, the highest class first

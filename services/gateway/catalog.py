@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -241,12 +241,12 @@ class ModelCatalog:
 
     def routes(self) -> list[Route]:
         """Return every route, by name; of a split the stable one."""
+        return [self.resolve(name) for name in self.names()]
+
+    def names(self) -> Iterator[str]:
+        """Yield the deployments that have a version, by name."""
         held = self._deployments.view
-        return [
-            self.resolve(held[key].record.meta.name)
-            for key in sorted(held)
-            if held[key].record.version_digest
-        ]
+        return (held[key].record.meta.name for key in sorted(held) if held[key].record.version_digest)
 
     def max_context_tokens(self, version_digest: str) -> int:
         """Return the bound of prompt and output tokens together; 0 while it is unknown.

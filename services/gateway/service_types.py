@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from fairway.v1 import inference_pb2
-from services.core.errors import FairwayError, QueueFull, ShareExceeded
+from services.core.errors import FairwayError, QueueFull, ShareExceeded, retry_in
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import Budget, Priority
 from services.core.shares import share_of
@@ -134,14 +134,14 @@ class RequestCapacity:
         if mine >= most:
             return ShareExceeded(
                 f"this gateway runs {mine} requests of this tenant, and at most {most} of one tenant; "
-                "wait until some have ended, or send it to another gateway",
+                f"send it to another gateway, or {retry_in(1.0)}",
                 retry_after_s=1.0,
                 limit=most,
             )
         if self._running >= self._most:
             return QueueFull(
-                f"this gateway runs {self._running} requests, the maximum; send it later or to another "
-                "gateway",
+                f"this gateway runs {self._running} requests, the maximum; send it to another gateway, or "
+                f"{retry_in(1.0)}",
                 retry_after_s=1.0,
             )
         return None

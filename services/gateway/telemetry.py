@@ -16,10 +16,12 @@ from msgspec.structs import replace
 from services.core import faults
 from services.core.arms import ArmKey, SliKey, session_hash
 from services.core.errors import FairwayError, QueueFull
+from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.traffic_shapes import RequestShape
 from services.core.faults import fault_of
 from services.core.generation import NO_USAGE, GenerationSpec, StageClock, Usage
 from services.core.records import Priority
+from services.core.rollouts.routes import SHADOW_TENANT
 from services.gateway.catalog import Route
 from services.gateway.events import Finished, Received
 from services.gateway.policy.degrade import Degradation
@@ -299,6 +301,7 @@ class RequestTelemetry:
         self._owner.ended(self, outcome, reason, clock)
         if self._subject is not None:
             self._owner.slis.ended(self._subject, RequestEnd(reason, self.usage, self.latencies))
+            self._note(self._subject.key, reason, clock)
         if self._trace is not None:
             self._trace.close(
                 self._owner.clock.monotonic_s(),
@@ -313,6 +316,23 @@ class RequestTelemetry:
                     "fairway.resumes": resumes,
                 },
                 error="" if outcome == FINISHED else reason,
+            )
+
+    def _note(self, key: SliKey, reason: str, clock: StageClock) -> None:
+        if key.tenant != SHADOW_TENANT:
+            received, arm = self.received, key.arm
+            self._owner.slis.requests.add(
+                FinishedRequest(
+                    received.request_id,
+                    received.face,
+                    key.tenant,
+                    arm.model,
+                    arm.version_digest,
+                    key.priority,
+                    reason,
+                    clock,
+                    self.usage,
+                )
             )
 
 

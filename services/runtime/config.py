@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -295,7 +296,9 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
     known = {PREFIX + name.upper() for name in Settings.model_fields}
     unknown = sorted(name for name in source if name.startswith(PREFIX) and name not in known)
     if unknown:
-        raise ConfigError(f"unknown setting {unknown[0]}; known: {', '.join(sorted(known))}")
+        near = get_close_matches(unknown[0], sorted(known))
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
+        raise ConfigError(f"unknown setting {unknown[0]}; {hint}")
     values = {
         name: source[PREFIX + name.upper()]
         for name in Settings.model_fields

@@ -8,6 +8,9 @@ caller owns the key, so the rejection can state its reason.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from itertools import islice
 from typing import Final
 
 from services.core.errors import FairwayError, ModelNotFound, PermissionDenied, Unauthenticated
@@ -18,6 +21,7 @@ from services.runtime import secrets
 from services.runtime.fleet_state.informer import RecordView
 
 MAX_HEADER_CHARS: Final = 512
+_MAX_COMPARED: Final = 64  # names, about a millisecond
 # The hash for names that do not exist; no secret has it.
 _NO_HASH: Final = "0" * 64
 
@@ -89,7 +93,18 @@ class KeyDirectory:
         models = principal.models if held is None else held.record.models
         return not models or model in models
 
-    def authorise_model(self, principal: Principal, model: str, *, asked: str = "") -> None:
+    def not_found(self, principal: Principal, model: str, names: Iterable[str]) -> ModelNotFound:
+        """Return the error for a model that the caller cannot use, with those of ``names`` that it can."""
+        return model_not_found(model, (name for name in names if self.may_use(principal, name)))
+
+    def authorise_model(
+        self,
+        principal: Principal,
+        model: str,
+        *,
+        asked: str = "",
+        names: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
         """Return if the caller may run this model, which it may have ``asked`` for by another name.
 
         Raises PermissionDenied for a key that belongs to no tenant. A model that the key does not permit gets
@@ -98,7 +113,7 @@ class KeyDirectory:
         if principal.role is not KeyRole.TENANT:
             raise PermissionDenied("models are run with a tenant's API key", role=principal.role)
         if not self.may_use(principal, model):
-            raise model_not_found(asked or model)
+            raise self.not_found(principal, asked or model, names())
 
 
 def _require_in_time(key: ApiKey, shown_hash: str, now_s: float) -> None:
@@ -110,10 +125,16 @@ def _require_in_time(key: ApiKey, shown_hash: str, now_s: float) -> None:
         raise Unauthenticated("the API key has expired")
 
 
-def model_not_found(model: str) -> ModelNotFound:
-    """Return the same error for every model that the caller cannot use, whatever the cause."""
+def model_not_found(model: str, usable: Iterable[str] = ()) -> ModelNotFound:
+    """Return the same error for every model that the caller cannot use, whatever the cause.
+
+    ``usable``: names that the caller may use; the text has those that resemble the model's.
+    """
     shown = model[:128]
+    near = get_close_matches(shown, islice(usable, _MAX_COMPARED))
     text = f"the model {shown!r} does not exist or this API key is not for it"
+    if near:
+        text += f"; did you mean {' or '.join(map(repr, near))}?"
     return ModelNotFound(text, model=shown, field="model")
 
 

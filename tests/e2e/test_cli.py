@@ -42,7 +42,7 @@ def other(cli: CommandLine, stack: Stack) -> Iterator[str]:
     """The name of a second deployment, which runs nowhere."""
     cli("deployments", "create", "other", "--model", stack.model, "--replicas", "0")
     yield "other"
-    cli("deployments", "delete", "other")
+    cli("deployments", "delete", "other", "--yes")
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def tenant(cli: CommandLine) -> Iterator[str]:
     yield "acme"
     for key in cli("keys", "list", "-o", "json").json["keys"]:
         if key["tenant"] == "acme":
-            cli("keys", "revoke", key["metadata"]["name"])
-    cli("tenants", "delete", "acme")
+            cli("keys", "revoke", key["metadata"]["name"], "--yes")
+    cli("tenants", "delete", "acme", "--yes")
 
 
 # --- lists ---------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ def test_show_is_an_entry_of_the_list(cli: CommandLine, resource: str) -> None:
     name = first["metadata"]["name"]
     shown = cli(resource, "show", name, "-o", "json").json
     assert shown["metadata"] == first["metadata"]
-    assert cli(resource, "show", name).yaml == shown
-    assert cli(resource, "show", name, "-o", "table").rows[0][0] == name
+    assert cli(resource, "show", name, "-o", "yaml").yaml == shown
+    assert cli(resource, "show", name).out.startswith(f"name: {name}\n")
 
 
 @pytest.mark.parametrize("resource", [*LISTS, "queue"])
@@ -102,7 +102,7 @@ def test_watch_tells_changes_and_deletions(cli: CommandLine) -> None:
         assert process.stdout.readline().startswith("fleeting\t")
         cli("tenants", "update", "fleeting", "--max-concurrency", "3")
         assert process.stdout.readline().split("\t")[3] == "3"
-        cli("tenants", "delete", "fleeting")
+        cli("tenants", "delete", "fleeting", "--yes")
         assert process.stdout.readline() == "fleeting\tdeleted\n"
 
 
@@ -140,17 +140,17 @@ def until(process: subprocess.Popen[str], holds: Any) -> None:
         (("keys", "rotate", "nobody"), 4, "NOT_FOUND", "list"),
         (("nodes", "drain", "nobody"), 4, "NOT_FOUND", "list"),
         (("models", "show", "nobody"), 4, "NOT_FOUND", "models list"),
-        (("models", "delete", "fairway-tiny", "abcdef"), 4, "NOT_FOUND", "models versions"),
+        (("models", "delete", "fairway-tiny", "abcdef", "--yes"), 4, "NOT_FOUND", "models versions"),
         (("deployments", "create", "x", "--model", "nobody"), 4, "NOT_FOUND", "list"),
         (("complete", "x", "--model", "nobody"), 4, "MODEL_NOT_FOUND", "deployments list"),
-        (("nodes", "delete", "worker-0"), 4, "FAILED_PRECONDITION", "message"),
+        (("nodes", "delete", "worker-0", "--yes"), 4, "FAILED_PRECONDITION", "message"),
         (("tenants", "create", "default"), 4, "ALREADY_EXISTS", "update"),
         (("tenants", "create", "Not_A_Name"), 4, "INVALID_INPUT", "change the request"),
         (("tenants", "update", "default", "--etag", "1"), 4, "ETAG_MISMATCH", "show"),
         (("keys", "update", "local", "--etag", "1", "--no-expiry"), 4, "ETAG_MISMATCH", "show"),
-        (("keys", "revoke", "local", "--etag", "1"), 4, "ETAG_MISMATCH", "show"),
+        (("keys", "revoke", "local", "--etag", "1", "--yes"), 4, "ETAG_MISMATCH", "show"),
         (("deployments", "scale", "fairway-tiny", "1", "--etag", "1"), 4, "ETAG_MISMATCH", "show"),
-        (("deployments", "delete", "fairway-tiny", "--etag", "1"), 4, "ETAG_MISMATCH", "show"),
+        (("deployments", "delete", "fairway-tiny", "--etag", "1", "--yes"), 4, "ETAG_MISMATCH", "show"),
         (("nodes", "cordon", "worker-0", "--etag", "1"), 4, "ETAG_MISMATCH", "show"),
         (("nodes", "show"), 2, "USAGE", "fairway nodes show --help"),
         (("nodes", "lst"), 2, "USAGE", "fairway nodes --help"),
@@ -177,7 +177,7 @@ def test_reader_that_goes_away_is_no_error(cli: CommandLine) -> None:
         assert process.stdout.readline()
         process.stdout.close()
         cli("tenants", "create", "noise")  # an event that nobody reads any more
-        cli("tenants", "delete", "noise")
+        cli("tenants", "delete", "noise", "--yes")
         assert process.wait(timeout=PATIENCE_S) == 141
         assert process.stderr is not None
         assert process.stderr.read() == ""
@@ -194,7 +194,7 @@ def test_tenant_is_changed_field_by_field(cli: CommandLine, tenant: str) -> None
     assert (changed["max_concurrency"], changed["requests_per_minute"]) == (8, 600)
     assert changed["max_priority"] == "PRIORITY_INTERACTIVE"
     assert changed["metadata"]["labels"] == {"tier": "gold"}
-    assert cli("tenants", "disable", tenant).rows[0][4] == "disabled"
+    assert cli("tenants", "disable", tenant, "--yes").rows[0][4] == "disabled"
     assert cli("tenants", "enable", tenant, "-o", "yaml").yaml["disabled"] is False
 
 
@@ -214,7 +214,7 @@ def test_key_lives_from_creation_to_revocation(
     assert rotated["secret"] != first
     eventually(lambda: cli(*complete, "--api-key", rotated["secret"]))
     cli(*complete, "--api-key", first)
-    assert cli("keys", "revoke", "ci").out == "ci\n"
+    assert cli("keys", "revoke", "ci", "--yes").out == "ci\n"
     eventually(lambda: cli(*complete, "--api-key", first, code=5))
 
 
@@ -247,17 +247,20 @@ def test_model_lives_from_publication_to_deletion(cli: CommandLine, tmp_path: Pa
     listed = cli("models", "versions", "copy", "-o", "json").json["versions"]
     assert [(each["digest"], each["tags"]) for each in listed] == [(digest, ["v1"])]
     assert cli("models", "tag", "copy", digest[7:15], "stable", "-o", "json").json["digest"] == digest
-    manifest = cli("models", "show", "copy", "stable").yaml["manifest"]
+    manifest = cli("models", "show", "copy", "stable", "-o", "yaml").yaml["manifest"]
     assert "model.safetensors" in {file["path"] for file in manifest["files"]}
-    assert "FAILED_PRECONDITION" in cli("models", "delete", "copy", "v1", code=4).err
+    assert "FAILED_PRECONDITION" in cli("models", "delete", "copy", "v1", "--yes", code=4).err
     for tag in ("v1", "stable"):
-        cli("models", "untag", "copy", tag)
-    assert cli("models", "delete", "copy", digest, "-o", "json").json == {"name": digest, "deleted": True}
+        cli("models", "untag", "copy", tag, "--yes")
+    assert cli("models", "delete", "copy", digest, "--yes", "-o", "json").json == {
+        "name": digest,
+        "deleted": True,
+    }
     assert "copy" not in [row[0] for row in cli("models", "list").rows]
     garbage = cli("models", "collect-garbage", "--dry-run", "--older-than", "1ms", "-o", "json").json
     assert int(garbage["deleted_blobs"]) >= 1, "its config.json and its manifest"
-    assert cli("models", "collect-garbage").rows[0][:2] == ["deleted", "0"], "a day has not passed"
-    assert "INVALID_INPUT" in cli("models", "collect-garbage", "--older-than", "1s", code=4).err
+    assert cli("models", "collect-garbage", "--yes").rows[0][:2] == ["deleted", "0"], "a day has not passed"
+    assert "INVALID_INPUT" in cli("models", "collect-garbage", "--older-than", "1s", "--yes", code=4).err
 
 
 def test_deployment_follows_a_tag_only_when_it_is_told_to(cli: CommandLine, tmp_path: Path) -> None:
@@ -275,8 +278,8 @@ def test_deployment_follows_a_tag_only_when_it_is_told_to(cli: CommandLine, tmp_
     assert scaled["version_digest"] == digests[0]
     followed = cli("deployments", "update", "moving", "--version", "latest", "-o", "json").json
     assert followed["version_digest"] == digests[1]
-    assert "FAILED_PRECONDITION" in cli("models", "delete", "moving", digests[1], code=4).err
-    cli("deployments", "delete", "moving")
+    assert "FAILED_PRECONDITION" in cli("models", "delete", "moving", digests[1], "--yes", code=4).err
+    cli("deployments", "delete", "moving", "--yes")
 
 
 def _version_of(cli: CommandLine, name: str, version: str) -> None:
@@ -293,7 +296,10 @@ def test_deployment_that_cannot_be_placed_says_why_in_time(cli: CommandLine, sta
     assert (row[0], row[3]) == ("extra", "0/1")
     updated = cli("deployments", "update", "extra", "--replicas", "0", "--wait", "-o", "json").json
     assert (updated["replicas"], updated["version_digest"].startswith("sha256:")) == (0, True)
-    assert cli("deployments", "delete", "extra", "-o", "json").json == {"name": "extra", "deleted": True}
+    assert cli("deployments", "delete", "extra", "--yes", "-o", "json").json == {
+        "name": "extra",
+        "deleted": True,
+    }
 
 
 def test_node_is_drained_and_comes_back(cli: CommandLine, stack: Stack) -> None:
@@ -382,7 +388,7 @@ def test_events_are_listed_and_followed(cli: CommandLine) -> None:
             lines.append(process.stdout.readline())
     (seen,) = yaml.safe_load_all("".join(lines))
     assert (seen["resource"], seen["kind"]) == ("eventful", "RESOURCE_KIND_TENANT")
-    cli("tenants", "delete", "eventful")
+    cli("tenants", "delete", "eventful", "--yes")
     eventually(lambda: _reasons(cli, ["TENANT_CREATED", "TENANT_DELETED"]))
     assert cli("events", "--since", "2099-01-01", "-o", "json").json == {"events": []}
     assert len(cli("events", "--limit", "1", "--kind", "node").rows) == 1

@@ -142,13 +142,19 @@ def test_http_1_0_has_no_chunked_body(target: Target) -> None:
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
-def test_http_1_0_has_no_stream_and_a_whole_answer(target: Target) -> None:
-    for extra, status in ((b',"stream":true}', b"400"), (b"}", b"200")):
+@pytest.mark.parametrize("keep", [b"", b"connection: keep-alive\r\n"])
+def test_an_answer_of_http_1_0_ends_with_its_connection(target: Target, keep: bytes) -> None:
+    for extra, ends in ((b',"stream":true}', b"data: [DONE]\n\n"), (b"}", b"}")):
         body = BODY[:-1] + extra
-        head = AUTHORISED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"content-length: %d\r\n\r\n" % len(body)
+        head = AUTHORISED.replace(b"HTTP/1.1", b"HTTP/1.0") + keep + b"content-length: %d\r\n\r\n" % len(body)
         answer = target.exchange(head + body)
-        assert answer.startswith(b"HTTP/1.1 " + status)
-        assert b"transfer-encoding" not in answer.lower()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        headers, _, content = answer.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in headers.lower()
+        assert b"connection: close" in headers.lower()
+        assert content.startswith((b"data: {", b"{"))
+        assert b"\r\n" not in content
+        assert content.endswith(ends)
 
 
 NEVER_ENDING = {

@@ -24,6 +24,11 @@ class NoSlis:
     async def page(self, request: pb.ListSlisRequest, *, forwarded: bool = False) -> pb.ListSlisResponse:
         raise NoLeader("no control plane leads")
 
+    async def finished(
+        self, request: pb.ListFinishedRequestsRequest, *, forwarded: bool = False
+    ) -> pb.ListFinishedRequestsResponse:
+        raise NoLeader("no control plane leads")
+
 
 class Measurements:
     """The indicators of a control plane, and the reports of one gateway to it."""

@@ -63,6 +63,7 @@ def bootstrap(
 
     For a fleet that was started by other means. The command can be repeated: existing resources stay
     unchanged, and a deleted deployment stays deleted.
+
     \b
     Examples:
       fairway bootstrap --registry registry:9091 --controlplane controlplane:9090 --gateway gateway:50051

@@ -94,9 +94,9 @@ DEPLOYMENTS: Final[Resource[cp.Deployment]] = resource(
     (
         Column("name", lambda deployment: deployment.metadata.name),
         Column("model", lambda deployment: deployment.model, drop=2),
-        Column("version", _version),
+        Column("version", _version, drop=1),
         Column("ready", lambda found: f"{found.status.ready_replicas}/{found.replicas}"),
-        Column("message", lambda deployment: deployment.status.message, drop=1),
+        Column("message", lambda deployment: deployment.status.message, least=40),
         Column("workers", lambda found: ",".join(r.worker_id for r in found.status.replicas), wide=True),
         Column("priority", lambda deployment: priority(deployment.priority), wide=True),
         Column(

@@ -22,14 +22,15 @@ from fairway.cli.watch import report_lost
 from fairway.client import FairwayError, Missed
 from fairway.v1 import controlplane_pb2 as cp
 
+_MESSAGE: Final = 58  # cells that the message has beside the time in 80 columns
 COLUMNS: Final[tuple[Column[cp.Event], ...]] = (
     Column("time", lambda event: moment(event.time)),
     Column(
-        "severity", lambda event: enum_name(cp.EventSeverity.Name, event.severity, "EVENT_SEVERITY_"), drop=1
+        "severity", lambda event: enum_name(cp.EventSeverity.Name, event.severity, "EVENT_SEVERITY_"), drop=3
     ),
-    Column("resource", lambda event: f"{resource_kind(event.kind)}/{event.resource}"),
-    Column("reason", lambda event: event.reason),
-    Column("message", lambda event: event.message),
+    Column("resource", lambda event: f"{resource_kind(event.kind)}/{event.resource}", drop=1),
+    Column("reason", lambda event: event.reason, drop=2),
+    Column("message", lambda event: event.message, least=_MESSAGE),
     Column("name", lambda event: event.name, wide=True),
 )
 EVENTS: Final = Resource("event", "events", Server.CONTROLPLANE, COLUMNS)

@@ -95,6 +95,7 @@ def up(
     Options that are not given are those of the last start. If it runs already, its addresses are shown; other
     --workers are started, or drained and stopped, and other options are refused. Resources that operators
     changed or deleted since the first start stay unchanged.
+
     \b
     Examples:
       fairway up
@@ -179,6 +180,7 @@ def _continue(running: Endpoints, options: UpOptions, given: set[str], state: St
 
 def down(state_dir: StateOption = Path(".fairway")) -> None:
     """Drain and stop everything that `fairway up` started.
+
     \b
     Examples:
       fairway down

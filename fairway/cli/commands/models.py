@@ -20,7 +20,7 @@ from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.bars import Bars
 from fairway.cli.terminal.cells import moment, short_digest, show_bytes
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, show_deleted, write_document
-from fairway.cli.terminal.listing import Resource, add_list
+from fairway.cli.terminal.listing import Resource, add_list, write_shown
 from fairway.cli.terminal.output import confirm, err, out, plain
 from fairway.cli.terminal.table import Column
 from fairway.cli.watch import polled
@@ -222,12 +222,12 @@ async def show(
     connection: Connection,
     model: ModelArgument,
     version: VersionArgument = "latest",
-    output: OutputOption = Format.YAML,
+    output: OutputOption = Format.TABLE,
 ) -> None:
     """Show a version with its manifest: every file with its size and digest."""
     digest = await _resolve(connection, model, version)
     what = f"cannot show {model} {version}"
-    VERSIONS.write_one(await checked(connection.admin.models.get(model, digest), what=what), output)
+    write_shown(await checked(connection.admin.models.get(model, digest), what=what), output)
 
 
 @command(

@@ -42,32 +42,35 @@ def _parts(found: pb.PlacementDecision) -> str:
     )
 
 
-def _rejected(found: pb.PlacementDecision) -> str:
-    return " ".join(
-        f"{one.filter}:{one.workers}" + (f"({','.join(one.named)})" if one.named else "")
-        for one in found.rejections
-    )
+def _rejection(one: pb.FilterRejections) -> str:
+    return f"{one.filter}:{one.workers}" + (f"({','.join(one.named)})" if one.named else "")
 
 
-def _attempts(found: pb.PlacementDecision) -> str:
+def _why(found: pb.PlacementDecision) -> str:
+    """Why it waited, and which filters dropped workers; of a choice without either, from how many it was."""
     why = []
     if found.looks_without_room:
-        why.append(f"{found.looks_without_room} no room")
+        why.append(f"no room at {found.looks_without_room} of {found.looks} looks")
     if found.looks_giving_way:
-        why.append(f"{found.looks_giving_way} yielding")
-    return str(found.looks) + (f" ({', '.join(why)})" if why else "")
+        why.append(f"yielding at {found.looks_giving_way}")
+    if found.bypassed:
+        why.append(f"bypassed by {found.bypassed}")
+    why += [_rejection(one) for one in found.rejections]
+    best = next((f"best of {len(found.ranked)} workers" for _ in found.ranked[:1]), "")
+    return "; ".join(filter(None, why)) or best
 
 
+_REASON: Final = 44  # cells of a reason that 80 columns have room for
 DECISIONS: Final[tuple[Column[pb.PlacementDecision], ...]] = (
-    Column("choice", lambda found: str(found.choice)),
-    Column("queued", lambda found: moment(found.queued_time), drop=2),
-    Column("wait", lambda found: duration(found.wait)),
     Column("outcome", lambda found: found.outcome),
-    Column("worker", lambda found: found.worker_id),
-    Column("looks", _attempts, drop=3),
-    Column("bypassed", lambda found: str(found.bypassed), drop=4),
-    Column("candidates", lambda found: " ".join(map(_candidate, found.ranked))),
-    Column("rejected", _rejected, drop=1),
+    Column("why", _why, least=_REASON),
+    Column("wait", lambda found: duration(found.wait)),
+    Column("worker", lambda found: found.worker_id, drop=1),
+    Column("choice", lambda found: str(found.choice), key=True),
+    Column("candidates", lambda found: " ".join(map(_candidate, found.ranked)), drop=2),
+    Column("queued", lambda found: moment(found.queued_time), drop=3),
+    Column("looks", lambda found: str(found.looks), wide=True),
+    Column("bypassed", lambda found: str(found.bypassed), wide=True),
     Column("tenant", lambda found: f"{found.tenant}/{priority(found.priority)}", wide=True),
     Column("attempt", lambda found: str(found.attempt), wide=True),
     Column("counter", lambda found: f"{found.counter_tokens:.0f}", wide=True),
@@ -162,7 +165,7 @@ WORKERS: Final[tuple[Column[pb.Reporter], ...]] = (
     Column("kv room", _room),
     Column("step", _steps, drop=2),
     Column("slowness", lambda found: " ".join(f"{pool.slowness_ratio:.2f}" for pool in found.pools), drop=3),
-    Column("health", _health),
+    Column("health", _health, least=_REASON),
     Column("prefix blocks", lambda found: str(found.prefix_blocks), drop=4),
     Column("zone", lambda found: found.zone, drop=5),
     Column("type", lambda found: found.device_type, drop=6),

@@ -32,7 +32,12 @@ def _served(found: cp.Queue) -> str:
 
 
 def _predicted(found: cp.Queue) -> str:
-    return duration(found.pool.predicted_wait) if found.pool.HasField("predicted_wait") else "unknown"
+    """Return the wait of each class, as refusals state it."""
+    return " ".join(
+        f"{priority(one.priority)}:"
+        + (duration(one.predicted_wait) if one.HasField("predicted_wait") else "unknown")
+        for one in found.pool.waits
+    )
 
 
 COLUMNS: Final[tuple[Column[cp.Queue], ...]] = (
@@ -41,7 +46,7 @@ COLUMNS: Final[tuple[Column[cp.Queue], ...]] = (
     Column(
         "oldest wait", lambda found: duration(found.pool.oldest_wait) if found.pool.queued else "", drop=2
     ),
-    Column("predicted wait", lambda found: _predicted(found) if found.pool.queued else ""),
+    Column("predicted wait", _predicted, least=48),
     Column("pressure", lambda found: f"{found.pool.pressure_ratio:.2f}", drop=1),
     Column("running", lambda found: str(found.pool.running)),
     Column("workers", lambda found: f"{found.pool.serving_workers}/{found.pool.workers}"),

@@ -93,6 +93,7 @@ def simulate(
 
     The fleet runs the services of this version on virtual time: nothing is started or changed. It can replay
     recorded traces: the CSV of the Azure LLM inference traces and the JSONL of Mooncake.
+
     \b
     Examples:
       fairway simulate --list
@@ -142,6 +143,7 @@ def calibrate(
 
     Sends about 160 requests, in phases of several lengths and concurrencies. A worker without other load
     gives the best fit; the error of the fit is printed.
+
     \b
     Examples:
       fairway calibrate --output tiny.json

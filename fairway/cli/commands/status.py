@@ -70,6 +70,7 @@ def status(
     """Show which parts run and answer, for how long, and how often each was restarted.
 
     Exit code 0: all serve. 3: nothing runs. 6: some do not answer.
+
     \b
     Examples:
       fairway status

@@ -198,18 +198,18 @@ def lines_of(records: Sequence[cp.UsageRecord], names: Sequence[str]) -> list[Us
 def columns_of(names: Sequence[str]) -> tuple[Column[UsageLine], ...]:
     return (
         *(_named(at, name.removeprefix(_LABEL)) for at, name in enumerate(names)),
-        Column("requests", lambda line: str(line.record.requests)),
-        Column("input", lambda line: str(line.record.prompt_tokens)),
-        Column("cached", lambda line: str(line.record.cached_tokens), drop=2),
-        Column("output", lambda line: str(line.record.output_tokens)),
-        Column("device s", lambda line: f"{line.record.device_us / 1e6:.1f}", drop=1),
+        Column("requests", lambda line: str(line.record.requests), drop=1),
+        Column("input", lambda line: str(line.record.prompt_tokens), drop=3),
+        Column("cached", lambda line: str(line.record.cached_tokens), drop=5),
+        Column("output", lambda line: str(line.record.output_tokens), drop=2),
+        Column("device s", lambda line: f"{line.record.device_us / 1e6:.1f}", drop=4),
         Column("list", lambda line: show_money(line.record.list_cost_micros)),
         Column("measured", lambda line: show_money(line.record.measured_cost_micros)),
     )
 
 
 def _named(at: int, header: str) -> Column[UsageLine]:
-    return Column(header, lambda line: line.names[at])
+    return Column(header, lambda line: line.names[at], key=True)
 
 
 def _name(record: cp.UsageRecord, name: str) -> str:

@@ -42,10 +42,10 @@ ROLLOUTS: Final[Resource[cp.Rollout]] = resource(
     "rollout",
     (
         Column("name", lambda rollout: rollout.metadata.name),
-        Column("deployment", lambda rollout: rollout.deployment),
+        Column("deployment", lambda rollout: rollout.deployment, drop=1),
         Column("strategy", strategy_name, drop=2),
         Column("phase", phase_name),
-        Column("message", lambda rollout: rollout.message, drop=1),
+        Column("message", lambda rollout: rollout.message, least=40),
         Column("age", lambda rollout: age(rollout.metadata), wide=True),
         Column("etag", lambda rollout: rollout.metadata.etag, wide=True),
     ),

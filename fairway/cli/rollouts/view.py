@@ -24,12 +24,12 @@ def strategy_name(rollout: cp.Rollout) -> str:
 
 ARM_COLUMNS: Final[tuple[Column[cp.RolloutArmStatus], ...]] = (
     Column("arm", lambda arm: arm.name),
-    Column("version", lambda arm: arm.version_digest),
+    Column("version", lambda arm: arm.version_digest, drop=1),
     Column("traffic", lambda arm: f"{arm.weight_ratio:.2%}"),
     Column("ready", lambda arm: f"{arm.ready_replicas}/{arm.wanted_replicas}"),
-    Column("crashes", lambda arm: str(arm.engine_restarts)),
+    Column("crashes", lambda arm: str(arm.engine_restarts), drop=2),
     Column("gate", lambda arm: arm.verdict or "-"),
-    Column("waits for", lambda arm: arm.waits_for, drop=1),
+    Column("waits for", lambda arm: arm.waits_for, least=30),
 )
 EVIDENCE_COLUMNS: Final[tuple[Column[cp.GateEvidence], ...]] = (
     Column("metric", lambda one: one.metric),
@@ -43,8 +43,8 @@ EVIDENCE_COLUMNS: Final[tuple[Column[cp.GateEvidence], ...]] = (
 )
 HISTORY_COLUMNS: Final[tuple[Column[cp.RolloutHistoryEntry], ...]] = (
     Column("time", lambda one: one.time.ToDatetime().isoformat("T", "seconds") + "Z"),
-    Column("what", lambda one: one.what),
-    Column("message", lambda one: one.message),
+    Column("what", lambda one: one.what, drop=1),
+    Column("message", lambda one: one.message, least=58),
 )
 FIT_COLUMNS: Final[tuple[Column[cp.RolloutFit], ...]] = (
     Column("arm", lambda fit: fit.name),
@@ -53,8 +53,8 @@ FIT_COLUMNS: Final[tuple[Column[cp.RolloutFit], ...]] = (
         "memory on each",
         lambda fit: f"{-(-fit.needed_bytes // _MIB)} MiB{'' if fit.measured else ' or more (its files)'}",
     ),
-    Column("workers", lambda fit: ", ".join(fit.workers) or "-"),
-    Column("does not fit", lambda fit: "; ".join(fit.rejected)),
+    Column("workers", lambda fit: ", ".join(fit.workers) or "-", drop=1),
+    Column("does not fit", lambda fit: "; ".join(fit.rejected), least=40),
 )
 
 

@@ -12,8 +12,9 @@ from google.protobuf.message import Message
 from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import EtagOption, Format, NameArgument, OutputOption, WatchOption, YesOption
+from fairway.cli.terminal.fields import lines_of
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, show_deleted, write_document
-from fairway.cli.terminal.output import confirm
+from fairway.cli.terminal.output import confirm, out, plain
 from fairway.cli.terminal.table import Column, show_rows
 from fairway.cli.watch import Watch, follow
 from fairway.client import AdminClient
@@ -66,6 +67,14 @@ class Resource(Generic[T]):
             show_rows(self.columns, [item], wide=output is Format.WIDE)
 
 
+def write_shown(item: Message, output: Format) -> None:
+    """Print one resource with all its fields: a line for each that is set, or a document."""
+    if output in DOCUMENTS:
+        write_document(document_of(item), output)
+    else:
+        plain(out(), "\n".join(lines_of(item)))
+
+
 def resource(
     singular: str, columns: tuple[Column[K], ...], kind: Callable[[AdminClient], Reading[K]]
 ) -> Resource[K]:
@@ -109,10 +118,10 @@ def add_show(app: typer.Typer, resource: Resource[Any], *, about: str) -> None:
     async def shown(
         connection: Connection,
         name: NameArgument,
-        output: OutputOption = Format.YAML,
+        output: OutputOption = Format.TABLE,
     ) -> None:
         assert resource.get is not None
-        resource.write_one(await resource.get(connection, name), output)
+        write_shown(await resource.get(connection, name), output)
 
     shown.__doc__ = about
     examples = (f"fairway {resource.plural} show NAME", f"fairway {resource.plural} show NAME -o json")

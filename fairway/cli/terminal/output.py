@@ -9,13 +9,20 @@ import sys
 import typer
 from rich.console import Console, RenderableType
 
-from fairway.cli.errors import CliError
+from fairway.cli.errors import CliError, ExitCode
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Return once the user agrees; without a terminal, at once. Raises CliError for a no."""
-    if yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+    """Return once the user agrees. Raises CliError for a no, and where there is no terminal to ask on."""
+    if yes:
         return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise CliError(
+            "NOT_CONFIRMED",
+            f"nothing was changed, for without a terminal nobody can answer: {question}",
+            next_step="add --yes to confirm it",
+            exit_code=ExitCode.USAGE,
+        )
     if not typer.confirm(question, err=True):
         raise CliError("NOT_CONFIRMED", "nothing was changed", next_step="add --yes to skip the confirmation")
 

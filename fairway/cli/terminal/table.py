@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
@@ -16,7 +16,7 @@ from fairway.cli.terminal.output import out, plain, write_rich
 T = TypeVar("T")
 
 _GAP: Final = 2
-_SHORT: Final = 20  # a cell up to this width is never truncated
+_SHORT: Final = 20
 _DIGEST: Final = re.compile(r"(?:sha256:)?([0-9a-f]{12})[0-9a-f]{52}\b")
 
 
@@ -24,14 +24,16 @@ _DIGEST: Final = re.compile(r"(?:sha256:)?([0-9a-f]{12})[0-9a-f]{52}\b")
 class Column(Generic[T]):
     """One column of a table.
 
-    A terminal that is too narrow omits columns: wide ones first, then those with the highest ``drop``, the
-    rightmost first. The first column always stays.
+    A terminal that is too narrow omits columns: wide ones first, then keys that all rows share, then those
+    with the highest ``drop``, the rightmost first. The first column always stays.
     """
 
     header: str
     cell: Callable[[T], str]
     wide: bool = False  # only in the wide table, after the others
     drop: int = 0
+    key: bool = False  # rows may differ in it alone
+    least: int = _SHORT  # a cell up to this width is never cut; a reason has more than others
 
 
 def visible(columns: Sequence[Column[T]], *, wide: bool) -> tuple[Column[T], ...]:
@@ -41,10 +43,16 @@ def visible(columns: Sequence[Column[T]], *, wide: bool) -> tuple[Column[T], ...
 
 
 def show_rows(columns: Sequence[Column[T]], items: Iterable[T], *, wide: bool = False) -> None:
-    """Print a table to stdout: aligned under headers on a terminal, else tab-separated lines only."""
-    shown = visible(columns, wide=wide)
+    """Print a table to stdout: aligned under headers on a terminal, else tab-separated lines only.
+
+    A wide table that a terminal has no room for becomes a block of lines per item: nothing is left out.
+    """
+    shown, items = visible(columns, wide=wide), list(items)
     if out().is_terminal:
-        write_rich(table_of(shown, items))
+        if not wide or _total(dict(enumerate(_natural(shown, _rows(shown, items))))) <= out().width:
+            write_rich(table_of(shown, items))
+        else:
+            plain(out(), blocks_of(shown, items), end="")
         return
     for item in items:
         plain(out(), line_of(shown, item))
@@ -55,6 +63,16 @@ def line_of(columns: Sequence[Column[T]], item: T) -> str:
     return "\t".join(" ".join(column.cell(item).split()) for column in columns)
 
 
+def blocks_of(columns: Sequence[Column[T]], items: Iterable[T]) -> str:
+    """Return the cells of each item as `HEADER  cell` lines, with an empty line between items."""
+    width = max(len(column.header) for column in columns) + _GAP
+    blocks = []
+    for item in items:
+        cells = [(column.header.upper(), " ".join(column.cell(item).split())) for column in columns]
+        blocks.append("".join(f"{header:<{width}}{cell}\n" for header, cell in cells if cell))
+    return "\n".join(blocks)
+
+
 def table_of(columns: Sequence[Column[T]], items: Iterable[T], *, width: int | None = None) -> Table:
     """Return a table of at most ``width`` cells, by default the terminal's, with one line per item.
 
@@ -62,11 +80,9 @@ def table_of(columns: Sequence[Column[T]], items: Iterable[T], *, width: int | N
     ellipsis; headers are never cut.
     """
     headers = [column.header.upper() for column in columns]
-    rows = [[_shown(column.cell(item)) for column in columns] for item in items]
-    natural = [
-        max(cell_len(header), *(cell_len(row[at]) for row in rows), 0) for at, header in enumerate(headers)
-    ]
-    widths = _fit(columns, natural, out().width if width is None else width)
+    rows = _rows(columns, items)
+    shared = {at for at, column in enumerate(columns) if column.key and len({row[at] for row in rows}) == 1}
+    widths = _fit(columns, _natural(columns, rows), shared, out().width if width is None else width)
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for at, column_width in widths.items():
         table.add_column(headers[at], width=column_width, no_wrap=True, overflow="ellipsis")
@@ -75,14 +91,31 @@ def table_of(columns: Sequence[Column[T]], items: Iterable[T], *, width: int | N
     return table
 
 
+def _rows(columns: Sequence[Column[T]], items: Iterable[T]) -> list[list[str]]:
+    return [[_shown(column.cell(item)) for column in columns] for item in items]
+
+
+def _natural(columns: Sequence[Column[T]], rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the width of each column's longest cell or header."""
+    return [
+        max(len(column.header), *(cell_len(row[at]) for row in rows), 0) for at, column in enumerate(columns)
+    ]
+
+
 def _shown(cell: str) -> str:
     return _DIGEST.sub(r"\1", " ".join(cell.split()))
 
 
-def _fit(columns: Sequence[Column[T]], natural: Sequence[int], width: int) -> dict[int, int]:
-    """Return the width of each column that stays, by its index."""
-    least = {at: max(len(column.header), min(natural[at], _SHORT)) for at, column in enumerate(columns)}
-    for at in sorted(range(1, len(columns)), key=lambda at: (columns[at].wide, columns[at].drop, at))[::-1]:
+def _fit(
+    columns: Sequence[Column[T]], natural: Sequence[int], shared: Collection[int], width: int
+) -> dict[int, int]:
+    """Return the width of each column that stays, by its index. ``shared``: keys that all rows share."""
+
+    def later(at: int) -> tuple[bool, bool, int, bool, int]:
+        return columns[at].wide, at in shared, columns[at].drop, not columns[at].key, at
+
+    least = {at: max(len(one.header), min(natural[at], one.least)) for at, one in enumerate(columns)}
+    for at in sorted(range(1, len(columns)), key=later, reverse=True):
         if _total(least) <= width:
             break
         del least[at]

@@ -8,7 +8,7 @@ from typing import Final
 from google.protobuf.duration_pb2 import Duration
 
 from fairway.client.admin.calls import Service
-from fairway.v1 import common_pb2
+from fairway.v1 import common_pb2, slis_pb2
 from fairway.v1 import controlplane_pb2 as cp
 
 _SLIS_PAGE: Final = 250
@@ -81,3 +81,31 @@ class Slis:
             zone=zone,
             window=window,
         )
+
+    async def requests(
+        self,
+        *,
+        slow: bool = False,
+        failed: bool = False,
+        tenant: str = "",
+        model: str = "",
+        request_id: str = "",
+        limit: int = 100,
+        timeout_s: float | None = None,
+    ) -> Sequence[slis_pb2.FinishedRequest]:
+        """Return requests that ended lately: the slowest first, or the last to end first.
+
+        Not all are kept: of each gateway the slowest and some that failed. ``request_id``: as in an answer.
+        Raises Unavailable without a leader.
+        """
+        found: cp.ListFinishedRequestsResponse = await self._service.call(
+            "ListFinishedRequests",
+            timeout_s=timeout_s,
+            slow=slow,
+            failed=failed,
+            tenant=tenant,
+            model=model,
+            request_name=request_id,
+            limit=limit,
+        )
+        return found.requests

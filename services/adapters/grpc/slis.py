@@ -38,3 +38,11 @@ class GrpcSlis(LeaderCalls):
             lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListSlis, request, LIST_S
         )
         return answer
+
+    async def finished(self, request: cp.ListFinishedRequestsRequest) -> cp.ListFinishedRequestsResponse:
+        answer: cp.ListFinishedRequestsResponse = await self.call(
+            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListFinishedRequests,
+            request,
+            LIST_S,
+        )
+        return answer

@@ -8,7 +8,7 @@ from typing import Final
 
 from services.adapters.quotas.quota import used_of
 from services.adapters.quotas.slices import SliceSettings, TenantSlices, is_leasable
-from services.core.errors import OverQuota
+from services.core.errors import OverQuota, retry_in
 from services.core.generation import Usage
 from services.core.limits import TOKEN_RATES, Claim, Limit, Price
 from services.ports.clock import Clock
@@ -40,7 +40,10 @@ class _Tenant(TenantSlices):
         amounts = {claim.limit: claim.amount for claim in claims}
         if any(amounts.get(claim.limit, 0) < claim.amount for claim in self._rejected_claims):
             return None
-        again = type(error)(error.message, retry_after_s=(error.retry_after_s or 0.0) - elapsed_s)
+        wait_s = error.retry_after_s or 0.0
+        left_s = wait_s - elapsed_s
+        text = error.message.replace(retry_in(wait_s), retry_in(left_s))
+        again = type(error)(text, retry_after_s=left_s)
         again.metadata |= error.metadata
         again.request_rate = error.request_rate and error.request_rate.later(elapsed_s)
         again.token_rate = error.token_rate and error.token_rate.later(elapsed_s)

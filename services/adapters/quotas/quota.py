@@ -12,6 +12,7 @@ from services.core.errors import (
     OverQuota,
     RequestRateExceeded,
     TokenRateExceeded,
+    retry_in,
 )
 from services.core.generation import Usage
 from services.core.limits import BUDGETS, TOKEN_RATES, Claim, Limit, LimitKind, Price, RateState, Scope
@@ -119,18 +120,21 @@ def rejection(claim: Claim, wait_s: float, rates: Sequence[tuple[Limit, RateStat
 def _rejection(claim: Claim, wait_s: float) -> OverQuota:
     limit, kind, whose = most(claim.limit), claim.limit.kind, _WHOSE[claim.limit.scope]
     if kind is LimitKind.REQUESTS:
-        text = f"{whose} limit of {limit} requests per minute is reached"
+        text = f"{whose} limit of {limit} requests per minute is reached; {retry_in(wait_s)}"
         return _about(RequestRateExceeded(text, retry_after_s=wait_s), claim)
     if kind is LimitKind.CONCURRENCY:
         wait_s = min(max(wait_s, 0.0), _CONCURRENCY_RETRY_S)
-        text = f"{whose} limit of {limit} requests at once is reached"
+        text = f"{whose} limit of {limit} requests at once is reached; {retry_in(wait_s)}"
         return _about(ConcurrencyExceeded(text, retry_after_s=wait_s), claim)
     if kind in TOKEN_RATES:
-        text = f"{whose} limit of {limit} {_tokens(kind)} per minute has no room for {claim.amount}"
+        text = (
+            f"{whose} limit of {limit} {_tokens(kind)} per minute has no room for {claim.amount}; "
+            f"{retry_in(wait_s)}"
+        )
         return _about(TokenRateExceeded(text, retry_after_s=wait_s, tokens=claim.amount), claim)
     text = (
         f"{whose} budget of {limit} micro-dollars per {_period(kind)} has no room for {claim.amount}, the "
-        "most that the request may cost"
+        f"most that the request may cost; {retry_in(wait_s)}"
     )
     return _about(BudgetExceeded(text, retry_after_s=wait_s, micros=claim.amount), claim)
 

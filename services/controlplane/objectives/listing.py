@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from fairway.v1 import controlplane_pb2 as pb
 from services.controlplane.objectives.policy.book import SERIES_S
 from services.controlplane.objectives.store import SliStore
 from services.core.arms import SliKey, SliSums
+from services.core.errors import NoLeader
+from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.sketch import merged
 from services.core.paging import page_of
 from services.rpc.convert.inference import PRIORITIES
+from services.rpc.convert.slis import finished_to_proto
 from services.rpc.convert.times import seconds_of
+from services.runtime.ids import request_id_of
+
+_LIMIT: Final = 100
 
 
 class LeadingSlis(Protocol):
     """Queries of the leading control plane. Raises NoLeader within a bounded time when none leads."""
 
     async def page(self, request: pb.ListSlisRequest) -> pb.ListSlisResponse: ...
+
+    async def finished(self, request: pb.ListFinishedRequestsRequest) -> pb.ListFinishedRequestsResponse: ...
 
 
 class SliListing:
@@ -39,6 +47,28 @@ class SliListing:
         page, token = page_of(wanted, _name, size=request.page_size, token=request.page_token)
         slis = [_summary(one, self._store.sums_of(one, window_s)) for one in page]
         return pb.ListSlisResponse(slis=slis, next_page_token=token)
+
+    async def finished(
+        self, request: pb.ListFinishedRequestsRequest, *, forwarded: bool
+    ) -> pb.ListFinishedRequestsResponse:
+        """Return requests that have ended. Raises NoLeader."""
+        if not self._store.leads:
+            if forwarded:
+                raise NoLeader("this control plane does not lead", retry_after_s=1.0)
+            return await self._leader.finished(request)
+
+        wanted = request_id_of(request.request_name)
+
+        def takes(one: FinishedRequest) -> bool:
+            return (
+                request.tenant in ("", one.tenant)
+                and request.model in ("", one.model)
+                and (wanted == one.request_id or one.request_id.startswith(f"{wanted}-") or not wanted)
+                and (one.failed or not request.failed)
+            )
+
+        found = self._store.requests.find(takes, slow=request.slow, limit=request.limit or _LIMIT)
+        return pb.ListFinishedRequestsResponse(requests=map(finished_to_proto, found))
 
 
 def _takes(request: pb.ListSlisRequest, series: SliKey) -> bool:

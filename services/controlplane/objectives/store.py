@@ -21,6 +21,7 @@ from services.controlplane.objectives.policy.burn import EventCounts, alert_of
 from services.controlplane.usage.ledger import LedgerElection
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport, SliSums
 from services.core.errors import FairwayError, IntegrityError, NoLeader, NotFound
+from services.core.estimates.finished import FinishedRequests
 from services.core.estimates.traffic_shapes import RequestShape, probed_shapes
 from services.core.records import BurnAlert, Priority, Sli
 from services.ports.clock import Clock
@@ -66,6 +67,7 @@ class SliStore:
         self._leadership = leadership
         self._objectives = objectives
         self._term: _Term | None = None
+        self.requests: Final = FinishedRequests()
 
     @property
     def leads(self) -> bool:
@@ -76,6 +78,8 @@ class SliStore:
         term = self._leading()
         last = term.book.apply(source, first, oldest, reports, self._objectives(), now_s=self._clock.unix_s())
         term.changed = term.changed or bool(reports)
+        for report in reports:
+            self.requests.add(report.requests)
         return SliReceipt(last, min(last, term.durable.get(source, 0)))
 
     def arms_of(self, window: GateWindow) -> Mapping[str, ArmWindow]:

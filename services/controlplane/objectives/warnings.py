@@ -15,6 +15,10 @@ class SliPages(Protocol):
 
     async def page(self, request: pb.ListSlisRequest, *, forwarded: bool) -> pb.ListSlisResponse: ...
 
+    async def finished(
+        self, request: pb.ListFinishedRequestsRequest, *, forwarded: bool
+    ) -> pb.ListFinishedRequestsResponse: ...
+
 
 async def warnings_of(objective: Objective, slis: SliPages) -> list[str]:
     """Return the warnings; none for an objective that only observes."""

@@ -15,7 +15,13 @@ from typing import Final
 from msgspec import Struct
 
 from fairway.v1 import common_pb2, inference_pb2
-from services.core.errors import InvalidInput, PermissionDenied, PromptTooLong, UnsupportedFeature
+from services.core.errors import (
+    InvalidInput,
+    ModelNotFound,
+    PermissionDenied,
+    PromptTooLong,
+    UnsupportedFeature,
+)
 from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
 from services.core.outputs.forms import OutputForm
 from services.core.records import Priority
@@ -262,7 +268,8 @@ class Validator:
 
     def authorise(self, principal: Principal, asked: str) -> None:
         """Return if the caller may use a model by the name that it sent. Raises ModelNotFound."""
-        self._identity.authorise_model(principal, self._catalog.named(asked), asked=asked)
+        model, names = self._catalog.named(asked), self._catalog.names
+        self._identity.authorise_model(principal, model, asked=asked, names=names)
 
     def _route(
         self, principal: Principal, generation: AnyRequest, pinned: PinnedVersion | None = None
@@ -274,13 +281,12 @@ class Validator:
             return self._catalog.resolve_pinned(generation.model, pinned)
         self.authorise(principal, generation.model)
         tenant = self._identity.tenant(principal.tenant_id)
-        caller = SplitCaller(
-            principal.tenant_id,
-            session_key_of(principal, generation),
-            tenant.max_priority,
-            generation.version,
-        )
-        return self._catalog.resolve(generation.model, caller)
+        session = session_key_of(principal, generation)
+        caller = SplitCaller(principal.tenant_id, session, tenant.max_priority, generation.version)
+        try:
+            return self._catalog.resolve(generation.model, caller)
+        except ModelNotFound:
+            raise self._identity.not_found(principal, generation.model, self._catalog.names()) from None
 
     def _priority(self, principal: Principal, asked: int) -> Priority:
         """The requested class; by default the standard one, or the tenant's highest if that is lower."""

@@ -31,6 +31,7 @@ from services.core.errors import (
     ShareExceeded,
     StaleRoute,
     StreamBroken,
+    retry_in,
 )
 from services.core.fixed_cost.explained import MAX_TRIPS, RowsExplanation, RowTrip
 from services.core.fixed_cost.rows import RowEnd, RowSpec, RowsRequest
@@ -173,14 +174,16 @@ class LeasedRows:
         victims = self._victims(request, lacking, (request.tenant_id,), [])
         if victims is None:
             raise ShareExceeded(
-                f"more than {share_of(most)} rows of this tenant would be pending at this gateway",
+                f"more than {share_of(most)} rows of this tenant would be pending at this gateway; "
+                f"{retry_in(1.0)}",
                 retry_after_s=1.0,
                 limit=share_of(most),
             )
         lacking = len(self._runs) + rows - most - sum(run.left for run in victims)
         victims = self._victims(request, lacking, tuple(self._of_tenant), victims)
         if victims is None:
-            raise QueueFull(f"{len(self._runs)} rows are pending here", retry_after_s=1.0)
+            text = f"this gateway's queue is full: {len(self._runs)} rows are pending; {retry_in(1.0)}"
+            raise QueueFull(text, retry_after_s=1.0)
         for run in victims:
             self._withdraw(run)
             shed = f"rows of the class {request.priority.value} need the room of this request"
@@ -440,7 +443,8 @@ class LeasedRows:
         if not self._leases.is_served(request.version_digest):
             text = f"no worker served {request.model} {within}"
             return NoWorkerAvailable(text, retry_after_s=1.0, model=request.model)
-        return QueueTimeout(f"no slot was free {within}", retry_after_s=1.0, model=request.model)
+        text = f"no slot of {request.model} was free {within}; {retry_in(1.0)}"
+        return QueueTimeout(text, retry_after_s=1.0, model=request.model)
 
 
 class _InFlight:

@@ -21,6 +21,7 @@ from services.core.arms import (
     prompt_size,
     session_hash,
 )
+from services.core.estimates.finished import NotableRequests
 from services.core.estimates.sketch import Sketch
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
 from services.core.faults import Fault, fault_of
@@ -163,6 +164,7 @@ class SliRecorder:
         self._series: dict[SliKey, SliSums] = {}
         self._windows: dict[tuple[GateWindow, str], defaultdict[int, SliSums]] = {}
         self._shapes: defaultdict[str, TrafficShapes] = defaultdict(TrafficShapes)
+        self.requests: Final = NotableRequests()
         self._cells: dict[SliKey, _Cells] = {}
         self._models, self._tenants = metrics.models, metrics.tenants
         self._versions = LabelCap(_MAX_VERSIONS)
@@ -212,12 +214,13 @@ class SliRecorder:
 
     def cut(self, unix_s: float) -> SliReport | None:
         """Return what was counted since the last cut, None for nothing."""
-        if not self._series and not self._windows:
+        requests = self.requests.cut()
+        if not self._series and not self._windows and not requests:
             return None
         windows: dict[GateWindow, dict[str, ArmWindow]] = {}
         for (window, digest), clusters in self._windows.items():
             windows.setdefault(window, {})[digest] = ArmWindow(clusters)
-        report = SliReport(unix_s, self._series, windows, self._shapes)
+        report = SliReport(unix_s, self._series, windows, self._shapes, requests)
         self._series, self._windows, self._shapes = {}, {}, defaultdict(TrafficShapes)
         return report
 

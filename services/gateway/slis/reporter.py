@@ -104,7 +104,7 @@ class SliReporter:
                 if not is_final(error) or not batch:
                     raise
                 if at_once == 1:
-                    if not (batch[0].series or batch[0].windows or batch[0].shapes):
+                    if not (batch[0].series or batch[0].windows or batch[0].shapes or batch[0].requests):
                         raise  # the leader refuses whatever is sent, so the next period tries again
                     log.error("slis.report_refused", number=begin, reason=error.reason, error=error.message)
                     self._kept[at] = SliReport(batch[0].cut_unix_s, {}, {})  # an empty one has its number

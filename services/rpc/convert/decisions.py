@@ -9,7 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from fairway.v1 import scheduler_pb2 as pb
 from services.core.decisions import FilterRejections, FleetWorker, PlacementDecision, RankedWorker, WorkerPool
-from services.core.queues import PoolQueue, QueueShare
+from services.core.queues import ClassWait, PoolQueue, QueueShare
 from services.rpc.convert.inference import PRIORITY
 from services.rpc.convert.mirror import Mirror, Pair
 from services.rpc.convert.scheduler import counters_to_proto
@@ -74,6 +74,11 @@ worker_to_proto: Final = Mirror(
 _SHARE: Final = Mirror(
     QueueShare, pb.QueueShare, {"priority": PRIORITY, "oldest_wait_s": Pair("oldest_wait", _duration)}
 )
+_WAIT: Final = Mirror(
+    ClassWait,
+    pb.ClassWait,
+    {"priority": PRIORITY, "predicted_wait_s": Pair("predicted_wait", _duration)},
+)
 pool_to_proto: Final = Mirror(
     PoolQueue,
     pb.PoolQueue,
@@ -82,5 +87,6 @@ pool_to_proto: Final = Mirror(
         "predicted_wait_s": Pair("predicted_wait", _duration),
         "shares": _SHARE.each("shares"),
         "counters": Pair("counters", counters_to_proto),
+        "waits": _WAIT.each("waits"),
     },
 ).to_proto

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from msgspec.structs import astuple
+
 from fairway.v1 import slis_pb2 as pb
 from services.core.arms import (
     ArmKey,
@@ -14,10 +16,13 @@ from services.core.arms import (
     SliSums,
     latency_sketch,
 )
+from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.sketch import Sketch
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
+from services.core.generation import StageClock, Usage
 from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
 
+_STAGES = len(StageClock.__struct_fields__) - 1
 _SAMPLINGS = frozenset(SamplingKind)
 
 
@@ -27,6 +32,7 @@ def report_to_proto(report: SliReport) -> pb.SliDelta:
         series=(series_to_proto(key, sums) for key, sums in report.series.items()),
         clusters=clusters_to_proto(report.windows),
         shapes=shapes_to_proto(report.shapes),
+        requests=map(finished_to_proto, report.requests),
     )
 
 
@@ -36,6 +42,38 @@ def report_from_proto(message: pb.SliDelta) -> SliReport:
         dict(map(series_from_proto, message.series)),
         windows_from_proto(message.clusters),
         shapes_from_proto(message.shapes),
+        tuple(map(_finished_from, message.requests)),
+    )
+
+
+def finished_to_proto(one: FinishedRequest) -> pb.FinishedRequest:
+    return pb.FinishedRequest(
+        request_id=one.request_id,
+        face=one.face,
+        tenant=one.tenant,
+        model=one.model,
+        version_digest=one.version_digest,
+        priority=PRIORITIES[one.priority],
+        reason=one.reason,
+        received_unix_us=one.clock.received_unix_us,
+        stages_us=astuple(one.clock)[1:],
+        prompt_tokens=one.usage.prompt_tokens,
+        cached_tokens=one.usage.cached_tokens,
+        output_tokens=one.usage.output_tokens,
+    )
+
+
+def _finished_from(message: pb.FinishedRequest) -> FinishedRequest:
+    return FinishedRequest(
+        message.request_id,
+        message.face,
+        message.tenant,
+        message.model,
+        message.version_digest,
+        PRIORITY_OF[message.priority],
+        message.reason,
+        StageClock(message.received_unix_us, *message.stages_us[:_STAGES]),
+        Usage(message.prompt_tokens, message.output_tokens, message.cached_tokens),
     )
 
 

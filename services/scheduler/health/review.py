@@ -76,7 +76,7 @@ class HealthReview:
         """Refuse placements that can no longer be served in time."""
         for digest in self._overload.versions:
             for _ in range(_MAX_SHED):
-                victim = self._overload.overdue(digest)
+                victim = self._overload.overdue(digest, now_s)
                 if victim is None:
                     break
                 self._queue.evict(*victim, now_s)

@@ -18,6 +18,7 @@ from services.core.errors import (
     OverCommitment,
     Overloaded,
     VersionFailing,
+    retry_in,
 )
 from services.core.fleet import PoolPressure, TenantTokens
 from services.core.generation import PlaceSpec
@@ -76,6 +77,11 @@ class _Pool:
         default_factory=lambda: {priority: ArrivalRate() for priority in Priority}
     )
     model: str = ""
+
+    def arriving_above(self, priority: Priority, now_s: float) -> float:
+        """Return the tokens per second that arrive in higher classes."""
+        above = (found for other, found in self.arrivals.items() if other.rank > priority.rank)
+        return sum(found.tokens_per_s(now_s) for found in above)
 
 
 class Overload:
@@ -171,9 +177,10 @@ class Overload:
                     arrival.rank, retried=arrival.attempt > 0
                 )
                 if victim is None:
-                    return _shed_error(spec.model, arrival.rank, found_s, limit_s, later_s)
+                    return _shed_error(spec, arrival.rank, spec.priority, found_s, limit_s, later_s)
                 if claims:
-                    self._victims[victim.number] = victim.item, self._error_of(victim, found_s, limit_s)
+                    error = self._error_of(victim, spec.priority, found_s, limit_s)
+                    self._victims[victim.number] = victim.item, error
         return None
 
     def take_victims(self) -> tuple[Victim, ...]:
@@ -181,7 +188,7 @@ class Overload:
         victims, self._victims = tuple(self._victims.values()), {}
         return victims
 
-    def overdue(self, digest: str) -> Victim | None:
+    def overdue(self, digest: str, now_s: float) -> Victim | None:
         """Return a placement to shed because the queue exceeds its targets, None when there is none.
 
         This happens when the first throughput is measured after a burst was admitted, or when workers
@@ -198,7 +205,8 @@ class Overload:
             limit_s = min(pool.backlog.target_of(priority), victim.item.spec.queue_ttl_s)
             found_s = pool.backlog.total(priority) / rate
             if found_s > limit_s * self.policy.overdue_ratio:
-                return victim.item, self._error_of(victim, min(MAX_WAIT_S, found_s), limit_s)
+                stated_s = self.wait_s(digest, priority, now_s) or found_s
+                return victim.item, self._error_of(victim, priority, min(MAX_WAIT_S, stated_s), limit_s)
         return None
 
     @property
@@ -219,9 +227,17 @@ class Overload:
         victim = order.victim_for(arrival.rank, retried=arrival.attempt > 0)
         if victim is None:
             return None
-        found_s = wait_s(pool.backlog.total(victim.item.priority), self._rate(spec.version_digest, pool))
+        found_s = self.wait_s(spec.version_digest, victim.item.priority, now_s)
         found_s = self.policy.min_retry_after_s if found_s is None else min(MAX_WAIT_S, found_s)
-        return victim.item, self._error_of(victim, found_s, 0.0)
+        return victim.item, self._error_of(victim, victim.item.priority, found_s, 0.0)
+
+    def wait_s(self, digest: str, priority: Priority, now_s: float) -> float | None:
+        """Return the predicted wait behind all of the class and of higher ones, None before it is known."""
+        pool = self._pools.get(digest)
+        if pool is None:
+            return None
+        rate, above = self._rate(digest, pool), pool.arriving_above(priority, now_s)
+        return wait_s(pool.backlog.total(priority), rate, arriving_tokens_per_s=above)
 
     def pressure(self, digest: str) -> PoolPressure:
         """Return the pressure on the pool; the wait is that of a standard request."""
@@ -282,18 +298,13 @@ class Overload:
         ahead = pool.backlog.ahead_of(
             spec.priority, spec.tenant_id, tokens, pool.weights, weight=spec.tenant_weight
         )
-        higher = sum(
-            found.tokens_per_s(now_s)
-            for priority, found in pool.arrivals.items()
-            if priority.rank > spec.priority.rank
-        )
-        found_s = wait_s(ahead, rate, arriving_tokens_per_s=higher)
+        found_s = wait_s(ahead, rate, arriving_tokens_per_s=pool.arriving_above(spec.priority, now_s))
         return judge(arrival, found_s, self.policy, self._rng)
 
-    def _error_of(self, victim: _Waits, found_s: float, limit_s: float) -> FairwayError:
+    def _error_of(self, victim: _Waits, full: Priority, found_s: float, limit_s: float) -> FairwayError:
         spec = victim.item.spec
         later_s = retry_after_s(found_s, limit_s, spec.attempt, self.policy, self._rng)
-        return _shed_error(spec.model, victim.rank, found_s, limit_s, later_s)
+        return _shed_error(spec, victim.rank, full, found_s, limit_s, later_s)
 
     def _target_s(self, spec: PlaceSpec) -> float:
         return self.policy.targets.of(spec.priority, spec.ttft_target_s)
@@ -308,19 +319,29 @@ class Overload:
         return pool
 
 
-def _shed_error(model: str, rank: ShedRank, wait_s: float, limit_s: float, later_s: float) -> FairwayError:
-    """Return the refusal. ``limit_s`` 0: the queue is full, whatever the wait."""
+def _shed_error(
+    spec: PlaceSpec, rank: ShedRank, full: Priority, wait_s: float, limit_s: float, later_s: float
+) -> FairwayError:
+    """Return the refusal. ``full``: the class whose wait is too long; ``limit_s`` 0: whatever the wait."""
     limit = f", longer than {limit_s:.3g} s" if limit_s else ""
-    what = f"{model} is overloaded: the predicted wait is {wait_s:.3g} s{limit}"
-    found = {"model": model, "wait_s": f"{wait_s:.6g}", "limit_s": f"{limit_s:.6g}"}
+    what = (
+        f"{spec.model} is overloaded: the {full.value} queue is full, "
+        f"the predicted wait is {wait_s:.3g} s{limit}"
+    )
+    found = {
+        "model": spec.model,
+        "class": full.value,
+        "wait_s": f"{wait_s:.6g}",
+        "limit_s": f"{limit_s:.6g}",
+    }
     if rank is ShedRank.OVER_QUOTA:
         return OverCommitment(
-            f"{what}, and the tenant uses more than its committed rate; retry in {later_s:.1f} s",
+            f"{what}, and the tenant uses more than its committed rate; {retry_in(later_s)}",
             retry_after_s=later_s,
             **found,
         )
     return Overloaded(
-        f"{what}, and {rank.name.lower()} requests are rejected first; retry in {later_s:.1f} s",
+        f"{what}, and {rank.name.lower()} requests are rejected first; {retry_in(later_s)}",
         retry_after_s=later_s,
         **found,
     )
@@ -329,7 +350,7 @@ def _shed_error(model: str, rank: ShedRank, wait_s: float, limit_s: float, later
 def _unmeetable(spec: PlaceSpec, wait_s: float, limit_s: float, later_s: float) -> DeadlineUnmeetable:
     return DeadlineUnmeetable(
         f"{spec.model} would begin it in {wait_s:.3g} s, after its deadline in {limit_s:.3g} s; allow more "
-        f"time, or retry in {later_s:.1f} s",
+        f"time, or {retry_in(later_s)}",
         retry_after_s=later_s,
         model=spec.model,
         wait_s=f"{wait_s:.3f}",
@@ -339,7 +360,7 @@ def _unmeetable(spec: PlaceSpec, wait_s: float, limit_s: float, later_s: float) 
 def _failing(spec: PlaceSpec, later_s: float) -> VersionFailing:
     return VersionFailing(
         f"most requests for {spec.model} end with the loss of their worker; only a few are admitted, to test "
-        f"whether this continues: retry in {later_s:.1f} s",
+        f"whether this continues: {retry_in(later_s)}",
         retry_after_s=later_s,
         model=spec.model,
     )

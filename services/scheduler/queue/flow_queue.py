@@ -35,7 +35,7 @@ from services.scheduler.policy.queue.order import (
 from services.scheduler.queue.grant_pass import GrantPass
 from services.scheduler.queue.index import QueueIndex
 from services.scheduler.queue.pool import Pool, QueueLimits, size_bytes_of
-from services.scheduler.queue.refusals import timed_out
+from services.scheduler.queue.refusals import full_of, timed_out
 from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from services.scheduler.queue.service_ledger import LedgerPolicy, ServiceLedger
 from services.scheduler.queue.waiting import (
@@ -93,7 +93,7 @@ class FlowQueue:
             min_samples=limits.output_samples,
         )
         self.ledger = ServiceLedger(LedgerPolicy(limits.weights, outputs, hold_s=self._hold_s))
-        self.waiting = QueueIndex(limits, order, discipline, self.ledger)
+        self.waiting = QueueIndex(limits, order, discipline, self.ledger, self._gate.wait_s)
         self._pass = GrantPass(
             fleet,
             self.ledger,
@@ -317,5 +317,6 @@ class FlowQueue:
         digest = item.spec.version_digest
         found, pool = self._pass.choose(digest, item.query), self.waiting.pool(digest)
         queued = 0 if pool is None else len(pool.order)
-        later_s = self.waiting.wait_s(digest, now_s)
-        return timed_out(item.spec, found, queued=queued, retry_after_s=later_s)
+        full = full_of(item.query, self._fleet.candidates(digest).values())
+        later_s = self.waiting.later_s(item.spec, now_s)
+        return timed_out(item.spec, found, f"{full}, {queued} placements are queued", retry_after_s=later_s)

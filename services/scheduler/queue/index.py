@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from services.core.errors import QueueFull, ShareExceeded
 from services.core.generation import PlaceSpec
-from services.scheduler.policy.overload.rates import MIN_WAIT_S, DrainRate
+from services.core.records import Priority
+from services.scheduler.policy.overload.rates import MAX_WAIT_S, MIN_WAIT_S, DrainRate
 from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.queue.pool import Pool, QueueLimits
 from services.scheduler.queue.refusals import queue_full, share_full
@@ -114,8 +115,15 @@ class QueueIndex:
     """All waiting placements of a term, and the limits on them."""
 
     def __init__(
-        self, limits: QueueLimits, order: OrderPolicy, discipline: QueueDiscipline, ledger: ServiceLedger
+        self,
+        limits: QueueLimits,
+        order: OrderPolicy,
+        discipline: QueueDiscipline,
+        ledger: ServiceLedger,
+        predicted_s: Callable[[str, Priority, float], float | None],
     ) -> None:
+        """``predicted_s``: ``QueueGate.wait_s``."""
+        self._predicted_s = predicted_s
         self._limits = limits
         self._order = order
         self._discipline = discipline
@@ -184,15 +192,22 @@ class QueueIndex:
         """Return the first deadline; infinite without any."""
         return self._deadlines.next_s(self._items)
 
-    def drain_s(self, digest: str, now_s: float) -> float | None:
-        """Return how long the version's queue takes to drain, None without recent grants."""
-        pool = self._pools.get(digest)
-        return None if pool is None else pool.rate.drain_s(len(pool.order), now_s)
+    def predicted_wait_s(self, digest: str, priority: Priority, now_s: float) -> float | None:
+        """Return the wait behind a class and the higher ones, which refusals and operators' views state.
 
-    def wait_s(self, digest: str, now_s: float) -> float:
+        Before the tokens per second are known it is that of the whole queue; None without recent grants.
+        """
+        pool, found_s = self._pools.get(digest), self._predicted_s(digest, priority, now_s)
+        if found_s is not None or pool is None:
+            return found_s
+        return pool.rate.drain_s(len(pool.order), now_s)
+
+    def later_s(self, spec: PlaceSpec, now_s: float) -> float:
         """Return after how long a client should send its request again."""
-        pool = self._pools.get(digest)
-        return MIN_WAIT_S if pool is None else pool.rate.wait_s(len(pool.order), now_s)
+        found_s = self.predicted_wait_s(spec.version_digest, spec.priority, now_s)
+        if found_s is None:
+            return MIN_WAIT_S if spec.version_digest not in self._pools else MAX_WAIT_S
+        return min(MAX_WAIT_S, max(MIN_WAIT_S, found_s))
 
     def over_limit(self, spec: PlaceSpec, size_bytes: int, now_s: float) -> QueueFull | ShareExceeded | None:
         """Return the refusal by the first exceeded limit. The tenant's own limits come first."""
@@ -204,11 +219,13 @@ class QueueIndex:
             what, most = f"{share.count} placements", limits.max_per_tenant
         elif share.size_bytes + size_bytes > limits.max_bytes_per_tenant:
             what, most = f"{share.size_bytes} bytes of placements", limits.max_bytes_per_tenant
-        elif queued >= limits.max_per_pool or len(self._items) >= limits.max_total:
-            what, most = f"{queued} placements for {spec.model}", 0
+        elif queued >= limits.max_per_pool:
+            what, most = f"the queue of {spec.model} is full, with {queued} placements", 0
+        elif len(self._items) >= limits.max_total:
+            what, most = f"the scheduler's queues are full, with {len(self._items)} placements", 0
         else:
             return None
-        later_s = self.wait_s(spec.version_digest, now_s)
+        later_s = self.later_s(spec, now_s)
         if most:
             return share_full(what, most, model=spec.model, retry_after_s=later_s)
         return queue_full(what, model=spec.model, retry_after_s=later_s)

@@ -12,9 +12,15 @@ from services.core.errors import (
     QueueFull,
     QueueTimeout,
     ShareExceeded,
+    retry_in,
 )
 from services.core.generation import PlaceSpec
-from services.scheduler.policy.placement.candidate import Candidate
+from services.scheduler.policy.placement.candidate import (
+    Candidate,
+    PlaceQuery,
+    has_kv_room,
+    has_sequence_slot,
+)
 from services.scheduler.policy.placement.choose import Chosen, NoWorker
 
 _LOADING_RETRY_S: Final = 2.0
@@ -29,33 +35,39 @@ _TEXTS: Final = {
 
 
 def queue_full(what: str, *, model: str, retry_after_s: float) -> QueueFull:
-    return QueueFull(f"{what} are queued; the queue is full", retry_after_s=retry_after_s, model=model)
+    return QueueFull(f"{what}; {retry_in(retry_after_s)}", retry_after_s=retry_after_s, model=model)
 
 
 def share_full(what: str, most: int, *, model: str, retry_after_s: float) -> ShareExceeded:
     return ShareExceeded(
-        f"{what} of this tenant are queued already, the limit is {most}; wait until some have started",
+        f"{what} of this tenant are queued already, the limit is {most}; wait until some have started, "
+        f"or {retry_in(retry_after_s)}",
         retry_after_s=retry_after_s,
         model=model,
         limit=most,
     )
 
 
-def timed_out(
-    spec: PlaceSpec, found: Chosen | NoWorker, *, queued: int, retry_after_s: float
-) -> FairwayError:
+def timed_out(spec: PlaceSpec, found: Chosen | NoWorker, full: str, *, retry_after_s: float) -> FairwayError:
     """Return the error of a placement whose time in the queue ended. ``found``: the result of a last
-    attempt."""
+    attempt; ``full``: what it waited for where workers serve."""
     waited = f"no worker accepted a request for {spec.model} within {spec.queue_ttl_s:g} s: "
     if isinstance(found, NoWorker) and not found.waits_for_room:
         retry_after_s = max(retry_after_s, _LOADING_RETRY_S)
-        return NoWorkerAvailable(waited + _missing(found), retry_after_s=retry_after_s, model=spec.model)
-    return QueueTimeout(
-        f"{waited}{queued} placements are queued",
-        retry_after_s=retry_after_s,
-        model=spec.model,
-        queued=queued,
-    )
+        text = f"{waited}{_missing(found)}; {retry_in(retry_after_s)}"
+        return NoWorkerAvailable(text, retry_after_s=retry_after_s, model=spec.model)
+    text = f"{waited}{full}; {retry_in(retry_after_s)}"
+    return QueueTimeout(text, retry_after_s=retry_after_s, model=spec.model)
+
+
+def full_of(query: PlaceQuery, candidates: Iterable[Candidate]) -> str:
+    """Return what the serving workers lack for the query: KV memory, sequence slots, or their turn only."""
+    serving = [found for found in candidates if found.serving]
+    kv = sum(not has_kv_room(query, found) for found in serving)
+    slots = sum(not has_sequence_slot(query, found) for found in serving)
+    found = (("the KV memory", kv), ("every sequence slot", slots))
+    full = " and ".join(f"{what} of {count}" for what, count in found if count)
+    return f"of {len(serving)} workers, {full} is in use" if full else "others were first"
 
 
 def too_long(spec: PlaceSpec, candidates: Iterable[Candidate]) -> PromptTooLong:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
 from services.core.fleet import TenantCounter
-from services.core.queues import PoolQueue, QueueShare
+from services.core.queues import ClassWait, PoolQueue, QueueShare
 from services.core.records import Priority
 from services.scheduler.fleet.levels import PoolLevels
 from services.scheduler.fleet.view import FleetView
@@ -46,7 +46,9 @@ def pools_of(queue: FlowQueue, fleet: FleetView, now: Now, *, tenant: str = "") 
             digest,
             waiting.get(digest, ()),
             levels.get(digest, PoolLevels()),
-            queue.waiting.drain_s(digest, now.monotonic_s),
+            lambda priority, digest=digest: queue.waiting.predicted_wait_s(  # type: ignore[misc]
+                digest, priority, now.monotonic_s
+            ),
             now,
             tenant,
         )
@@ -58,27 +60,31 @@ def _pool(
     digest: str,
     items: Iterable[QueuedPlacement],
     levels: PoolLevels,
-    drain_s: float | None,
+    predicted_s: Callable[[Priority], float | None],
     now: Now,
     tenant: str,
 ) -> PoolQueue:
     total = _Sum()
     sums: dict[tuple[str, Priority], _Sum] = {}
+    waiting: set[Priority] = set()
     for item in items:
+        waiting.add(item.spec.priority)
         wait_s = _wait_s(item, now)
         total.add(item, wait_s)
         if not tenant or item.spec.tenant_id == tenant:
             sums.setdefault((item.spec.tenant_id, item.spec.priority), _Sum()).add(item, wait_s)
     shares = _shares(sums)
+    waits = tuple(ClassWait(each, predicted_s(each)) for each in reversed([*Priority]) if each in waiting)
     return PoolQueue(
         version_digest=digest,
         queued=total.queued,
         queued_prompt_tokens=total.prompt_tokens,
         oldest_wait_s=total.oldest_wait_s,
-        predicted_wait_s=drain_s,
+        predicted_wait_s=waits[-1].predicted_wait_s if waits else predicted_s(Priority.INTERACTIVE),
         **asdict(levels),
         shares=shares[:MAX_SHARES],
         shares_left_off=max(0, len(shares) - MAX_SHARES),
+        waits=waits,
     )
 
 

@@ -135,6 +135,9 @@ class QueueGate(Protocol):
         ``own``: only placements of the same tenant.
         """
 
+    def wait_s(self, digest: str, priority: Priority, now_s: float) -> float | None:
+        """Return the predicted wait behind a class and the higher ones, None before it is known."""
+
     def entered(self, item: QueuedPlacement, now_s: float) -> None:
         """The placement waits from now on."""
 
@@ -153,6 +156,9 @@ class OpenGate:
     def displaced(
         self, spec: PlaceSpec, now_s: float, *, own: bool = False
     ) -> tuple[QueuedPlacement, FairwayError] | None:
+        return None
+
+    def wait_s(self, digest: str, priority: Priority, now_s: float) -> float | None:
         return None
 
     def entered(self, item: QueuedPlacement, now_s: float) -> None: ...

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 import pytest
 import pytest_asyncio
 
+from fairway.v1 import common_pb2, controlplane_pb2_grpc, slis_pb2
 from fairway.v1 import controlplane_pb2 as pb
-from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.grpc.queues import GrpcQueues
 from services.adapters.grpc.slis import GrpcSlis
 from services.adapters.links.scheduler_directory import LeaderAddress
@@ -19,8 +19,13 @@ from services.adapters.memory.store import MemoryStore
 from services.controlplane.objectives.listing import SliListing
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
+from services.core.arms import SliReport
 from services.core.errors import InvalidInput, NoLeader
+from services.core.estimates.finished import FinishedRequest
+from services.core.generation import StageClock, Usage
+from services.core.records import Priority
 from services.rpc.channel import open_channel
+from services.rpc.convert.slis import report_from_proto, report_to_proto
 from services.rpc.server import RpcServer, Service
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
@@ -28,7 +33,7 @@ from services.runtime.supervisor import Supervisor
 from tests.integration.controlplane.plane import ADMIN, SEALER
 from tests.integration.scheduler_fleet import StaticDirectory
 from tests.support.registry import TOKEN, authenticate
-from tests.support.slis import Measurements, key_of, sums_of
+from tests.support.slis import DIGEST, Measurements, key_of, sums_of
 from tests.support.usage_ledgers import NoUsage
 
 CLOCK = SystemClock()
@@ -81,6 +86,15 @@ class OnePlane:
             except grpc.aio.AioRpcError as exc:
                 raise from_rpc_error(exc) from exc
 
+    async def finished(self, **fields: object) -> Sequence[slis_pb2.FinishedRequest]:
+        async with open_channel(self.address) as channel:
+            stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
+            request = pb.ListFinishedRequestsRequest(**fields)  # type: ignore[arg-type]
+            try:
+                return (await stub.ListFinishedRequests(request, metadata=ADMIN, timeout=10)).requests
+            except grpc.aio.AioRpcError as exc:
+                raise from_rpc_error(exc) from exc
+
 
 Planes = tuple[OnePlane, OnePlane, StaticDirectory]
 
@@ -96,6 +110,39 @@ async def planes() -> AsyncIterator[Planes]:
             await stack.enter_async_context(plane.served(supervisor))
         directory.turn(LeaderAddress("leader", leader.address, 1))
         yield leader, standby, directory
+
+
+def finished(number: int, *, reason: str = "FINISHED", tenant: str = "acme") -> FinishedRequest:
+    clock = StageClock(1_000_000 * number, queue_us=1000 * (number % 7))
+    names = f"req_{number}", "openai", tenant, "chat", DIGEST
+    return FinishedRequest(*names, Priority.BATCH, reason, clock, Usage(3, 4, 1))
+
+
+async def test_past_requests_are_found_at_any_control_plane(planes: Planes) -> None:
+    leader, standby, directory = planes
+    sent = [
+        finished(number, reason="FINISHED" if number % 3 else "QUEUE_FULL", tenant=f"t{number % 2}")
+        for number in range(1, 20)
+    ]
+    for number in (1, 2):  # a report that comes again counts once
+        report = report_from_proto(report_to_proto(SliReport(1.0, {}, {}, requests=sent)))
+        assert report.requests == tuple(sent)
+        leader.measured.store.report("gateway", number, 1, [report])
+    for plane in (leader, standby):
+        slow = await plane.finished(slow=True, limit=3)
+        assert [one.request_id for one in slow] == ["req_6", "req_13", "req_5"]
+        assert [one.request_id for one in await plane.finished(limit=2)] == ["req_19", "req_18"]
+        failed = await plane.finished(failed=True, tenant="t1")
+        assert [one.request_id for one in failed] == ["req_15", "req_9", "req_3"]
+        assert {one.reason for one in failed} == {"QUEUE_FULL"}
+        (one,) = await plane.finished(request_name="chatcmpl-req_6")
+        assert (one.stages_us[2], one.prompt_tokens, one.priority) == (6000, 3, common_pb2.PRIORITY_BATCH)
+        assert len(await plane.finished()) == len(sent)
+    with pytest.raises(InvalidInput, match="limit"):
+        await leader.finished(limit=1001)
+    directory.turn(LeaderAddress("standby", standby.address, 2))
+    with pytest.raises(NoLeader):
+        await standby.finished()
 
 
 async def test_a_standby_answers_what_the_leader_measured(planes: Planes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from services.gateway.events import Event, Heartbeat, Tokens
+from services.gateway.faces.openai.event_stream import PROMPTS_AT_ONCE
 from services.gateway.faces.openai.exchange import HttpLimits
+from services.gateway.faces.openai.requests import MAX_PROMPTS
 from services.gateway.faces.transport.rate_headers import duration
 from services.runtime.process.product import product_version
 from tests.integration.openai.face import (
@@ -270,3 +273,32 @@ async def test_health_and_readiness(face: Face) -> None:
         answer = await face.ask("GET", path, key=None)
         assert (answer.status, answer.json["status"]) == (503, "no view of the fleet yet")
     assert (await face.ask("GET", "/healthz", key=None)).status == 200
+
+
+async def test_many_prompts_of_one_request_run_32_at_a_time(face: Face) -> None:
+    running, most = 0, 0
+    scripted = face.service.script
+
+    async def counted(call: Call) -> AsyncGenerator[Event, None]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            await asyncio.sleep(0.01)
+            async for event in scripted(call):
+                yield event
+        finally:
+            running -= 1
+
+    face.service.script = counted
+    body = {"model": "m", "prompt": [f"text {number}" for number in range(MAX_PROMPTS)]}
+    whole = await face.ask("POST", "/v1/completions", body)
+    assert [choice["index"] for choice in whole.json["choices"]] == list(range(MAX_PROMPTS))
+    streamed = (await face.ask("POST", "/v1/completions", {**body, "stream": True})).events
+    choices = [choice for frame in streamed[:-1] for choice in frame["choices"]]
+    ended = [choice["index"] for choice in choices if choice["finish_reason"]]
+    assert sorted(ended) == list(range(MAX_PROMPTS))
+    assert (most, running) == (PROMPTS_AT_ONCE, 0)
+    refused = await face.ask("POST", "/v1/completions", {**body, "prompt": [*body["prompt"], "one more"]})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "prompt")
+    assert "one request takes 128" in refused.json["error"]["message"]

@@ -128,8 +128,8 @@ async def ambiguous(target: Target) -> Found:
     streaming = _completion(target, stream=True)
     old = head(PATH, key, f"content-length: {len(streaming)}", version="1.0") + streaming
     status, answer = await status_of(target.gateways[0].http, old)
-    if status == 200 and _CHUNKED.encode() in answer.lower():
-        found.wrong.append("HTTP/1.0 was answered with chunks")
+    if status != 200 or _CHUNKED.encode() in answer.lower():
+        found.wrong.append(f"a stream of HTTP/1.0 was answered {status}, or with chunks")
     for plain in (post(PATH, body, key), head(PATH, key, close, _CHUNKED) + chunked):
         control, answer = await status_of(target.gateways[0].http, plain)
         if control != 200:

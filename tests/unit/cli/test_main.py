@@ -18,7 +18,7 @@ import psutil
 import pytest
 import typer
 
-from fairway.cli.errors import ExitCode
+from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.main import app, main, run
 from fairway.cli.terminal.output import confirm
 
@@ -59,7 +59,9 @@ def test_help_has_examples_and_a_text_for_every_option(name: str, capsys: pytest
     assert not caught.value.code
     said = capsys.readouterr().out
     assert f"Usage: fairway {name}" in said
-    assert f"fairway {name}" in said.partition("Examples:")[2]
+    examples = said.partition("\n  Examples:\n")[2].partition("\n\n")[0].splitlines()
+    assert f"fairway {name}" in examples[0]
+    assert all(line.startswith("    ") for line in examples), "examples are one paragraph"
 
 
 @pytest.mark.parametrize("arguments", [["--nope"], ["nodes"], [], ["nodes", "list", "--timeout", "x"]])
@@ -91,8 +93,19 @@ def test_what_nobody_thought_of_ends_without_a_traceback(
         run(broken, [])
 
 
-def test_nobody_is_asked_without_a_terminal() -> None:
-    confirm("Delete everything?", yes=False)
+def test_without_a_terminal_only_yes_confirms() -> None:
+    confirm("Delete everything?", yes=True)
+    with pytest.raises(CliError) as caught:
+        confirm("Delete everything?", yes=False)
+    assert (caught.value.reason, caught.value.exit_code) == ("NOT_CONFIRMED", ExitCode.USAGE)
+    assert "--yes" in caught.value.next_step
+
+
+def test_the_version_is_also_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(app, ["--version"]) == 0
+    shown = capsys.readouterr().out
+    assert run(app, ["version"]) == 0
+    assert capsys.readouterr().out == shown != ""
 
 
 @contextmanager
@@ -151,6 +164,28 @@ def test_terminal_is_asked_before_something_goes(answer: str, reason: str, code:
         os.write(terminal, f"{answer}\n".encode())
         assert reason in _read_until(terminal, "next")
         assert process.wait(timeout=60) == code
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("tenants", "delete", "acme"),
+        ("tenants", "disable", "acme"),
+        ("keys", "revoke", "ci"),
+        ("nodes", "delete", "worker-9"),
+        ("deployments", "delete", "chat"),
+        ("budgets", "delete", "acme"),
+        ("objectives", "delete", "fast"),
+    ],
+)
+def test_without_a_terminal_nothing_goes_unless_it_is_confirmed(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(app, [*command, *AWAY]) == ExitCode.USAGE
+    refused = capsys.readouterr().err
+    assert refused.startswith("error NOT_CONFIRMED: ")
+    assert "next: add --yes" in refused
+    assert run(app, [*command, "--yes", *AWAY]) == ExitCode.UNAVAILABLE
 
 
 def test_yes_is_not_asked() -> None:

@@ -42,9 +42,9 @@ REFUSED = cp.SliSummary(
         (
             80,
             [
-                "MODEL  VERSION       TENANT  REQUESTS  ERRORS  BROKEN   TTFT MS 50/95/99",
-                "chat   aaaaaaaaaaaa  acme    12345     12      3/12300  98.7/457/12345",
-                "chat   -             acme    2         2       0/0      -",
+                "MODEL  VERSION       CLASS        ZONE   REQUESTS  ERRORS  TTFT MS 50/95/99",
+                "chat   aaaaaaaaaaaa  interactive  eu-1a  12345     12      98.7/457/12345",
+                "chat   -             standard     -      2         2       -",
             ],
         ),
         (

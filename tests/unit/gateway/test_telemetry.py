@@ -138,7 +138,11 @@ async def test_a_finished_request_is_counted_and_has_a_line_and_spans() -> None:
     assert tokens[("kind", "prompt"), ("model", "m"), ("tenant", "acme")] == 3.0
     assert rig.counted("fairway_gateway_ttft_seconds_count") == {(("model", "m"),): 1.0}
     assert rig.counted("fairway_gateway_tpot_seconds_count") == {(("model", "m"),): 1.0}
+    (noted,) = rig.telemetry.slis.requests.cut()
+    assert (noted.request_id, noted.tenant, noted.model, noted.reason) == ("req_1", "acme", "m", "FINISHED")
+    assert noted.usage.output_tokens == 3
     (line,) = [entry for entry in logs if entry["event"] == "request.finished"]
+    assert noted.total_us / 1e3 == pytest.approx(line["total_ms"], abs=0.1)
     stages = sum(value for key, value in line.items() if key.endswith("_ms") and key != "total_ms")
     assert stages == pytest.approx(line["total_ms"], abs=0.1)
     spans = {span.name: span for span in rig.exporter.get_finished_spans()}

@@ -68,6 +68,13 @@ def test_a_mistake_stops_the_start_and_is_named(name: str, value: str) -> None:
     assert name in str(caught.value)
 
 
+def test_settings_like_an_unknown_one_are_named() -> None:
+    with pytest.raises(ConfigError, match="FAIRWAY_DRIAN_S; did you mean FAIRWAY_DRAIN_S"):
+        load({"FAIRWAY_DRIAN_S": "1"})
+    with pytest.raises(ConfigError, match=r"known: .*FAIRWAY_DRAIN_S"):
+        load({"FAIRWAY_" + "Q" * 40: "1"})
+
+
 def test_a_short_or_missing_secret_is_refused_without_its_text(tmp_path: Path) -> None:
     path = tmp_path / "token"
     with pytest.raises(ConfigError):

@@ -134,6 +134,21 @@ def test_a_foreign_model_looks_like_a_missing_one() -> None:
         held.authorise_model(directory().authenticate(TEXT), "theirs")
 
 
+def test_only_models_that_the_key_may_use_are_suggested() -> None:
+    names = ("chat-large", "chat-small", "chat-secret", "embed")
+    keys = {models: directory(models=models) for models in (("chat-large", "embed"), ("chat-secret",), ())}
+    found = {
+        models: held.not_found(held.authenticate(TEXT), "chat-larg", names).message
+        for models, held in keys.items()
+    }
+    assert found["chat-large", "embed"].endswith("; did you mean 'chat-large'?")
+    assert found["chat-secret",].endswith("; did you mean 'chat-secret'?")
+    assert "'chat-large' or " in found[()]
+    held = keys["chat-secret",]
+    assert "did you mean" not in held.not_found(held.authenticate(TEXT), "zzz", names).message
+    assert "chat-secret" not in found["chat-large", "embed"]
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -153,6 +153,7 @@ def chat(
     /help lists the commands. Without a terminal each line of the standard input is a question, and the first
     error ends the chat. With --tools an answer comes whole, with a line for each call; the next lines are
     what the tools return.
+
     \b
     Examples:
       fairway chat

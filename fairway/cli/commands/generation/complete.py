@@ -75,6 +75,7 @@ def complete(
     """Continue a text. On a terminal the text is printed before its continuation.
 
     With --json the output is one document; with --json --stream one JSON line per piece, then the document.
+
     \b
     Examples:
       fairway complete "def fibonacci(n):"

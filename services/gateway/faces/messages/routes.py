@@ -98,8 +98,6 @@ class MessagesFace:
         exchange.headers.apply_to(generation)
         numbers = keyed_numbers(exchange, self._event_secret, "messages", stream=request.stream)
         frames = MessageFrames(exchange.received.request_id, numbers)
-        if request.stream:
-            exchange.headers.check_stream()
         source = self._service.stream(
             exchange.caller,
             generation,

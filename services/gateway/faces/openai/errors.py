@@ -20,6 +20,7 @@ from services.core.errors import (
     RequestRateExceeded,
     TokenRateExceeded,
     Unauthenticated,
+    whole_seconds,
 )
 from services.rpc.status import http_status
 
@@ -103,7 +104,7 @@ def error_headers(error: FairwayError) -> list[Header]:
     headers: list[Header] = []
     if error.retry_after_s is not None:
         wait_s = max(0.0, error.retry_after_s)
-        headers.append((b"retry-after", str(math.ceil(wait_s)).encode()))
+        headers.append((b"retry-after", str(whole_seconds(wait_s)).encode()))
         headers.append((b"retry-after-ms", str(math.ceil(wait_s * 1000)).encode()))
     if isinstance(error, Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))

@@ -28,6 +28,7 @@ from services.gateway.faces.openai.requests import ApiRequest
 from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.policy.degrade import Degradation, header_value
 
+PROMPTS_AT_ONCE: Final = 32  # of one request; the others wait, and take no place in a queue
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
 # The answer is that of an earlier request with the same idempotency key.
@@ -66,6 +67,7 @@ class EventStream:
         self._request_id = request_id
         self._created_unix_s = created_unix_s
         self._turn = asyncio.Lock()
+        self._places = asyncio.Semaphore(PROMPTS_AT_ONCE)
         self._frames: Frames | None = None
         self._begun: dict[int, None] = {}  # the generations whose role frames were made
         self._accepted: list[Accepted] = []
@@ -84,7 +86,7 @@ class EventStream:
             raise primary_failure(failures) from None
 
     async def _relay(self, number: int, source: AsyncGenerator[Event, None]) -> None:
-        async with aclosing(source) as events:
+        async with self._places, aclosing(source) as events:
             async for event in events:
                 async with self._turn:
                     await self._write(number, event)

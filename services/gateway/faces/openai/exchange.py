@@ -84,18 +84,12 @@ class Headers:
 
     def __init__(self, scope: Scope) -> None:
         self._pairs: Iterable[Header] = scope["headers"]
-        self._version: str = scope.get("http_version", "1.1")
 
     def one(self, name: bytes) -> bytes | None:
         found = [value for key, value in self._pairs if key == name]
         if len(found) > 1:
             raise HttpProblem(400, f"the header {name.decode()} is there more than once")
         return found[0] if found else None
-
-    def check_stream(self) -> None:
-        """Return if the answer may be a stream. Raises HttpProblem for HTTP/1.0, which has no chunks."""
-        if self._version == "1.0":
-            raise HttpProblem(400, "a stream needs HTTP/1.1; without `stream` the answer comes whole")
 
     def credentials(self) -> str | None:
         """Return the text that holds the caller's key; None without one."""
@@ -345,6 +339,9 @@ class Reply:
         # Other servers close the connection when the application ends.
         self._abort: Callable[[], None] | None = offered_by(scope).get("cut")
         self._accepted: Callable[[], int] = offered_by(scope).get("accepted", lambda: 0)
+        self._until_close = False  # the stream has no frames
+        # Of HTTP/1.0, which has no chunks: the answer ends with the connection.
+        self._unframed: Callable[[int], None] | None = offered_by(scope).get("unframed")
 
     def add_header(self, name: bytes, value: bytes) -> None:
         """Add a header to the answer, which has not begun."""
@@ -391,6 +388,7 @@ class Reply:
 
     async def start_events(self) -> None:
         """Begin a stream of server-sent events."""
+        self._until_close = self._unframed is not None
         await self._start(
             200,
             [
@@ -416,6 +414,8 @@ class Reply:
             self._abort()
 
     async def _put(self, message: dict[str, Any]) -> None:
+        if self._until_close and self._unframed is not None:
+            self._unframed(len(message.get("body", b"")))
         try:
             async with WriteLimit(self._write_timeout_s, self._accepted):
                 await self._send(message)

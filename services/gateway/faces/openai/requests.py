@@ -27,7 +27,7 @@ from services.gateway.requests.scoring import MAX_PROMPT_SCORES
 
 Dialect = Literal["chat", "completions"]
 
-MAX_PROMPTS: Final = 32
+MAX_PROMPTS: Final = 128
 MAX_OUTPUTS: Final = 128
 _MAX_STOPS: Final = 16
 _MAX_BIASES: Final = 1024  # as in the proto
@@ -395,6 +395,9 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]
         return [ids]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidInput(
-            f"prompt is a list of {len(prompt)}; at most {MAX_PROMPTS} are taken", field="prompt"
+            f"prompt is a list of {len(prompt)}; one request takes {MAX_PROMPTS}: send the others in further "
+            "requests, or as a batch",
+            field="prompt",
+            limit=MAX_PROMPTS,
         )
     return [entry for entry in prompt if not isinstance(entry, int)]

@@ -273,11 +273,12 @@ class OpenAiFace:
 
     async def model(self, exchange: Exchange) -> None:
         name = model_of(exchange.scope)
-        for entry in await self._service.list_models(exchange.caller):
+        served = await self._service.list_models(exchange.caller)
+        for entry in served:
             if entry.name == name:
                 await exchange.reply.json(200, _encode(_model(entry)))
                 return
-        raise model_not_found(name)
+        raise model_not_found(name, (entry.name for entry in served))
 
     async def healthy(self, exchange: Exchange) -> None:
         await exchange.reply.json(200, b'{"status":"ok"}')
@@ -307,7 +308,6 @@ class OpenAiFace:
             raise without_stream()
         names = request.names.items()
         if request.stream:
-            exchange.headers.check_stream()
             work = self._stream(exchange, request, timeout_s)
             await named(names, unless_disconnected(exchange.receive, exchange.reply, work))
             return

@@ -149,6 +149,8 @@ class _Protocol(HttpToolsProtocol):
         if self.parser.should_upgrade() and self._should_upgrade():
             self._check_upgrade()
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.scope["extensions"]["fairway.connection"]["unframed"] = partial(_write_unframed, self.cycle)
         self._in_head, self._in_body = False, True
         self._read_bytes = self._body_bytes = 0
         self._stop_timer()
@@ -253,6 +255,11 @@ class _Protocol(HttpToolsProtocol):
         if cycle is not None:  # the application may wait for a body
             cycle.disconnected = True
             cycle.message_event.set()
+
+
+def _write_unframed(cycle: RequestResponseCycle, size: int) -> None:
+    """Let the next write of ``size`` bytes pass as it is; the end of the connection is that of the answer."""
+    cycle.chunked_encoding, cycle.expected_content_length = False, size
 
 
 class _ConnectionGate(asyncio.Protocol):

@@ -226,7 +226,9 @@ class Options(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     prompt_cache_options: Note | None = None
     prompt_cache_retention: Short | None = None
 
-    store: Unserved = UNSET
+    store: Annotated[
+        bool | None, About("Taken and without effect: an answer of this API is never stored.")
+    ] = None
     guided_decoding_backend: Unserved = UNSET
     guided_whitespace_pattern: Unserved = UNSET
     chat_template: Unserved = UNSET
@@ -342,7 +344,6 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "speed": ("standard",),
-    "store": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
     "truncation": ("disabled",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,7 +15,7 @@ from services.core.generation import Principal
 from services.gateway.events import Received, never
 from services.gateway.faces.openai.answers import whole_answer
 from services.gateway.faces.openai.completions.logprobs import Steps
-from services.gateway.faces.openai.event_stream import original
+from services.gateway.faces.openai.event_stream import PROMPTS_AT_ONCE, original
 from services.gateway.faces.openai.exchange import primary_failure
 from services.gateway.faces.openai.requests import ApiRequest
 from services.gateway.requests.streaming import Completion
@@ -47,15 +48,19 @@ async def complete_all(
     *,
     withdraws: Callable[[], bool] = never,
 ) -> list[Completion]:
-    """Return one answer per generation; the first failure ends the others."""
+    """Return one answer per generation, ``PROMPTS_AT_ONCE`` at a time; the first failure ends the others."""
+    places = asyncio.Semaphore(PROMPTS_AT_ONCE)
+
+    async def complete(generation: inference_pb2.Generation, part: Received) -> Completion:
+        async with places:
+            return await service.complete(
+                caller, generation, received=part, timeout_s=timeout_s, withdraws=withdraws
+            )
+
     try:
         async with TaskGroup() as group:
             tasks = [
-                group.create_task(
-                    service.complete(
-                        caller, generation, received=part, timeout_s=timeout_s, withdraws=withdraws
-                    )
-                )
+                group.create_task(complete(generation, part))
                 for generation, part in zip(
                     request.generations, numbered_parts(received, request), strict=True
                 )

@@ -122,8 +122,6 @@ class Retrievals:
 
     async def retrieve(self, exchange: Exchange) -> None:
         stream, after = stream_query(exchange.scope, exchange.headers.last_event_id())
-        if stream:
-            exchange.headers.check_stream()
         response_id = _id_of(exchange)
         stored = await self._conversations.find(exchange.caller, response_id)
         work = self.answer(exchange, response_id, stored, stream=stream, after=after)

@@ -144,8 +144,6 @@ class ResponsesFace:
             request = await self._bodies.parse(partial(responses_request, body), earlier)
             del data, earlier
         exchange.headers.apply_to(request.generation)
-        if body.stream:
-            exchange.headers.check_stream()
         if body.background:
             if exchange.headers.last_event_id():
                 raise InvalidInput(

@@ -206,6 +206,7 @@ async def test_a_long_input_is_refused_or_cut_when_asked(gateway: RowsGateway) -
     ("fields", "kind", "text"),
     [
         ({"model": "none"}, ModelNotFound, "none"),
+        ({"model": "reranker"}, ModelNotFound, "did you mean 'rerank'"),
         ({"model": "rerank"}, UnsupportedFeature, "the operation of rerank is score"),
         ({"model": "mlp"}, UnsupportedFeature, "the operation of mlp is infer"),
         ({"inputs": []}, InvalidInput, "has no inputs"),

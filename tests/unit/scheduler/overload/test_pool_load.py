@@ -19,8 +19,12 @@ from services.core.errors import (
     VersionFailing,
 )
 from services.core.records import Priority
+from services.gateway.faces.openai.errors import error_headers
+from services.rpc.convert.decisions import pool_to_proto
+from services.rpc.status import to_proto
 from services.scheduler.policy.overload.shedding import SheddingPolicy, ShedRank, shed_rank
 from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.queue.report import Now, pools_of
 from services.scheduler.term import TermSettings
 from tests.unit.scheduler.model import DIGEST
 from tests.unit.scheduler.plant import TICK_S, Asked, Plant
@@ -473,3 +477,31 @@ def test_shedding_can_be_turned_off() -> None:
     warm(plant)
     plant.run(10, Load(plant, standard=5 * CAPACITY))
     assert all(one.error is None for one in plant.asked.values())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_refusal_states_one_wait_in_its_text_its_header_its_details_and_the_queue(seed: int) -> None:
+    rng = Random(seed)
+    plant = Plant(rng.randint(1, 3))
+    warm(plant)
+    priority = rng.choice((Priority.STANDARD, Priority.BATCH))
+    plant.run(rng.uniform(8, 20), Load(plant, **{priority.value: rng.uniform(3, 6) * 60}))
+    asked = [plant.ask(priority, tenant=priority.value) for _ in range(100)]
+    plant.run(TICK_S)
+    error = asked[-1].error
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s is not None
+    headers = dict(error_headers(error))
+    assert error.message.endswith(f"; retry in {headers[b'retry-after'].decode()} s")
+    assert 0.0 <= int(headers[b"retry-after"]) - error.retry_after_s < 1.0
+    assert abs(int(headers[b"retry-after-ms"]) / 1000 - error.retry_after_s) < 1e-3
+    detail = to_proto(error)
+    assert detail.message == error.message
+    assert abs(detail.retry_after.ToMilliseconds() - 1000 * error.retry_after_s) <= 1
+    assert f"the {priority.value} queue is full, " in error.message
+    now = Now(plant.now_s, 0.0)
+    (pool,) = pools_of(plant.term.queue, plant.term.fleet, now)
+    (wait,) = [found for found in pool.waits if found.priority is priority]
+    assert wait.predicted_wait_s == pytest.approx(float(error.metadata["wait_s"]), rel=0.1)
+    assert pool.predicted_wait_s == pytest.approx(wait.predicted_wait_s)
+    assert pool_to_proto(pool).waits[-1].predicted_wait.ToMilliseconds() > 1000

@@ -154,6 +154,24 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
     assert caught.value.metadata["field"].startswith("prompt")
 
 
+def test_a_request_has_up_to_128_prompts() -> None:
+    assert MAX_PROMPTS == 128
+    assert len(completion(prompt=["a"] * MAX_PROMPTS).generations) == MAX_PROMPTS
+    with pytest.raises(InvalidInput, match="a list of 129; one request takes 128: send"):
+        completion(prompt=["a"] * (MAX_PROMPTS + 1))
+    with pytest.raises(InvalidInput, match="outputs"):
+        completion(prompt=["a"] * MAX_PROMPTS, n=2)
+
+
+def test_store_and_no_alternatives_are_taken_as_they_are() -> None:
+    for store in (True, False, None):
+        assert completion(prompt="a", store=store) == completion(prompt="a")
+        assert chat(store=store) == chat()
+    assert chat(top_logprobs=0) == chat()
+    found = chat(logprobs=True, top_logprobs=0)
+    assert (found.logprobs, found.generations[0].logprobs) == (True, 0)
+
+
 def test_a_large_batch_is_refused_before_it_is_built() -> None:
     with pytest.raises(InvalidInput):
         completion(prompt=["a"] * 1_000_000)
@@ -193,7 +211,6 @@ UNSUPPORTED = {
     "audio": {"voice": "a"},
     "modalities": ["text", "audio"],
     "prediction": {"type": "content"},
-    "store": True,
     "web_search_options": {},
     "chat_template": "{{ 1 }}",
     "use_beam_search": True,

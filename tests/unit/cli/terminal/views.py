@@ -1,0 +1,364 @@
+"""Every list and explain view, from fixed messages. As a program, it writes the golden files:
+
+python -m tests.unit.cli.terminal.views
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.console import Console
+
+from fairway.cli.commands import batches, deployments, models, nodes, objectives, queue, tenants, usage
+from fairway.cli.commands.budgets import BUDGETS
+from fairway.cli.commands.events import COLUMNS as EVENTS
+from fairway.cli.commands.keys import KEYS
+from fairway.cli.commands.placements import DECISIONS, ROWS, WORKERS, RowLine
+from fairway.cli.commands.reliability.quarantine import INPUTS
+from fairway.cli.commands.reliability.requests import REQUESTS, show_lines
+from fairway.cli.commands.reliability.slis import SLIS
+from fairway.cli.commands.status import COLUMNS as PARTS
+from fairway.cli.commands.status import Part
+from fairway.cli.rollouts import view
+from fairway.cli.rollouts.commands import ROLLOUTS
+from fairway.cli.terminal.fields import lines_of
+from fairway.cli.terminal.table import Column, blocks_of, table_of, visible
+from fairway.v1 import common_pb2, slis_pb2, worker_pb2
+from fairway.v1 import controlplane_pb2 as cp
+from fairway.v1 import registry_pb2 as rg
+from fairway.v1 import scheduler_pb2 as pb
+
+GOLDEN: Final = Path(__file__).parent / "golden"
+WIDTHS: Final = (80, 120)
+NOON: Final = Timestamp(seconds=1_798_718_400)
+ONE, TWO = ("sha256:" + digit * 64 for digit in "ab")
+WORKER: Final = "worker-3.eu-west"
+CLASSES: Final = (common_pb2.PRIORITY_INTERACTIVE, common_pb2.PRIORITY_STANDARD, common_pb2.PRIORITY_BATCH)
+
+
+def _span(seconds: float) -> Duration:
+    return Duration(seconds=int(seconds), nanos=round(seconds % 1 * 1e9))
+
+
+def _meta(name: str) -> cp.Metadata:
+    return cp.Metadata(name=name, etag="4711", labels={"team": "support"})
+
+
+def _decisions() -> list[pb.PlacementDecision]:
+    ranked = [
+        pb.RankedWorker(worker_id=f"worker-{number}", score=3.5 - number, in_draw=number < 2)
+        for number in range(4)
+    ]
+    waited = pb.PlacementDecision(
+        outcome="GRANTED",
+        worker_id=WORKER,
+        queued_time=NOON,
+        wait=_span(12.4),
+        looks=9,
+        looks_without_room=7,
+        bypassed=2,
+        ranked=ranked,
+        version_digest=ONE,
+        priority=common_pb2.PRIORITY_STANDARD,
+        tenant="acme",
+        prompt_tokens=812,
+        reserved_tokens=1068,
+    )
+    refused = pb.PlacementDecision(
+        outcome="NO_WORKER_AVAILABLE",
+        choice=1,
+        queued_time=NOON,
+        wait=_span(30),
+        looks=4,
+        rejections=[
+            pb.FilterRejections(filter="ready", workers=2, named=["worker-0", "worker-1"]),
+            pb.FilterRejections(filter="not_draining", workers=1, named=[WORKER]),
+        ],
+        version_digest=ONE,
+        tenant="acme",
+        priority=common_pb2.PRIORITY_BATCH,
+    )
+    return [waited, refused]
+
+
+def _slis() -> list[cp.SliSummary]:
+    """Rows that differ in the class or the version alone."""
+    return [
+        cp.SliSummary(
+            model="chat",
+            version_digest=digest,
+            tenant="customer-support",
+            priority=priority,
+            zone="eu-1a",
+            requests=12345,
+            errors=12,
+            started=12300,
+            broken=3,
+            output_tokens=1234567,
+            device_s=8123.4,
+            ttft_p50_s=0.0987,
+            ttft_p95_s=0.4567,
+            ttft_p99_s=12.345,
+            itl_p50_s=0.0212,
+            itl_p95_s=0.0345,
+        )
+        for digest in (ONE, TWO)
+        for priority in CLASSES[:2]
+    ]
+
+
+def _usage() -> tuple[Sequence[Column[Any]], list[Any]]:
+    names = ("day", "tenant", "model")
+    records = [
+        cp.UsageRecord(
+            tenant=tenant,
+            model="llama-3.2-instruct",
+            hour=NOON,
+            requests=1234,
+            prompt_tokens=5_678_901,
+            cached_tokens=1_234_567,
+            output_tokens=987_654,
+            device_us=8_123_400_000,
+            list_cost_micros=12_345_678,
+            measured_cost_micros=9_876_543,
+        )
+        for tenant in ("acme", "customer-support")
+    ]
+    return usage.columns_of(names), usage.lines_of(records, names)
+
+
+def _queue() -> cp.Queue:
+    waits = [
+        pb.ClassWait(priority=priority, predicted_wait=_span(3.5 * 10**number))
+        for number, priority in enumerate(CLASSES)
+    ]
+    pool = pb.PoolQueue(
+        version_digest=ONE,
+        queued=412,
+        oldest_wait=_span(31),
+        pressure_ratio=0.83,
+        running=64,
+        workers=4,
+        serving_workers=3,
+        waits=waits,
+        kv_tokens_free=512,
+        kv_tokens_total=262144,
+        shares=[pb.QueueShare(tenant="acme", priority=CLASSES[1], queued=400)],
+    )
+    return cp.Queue(deployments=["llama-3.2-instruct"], pool=pool)
+
+
+def _requests() -> list[slis_pb2.FinishedRequest]:
+    return [
+        slis_pb2.FinishedRequest(
+            request_id=f"req_{letter * 24}",
+            face="openai",
+            tenant="customer-support",
+            model="llama-3.2-instruct",
+            version_digest=ONE,
+            priority=CLASSES[1],
+            reason=reason,
+            received_unix_us=NOON.seconds * 1_000_000,
+            stages_us=[1200, 800, 12_400_000, 900, 2100, 180_000, decode_us, 100],
+            prompt_tokens=812,
+            output_tokens=256,
+        )
+        for letter, reason, decode_us in (("a", "FINISHED", 3_100_000), ("b", "QUEUE_TIMEOUT", 0))
+    ]
+
+
+def _row() -> RowLine:
+    window = common_pb2.BatchWindow(
+        linger_s=0.02, objective_s=0.04, target_s=0.05, compute_s=0.015, transport_s=0.005, rate_per_s=812.5
+    )
+    trip = pb.RowTrip(
+        row=3,
+        outcome="DONE",
+        worker_id=WORKER,
+        slot_wait_s=0.0021,
+        stay_s=0.0312,
+        batch_wait_s=0.0182,
+        batch_rows=32,
+        batch_cause="window",
+        window=window,
+        epoch=7,
+        lease_number=2,
+        lease_slots=8,
+    )
+    return RowLine(pb.RowsExplanation(target_s=0.05, gateway_id="gateway", tenant="acme"), trip)
+
+
+_NODE: Final = cp.Node(
+    metadata=_meta(WORKER),
+    address="worker-3.eu-west.internal.example.com:50071",
+    device="cuda:0 (NVIDIA H100 80GB HBM3)",
+    zone="eu-west",
+    memory_bytes=80 * 1024**3,
+    state=cp.NODE_STATE_LIVE,
+    versions=[worker_pb2.LoadedVersion(deployment="chat", state=worker_pb2.VERSION_STATE_READY, running=3)],
+)
+_DEPLOYMENT: Final = cp.Deployment(
+    metadata=_meta("customer-support"),
+    model="llama-3.2-instruct",
+    version="stable",
+    version_digest=ONE,
+    replicas=3,
+    status=cp.DeploymentStatus(ready_replicas=2, message="1 replica waits: no worker has 24.1 GiB free"),
+)
+_ROLLOUT: Final = cp.Rollout(
+    metadata=_meta("customer-support-20261228-120000"),
+    deployment="customer-support",
+    message="the candidate needs 412 more sessions until its first verdict",
+)
+_BATCH: Final[dict[str, Any]] = {
+    "id": "batch_0123456789abcdef",
+    "status": "in_progress",
+    "request_counts": {"total": 10_000, "completed": 4_711, "failed": 3},
+    "endpoint": "/v1/chat/completions",
+    "created_at": NOON.seconds,
+    "expires_at": NOON.seconds + 86_400,
+    "input_file_id": "file-in",
+    "output_file_id": None,
+    "error_file_id": None,
+    "errors": None,
+    "metadata": {},
+}
+VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
+    "nodes": (nodes.NODES.columns, [_NODE]),
+    "deployments": (deployments.DEPLOYMENTS.columns, [_DEPLOYMENT]),
+    "revisions": (
+        deployments._REVISIONS,
+        [cp.DeploymentRevision(name="r-7", time=NOON, cause="rollout chat-2", deployment=_DEPLOYMENT)],
+    ),
+    "tenants": (
+        tenants.TENANTS.columns,
+        [cp.Tenant(metadata=_meta("customer-support"), display_name="Support, Ltd.", max_concurrency=64)],
+    ),
+    "keys": (KEYS.columns, [cp.Key(metadata=_meta("ci"), role=cp.KEY_ROLE_TENANT, tenant="acme")]),
+    "budgets": (
+        BUDGETS.columns,
+        [
+            cp.Budget(
+                metadata=_meta("support-december"),
+                tenant="acme",
+                limit_micros=500_000_000,
+                spent_micros=487_120_000,
+                currency="USD",
+                message="97 % of the month is spent",
+            )
+        ],
+    ),
+    "objectives": (
+        objectives.OBJECTIVES.columns,
+        [cp.Objective(metadata=_meta("fast"), model="chat", priority=CLASSES[0])],
+    ),
+    "quarantine": (
+        INPUTS.columns,
+        [cp.QuarantinedInput(fingerprint="0123abcd" * 4, model="chat", version_digest=ONE, deaths=2)],
+    ),
+    "models": (models.MODELS.columns, [rg.RegisteredModel(name="llama", versions=3, tags={"stable": ONE})]),
+    "versions": (
+        models.VERSION_COLUMNS,
+        [rg.Version(digest=ONE, model="llama", tags=["stable", "v2"], size_bytes=93_000_000)],
+    ),
+    "batches": (batches._COLUMNS, [_BATCH]),
+    "queue": (queue.COLUMNS, [_queue()]),
+    "workers": (
+        WORKERS,
+        [
+            pb.Reporter(
+                worker_id=WORKER,
+                state="placed on",
+                zone="eu-west",
+                pools=[
+                    pb.ReporterPool(
+                        version_digest=ONE,
+                        kv_tokens_total=65536,
+                        health="ejected",
+                        health_reason="3.1 times slower than its peers for 12 s",
+                    )
+                ],
+            )
+        ],
+    ),
+    "requests": (REQUESTS.columns, _requests()),
+    "explain": (DECISIONS, _decisions()),
+    "explain-rows": (ROWS, [_row()]),
+    "events": (
+        EVENTS,
+        [
+            cp.Event(
+                time=NOON,
+                severity=cp.EVENT_SEVERITY_WARNING,
+                kind=cp.RESOURCE_KIND_DEPLOYMENT,
+                resource="customer-support",
+                reason="REPLICA_FAILED",
+                message="the replica on worker-3 ended 3 times: out of memory",
+            )
+        ],
+    ),
+    "slis": (SLIS.columns, _slis()),
+    "usage": _usage(),
+    "status": (PARTS, [Part("worker-0", 12345, "127.0.0.1:50071", "serving", Path("logs/worker-0.log"))]),
+    "rollouts": (ROLLOUTS.columns, [_ROLLOUT]),
+    "rollout-arms": (
+        view.ARM_COLUMNS,
+        [
+            cp.RolloutArmStatus(
+                name="candidate",
+                version_digest=TWO,
+                weight_ratio=0.1,
+                ready_replicas=1,
+                wanted_replicas=2,
+                verdict="continue",
+                waits_for="412 more sessions until the first verdict",
+            )
+        ],
+    ),
+    "rollout-evidence": (
+        view.EVIDENCE_COLUMNS,
+        [cp.GateEvidence(metric="ttft_p95", baseline_samples=912, candidate_samples=101, statistic=1.2)],
+    ),
+    "rollout-history": (
+        view.HISTORY_COLUMNS,
+        [
+            cp.RolloutHistoryEntry(
+                time=NOON, what="rolled back", message="ttft_p95 is 38 % above the stable version's"
+            )
+        ],
+    ),
+    "rollout-plan": (
+        view.FIT_COLUMNS,
+        [cp.RolloutFit(name="candidate", replicas=2, missing_replicas=1, rejected=["worker-0: 3 GiB short"])],
+    ),
+}
+
+
+def capture(name: str) -> str:
+    """Return a view at each width, with all of its columns at the first, and as `show` prints it."""
+    columns, items = VIEWS[name]
+    parts = [f"# {width} columns\n{_table(visible(columns, wide=False), items, width)}" for width in WIDTHS]
+    parts.append(f"# 80 columns, wide\n{blocks_of(visible(columns, wide=True), items)}")
+    if isinstance(items[0], Message) and hasattr(items[0], "metadata"):
+        parts.append("# show\n" + "".join(f"{line}\n" for line in lines_of(items[0])))
+    if name == "requests":
+        parts.append(f"# show\n{show_lines(items[0])}")
+    return "\n".join(parts)
+
+
+def _table(columns: Sequence[Column[Any]], items: Sequence[Any], width: int) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None).print(table_of(columns, items, width=width))
+    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for each in VIEWS:
+        (GOLDEN / f"{each}.txt").write_text(capture(each))
