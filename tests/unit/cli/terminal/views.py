@@ -25,6 +25,7 @@ from fairway.cli.commands.reliability.requests import REQUESTS, show_lines
 from fairway.cli.commands.reliability.slis import SLIS
 from fairway.cli.commands.status import COLUMNS as PARTS
 from fairway.cli.commands.status import Part
+from fairway.cli.fleet.record import Restarts
 from fairway.cli.rollouts import view
 from fairway.cli.rollouts.commands import ROLLOUTS
 from fairway.cli.terminal.fields import lines_of
@@ -305,7 +306,20 @@ VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
     ),
     "slis": (SLIS.columns, _slis()),
     "usage": _usage(),
-    "status": (PARTS, [Part("worker-0", 12345, "127.0.0.1:50071", "serving", Path("logs/worker-0.log"))]),
+    "status": (
+        PARTS,
+        [
+            Part(
+                "worker-0",
+                12345,
+                "127.0.0.1:50071",
+                "unreachable",
+                Path("logs/worker-0.log"),
+                started_s=None,
+                restarts=Restarts(3, "exit status 70"),
+            )
+        ],
+    ),
     "rollouts": (ROLLOUTS.columns, [_ROLLOUT]),
     "rollout-arms": (
         view.ARM_COLUMNS,
