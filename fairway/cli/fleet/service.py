@@ -39,6 +39,7 @@ def service(
     """Print a systemd unit that starts this installation with the options of its last start.
 
     It restarts after a failure and drains when it is stopped. It contains no keys.
+
     \b
     Examples:
       fairway service
