@@ -63,7 +63,8 @@ def _download(requirement: str, sha256: str, folder: Path, report: Report) -> Pa
         raise ImportRefused(
             "pypi: sources need pip, which is not installed", next_step=f"{sys.executable} -m ensurepip"
         ) from error
-    (folder / "requirement.txt").write_text(requirement + (f" --hash=sha256:{sha256}" if sha256 else ""))
+    pinned = requirement + (f" --hash=sha256:{sha256}" if sha256 else "")
+    (folder / "requirement.txt").write_text(pinned, "utf-8")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
     command += [
         "--no-deps",
@@ -75,7 +76,9 @@ def _download(requirement: str, sha256: str, folder: Path, report: Report) -> Pa
     command += ["--resume-retries=5"] if pip >= (25, 1) else []
     report("fetching", 0, 0)
     lines: deque[str] = deque(maxlen=50)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
+    ) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:

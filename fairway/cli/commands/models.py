@@ -13,8 +13,8 @@ from fairway.cli import completion
 from fairway.cli.calls import PHASE_VERBS, checked, publish_folder
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.fetching import fetched
 from fairway.cli.flags import Format, OutputOption, YesOption, span_s
+from fairway.cli.fleet.fetching import fetched
 from fairway.cli.state import StateDir
 from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.bars import Bars

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.fetching import with_model
 from fairway.cli.fleet.bootstrap import Bootstrap
 from fairway.cli.fleet.control import serve_changes
+from fairway.cli.fleet.fetching import with_model
 from fairway.cli.fleet.options import EVERY_ADDRESS, UpOptions
 from fairway.cli.fleet.ports import choose_ports, load_ports, save_ports, try_bind
 from fairway.cli.fleet.progress import Progress, SharedProgress

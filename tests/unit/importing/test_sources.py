@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fairway.cli.fetching import Rate
+from fairway.cli.fleet.fetching import Rate
 from fairway.importing.packages import unpack
 from fairway.importing.sources import ImportRefused, Phase, import_source, require_room
 from tests.unit.importing.test_hostile_gguf import Content
