@@ -43,6 +43,14 @@ HostOption = Annotated[
     str, typer.Option(help="IPv4 address on which the gateways listen, without TLS; 0.0.0.0: all.")
 ]
 ForgetOption = Annotated[bool, typer.Option("--forget", help="Start without the options of earlier starts.")]
+SettingsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="ROLE:VARIABLE=VALUE",
+        help="A setting of one role, or of one process such as worker-1. Repeatable.",
+    ),
+]
 ModelOption = Annotated[
     DefaultModel | None,
     typer.Option(
@@ -76,14 +84,7 @@ def up(
     controlplanes: Annotated[
         int, typer.Option(min=1, max=8, help="Number of control planes; all answer, one leads.")
     ] = 1,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="ROLE:VARIABLE=VALUE",
-            help="A setting of one role, or of one process such as worker-1. Repeatable.",
-        ),
-    ] = None,
+    settings: SettingsOption = None,
     model: ModelOption = None,
     model_dir: Annotated[Path | None, typer.Option(help="A checkpoint folder in place of --model.")] = None,
     no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
