@@ -33,11 +33,11 @@ from fairway.cli.commands import bootstrap as bootstrap_command
 from fairway.cli.commands.generation.chat import chat
 from fairway.cli.commands.generation.complete import complete
 from fairway.cli.commands.reliability import quarantine, requests, slis
+from fairway.cli.commands.reliability.logs import logs
 from fairway.cli.commands.simulate import calibrate, simulate
 from fairway.cli.commands.status import status
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption
-from fairway.cli.fleet.logs import logs
 from fairway.cli.fleet.service import service
 from fairway.cli.rollouts import commands as rollouts
 from fairway.cli.terminal.formats import DOCUMENTS, write_document

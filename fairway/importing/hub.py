@@ -31,9 +31,8 @@ _SOURCE: Final = re.compile(r"hf://([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w./-]{1,200
 def origin(source: str, report: Report) -> Origin:
     """Return the commit of ``hf://ORG/NAME@REVISION``. Raises ImportRefused."""
     try:
-        from httpx import HTTPError
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
     except ModuleNotFoundError as error:
         raise missing_extra("hub", "hf:// sources") from error
     found = _SOURCE.fullmatch(source)

@@ -150,7 +150,9 @@ async def test_clients_of_keys_count_for_their_tenants_share_of_a_gateway(
         fleet.hold_at = 0
         clients = [asyncio.create_task(gateway.ask("k")) for _ in range(3)]
         await until(lambda: len(gateway.workers.started) == 1)
-        with pytest.raises(errors.ShareExceeded, match="at most 4 of one tenant; wait"):
+        with pytest.raises(
+            errors.ShareExceeded, match="at most 4 of one tenant; send it to another gateway, or retry"
+        ):
             await anext(gateway.stream("k"))
         fleet.hold.set()
         assert all(answer.finished is not None for answer in await asyncio.gather(*clients))

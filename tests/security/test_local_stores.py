@@ -202,7 +202,9 @@ def test_stores_listen_on_no_port(state: StateDir) -> None:
 def test_another_user_can_neither_connect_nor_read(state: StateDir) -> None:
     paths = everything(state)
     mine = intrude(0, paths)
-    assert sum(outcome == "connected" for outcome in mine.values()) == 3, "etcd, its peers' socket, Redis"
+    assert sum(outcome == "connected" for outcome in mine.values()) == 4, (
+        "etcd, its peers' socket, Redis, the supervisor"
+    )
     assert set(mine.values()) <= {"connected", "read"}
     assert set(intrude(NOBODY, paths).values()) == {"refused"}
     assert intrude(NOBODY, [state.root.parent]) == {str(state.root.parent): "read"}, (

@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
+from fairway.cli.commands.reliability.logs import MAX_LINE_BYTES, LogFile, last_lines
 from fairway.cli.errors import ExitCode
-from fairway.cli.fleet.logs import MAX_LINE_BYTES, LogFile, last_lines
 from fairway.cli.main import app, run
 from tests.support.waiting import until
 

@@ -275,7 +275,9 @@ async def test_one_tenant_leaves_room_for_others(gateway: Gateway) -> None:
     gateway.gate.clear()
     running = [asyncio.create_task(gateway.ask(letter, "free")) for letter in "abc"]
     await until(lambda: gateway.service.running == 3)
-    with pytest.raises(ShareExceeded, match="at most 3 of one tenant; wait") as refused:
+    with pytest.raises(
+        ShareExceeded, match="at most 3 of one tenant; send it to another gateway, or retry"
+    ) as refused:
         await gateway.ask("hi", "free")
     assert refused.value.retry_after_s
     gateway.gate.set()
