@@ -293,7 +293,11 @@ async def test_a_trace_goes_from_the_client_to_the_engine(stack: Stack, spans: C
     assert above("fairway-worker", "prefill").name == above("fairway-worker", "decode").name == "sequence"
     request = one("fairway-gateway", "request")
     stages = [span for span in found if span.service == "fairway-gateway" and span is not request]
-    assert sum(span.end_ns - span.start_ns for span in stages) >= 0.99 * (request.end_ns - request.start_ns)
+    took_ns = request.end_ns - request.start_ns
+    outside_ns = took_ns - sum(span.end_ns - span.start_ns for span in stages)
+    assert outside_ns <= max(0.01 * took_ns, 10_000_000), (
+        "a process may wait for a processor between two stages"
+    )
     assert request.attributes["fairway.request_id"].startswith("req_")
     assert not [span for span in found if CANARY in str(span.attributes)]
 
