@@ -23,12 +23,14 @@ from fairway.importing.sources import (
     Report,
     model_name,
     require_room,
+    unreachable,
     wanted,
 )
 
 if TYPE_CHECKING:
     from obstore import GetOptions
 
+_CHECK: Final = "the name, AWS_ENDPOINT_URL, AWS_REGION and the AWS_ credentials"
 _PIECE: Final = 8 * 1024 * 1024
 _CONNECT: Final = timedelta(seconds=5)
 _REQUEST: Final = timedelta(minutes=5)
@@ -48,7 +50,7 @@ def origin(source: str, report: Report) -> Origin:
         )
         objects = {found["path"]: found for page in obstore.list(store) for found in page[:MAX_FILES]}
     except (BaseError, ValueError, OSError) as error:
-        raise _unreachable(source, error) from error
+        raise unreachable(source, error, check=_CHECK) from error
     objects = {name: found for name, found in objects.items() if wanted(name)}
     if not objects or len(objects) > MAX_FILES:
         raise ImportRefused(
@@ -68,7 +70,7 @@ def origin(source: str, report: Report) -> Origin:
                 for size in _download(store, found, target):
                     report("fetching", done + size, total)
             except (BaseError, OSError) as error:
-                raise _unreachable(f"{source}/{name}", error) from error
+                raise unreachable(f"{source}/{name}", error, check=_CHECK) from error
             done += found["size"]
         return (f"objects: {len(objects)} of {source}",)
 
@@ -95,11 +97,3 @@ def _download(store: S3Store, found: Mapping[str, Any], target: Path) -> Iterato
             out.write(obstore.get(store, found["path"], options=options).bytes())
             yield end
     part.rename(target)
-
-
-def _unreachable(what: str, error: Exception) -> ImportRefused:
-    return ImportRefused(
-        f"cannot fetch {what}: {str(error).strip().splitlines()[0][:400]}",
-        next_step="check the name, AWS_ENDPOINT_URL, AWS_REGION and the AWS_ credentials; then run it again: "
-        "what was fetched is kept",
-    )

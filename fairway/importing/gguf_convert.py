@@ -30,23 +30,24 @@ _KEPT: Final = {"F32": "F32", "F16": "F16", "BF16": "BF16"}  # types stored as t
 _VALUE_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 _MAX_DIVISORS: Final = 4096
 
+# Names in a GGUF file by those of a checkpoint.
 _OUTER: Final = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
 }
 _LAYER: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
 }
 
 Report = Callable[[int, int], object]  # done and total bytes
@@ -58,8 +59,8 @@ class _Planned:
 
     source: str  # name in the GGUF file
     tensor: Tensor  # its place there
-    dtype: str  # in the checkpoint
-    heads: int  # whose rows are to be reordered; 0: none
+    dtype: str  # type in the checkpoint
+    heads: int  # number of heads whose rows are to be reordered; 0: none
 
     @property
     def size_bytes(self) -> int:
@@ -120,12 +121,10 @@ def _plan(file: GgufFile, config: dict[str, Any]) -> dict[str, _Planned]:
 def _source_of(name: str) -> str:
     """Return the name in a GGUF file of a tensor of a checkpoint."""
     stem, _, kind = name.rpartition(".")
-    outer = {theirs: ours for ours, theirs in _OUTER.items()}
-    if stem in outer:
-        return f"{outer[stem]}.{kind}"
+    if stem in _OUTER:
+        return f"{_OUTER[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
-    inner = {theirs: ours for ours, theirs in _LAYER.items()}
-    return f"blk.{layer}.{inner[part]}.{kind}"
+    return f"blk.{layer}.{_LAYER[part]}.{kind}"
 
 
 def _require_readable(file: GgufFile, source: str, type_name: str) -> None:

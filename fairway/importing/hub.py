@@ -22,9 +22,11 @@ from fairway.importing.sources import (
     missing_extra,
     model_name,
     require_room,
+    unreachable,
     wanted,
 )
 
+_CHECK: Final = "the name, HF_ENDPOINT, and HF_TOKEN for a private model"
 _SOURCE: Final = re.compile(r"hf://([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w./-]{1,200}))?", re.ASCII)
 
 
@@ -44,7 +46,7 @@ def origin(source: str, report: Report) -> Origin:
     try:
         info = HfApi().model_info(repository, revision=revision, files_metadata=True)
     except (HTTPError, HFValidationError, OSError) as error:
-        raise _unreachable(f"{repository} at {revision}", error) from error
+        raise unreachable(f"{repository} at {revision}", error, check=_CHECK) from error
     commit = str(info.sha)
     files = [file for file in (info.siblings or [])[:MAX_FILES] if _is_part(file.rfilename)]
     if not any(file.rfilename.endswith(".safetensors") for file in files):
@@ -61,7 +63,7 @@ def origin(source: str, report: Report) -> Origin:
             try:
                 _download(repository, commit, file, folder / file.rfilename, _reporting(report, done, total))
             except (HTTPError, OSError) as error:
-                raise _unreachable(f"{file.rfilename} of {repository}", error) from error
+                raise unreachable(f"{file.rfilename} of {repository}", error, check=_CHECK) from error
             done += file.size or 0
         return (f"licence: {licence or 'the hub states none'}", f"revision: {revision} is commit {commit}")
 
@@ -103,14 +105,6 @@ def _is_part(name: str) -> bool:
     """Return whether a file of a repository is part of a version: those at its top, and those of gateways."""
     known = name in GATEWAY_FILES or name in POOLING_FILES
     return wanted(name) and not name.lower().endswith(GGUF) and ("/" not in name or known)
-
-
-def _unreachable(what: str, error: Exception) -> ImportRefused:
-    return ImportRefused(
-        f"cannot fetch {what}: {str(error).strip().splitlines()[0][:400]}",
-        next_step="check the name, HF_ENDPOINT, and HF_TOKEN for a private model; then run it again: "
-        "what was fetched is kept",
-    )
 
 
 def _reporting(report: Report, before: int, total: int) -> Any:

@@ -161,6 +161,15 @@ def missing_extra(extra: str, what: str) -> ImportRefused:
     )
 
 
+def unreachable(what: str, error: Exception, *, check: str) -> ImportRefused:
+    """Return the refusal of what cannot be fetched. ``check``: what the user should compare."""
+    cause = str(error).strip().partition("\n")[0][:400] or type(error).__name__
+    return ImportRefused(
+        f"cannot fetch {what}: {cause}",
+        next_step=f"check {check}; then run it again: what was fetched is kept",
+    )
+
+
 def require_room(folder: Path, needed: int, what: str) -> None:
     """Return if a folder's disk has room for this many bytes. Raises ImportRefused."""
     if needed > (free := shutil.disk_usage(folder).free):

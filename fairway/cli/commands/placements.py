@@ -56,8 +56,8 @@ def _why(found: pb.PlacementDecision) -> str:
     if found.bypassed:
         why.append(f"bypassed by {found.bypassed}")
     why += [_rejection(one) for one in found.rejections]
-    best = next((f"best of {len(found.ranked)} workers" for _ in found.ranked[:1]), "")
-    return "; ".join(filter(None, why)) or best
+    best = f"best of {len(found.ranked)} workers" if found.ranked else ""
+    return "; ".join(why) or best
 
 
 _REASON: Final = 44  # cells of a reason that 80 columns have room for

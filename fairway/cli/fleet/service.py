@@ -20,7 +20,7 @@ from fairway.cli.state import StateDir
 from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.output import err, out, plain
 
-_MOST_WORKERS: Final = 64  # of `fairway up`; their number can change while the unit runs
+_MOST_WORKERS: Final = 64  # largest number that `fairway up` takes, also while the unit runs
 _SLACK_S: Final = 30.0
 _NAME: Final = re.compile(r"[A-Za-z0-9:_.@-]{1,200}")
 

@@ -32,6 +32,7 @@ RolloutArgument = Annotated[
     str,
     typer.Argument(help="A rollout, or a deployment for its newest one.", autocompletion=completion.names),
 ]
+ReasonOption = Annotated[str, typer.Option("--reason", help="Kept in the history.")]
 AcceptOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -195,7 +196,7 @@ async def resume(
 async def abort(
     connection: Connection,
     name: RolloutArgument,
-    reason: Annotated[str, typer.Option("--reason", help="Kept in the history.")] = "",
+    reason: ReasonOption = "",
     etag: EtagOption = "",
     yes: YesOption = False,
     output: OutputOption = Format.TABLE,
@@ -216,7 +217,7 @@ async def abort(
 async def revert(
     connection: Connection,
     name: RolloutArgument,
-    reason: Annotated[str, typer.Option("--reason", help="Kept in the history.")] = "",
+    reason: ReasonOption = "",
     etag: EtagOption = "",
     yes: YesOption = False,
     output: OutputOption = Format.TABLE,

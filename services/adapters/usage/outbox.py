@@ -394,7 +394,7 @@ class DiskOutbox:
         found = read_frames(data)
         events = [pb.UsageEvent.FromString(content) for content in found.contents]
         number = file.first - 1
-        for event in events:  # in files of earlier versions they have none
+        for event in events:  # files of earlier versions contain no numbers
             number = event.number = event.number or number + 1
         if found.torn:
             log.warning("usage.file_torn", file=path.name, events=len(events))

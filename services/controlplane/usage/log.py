@@ -71,7 +71,7 @@ class UsageLog:
         self._covered_s = 0.0  # when the newest checkpoint was loaded or written
         self.damaged: frozenset[str] = frozenset()  # names of the copies of damaged objects
         self._found: set[str] = set()  # names of those that this process made
-        self._counted: set[str] = set()  # of those: what they lack is counted
+        self._counted: set[str] = set()  # names of those whose lost events are counted
         # Events that the last load was the first to miss in damaged segments. ``unread_more``: or more.
         self.unread = 0
         self.unread_more = False

@@ -154,7 +154,7 @@ def _turns(turn: MessagesTurn, path: str) -> Iterator[ChatTurn]:
     if isinstance(turn.content, str):
         yield ChatTurn(turn.role, turn.content)
         return
-    if not turn.content and turn.role != "assistant":  # whose answer may have been empty
+    if not turn.content and turn.role != "assistant":  # an answer may have been empty
         raise InvalidInput(f"{path}content is empty", field=f"{path}content")
     found = _Parts()
     for number, part in enumerate(turn.content):
