@@ -6,7 +6,7 @@ A slot that the store granted is always released, also when the caller is cancel
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 import structlog
@@ -14,6 +14,7 @@ import structlog
 from services.core.errors import FairwayError, InvalidInput, OverQuota, UsageUnrecorded
 from services.core.generation import Principal, Usage
 from services.core.limits import Claim, Limit, Price
+from services.core.usage import RequestUsage
 from services.gateway.policy.claims import Payer, RequestBound
 from services.gateway.requests.terms import Settle
 from services.gateway.service_types import Ports
@@ -142,16 +143,30 @@ class HeldQuota:
         await _settle_or_log(self._ports.limiter.settle, self.reservation, Usage(0, 0))
 
 
-async def settled(ports: Ports, reservation: Reservation, usage: Usage, settle: Settle | None = None) -> None:
+async def settled(
+    ports: Ports,
+    reservation: Reservation,
+    usage: Usage,
+    event: RequestUsage,
+    settle: Settle | None = None,
+    report: Callable[[RequestUsage], None] | None = None,
+) -> None:
     """Return once the slot is released, before the terminal event: the client's next request finds it free.
 
     It is released as well when the caller is cancelled meanwhile. A store that does not answer must not delay
-    a finished output: the reservation expires by itself. ``settle`` replaces the limiter's.
+    a finished output: the reservation expires by itself. ``settle`` and ``report`` replace the limiter's and
+    the outbox's.
+
+    The usage is reported after the settlement. If the gateway is killed between them, the workers' reports of
+    the request are booked; in the other order the ledger would have what the limiter never charged.
     """
-    if settle is None and ports.held is not None and ports.held.settle_held(reservation, usage):
-        return
-    settling = _settle_or_log(settle or ports.limiter.settle, reservation, usage)
-    await asyncio.shield(ports.supervisor.spawn(f"settle {reservation.request_id}", settling))
+    try:
+        if settle is None and ports.held is not None and ports.held.settle_held(reservation, usage):
+            return
+        settling = _settle_or_log(settle or ports.limiter.settle, reservation, usage)
+        await asyncio.shield(ports.supervisor.spawn(f"settle {reservation.request_id}", settling))
+    finally:
+        (report or ports.report_usage)(event)
 
 
 def granted(outcome: Reservation | FairwayError, ports: Ports) -> Reservation:

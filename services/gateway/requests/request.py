@@ -242,11 +242,10 @@ class Request:
         )
 
     async def _settle(self, admitted: Admitted, usage: Usage) -> None:
-        """Report the usage and release the slot."""
+        """Release the slot and report the usage."""
         self.reservation = None
-        report = self._terms.report_usage or self._ports.report_usage
-        report(admitted.usage_report(usage))
-        await settled(self._ports, admitted.reservation, usage, self._terms.settle)
+        event, terms = admitted.usage_report(usage), self._terms
+        await settled(self._ports, admitted.reservation, usage, event, terms.settle, terms.report_usage)
 
     def _cancelled(self) -> FairwayError:
         """The cause of the task's cancellation: the face's error, otherwise the shutdown of the process."""

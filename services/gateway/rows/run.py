@@ -235,20 +235,17 @@ class RowsRun:
         finally:
             self.reservation, self.usage = None, _usage_of(ends, ready.rows)
             route, request_id = ready.route, self._job.received.request_id
-            report = self._ports.report_usage if self._record is None else self._record.report_usage
-            report(
-                usage_of(
-                    payer,
-                    request_id,
-                    route.model,
-                    route.version_digest,
-                    price,
-                    self.usage,
-                    self._ports.clock.unix_s(),
-                )
+            event = usage_of(
+                payer,
+                request_id,
+                route.model,
+                route.version_digest,
+                price,
+                self.usage,
+                self._ports.clock.unix_s(),
             )
-            settle = None if self._record is None else self._record.settle
-            await settled(self._ports, reservation, self.usage, settle)
+            apart = (None, None) if self._record is None else (self._record.settle, self._record.report_usage)
+            await settled(self._ports, reservation, self.usage, event, *apart)
         for index, end in enumerate(ends):
             if end.error is not None:
                 await self._condemn(ready, ends)

@@ -219,6 +219,33 @@ async def test_a_tenant_with_budgets_is_not_served_while_its_use_cannot_be_recor
     assert [event.budgeted for event in gateway.reported] == [False, True]
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_use_is_reported_once_it_is_settled(
+    gateway: Metered, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """The ledger would have what the limiter never charged if the gateway died between them."""
+    settle, settling, answers = gateway.limiter.settle, asyncio.Event(), asyncio.Event()
+
+    async def slow(*what: Any, **how: Any) -> None:
+        settling.set()
+        await answers.wait()
+        assert gateway.reported == [] or leaves
+        await settle(*what, **how)
+
+    monkeypatch.setattr(gateway.limiter, "settle", slow)
+    gateway.price(PRICE)
+    asking = asyncio.create_task(gateway.ask())
+    await settling.wait()
+    assert gateway.reported == []
+    if leaves:
+        asking.cancel()
+        await asyncio.wait({asking})
+    answers.set()
+    await until(lambda: len(gateway.reported) == 1)
+    await asyncio.wait({asking})
+    assert asking.cancelled() == leaves
+
+
 async def test_use_above_the_prediction_is_reserved_while_the_request_runs(gateway: Metered) -> None:
     gateway.limit(output_tokens_per_minute=1000)
     for _ in range(40):

@@ -59,6 +59,7 @@ from services.core.records import (
 from services.gateway.budgets import TenantBudgets
 from services.gateway.policy.claims import claims_of
 from services.gateway.requests.quotas import RequestQuotas, settled
+from services.gateway.requests.terms import usage_of
 from services.gateway.rows.service import Embeddings, Scores
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded
@@ -456,7 +457,8 @@ async def test_a_hot_tenant_is_admitted_reserved_and_settled_at_once(folders: di
         held = at_once(quotas.reserve("acme", "hot", payer.on_requests))
         at_once(held.claim(claims_of(payer, PRICE, 4), PRICE))
         assert leased.leased == 1
-        at_once(settled(gateway.ports, held.reservation, Usage(4, 0)))
+        event = usage_of(payer, "hot", "embedder", "", PRICE, Usage(4, 0), 0.0)
+        at_once(settled(gateway.ports, held.reservation, event.usage, event))
         assert leased.leased == 0
         assert gateway.supervisor.running == spawned
         refused = at_once(quotas.reserve("acme", "hot-2", payer.on_requests))
