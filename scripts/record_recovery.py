@@ -1,6 +1,6 @@
 """Record a stream that survives the loss of its worker, as an animated picture.
 
-    .venv/bin/python scripts/record_recovery.py docs/recovery.svg
+    .venv/bin/python -m scripts.record_recovery docs/recovery.svg
 
 Starts an installation with two workers in a temporary folder, streams one sampled completion, kills the
 worker that runs it with SIGKILL, and streams the same completion again without a kill. The picture shows
@@ -10,7 +10,6 @@ what the client received, at the times of the recording. Exit code 1, and no pic
 from __future__ import annotations
 
 import asyncio
-import html
 import os
 import signal
 import subprocess
@@ -23,6 +22,8 @@ from typing import Final
 
 from fairway.cli.state import Endpoints, StateDir
 from fairway.client import AdminClient, Client, Finished, Options, Tokens
+from scripts import terminal_picture
+from scripts.terminal_picture import Line, Piece
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 FAIRWAY: Final = ROOT / ".venv" / "bin" / "fairway"
@@ -30,15 +31,7 @@ PROMPT: Final = "class Stack:\n    def __init__(self):\n"
 SEED: Final = 11
 TOKENS: Final = 480
 KILL_AFTER: Final = 80  # tokens
-COLUMNS: Final = 84
 LINES: Final = 30  # of the streamed text
-LINE_PX: Final = 17
-COLUMN_PX: Final = 8.4
-STYLE: Final = (
-    "text{font:14px ui-monospace,Menlo,Consolas,monospace;fill:#d8dee9}"
-    ".dim{fill:#88c0d0}.red{fill:#ff6b6b}.green{fill:#a3be8c}.late{fill:#ebcb8b}"
-)
-HOLD_S: Final = 4.0  # the last picture stays, then the recording starts again
 
 
 @dataclass
@@ -60,17 +53,6 @@ class Recording:
     @property
     def text(self) -> str:
         return "".join(text for _, text in self.pieces)
-
-
-@dataclass(frozen=True)
-class Line:
-    """Text that appears in the picture."""
-
-    at_s: float  # from the start of the recording
-    column: int
-    row: int
-    text: str
-    style: str  # class in the style sheet
 
 
 def main(path: Path) -> int:
@@ -142,25 +124,6 @@ async def running_worker(endpoints: Endpoints) -> str:
                     return str(worker.worker_id)
 
 
-def placed(recording: Recording, first_row: int) -> list[Line]:
-    """Lay out the streamed text; what does not fit into ``LINES`` rows is left out."""
-    lines: list[Line] = []
-    row = column = 0
-    for at_s, piece in recording.pieces:
-        style = "late" if recording.killed and at_s > recording.killed_s else "text"
-        for number, part in enumerate(piece.split("\n")):
-            if number:
-                row, column = row + 1, 0
-            while part and row < LINES:
-                shown, part = part[: COLUMNS - column], part[COLUMNS - column :]
-                if shown.strip():
-                    lines.append(Line(at_s, column, first_row + row, shown, style))
-                column += len(shown)
-                if column == COLUMNS:
-                    row, column = row + 1, 0
-    return lines
-
-
 def picture(recording: Recording) -> str:
     """Return an SVG that plays the recording and repeats it."""
     end_s, bottom = recording.finished_s, 3 + LINES
@@ -168,41 +131,16 @@ def picture(recording: Recording) -> str:
         f"{recording.tokens} tokens in {end_s:.1f} s, {recording.tokens_before} of them before the kill. "
         f"Longest gap: {recording.gap_s:.2f} s."
     )
+    killed_s = recording.killed_s if recording.killed else end_s
+    pieces = [Piece(at_s, piece, "late" if at_s > killed_s else "text") for at_s, piece in recording.pieces]
     lines = [
         Line(0.0, 0, 0, f"$ fairway complete --max-tokens {TOKENS}    # two workers, one stream", "dim"),
         Line(recording.killed_s, 0, 1, f"$ kill -9 {recording.killed}    # it runs the stream", "red"),
-        *placed(recording, first_row=3),
+        *terminal_picture.placed(pieces, first_row=3, rows=LINES),
         Line(end_s, 0, bottom + 1, result, "green"),
         Line(end_s, 0, bottom + 2, "The text equals that of a run without the kill.", "green"),
     ]
-    total_s = end_s + HOLD_S
-    styles = "".join(
-        animation(number, 100 * line.at_s / total_s, total_s) for number, line in enumerate(lines)
-    )
-    texts = [
-        f'<text id="t{number}" class="{line.style}" x="{14 + line.column * COLUMN_PX:.1f}" '
-        f'y="{26 + line.row * LINE_PX}" xml:space="preserve">{html.escape(line.text)}</text>'
-        for number, line in enumerate(lines)
-    ]
-    width, height = 28 + COLUMNS * COLUMN_PX, 26 + (bottom + 3) * LINE_PX
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}">',
-            f"<style>{STYLE}{styles}</style>",
-            '<rect width="100%" height="100%" rx="8" fill="#1e222a"/>',
-            *texts,
-            "</svg>",
-            "",
-        ]
-    )
-
-
-def animation(number: int, percent: float, total_s: float) -> str:
-    """Return the style that shows text ``number`` from ``percent`` of the recording on."""
-    frames = f"0%{{opacity:0}}{percent:.2f}%,100%{{opacity:1}}" if percent else "0%,100%{opacity:1}"
-    return (
-        f"@keyframes k{number}{{{frames}}}#t{number}{{animation:k{number} {total_s:.2f}s step-end infinite}}"
-    )
+    return terminal_picture.picture(lines, rows=bottom + 3, end_s=end_s)
 
 
 if __name__ == "__main__":

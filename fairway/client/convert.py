@@ -89,9 +89,10 @@ def _set_tools(found: pb.Generation, options: Options) -> None:
             name=tool.name, description=tool.description, parameters=schema, strict=tool.strict
         )
     choice = found.tool_choice
-    choice.single = not options.parallel_tool_calls
+    named = options.tool_choice not in _TOOL_MODES
+    choice.single = named or not options.parallel_tool_calls
     choice.mode = _TOOL_MODES.get(options.tool_choice, pb.TOOL_MODE_REQUIRED)
-    if options.tool_choice not in _TOOL_MODES:
+    if named:
         choice.names.append(options.tool_choice)
 
 

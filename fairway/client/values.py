@@ -122,7 +122,7 @@ class Options:
     seed: int | None = None  # None: the gateway draws one
     constraint: Constraint | None = None  # what the output must match; None: any text
     tools: Sequence[Tool] = ()  # of a chat
-    # auto: the model decides; required: at least one call. Otherwise the name of the tool to call.
+    # auto: the model decides; required: at least one call. Otherwise the name of the tool to call once.
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True  # False: at most one call
     parts: bool = False  # of a chat: content, reasoning and calls apart, as always with tools

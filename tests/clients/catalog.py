@@ -58,7 +58,14 @@ CLIENTS: Final = (
         "llama_index_python.py",
         "llama-index",
     ),
-    Client("lm-eval", ("lm-eval[api]==0.4.13", "transformers==5.24.0"), "lm_eval_python.py", "lm-eval"),
+    # Its torch is for tests/smollm2, which compares a served model with the same files in transformers.
+    Client(
+        "lm-eval",
+        ("lm-eval[api,hf]==0.4.13", "transformers==5.24.0"),
+        "lm_eval_python.py",
+        "lm-eval",
+        needs_torch=True,
+    ),
     Client("guidellm", ("guidellm==0.8.1",), "guidellm_python.py", "guidellm", needs_torch=True),
     Client("aiperf", ("aiperf==0.13.0",), "aiperf_python.py", "aiperf"),
     Client(

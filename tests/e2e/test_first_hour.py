@@ -1,13 +1,21 @@
-"""Every block of the client pages runs as it is, in the order of its page, beside a running installation."""
+"""A newcomer's first hour: README and client pages, as written, in a fresh clone with nothing installed.
+
+`make up` installs, downloads SmolLM2 and serves it. Every block of README and pages then runs as it is, in
+its order, beside that installation.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import os
 import re
+import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Final
@@ -15,13 +23,20 @@ from typing import Final
 import pytest
 
 from tests.support import row_versions
-from tests.support.stack import ROOT, Stack, fairway
+from tests.support.stack import ROOT, processes
+from tests.unit.importing.test_hostile_gguf import Content
 
 PAGES: Final = (
     *("streaming", "structured-output", "tools", "responses-and-messages", "idempotency", "batches"),
     *("fixed-cost", "client"),
 )
-PATIENCE_S: Final = 240
+PATIENCE_S: Final = 600
+# Models that the page of fixed-cost models asks its reader to bring.
+OWN: Final[tuple[tuple[str, Callable[[Path], Path]], ...]] = (
+    ("reranker", row_versions.reranker_version),
+    ("emotion", row_versions.classifier_version),
+    ("mlp", row_versions.mlp_version),
+)
 # Runs blocks as `python -m asyncio` does: in one namespace, with await outside of functions.
 RUNNER: Final = """
 import ast, asyncio, inspect, json, sys
@@ -36,73 +51,115 @@ asyncio.run(main())
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a checkout in which an installation with room for another replica runs."""
-    found = tmp_path_factory.mktemp("pages")
-    (found / "models").symlink_to(ROOT / "models")
-    with Stack.started(found / ".fairway", workers=2, replicas=1, settings={"FAIRWAY_SHEDDING": "false"}):
-        yield found
-
-
-@pytest.fixture
-def models(folder: Path, request: pytest.FixtureRequest) -> None:
-    """The models that the page of fixed-cost models names."""
-    if request.node.callspec.params["page"] != "fixed-cost":
-        return
-    state = ("--state-dir", str(folder / ".fairway"))
-    for name, make in (
-        ("minilm", row_versions.embedding_version),
-        ("reranker", row_versions.reranker_version),
-        ("emotion", row_versions.classifier_version),
-        ("mlp", row_versions.mlp_version),
-    ):
-        fairway("models", "publish", str(make(folder / "own" / name)), "--name", name, *state)
-        fairway("deployments", "create", name, "--wait", *state)
-
-
-def blocks_of(page: str) -> list[tuple[str, str]]:
+def blocks_of(page: Path) -> list[tuple[str, str]]:
     """Return language and text of the blocks that can be run, in order."""
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    return re.findall(r"^```(python|sh)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```(python|sh)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_blocks_of_a_page_run_as_they_are(
-    folder: Path, models: None, openai_python: str, page: str
-) -> None:
+def clone(folder: Path) -> Path:
+    """Copy the files that git tracks, with what is not committed yet."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    return folder
+
+
+@contextlib.contextmanager
+def in_front(command: str, folder: Path, environment: dict[str, str]) -> Iterator[str]:
+    """Run a command that stays in front; yield what it printed once it has said how to stop it."""
+    printed: list[str] = []
+    process = subprocess.Popen(
+        command, shell=True, cwd=folder, env=environment, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            printed.append(line)
+            if line.lstrip().startswith("stop "):
+                break
+        else:
+            pytest.fail(f"{command} ended:\n{''.join(printed)}")
+        # A pipe that nobody reads fills, and would hold the supervisor up.
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        yield "".join(printed)
+    finally:
+        assert process.wait(PATIENCE_S) == 0
+
+
+def shell(text: str, folder: Path, environment: dict[str, str], answers: str = "") -> str:
+    """Run the text in bash until its first failure; return what it printed. Raises AssertionError."""
+    with tempfile.NamedTemporaryFile("w", suffix=".sh", dir=folder.parent) as script:
+        script.write(text)
+        script.flush()
+        return ran(["bash", "-eo", "pipefail", script.name], answers, folder, environment)
+
+
+def ran(command: list[str], text: str, folder: Path, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, cwd=folder, env=environment, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, f"{text[:2000]}\n{done.stdout}\n{done.stderr}"
+    assert done.stdout.strip(), f"it prints nothing: {text[:2000]}"
+    return done.stdout
+
+
+def run_page(page: Path, folder: Path, environment: dict[str, str], sdk_python: str) -> None:
+    """Run the page's blocks; consecutive ones of one interpreter are one session. Raises AssertionError."""
     found = blocks_of(page)
     assert found, "the page has no block that can be pasted"
-    own = str(Path(sys.executable).parent)
-    environment = {"PATH": f"{own}:{os.environ['PATH']}", "HOME": os.environ.get("HOME", "/")}
-    # Consecutive blocks of one interpreter are one session.
-    for interpreter, group in groupby(found, key=lambda each: _interpreter(each[0], each[1], openai_python)):
+
+    def interpreter(block: tuple[str, str]) -> str:
+        language, text = block
+        if language == "sh":
+            return "bash"
+        public = re.search(r"^(?:from|import) (?:openai|anthropic|tritonclient)", text, re.MULTILINE)
+        return sdk_python if public else str(folder / ".venv" / "bin" / "python")
+
+    for program, group in groupby(found, key=interpreter):
         texts = [text for _, text in group]
-        if interpreter == "bash":
-            done = _run(["bash", "-euo", "pipefail"], "\n".join(texts), folder, environment)
+        if program == "bash":
+            shell("\n".join(texts), folder, environment)
         else:
-            path = {"PYTHONPATH": str(ROOT)} if interpreter == sys.executable else {}
-            done = _run([interpreter, "-c", RUNNER], json.dumps(texts), folder, environment | path)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        assert done.stdout.strip(), "the blocks print nothing"
+            ran([program, "-c", RUNNER], json.dumps(texts), folder, environment)
 
 
-def _interpreter(language: str, text: str, openai_python: str) -> str:
-    if language == "sh":
-        return "bash"
-    public = re.search(r"^(?:from|import) (?:openai|anthropic|tritonclient)", text, re.MULTILINE)
-    return openai_python if public else sys.executable
+@pytest.mark.timeout(3600)
+def test_readme_and_client_pages_as_written(tmp_path: Path, openai_python: str) -> None:
+    faulthandler.cancel_dump_traceback_later()  # an installation takes minutes beside other tests
+    folder = clone(tmp_path / "fairway")
+    passed_on = ("PATH", "HOME", "LANG", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS")
+    environment = {name: os.environ[name] for name in passed_on if name in os.environ}
+    start, stop = [line.split("#")[0] for line in blocks_of(folder / "README.md")[0][1].splitlines()]
+    rest = [text for _, text in blocks_of(folder / "README.md")[1:]]
+    Content().write(_folder(folder / "path" / "to") / "model.gguf")
+    with in_front(start, folder, environment) as printed:
+        try:
+            assert "smollm2" in printed
+            # Both blocks are one shell; the chat of the last one reads its question from the input.
+            shown = shell("\n".join(rest), folder, environment, "What is the capital of France?\n")
+            assert shown.count("Paris") >= 2, shown
+            path = {"PATH": f"{folder / '.venv' / 'bin'}:{environment['PATH']}"}
+            for name, make in OWN:
+                publish = f"fairway models publish {make(tmp_path / name)} --name {name}"
+                shell(f"{publish}\nfairway deployments create {name} --wait", folder, environment | path)
+            failed = {}
+            for page in PAGES:
+                try:
+                    run_page(folder / "docs" / f"{page}.md", folder, environment | path, openai_python)
+                except (AssertionError, subprocess.TimeoutExpired) as error:
+                    failed[page] = str(error)
+            assert not failed, "\n\n".join(f"{page}: {text}" for page, text in failed.items())
+        finally:
+            shell(stop, folder, environment)
+    assert processes(folder / ".fairway") == []
 
 
-def _run(
-    command: list[str], text: str, folder: Path, environment: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        input=text,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-        timeout=PATIENCE_S,
-    )
+def _folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path

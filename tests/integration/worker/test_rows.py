@@ -163,7 +163,9 @@ async def test_one_bad_row_is_condemned_and_its_neighbours_are_answered(
     assert isinstance(condemned.answer.error, PoisonedInput)
     outputs = np.stack([reader.outputs["output"] for reader in found])
     np.testing.assert_allclose(outputs, expected(net, values), atol=1e-5)
-    assert worker.restarts == (1 if fault in (RowFault.SEGFAULTS, RowFault.HANGS) else 0)
+    ended = fault in (RowFault.SEGFAULTS, RowFault.HANGS)
+    # What a busy machine allocates for long is taken for a hang.
+    assert worker.restarts == ended or (fault is RowFault.ALLOCATES and worker.restarts == 1)
     await eventually(lambda: RunPlace.SACRIFICIAL not in worker.batcher.places)
     await worker.ready()
     record = worker.harness.agent.status().versions[0].record

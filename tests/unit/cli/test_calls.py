@@ -57,10 +57,10 @@ async def _error(address: str, name: str) -> CliError:
     ("name", "reason", "code", "step"),
     [
         ("missing", "NOT_FOUND", ExitCode.REFUSED, "list"),
-        ("busy", "REQUEST_RATE_EXCEEDED", ExitCode.UNAVAILABLE, "try again in 1.5 s"),
+        ("busy", "REQUEST_RATE_EXCEEDED", ExitCode.UNAVAILABLE, "try again in 2 s"),
         ("closed", "UNAUTHENTICATED", ExitCode.UNAUTHENTICATED, "--api-key"),
         ("denied", "PERMISSION_DENIED", ExitCode.UNAUTHENTICATED, "--admin-key"),
-        ("away", "STORE_UNAVAILABLE", ExitCode.UNAVAILABLE, "try again in 2.0 s"),
+        ("away", "STORE_UNAVAILABLE", ExitCode.UNAVAILABLE, "try again in 2 s"),
     ],
 )
 async def test_reason_and_next_step(address: str, name: str, reason: str, code: ExitCode, step: str) -> None:

@@ -115,7 +115,7 @@ def test_tools_and_their_calls() -> None:
     assert (found.parts, found.tool_choice.mode, found.tool_choice.single) == (True, pb.TOOL_MODE_AUTO, False)
     made, result = found.chat.messages[1:]
     assert (made.tool_calls[0].id, made.tool_calls[0].name, result.tool_call_id) == ("c1", "f", "c1")
-    named = Options(tools=tools, tool_choice="now", parallel_tool_calls=False)
+    named = Options(tools=tools, tool_choice="now")
     choice = convert.generation("tiny", turns, named, "").tool_choice
     assert (choice.mode, list(choice.names), choice.single) == (pb.TOOL_MODE_REQUIRED, ["now"], True)
     with pytest.raises(ValueError, match="pass messages"):

@@ -64,8 +64,11 @@ def test_tools_and_calls_are_written_in_the_form_that_is_read() -> None:
     calls = [
         f'{form.begin}get_weather{form.middle}{{"city": "{city}"}}{form.close}' for city in ("Oslo", "Bern")
     ]
-    assert text.count("\n".join(calls) + "<|im_end|>\n<|im_start|>user\n<tool_response>\nRain") == 1
-    assert text.endswith("<tool_response>\nSun\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert (
+        text.count("\n".join(calls) + "<|im_end|>\n<|im_start|>user\nThe answer of the tool is: Rain\n") == 1
+    )
+    last = "The answer of the tool is: Sun\nNow answer my question in a full sentence: Oslo and Bern?"
+    assert text.endswith(f"{last}<|im_end|>\n<|im_start|>assistant\n")
     system = text.partition("<|im_end|>")[0]
     listed = json.loads(system.partition("<tools>\n")[2].partition("\n</tools>")[0])
     assert listed["function"]["name"] == "get_weather"

@@ -7,7 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Final
 
 import typer
@@ -152,7 +152,7 @@ def chat(
 
     /help lists the commands. Without a terminal each line of the standard input is a question, and the first
     error ends the chat. With --tools an answer comes whole, with a line for each call; the next lines are
-    what the tools return.
+    what the tools return, and --tool-choice does not apply to the answer after them.
 
     \b
     Examples:
@@ -302,7 +302,10 @@ class _Chat:
         answer.began_s = time.monotonic()
         messages = self.conversation.messages()
         if self.options.tools:
-            await answer_with_tools(self.client, self.conversation.model, messages, self.options, answer)
+            # A call that is required would be required again after its result, for ever.
+            choice = "auto" if messages[-1].role == "tool" else self.options.tool_choice
+            options = replace(self.options, tool_choice=choice)
+            await answer_with_tools(self.client, self.conversation.model, messages, options, answer)
         else:
             await stream(self.client, self.conversation.model, messages, self.options, answer, show_text)
 
