@@ -29,6 +29,7 @@ CLIENT_VARIABLES: Final = (
 )
 Settings = Sequence[tuple[str, str, str]]  # as in UpOptions
 # Settings that the installation derives from its options, and the options of the gateways' ones.
+_KV_MEMORY_BYTES: Final = 512 * 1024**2  # SmolLM2's context of 8,192 tokens takes 360 MiB
 _DERIVED: Final = {"FAIRWAY_LISTEN": "--grpc-port", "FAIRWAY_HTTP_LISTEN": "--http-port"}
 _DEFAULT_DRAIN_S: Final = 10.0
 _STORE_STOP_S: Final = 10.0
@@ -206,6 +207,7 @@ def role_environment(
         defaults["FAIRWAY_USAGE_DIR"] = str(state.data("usage"))
     if role == "worker":
         required["FAIRWAY_WORKER_ID"] = name
+        defaults["FAIRWAY_KV_MEMORY_BYTES"] = str(_KV_MEMORY_BYTES)
     overrides = {
         variable: value for target in (role, name) for to, variable, value in settings if to == target
     }
