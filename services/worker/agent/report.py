@@ -27,15 +27,15 @@ class WorkerIdentity:
 
     worker_id: str  # unique in the fleet
     address: str  # host:port of its gRPC server
-    zone: str = ""  # for placement; empty: none
-    labels: dict[str, str] = field(default_factory=dict)  # for node selectors
+    zone: str = ""  # the placement zone; empty: none
+    labels: dict[str, str] = field(default_factory=dict)  # what node selectors match
     device: str = "cpu"  # "cpu" or a CUDA device
     # Device memory available to engines.
     memory_bytes: int = 2 * 1024**3
-    lease_ttl_s: int = 5  # of the registration
+    lease_ttl_s: int = 5  # lifetime of the registration's lease
     # Workers of one device type are expected to be equally fast.
     device_type: str = ""
-    # In any one currency; 0: unknown.
+    # cost in any one currency; 0: unknown
     cost_per_hour: float = 0.0
 
 

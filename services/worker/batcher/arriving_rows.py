@@ -21,7 +21,7 @@ class ArrivingRows:
         self._profile = ArrivalProfile()
         self._histogram = LengthHistogram(max_tokens) if max_tokens and pads else None
         self._widths: tuple[int, ...] = (max_tokens,)
-        self._counts: Counter[int] = Counter()  # by width, since the widths were chosen
+        self._counts: Counter[int] = Counter()  # rows of each width since the widths were chosen
         self._until_choice = FIRST_ROWS
 
     @property

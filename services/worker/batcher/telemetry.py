@@ -55,7 +55,7 @@ class BatchInstruments:
             "Runs that search a failed batch for its cause, by process: serving, sacrificial",
             ("model", "process"),
         )
-        self.lingers: dict[tuple[str, str], float] = {}  # by model and width
+        self.lingers: dict[tuple[str, str], float] = {}  # bound of the last decision by model and width
         metrics.gauge(
             "fairway_worker_batch_linger_bound_seconds",
             "The most that a batch may wait, as derived at the last decision: objective minus computing",

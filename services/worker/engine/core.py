@@ -310,7 +310,8 @@ class Engine:
             self._speculation.stepped(
                 work.decodes, outcome.verified, step_s, prefilled=work.prefill_tokens > 0
             )
-        for handle in gone:  # after the last that is learnt of them
+        # The handles are forgotten last, because the steps above still look them up.
+        for handle in gone:
             self._forget(handle)
 
     def _stepped(self, work: Work, outcome: Outcome, step_s: float, prefill_s: float) -> Stepped:

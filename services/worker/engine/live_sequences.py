@@ -44,7 +44,7 @@ class LiveSequences:
         self._finished: dict[int, FinishReason] = {}
         self._errors: dict[int, str] = {}
         self._embeddings: dict[int, bytes] = {}
-        self._gone: list[int] = []  # of those that were live
+        self._gone: list[int] = []  # handles that are no longer live and still have to be reported
 
     def __len__(self) -> int:
         return len(self._live)
@@ -158,7 +158,7 @@ class LiveSequences:
         self._planner.computed(flight.batch.prefills)
         for row, sequence in enumerate(flight.sampled):
             if sequence.status is Status.FINISHED:
-                continue  # by a command, or by the token before this one
+                continue  # a command or the token before this one ended it
             length = len(sequence.tokens)
             sequence.computed = length
             sequence.tokens.append(unknown_token(row))

@@ -33,11 +33,11 @@ class StepMembers(NamedTuple):
     attended: int  # tokens of KV that the decodes read
     left: Sequence[SequenceState] = ()
     joined: Sequence[SequenceState] = ()
-    lengths: Sequence[int] = ()  # of those that joined
+    lengths: Sequence[int] = ()  # lengths of those that joined
     chunks: Sequence[Chunk] = ()
     prefill_tokens: int = 0
-    scored: Sequence[int] = ()  # of each chunk, tokens whose log-probabilities it computes
-    # Of a batch with proposals, all decodes: handle, rows and length. Their lengths are irregular.
+    scored: Sequence[int] = ()  # tokens of each chunk whose log-probabilities it computes
+    # Handle, rows and length of every decode in a batch with proposals; their lengths are irregular.
     verified: Sequence[tuple[int, int, int]] = ()
 
 
@@ -65,7 +65,7 @@ class StepMeter:
         self._decodes: list[SequenceState] = []
         self._present: set[SequenceState] = set()
         self._sums = _Sums()
-        self._number = 0  # of the step, as far as charges depend on it
+        self._number = 0  # number of the step that charges have reached
         # By handle: the length of a sequence less the number of the step, and the sums before it joined.
         self._runs: dict[int, tuple[int, _Sums]] = {}
         self._pending: dict[int, float] = {}  # charged since the last report

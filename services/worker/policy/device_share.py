@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 
 from services.core.estimates.least_squares import NormalEquations, non_negative
 
-MIN_SAMPLES: Final = 8.0  # before the fit is used
-MAX_ERROR_RATIO: Final = 0.5  # of a fit that is used
+MIN_SAMPLES: Final = 8.0  # fewest samples before the fit is used
+MAX_ERROR_RATIO: Final = 0.5  # largest error of a fit that is used
 FIT_S: Final = 2.0  # step time between two fits
 _LEAST_S: Final = 1e-12  # least cost of a step that its work can be weighed by
 _SAMPLE_S: Final = 0.01  # least step time of a sample
@@ -88,7 +88,7 @@ def prices(costs: StepCosts, work: StepWork, step_s: float) -> StepPrices:
     weight = base + work.rows * row + work.attended * attended
     if work.prefill:
         weight += work.prefill * prefill + work.prefill_attended * prefill_attended + work.scored * scored
-    if weight < _LEAST_S:  # of this work nothing was found to take time
+    if weight < _LEAST_S:  # The fit found no cost for this kind of work.
         return prices(PRIOR, work, step_s)
     unit = step_s / weight
     return StepPrices(
@@ -145,7 +145,7 @@ class MeasuredCosts:
         if row_s is None or prefill_s is None:  # the linear layers compute both alike
             row_s = prefill_s = row_s if row_s is not None else prefill_s
         if scored_s is None:
-            scored_s = row_s  # as much as another row whose head is computed
+            scored_s = row_s  # It counts as any other row whose head is computed.
         values = (step_s, row_s, attended_s, prefill_s, prefill_attended_s, scored_s)
         self.costs = StepCosts(*(value or 0.0 for value in values))
 

@@ -24,12 +24,13 @@ from services.core.fixed_cost.tensors import TensorSpec
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.worker.engine_protocol import Ready, RowCosts, Submit
 
-MOST_OUTPUT_TOKENS: Final = 32  # of a prompt: later tokens run as these do
-MOST_PREFILL_S: Final = 20.0  # of a prompt, by the engine's own measure; a longer one is cut
-SLACK_S: Final = 10.0  # of the deadline: for a machine that is busy with other versions
-DEADLINE_FACTOR: Final = 10.0  # of the estimated time
+MOST_OUTPUT_TOKENS: Final = 32  # most output tokens of a prompt: later tokens run as these do
+# longest prefill of a prompt, by the engine's own measure; a longer prompt is cut
+MOST_PREFILL_S: Final = 20.0
+SLACK_S: Final = 10.0  # addition to the deadline for a machine that is busy with other versions
+DEADLINE_FACTOR: Final = 10.0  # ratio of the deadline to the estimated time
 MOST_DEADLINE_S: Final = 600.0
-MOST_ROW_TOKENS: Final = 4096  # of the batch of rows, with padding
+MOST_ROW_TOKENS: Final = 4096  # most tokens of the batch of rows, with padding
 
 _SAMPLING: Final = {
     SamplingKind.GREEDY: Sampling(seed=13, temperature=0.0),

@@ -21,25 +21,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-ALLOWANCE_RATIO: Final = 0.01  # of step time: the bound on the loss
+ALLOWANCE_RATIO: Final = 0.01  # most of the step time that speculation may lose
 START_STEPS: Final = 0.5  # initial balance, in steps
 MOST_STEPS: Final = 1.0  # maximum balance, in steps
 CAUTION_RATIO: Final = 0.1  # margin: costs count as this much higher than measured, savings as lower
 FIRST_ROW_RATIO: Final = 0.5  # cost of a row relative to that of a sequence, before a measurement
 LEAST_ROW_RATIO: Final = 0.002  # lower bound of the same
-NOISE_RATIO: Final = 0.03  # of a step's time: the noise of equal steps
-DRIFT_RATIO: Final = 0.01  # of a sequence's share of a step: how much the row cost may change per step
-MOVE_RATIO: Final = 0.25  # and how much with another number of sequences
+NOISE_RATIO: Final = 0.03  # relative noise of equal steps
+DRIFT_RATIO: Final = 0.01  # most that the row cost may change per step, relative to a sequence's share of it
+MOVE_RATIO: Final = 0.25  # the same after a step with another number of sequences
 LEVEL_WEIGHT: Final = 0.2  # weight of the newest step in the mean time
-DECAY: Final = 0.8  # of a sequence's counts, per verification
-COMMON_DECAY: Final = 0.98  # of the counts of all sequences
+DECAY: Final = 0.8  # decay of a sequence's counts per verification
+COMMON_DECAY: Final = 0.98  # decay of the counts of all sequences
 PRIOR_WEIGHT: Final = 2.0  # number of proposals that the common mean counts as
 FIRST_ACCEPTANCE: Final = 0.5
 MOST_ACCEPTANCE: Final = 0.98
 LEAST_ACCEPTANCE: Final = 0.01
-FORGONE_RATIO: Final = 0.02  # of the time: the most that inserted plain steps may cost
+FORGONE_RATIO: Final = 0.02  # most of the time that inserted plain steps may cost
 PROBE_TOKENS: Final = 2
-PROBES_RATIO: Final = 1 / 8  # of the sequences, in one step
+PROBES_RATIO: Final = 1 / 8  # largest share of the sequences that probe in one step
 LEAST_PROBES: Final = 4
 
 
@@ -79,10 +79,10 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._level_s = 0.0  # at ``_rows`` rows
+        self._level_s = 0.0  # mean step time at ``_rows`` rows
         self._rows = 0.0
         self._row_s = 0.0
-        self._variance = 0.0  # of ``_row_s``, in seconds squared
+        self._variance = 0.0  # variance of ``_row_s`` in seconds squared
 
     @property
     def known(self) -> bool:

@@ -22,7 +22,7 @@ from services.worker.slots.version_memory import VersionMemory
 
 log = structlog.get_logger()
 
-_SUFFIX: Final = "/search"  # of its name in the memory ledger
+_SUFFIX: Final = "/search"  # suffix of its name in the memory ledger
 
 
 class SacrificialProcess:

@@ -104,7 +104,7 @@ class PromptProbe(Probe):
         self._vocab_size = vocab_size
         self._rounds = iter(plan.rounds)
         self._asked = {one.handle: one for each in plan.rounds for one in each}
-        self._tokens: dict[int, list[int]] = {}  # by handle, of those that are under way
+        self._tokens: dict[int, list[int]] = {}  # tokens so far of the prompts under way, by handle
         self._answered = 0
 
     def begin(self) -> None:

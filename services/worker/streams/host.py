@@ -54,7 +54,7 @@ class SequenceHost:
         self.changed = changed
         self._tables: dict[str, SequenceTable] = {}
         self._row_tables: dict[str, RowTable] = {}
-        self._leased: dict[str, dict[str, TenantSlots]] = {}  # by version and tenant
+        self._leased: dict[str, dict[str, TenantSlots]] = {}  # leased slots by version and tenant
         self._closed_to: set[str] = set()  # versions that finish their sequences and admit no new ones
         # Cached and shared prefixes of ended engines, by version.
         self._left_prefixes: dict[str, tuple[PrefixSet, PrefixSet]] = {}

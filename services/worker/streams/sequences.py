@@ -32,7 +32,7 @@ from services.worker.text.detokenizer import Vocabulary
 from services.worker.text.text_stream import TextStream
 
 MAX_CREDIT: Final = 2**31 - 1
-CHARGE_S: Final = 0.25  # between two charges of running sequences' output; a heartbeat is four of them
+CHARGE_S: Final = 0.25  # interval at which running sequences' output is charged; a heartbeat is four of them
 
 
 class SequenceTable:

@@ -29,11 +29,11 @@ class WaitingRow:
     number: int
     tenant: str
     key: BatchKey
-    width: int  # of its bucket
+    width: int  # the padded width of its bucket
     arrived_s: float
-    answer_by_s: float  # when it is due by its latency target
-    target_s: float  # that target
-    deadline_s: float = float("inf")  # of the client
+    answer_by_s: float  # instant at which it is due by its latency target
+    target_s: float  # the latency target
+    deadline_s: float = float("inf")  # instant at which the client stops waiting
     input_bytes: int = 0
 
     @property
@@ -63,7 +63,7 @@ class TooLate:
 
 
 Admission = RowAccepted | TooManyRows | TooLate
-Tags = Mapping[int, float]  # of ``turns``, by row; the order while tenants share the device
+Tags = Mapping[int, float]  # start tags of ``turns`` by row: the order while tenants share the device
 _Group = tuple[BatchKey, int]
 _Entry = tuple[float, int, WaitingRow]
 

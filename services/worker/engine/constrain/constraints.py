@@ -27,10 +27,10 @@ from services.worker.engine.execute.executor import Batch
 from services.worker.engine.sequence import SequenceState
 
 # Processor time in seconds. A usual mask takes a tenth of SHARE_S; one may take a hundred times as much.
-SHARE_S: Final = 0.0001  # of a mask, on average
-BURST_S: Final = 0.008  # of an output, beyond its shares
+SHARE_S: Final = 0.0001  # average time that a mask may take
+BURST_S: Final = 0.008  # time that an output may take beyond its shares
 FIRST_S: Final = 0.004  # what a new output counts as having taken: those that are known to be quick go first
-STEP_S: Final = 0.003  # of a step, beyond its shares
+STEP_S: Final = 0.003  # time that a step may take beyond its shares
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Constraints:
         self._apart = apart
         self._processor_s = processor_s
         self._pending: dict[int, Future[Matcher]] = {}
-        self._masks: dict[int, Future[tuple[Bits, str]]] = {}  # that are computed apart
+        self._masks: dict[int, Future[tuple[Bits, str]]] = {}  # masks that are computed in the other process
         self._outputs: dict[int, _Output] = {}
 
     @property

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # importing it imports Triton
 log = structlog.get_logger()
 
 CAPABILITY: Final = (8, 0)  # Ampere
-PADDING_BLOCKS: Final = 1  # that no planner gives away: rows of padding write there
+PADDING_BLOCKS: Final = 1  # blocks that no planner gives away, because rows of padding write there
 
 
 def has_kernels(device: torch.device) -> bool:

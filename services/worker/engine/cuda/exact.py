@@ -16,7 +16,7 @@ from services.worker.engine.cuda import exact_kernels as exact_kernels
 from services.worker.engine.cuda.operators import TritonOperators
 from services.worker.engine.execute.operators import HeadNorms, Heads
 
-ROW_COLUMNS: Final = 1024  # of a row that are read at once
+ROW_COLUMNS: Final = 1024  # columns of a row that are read at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from services.worker.engine.execute.spans import Spans
 
-EXACT_TOKENS: Final = 512  # of a piece, where cuts are at fixed positions
+EXACT_TOKENS: Final = 512  # length of a piece where cuts are at fixed positions
 PIECES_PER_PROCESSOR: Final = 2  # programs that hide each other's waits
 ALONE_ROWS: Final = 8  # a span of up to so many rows fills no tile: each of its rows attends by itself
 
@@ -106,7 +106,7 @@ class Padding:
 
     batch_sizes: tuple[int, ...]
     scratch_slot: int
-    table_entries: int  # of block tables that a padded step may have
+    table_entries: int  # most block-table entries of a padded step
 
     def rows(self, rows: int) -> int | None:
         """Return the size that so many rows are padded to, or None if they are too many."""
@@ -126,7 +126,7 @@ def plan_step(spans: Spans, cutting: Cutting, *, block_size: int) -> StepPlan:
     table = spans.tables[:, : int(held.max(initial=0))]
     blocks = table[np.arange(table.shape[1]) < held[:, None]]
     first_block = np.cumsum(held, dtype=np.int32) - held
-    position = length - rows  # of the first row
+    position = length - rows  # the first row's position
     alone = np.full(len(rows), True) if cutting.exact else rows <= ALONE_ROWS
     span, offset = _spread(np.where(alone, rows, 0))
     decodes = Decodes(first_row[span] + offset, first_block[span], position[span] + offset + np.int32(1))

@@ -79,7 +79,7 @@ class Seats:
         places = [known.get(sequence, -1) for sequence in decodes]
         new = [sequence for sequence, place in zip(decodes, places, strict=True) if place < 0]
         number = len(known)
-        source: list[int] = []  # where each seat's entries are, once the new ones stand behind the old
+        source: list[int] = []  # place of each seat's entries once the new ones follow the old
         for place in places:
             source.append(number if place < 0 else place)
             number += place < 0

@@ -19,10 +19,11 @@ from services.worker.engine.validation import MAX_LOGPROBS
 from services.worker.engine_protocol import EngineConfig, Ready, Submit
 
 MIB: Final = 1 << 20
-PROFILED_BLOCKS: Final = 1  # of the pool that the profiling step runs on
+PROFILED_BLOCKS: Final = 1  # size of the pool that the profiling step runs on
 LEAST_CONTEXT: Final = 1024  # tokens; a pool that holds less is of no use
 _LIMITS: Final = OutputLimits(max_tokens=1 << 20, min_tokens=1 << 20, stop_token_ids=(0,))
-MOST_PAIRS: Final = 1 << 24  # of queries and keys in a chunk that torch attends with: more take long on a CPU
+# most pairs of queries and keys in a chunk that torch attends with: more take long on a CPU
+MOST_PAIRS: Final = 1 << 24
 
 
 def largest_batches(config: EngineConfig, ready: Ready, *, contexts_at_once: int) -> Iterator[Batch]:

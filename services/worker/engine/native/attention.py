@@ -67,7 +67,7 @@ class _Step:
     lengths: Ints
     tables: Table
     tiles: Tiles
-    most_rows: int  # of a tile
+    most_rows: int  # most rows of a tile
 
 
 class NativeAttention:

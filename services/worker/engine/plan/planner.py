@@ -21,7 +21,7 @@ from services.worker.engine.prefix.reuse import PrefixReuse, claims
 from services.worker.engine.sequence import SequenceState, Status
 from services.worker.policy.prefill import PrefillBudget, shares
 
-MAX_PREEMPTIONS = 2  # at the second one the sequence goes back to the scheduler
+MAX_PREEMPTIONS = 2  # preemptions after which the sequence goes back to the scheduler
 MAX_LONG_PREFILLS = 2
 _ORDER: Final = attrgetter("order")
 
@@ -70,8 +70,8 @@ class Planner:
             max_long_prefills=limits.max_long_prefills,
             reuse=reuse,
         )
-        self._copies: list[tuple[int, int]] = []  # of the step that is planned
-        self._suspect: SequenceState | None = None  # that runs in steps of its own
+        self._copies: list[tuple[int, int]] = []  # block copies of the step that is planned
+        self._suspect: SequenceState | None = None  # the sequence that runs in steps of its own
         self._apart_before = False  # the step before was one of these
         self.preemptions = 0
 

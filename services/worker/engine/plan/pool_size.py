@@ -20,8 +20,8 @@ class PoolSize:
         self._blocks = blocks
         self._executor = executor
         self._speculation = speculation
-        self._backed = blocks.blocks_total  # that have memory
-        self._wanted: int | None = None  # until it is answered
+        self._backed = blocks.blocks_total  # blocks that have memory
+        self._wanted: int | None = None  # the size that was requested and has no answer yet
 
     @property
     def changing(self) -> bool:

@@ -16,7 +16,8 @@ from services.worker.engine.execute.executor import Batch, Chunk, Runner
 from services.worker.engine.plan.block_manager import BlockPool
 from services.worker.engine.sequence import SequenceState, Status
 
-MAX_CATCH_UP_RATIO: Final = 1 / 4  # of the token budget: what the draft may compute to get to the text's end
+# share of the token budget that the draft may compute to get to the text's end
+MAX_CATCH_UP_RATIO: Final = 1 / 4
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +43,7 @@ class DraftModel:
         self._blocks = blocks
         self._max_model_len = max_model_len
         self._catch_up = max(1, int(token_budget * MAX_CATCH_UP_RATIO))
-        self._drafts: dict[int, _Draft] = {}  # by handle
+        self._drafts: dict[int, _Draft] = {}  # drafts by handle
         self._turn = 0
 
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
