@@ -17,7 +17,7 @@ from services.core.errors import QueueFull
 from services.core.fixed_cost.explained import RowsExplanation
 from services.scheduler.term_streams import GatewaySession
 
-MAX_QUESTIONS: Final = 64  # that wait for answers
+MAX_QUESTIONS: Final = 64  # questions that may wait for answers
 ANSWER_S: Final = 0.5  # how long gateways are waited for
 
 

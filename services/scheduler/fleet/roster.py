@@ -24,7 +24,7 @@ class Roster:
         self._limits = limits
         self._streams: dict[int, str] = {}
         self._sequences: dict[str, int] = {}
-        self._talking: dict[str, None] = {}  # in the order of their last reports, like ``_silent``
+        self._talking: dict[str, None] = {}  # workers in the order of their last reports, like ``_silent``
         self._silent: dict[str, None] = {}
 
     def by_state(self) -> dict[str, int]:

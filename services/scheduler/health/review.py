@@ -18,7 +18,7 @@ from services.scheduler.telemetry import SchedulerTelemetry
 
 log = structlog.get_logger()
 
-_MAX_SHED: Final = 1024  # of a version, in one review
+_MAX_SHED: Final = 1024  # most placements of a version that one review sheds
 
 
 class ServingCount:

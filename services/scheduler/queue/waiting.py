@@ -38,7 +38,7 @@ class QueuedPlacement:
     earmark: str | None = None  # the worker on which nothing behind it starts before it
     tried: bool = False  # a pass has tried it
     short_attempts: int = 0  # attempts that found too little room on all workers
-    counter: float = 0.0  # of its tenant at the last attempt, before the grant is charged
+    counter: float = 0.0  # the tenant's counter at the last attempt, before the grant is charged
 
     @property
     def tenant(self) -> str:

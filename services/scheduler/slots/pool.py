@@ -21,10 +21,10 @@ from services.scheduler.slots.claimants import PartyDemand, TenantRows, claim_of
 from services.scheduler.slots.leases import HeldLease, LeaseBook, Party, RowWorker
 
 GROWTH: Final = 2  # slots for each row of demand, while nobody else wants them
-BALANCE_S: Final = 1.0  # between two moves of leases from loaded workers
+BALANCE_S: Final = 1.0  # interval of moving leases away from loaded workers
 _UNEVEN: Final = 0.25  # how far the load of a worker may be from the mean, as a ratio
 MAX_DEMANDS: Final = 65536
-_KEPT_TENANTS: Final = 4096  # whose row times are kept without demand
+_KEPT_TENANTS: Final = 4096  # most tenants whose row times are kept without demand
 _MOST_CHOICES: Final = 64  # workers that are compared for one growth
 
 Shares = Mapping[Priority, FairShares]

@@ -73,7 +73,7 @@ class SeatLevel(NamedTuple):
 class _Seat:
     worker_id: str
     level: SeatLevel
-    place: int = -1  # in the array of open seats
+    place: int = -1  # index in the array of open seats
     candidate: Candidate | None = None
 
 
@@ -90,7 +90,8 @@ class PoolSeats:
         # Bounds of the sizes for ``room``, while they are unchanged.
         self._bounds: tuple[int, int, int] | None = None
         self._away: dict[str, int] = {}  # the other seats by standing
-        self._yielding: dict[str, _Seat] = {}  # without a slot, except for tenants below their share
+        # seats whose slots are taken, except for tenants below their share
+        self._yielding: dict[str, _Seat] = {}
         self._futile: list[tuple[PlaceQuery, NoWorker]] = []
         self._profile: PlacementProfile | None = None
         self._filters: tuple[Filter, ...] = ()

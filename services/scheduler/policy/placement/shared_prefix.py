@@ -33,11 +33,11 @@ class SharedPrefixes:
 
     def __init__(self, max_names: int = 65_536) -> None:
         self._max_names = max_names
-        self._names: dict[str, dict[int, str]] = {}  # by worker: the engine of each name
-        self._workers: dict[int, dict[str, None]] = {}  # by name, which holds its version
+        self._names: dict[str, dict[int, str]] = {}  # engine of each name, by worker
+        self._workers: dict[int, dict[str, None]] = {}  # workers of each name, which contains its version
         self._engines: dict[str, int] = {}  # how many names each has, over all workers
         self._count = 0
-        self._leaning: dict[str, dict[int, int]] = {}  # by worker and first name, the number of the grant
+        self._leaning: dict[str, dict[int, int]] = {}  # number of the grant, by worker and first name
 
     def __len__(self) -> int:
         return self._count

@@ -36,9 +36,9 @@ class ServiceWeights:
     paper.
     """
 
-    prompt: float = 1.0  # of a prompt, computed
+    prompt: float = 1.0  # cost of a computed prompt token
     output: float = 2.0
-    cached: float = 0.1  # of a prompt, read from the prefix cache
+    cached: float = 0.1  # cost of a prompt token that the prefix cache holds
 
     def cost(self, prompt_tokens: float, output_tokens: float, *, cached_tokens: float = 0.0) -> float:
         """Return the cost of a sequence; ``cached_tokens`` are part of ``prompt_tokens``."""
