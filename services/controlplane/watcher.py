@@ -144,7 +144,7 @@ class ResourceWatch:
         self._snapshot = snapshot
         self._plain = [kind for kind in ResourceKind if kind in kinds and kind not in _COMPOSED]
         self._composed = [kind for kind in _COMPOSED if kind in kinds]
-        self._sent: Mapping[Name, View] | None = None  # of the composed kinds
+        self._sent: Mapping[Name, View] | None = None  # views of the composed kinds as they were sent last
         self._missed: set[str] = set()
 
     def begin(self) -> ResourceChanges:

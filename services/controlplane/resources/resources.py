@@ -52,7 +52,7 @@ class Resources(Generic[R]):
         self._clock = clock
         self._prefix = prefix
         self._kind: type[R] = kind
-        self._noun = kind.__name__.lower()  # for messages
+        self._noun = kind.__name__.lower()  # the kind's name in messages
 
     def request(self, verb: str, content: object, request_id: str, *, etag: str = "") -> WriteRequest:
         """Return a request of this kind; ``content`` is the caller's input, without generated values."""

@@ -25,7 +25,8 @@ from services.core.records import (
 )
 
 MAX_MESSAGE_CHARS: Final = 1024
-_EXPLAINED: Final = (VersionState.FAILED, VersionState.READY)  # whose message is about limited service
+# states whose message may be about limited service
+_EXPLAINED: Final = (VersionState.FAILED, VersionState.READY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class UsageLog:
         self._checkpoint = ""  # name of the newest that was loaded or written
         self._own = ""  # name of the newest that was loaded, or that this process began to write
         self._verified_s = 0.0
-        self._covered_s = 0.0  # when the newest checkpoint was loaded or written
+        self._covered_s = 0.0  # time at which the newest checkpoint was loaded or written
         self.damaged: frozenset[str] = frozenset()  # names of the copies of damaged objects
         self._found: set[str] = set()  # names of those that this process made
         self._counted: set[str] = set()  # names of those whose lost events are counted

@@ -22,13 +22,13 @@ from typing import Final
 from services.core.arms import ArmWindow, SliSums, latency_sketch
 from services.core.estimates.sketch import Sketch, merged
 
-MIN_CLUSTERS: Final = 12  # of each arm: fewer give no variance
+MIN_CLUSTERS: Final = 12  # fewest clusters of each arm: fewer give no variance
 QUANTILE: Final = 0.95
 _MIN_EVENT_CLUSTERS: Final = 4  # an error ratio fails only if sessions of as many clusters had errors
 _QUANTILE_EFFECT: Final = 0.05  # further share of values above the threshold that a gate is tuned for
 _MIN_CLASS: Final = 200  # values of the baseline that have a 95th percentile of their own
 _TUNED_Z: Final = 5.0  # standard errors of the effect at which the bound is tightest
-_LARGE: Final = 8.0  # by the effect: the larger one that the bound is tuned for too
+_LARGE: Final = 8.0  # the larger effect that the bound is tuned for too
 _NEVER: Final = -math.inf
 
 Pair = tuple[float, float]

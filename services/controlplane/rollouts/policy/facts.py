@@ -9,7 +9,8 @@ from typing import Final
 from services.controlplane.rollouts.records import STABLE, Rollout
 from services.core.records import LoadedVersion, VersionState, Worker
 
-PROBE_FAILED: Final = "PROBE_FAILED"  # of a version: what it answers will not do, however often it is asked
+# reason of a version whose answers will not do, however often it is probed
+PROBE_FAILED: Final = "PROBE_FAILED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class ArmFacts:
     ready: int = 0
     # Workers that report it in any state.
     loaded: int = 0
-    # Those among them on which it failed for good, and why.
+    # workers on which it failed for good; ``why`` is the reason of one of them
     failed: int = 0
     why: str = ""
     engine_restarts: int = 0
@@ -68,7 +69,7 @@ def facts_of(
 
 def _with(facts: ArmFacts, version: LoadedVersion, *, draining: bool) -> ArmFacts:
     ready = version.state is VersionState.READY and not draining
-    # Without a scheduled attempt, or after several, another attempt is not expected to help.
+    # A version without a scheduled attempt, or after several, is not expected to load.
     lost = version.state is VersionState.FAILED and (not version.retry_unix_s or version.failed_attempts >= 3)
     why = f"{version.reason or 'FAILED'}: {version.message}" if lost else facts.why
     return ArmFacts(

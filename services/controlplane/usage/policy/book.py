@@ -78,7 +78,7 @@ class LedgerBook:
     """``sums``: what was booked since the last checkpoint. ``hours``: the objects with all that was booked
     before, by hour, each named by the segment with which it ends."""
 
-    number: int = 0  # of the last segment
+    number: int = 0  # number of the last segment
     booked_s: float = 0.0
     sources: dict[str, StoredSource] = field(default_factory=dict)
     requests: OpenRequests = field(default_factory=OpenRequests)
