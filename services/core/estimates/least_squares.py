@@ -22,7 +22,7 @@ class NormalEquations:
 
     xx: list[float]
     xy: list[float]
-    keep_ratio: float  # of the earlier samples' weight, per sample
+    keep_ratio: float  # part of the earlier samples' weight that each sample leaves
     yy: float = 0.0
 
     @staticmethod

@@ -55,7 +55,7 @@ class Suspicion:
     shared_kills: int = 0
     lone_kills: int = 0
     lost: int = 0  # kills, hangs and lost workers, without the lone kills
-    crashes: int = 0  # of shared steps, and of steps of others
+    crashes: int = 0  # crashes of shared steps, and of steps of others
 
     @property
     def trial_tokens(self) -> int:

@@ -63,7 +63,7 @@ def _declared(contents: Mapping[str, bytes]) -> str:
 
 def _eos_of(generation_config: bytes) -> object:
     """Return the end-of-sequence ids, in one order; for what is no such file its digest."""
-    if not generation_config:  # those of config.json, which counts as a file
+    if not generation_config:  # The ids are those of config.json, which counts as a file.
         return None
     try:
         found = msgspec.json.decode(generation_config, type=dict[str, msgspec.Raw]).get("eos_token_id")

@@ -219,7 +219,7 @@ def _is_balanced(route: ModelRoute, caller: SplitCaller) -> bool:
     if len(route.arms) > 2:
         return False
     point = point_of(route.salt, caller.tenant, caller.session_key)
-    counted_bp = cap_bp * (WHOLE_BP - weight_bp) // weight_bp  # of the stable arm's
+    counted_bp = cap_bp * (WHOLE_BP - weight_bp) // weight_bp  # part of the stable arm's sessions that counts
     return point < _bound(cap_bp) or point >= _bound(WHOLE_BP - counted_bp)
 
 
