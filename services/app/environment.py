@@ -180,7 +180,7 @@ class Environment:
             [
                 Check("event_loop", self._loop_watch.problem),
                 Check("store", self.store.problem, withdraws=needs_store),
-                # Without new leases and changes, roles that run serve on.
+                # Roles that run serve on while etcd takes no new leases and changes.
                 Check("etcd", self._etcd.space.problem, withdraws=self.role == "controlplane"),
                 Check("etcd_silent", self.store.silence, withdraws=False),
                 Check("storage", self.storage_problem, withdraws=False),

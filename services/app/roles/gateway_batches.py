@@ -39,7 +39,7 @@ from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.identity import KeyDirectory
 
 _DAY_S: Final = 86_400.0
-_MAX_BATCHES: Final = 8  # at once
+_MAX_BATCHES: Final = 8  # most batches that run at once
 
 
 @dataclass(frozen=True, slots=True)
