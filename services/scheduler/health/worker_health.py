@@ -123,7 +123,7 @@ class FleetHealth:
         self._losses: OrderedDict[tuple[str, int, str], None] = OrderedDict()
         self._news: list[CircuitChange] = []
         self._ticked_s = -math.inf
-        self._all_well = True  # at the last tick no worker was on trial, so no grant is a trial
+        self._all_well = True  # no worker was on trial at the last tick, so no grant is a trial
 
     # --- observations -----------------------------------------------------------------------------
 
