@@ -61,10 +61,10 @@ class Route:
     # The clients' name of the model.
     model: str
     deployment: Deployment
-    # Of the request's arm in a split; without one the deployment's, or the version before it while that still
-    # takes new requests.
+    # the version of the request's arm in a split, else the deployment's, or the version before it while that
+    # still takes new requests
     version_digest: str
-    # Of the split, or of the deployment.
+    # revision of the split, or of the deployment
     route_revision: int
     # 0 for a deployment of 0 replicas, even if another deployment runs its version.
     ready_replicas: int
@@ -125,7 +125,7 @@ class ModelCatalog:
         # One index per view: views are immutable and change rarely.
         self._indexed: Mapping[str, Versioned[Worker]] | None = None
         self._index: dict[str, _Ready] = {}
-        self._routes: dict[str, Route] = {}  # of names without a split, by deployment
+        self._routes: dict[str, Route] = {}  # routes of names without a split, by deployment
         self._routed: Mapping[str, Versioned[Deployment]] | None = None
         self._ready_of: dict[str, Counter[str]] = {}
         self._restarting_of: dict[str, Counter[str]] = {}
@@ -382,7 +382,7 @@ class ModelCatalog:
 
     def _route(self, deployment: Deployment, mod_revision: int) -> Route:
         known = self._ready(deployment.version_digest)
-        # With fewer failures than replicas, a replica that no worker reports yet may be loading.
+        # A replica that no worker reports yet may be loading, unless as many failed as are wanted.
         failed = not known.may_serve and known.failed >= max(
             1, min(deployment.replicas, len(self._workers.view))
         )

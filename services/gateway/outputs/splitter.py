@@ -38,7 +38,7 @@ class OutputSplitter:
     """Of one choice. ``call_id`` returns the id of a call by its index."""
 
     def __init__(self, form: OutputForm, call_id: Callable[[int], str]) -> None:
-        self.calls = 0  # that have begun
+        self.calls = 0  # calls that have begun
         self._form = form
         self._call_id = call_id
         self._names = dict(form.renamed)
@@ -76,7 +76,7 @@ class OutputSplitter:
         """Return the rest: the output has ended."""
         held, self._held = self._held, ""
         if self._form.held and self._at in (_At.BEGIN, _At.NAME, _At.BEHIND):
-            held = self._opened = ""  # of a call that is cut short
+            held = self._opened = ""  # The text belongs to a call that is cut short.
         match self._at:
             case _At.REASONING:
                 self._emit(ReasoningText(held.rstrip()))

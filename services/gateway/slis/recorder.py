@@ -31,7 +31,7 @@ from services.runtime.telemetry.metrics import GAP_S, CounterCell, HistogramCell
 
 MAX_SERIES: Final = 512
 MAX_ARMS: Final = 32  # arms of steps in one report: 64 clusters each
-MAX_MODELS: Final = 64  # with shapes in one report
+MAX_MODELS: Final = 64  # most models with shapes in one report
 OTHER_TENANTS: Final = "(other)"
 POISONED: Final = "POISONED_INPUT"
 # Ends of a copy that show a lack of room, or the end of its rollout, and nothing of its version.

@@ -101,7 +101,7 @@ class TextEncoder:
         self.model = model
         self.templates = templates
         self.tokenizer = tokenizer
-        self.rows: RowTextEncoder | None = None  # of a decoder that embeds
+        self.rows: RowTextEncoder | None = None  # encoder of a decoder that embeds
         self._control = control
         added = tokenizer.get_added_tokens_decoder()
         self._unknown = unknown

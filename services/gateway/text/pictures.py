@@ -50,7 +50,7 @@ class PictureDecoder:
             if opened.mode.startswith("I"):
                 raise _refused("it has 16 bits for each grey pixel: send 8")
             try:
-                # As transformers opens a file.
+                # transformers opens a file this way.
                 picture = ImageOps.exif_transpose(opened).convert("RGB")
             except MemoryError:
                 raise

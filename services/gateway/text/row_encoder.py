@@ -59,7 +59,7 @@ class RowEncoder:
         if rows.most_tokens:
             tokenizer.enable_truncation(rows.most_tokens)
         try:
-            # Without offsets, which nothing reads.
+            # The fast call computes no offsets, which nothing reads.
             found = tokenizer.encode_batch_fast(inputs, add_special_tokens=True)
         finally:
             tokenizer.no_truncation()

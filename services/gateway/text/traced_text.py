@@ -155,7 +155,7 @@ def settled(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         if not _is_traced((args, kwargs)):
             return result
         masked = run(*_masked(args), **_masked(kwargs))
-    except Exception:  # of the run on masked text: its effect in the template is unpredictable
+    except Exception:  # The effect of masked text in the template is unpredictable.
         masked = None
     return _settled(result, masked)
 

@@ -193,7 +193,7 @@ def _read(given: Raw, role: str, path: str, found: _Parts) -> None:
             found.texts.append(required(part.text, f"{path}text"))
         case "thinking", "assistant":
             found.thinking.append(required(part.thinking, f"{path}thinking"))
-        case "redacted_thinking", "assistant":  # of another server: no model here reads it
+        case "redacted_thinking", "assistant":  # No model here reads what another server wrote.
             pass
         case "tool_use", "assistant":
             name = required(part.name, f"{path}name")

@@ -10,7 +10,7 @@ from services.core.errors import InvalidInput, UnsupportedFeature
 from services.core.generation import JSON_OBJECT
 from services.gateway.faces.openai.types import Options, ResponseFormat, StructuredOutputs, require_neutral
 
-_MAX_CHOICES = 1024  # as in the proto
+_MAX_CHOICES = 1024  # the bound in the proto
 
 
 def constraint_of(body: Options) -> common_pb2.Constraint | None:

@@ -28,7 +28,8 @@ from services.gateway.faces.openai.requests import ApiRequest
 from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.policy.degrade import Degradation, header_value
 
-PROMPTS_AT_ONCE: Final = 32  # of one request; the others wait, and take no place in a queue
+# prompts of one request that run at once; the others wait, and take no place in a queue
+PROMPTS_AT_ONCE: Final = 32
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
 # The answer is that of an earlier request with the same idempotency key.

@@ -422,7 +422,7 @@ def parse_body(
     except RecursionError:
         raise InvalidInput("the body is nested too deeply") from None
     require_neutral(body, "", waived=waived(body))
-    # After the type checks the body has no more objects than messages, so this pass is cheap.
+    # This pass is cheap, because the type checks bound the objects of the body.
     try:
         json.loads(data, object_pairs_hook=_unique)
     except (ValueError, RecursionError):

@@ -74,7 +74,8 @@ def found_text(part: ServedPart, path: str) -> str:
     Raises UnsupportedFeature for an image or a document that is no text.
     """
     texts: list[str] = []
-    waiting: list[Any] = [structs.asdict(part)]  # without recursion, since a client chooses the depth
+    # The walk uses no recursion, since a client chooses the depth.
+    waiting: list[Any] = [structs.asdict(part)]
     while waiting:
         value = waiting.pop()
         if isinstance(value, str):

@@ -15,7 +15,7 @@ from services.gateway.faces.openai.types import (
     ToolSelection,
 )
 
-MAX_TOOLS = 128  # as in the proto
+MAX_TOOLS = 128  # the bound in the proto
 _MODES = {
     "none": inference_pb2.TOOL_MODE_NONE,
     "auto": inference_pb2.TOOL_MODE_AUTO,
