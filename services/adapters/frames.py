@@ -49,7 +49,7 @@ def read_frames(data: bytes, start: int = 0) -> FoundFrames:
         start = at + _HEAD.size + len(content)
     rest = data[start + _HEAD.size :]
     torn = False
-    # Of the last frame, only the size may be wrong.
+    # The last frame is damaged only in its size if the rest matches its checksum.
     if rest and _HEAD.unpack_from(data, start)[1] == zlib.crc32(rest):
         damaged.append((start, start + 4))
         starts.append(start)

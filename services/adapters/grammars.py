@@ -25,10 +25,10 @@ from services.ports.grammars import Bits, GrammarRefused, MaskRequest, Tokenizer
 
 MAX_COMPILED: Final = 64  # grammars that are kept for requests to come
 MAX_SHOWN: Final = 300  # characters of a message
-# Between the tokens of JSON: what writers of it put there. Small models go on with more blanks for ever.
+# what writers of JSON put between its tokens; small models would continue for ever with more blanks
 WHITESPACE: Final = r"(\x20|\x0A[\x20\x09]{0,16})?"
-# The engine's options for each schema, in place of a client's. With \u, a free property could take the name
-# of another.
+# The engine's options for each schema replace a client's. With \\u, a free property could take the name of
+# another.
 _OPTIONS: Final[dict[str, object]] = {
     "whitespace_flexible": True,
     "whitespace_pattern": WHITESPACE,
@@ -99,7 +99,7 @@ class GuidanceGrammars:
         for token in eos_ids:
             self._end[token // 8] |= 1 << token % 8
         self._compiled: OrderedDict[Constraint, llguidance.LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()  # of the kept grammars
+        self._lock = threading.Lock()  # guards the kept grammars
 
     @property
     def row_bytes(self) -> int:
@@ -235,7 +235,7 @@ def _choice(source: str) -> str:
     return found
 
 
-# Of kinds with schemas: the source with these as the engine takes them.
+# the source of kinds with schemas, with these as the engine takes them
 _EXACT: Final[dict[ConstraintKind, Callable[[str], str]]] = {
     ConstraintKind.JSON_SCHEMA: _exact_schema,
     ConstraintKind.GRAMMAR: _exact_grammar,

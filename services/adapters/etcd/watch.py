@@ -92,7 +92,8 @@ class Batches:
         self._revision = after_revision
         self._progress_in_order = progress_in_order
         self._ordered: bool | None = None
-        self._events: list[Changed | Removed] = []  # of one response: etcd puts at most 1000 revisions in it
+        # events of one response: etcd puts at most 1000 revisions in it
+        self._events: list[Changed | Removed] = []
 
     async def add(self, message: Any) -> WatchBatch | None:
         _raise_if_canceled(message)
@@ -106,7 +107,7 @@ class Batches:
             self._revision = _revision(events[-1])
             return WatchBatch(self._revision, events)
         if message.watch_id == self._watch_id or await self._is_ordered(message.header.member_id):
-            # from a member that is behind the revision already received
+            # The member is behind the revision that was already received.
             if message.header.revision < self._revision:
                 return None
             self._revision = message.header.revision

@@ -18,7 +18,7 @@ from services.ports.clock import Clock
 
 _REDIRECTS: Final = 3
 _ASKED: Final = 4  # nodes that are asked for the map of slots
-_REFRESH_S: Final = 1.0  # between readings of the map after failures
+_REFRESH_S: Final = 1.0  # interval of reading the map after failures
 T = TypeVar("T")
 
 
