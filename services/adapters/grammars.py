@@ -27,7 +27,7 @@ MAX_COMPILED: Final = 64  # grammars that are kept for requests to come
 MAX_SHOWN: Final = 300  # characters of a message
 # what writers of JSON put between its tokens; small models would continue for ever with more blanks
 WHITESPACE: Final = r"(\x20|\x0A[\x20\x09]{0,16})?"
-# The engine's options for each schema replace a client's. With \\u, a free property could take the name of
+# The engine's options for each schema replace a client's. With \u, a free property could take the name of
 # another.
 _OPTIONS: Final[dict[str, object]] = {
     "whitespace_flexible": True,
@@ -235,7 +235,7 @@ def _choice(source: str) -> str:
     return found
 
 
-# the source of kinds with schemas, with these as the engine takes them
+# how the engine takes the source of each kind with schemas
 _EXACT: Final[dict[ConstraintKind, Callable[[str], str]]] = {
     ConstraintKind.JSON_SCHEMA: _exact_schema,
     ConstraintKind.GRAMMAR: _exact_grammar,
