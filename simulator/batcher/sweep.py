@@ -30,7 +30,7 @@ from simulator.batcher.world import (
 from simulator.lab.load.arrivals import Gamma, OnOff, Poisson
 
 WINDOWS_S: Final = (0.0, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
-HALVINGS: Final = 6  # of the interval in which the highest rate lies
+HALVINGS: Final = 6  # halvings of the interval in which the highest rate lies
 BURST_S: Final = (0.1, 0.2)  # mean time with three times the rate between, and without
 
 

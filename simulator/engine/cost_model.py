@@ -154,14 +154,14 @@ DEVICES: Final = {
     "h200": Device(989e12, 4800e9, 141 * 10**9),
 }
 
-# From the models' own config.json.
+# shapes of the models' own config.json
 LLAMA_3_8B: Final = ModelShape(7.50e9, 0.525e9, layers=32, heads=32, kv_heads=8, head_dim=128)
 LLAMA_3_70B: Final = ModelShape(69.5e9, 1.05e9, layers=80, heads=64, kv_heads=8, head_dim=128)
 
 # What kernels reach of the peaks. 0.6 and 0.8 put the A100 within 20 % of the published rates of a 7B model
 # (TensorRT-LLM v0.6.1 performance.md; LMDeploy benchmark a100_fp16.md), which tests/sim/engine holds them to.
 COMPUTE_EFFICIENCY: Final = 0.6
-ATTENTION_EFFICIENCY: Final = 0.35  # of causal chunks with a long context
+ATTENTION_EFFICIENCY: Final = 0.35  # efficiency of causal chunks with a long context
 MEMORY_EFFICIENCY: Final = 0.8
 MEMORY_UTILISATION: Final = 0.9  # the rest is the allocator's and other processes'
 ACTIVATION_BYTES: Final = 2 * 10**9

@@ -20,9 +20,9 @@ from simulator.batcher.costs import BatchCosts
 from simulator.engine.poison import Ending
 from simulator.kernel.process import Process
 
-MOST_TOKENS: Final = 64  # of a row
+MOST_TOKENS: Final = 64  # longest row
 LEAST_TOKENS: Final = 2  # a row's kind and number
-LAYERS: Final = 6  # of a model that pauses: other batches run between them
+LAYERS: Final = 6  # layers of a model that pauses: other batches run between them
 _WEIGHT_BYTES: Final = 90 * 1024 * 1024
 _INPUT: Final = TensorSpec("input_ids", "INT64", (ANY,), has_length=True)
 _SIGKILL: Final = -9

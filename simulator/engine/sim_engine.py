@@ -166,13 +166,13 @@ class SimEngine:
         )
         self._planner = self._engine.planner
         self._inbox: list[SequenceCommand] = []
-        self._at_s = 0.0  # when the step under way began, or the next begins
+        self._at_s = 0.0  # begin of the step under way, or of the next
         self._busy = False
-        self._event: wire.Stepped | None = None  # of the step under way
+        self._event: wire.Stepped | None = None  # outcome of the step under way
         self._window: _Window | None = None
         self._unreported: _Unreported | None = None  # a window that is reported with the current step
         self._timer: TimerHandle | None = None
-        self._skipped_steps = 0  # those of windows, which the engine has not counted
+        self._skipped_steps = 0  # steps of windows, which the engine has not counted
         self._hung = False
         self.stuck: Poison | None = None  # who hangs it, in a step that never ends
         self._dead = False
@@ -213,7 +213,8 @@ class SimEngine:
         if not self._hung and not self._dead:
             self._hung = True
             self._stop_timer()
-            if self._window is not None:  # where it got to; the step under way ends when it goes on
+            # The window ends where it got to; the step under way ends when the engine continues.
+            if self._window is not None:
                 self._shorten(self._window)
 
     def unhang(self) -> None:
@@ -249,9 +250,10 @@ class SimEngine:
     def check_integrity(self) -> None:
         """Raise AssertionError when blocks leaked or a sequence was lost."""
         if self.stuck is not None:
-            return  # in the middle of a step
+            return  # The engine stands in the middle of a step.
         self._engine.check_integrity()
-        ending = 0 if self._event is None else len(self._event.finished)  # of the step under way
+        # sequences that end with the step under way
+        ending = 0 if self._event is None else len(self._event.finished)
         live = self._planner.running + self._planner.waiting + ending
         assert len(self._intake.live) == live, "a sequence is kept"
 

@@ -50,7 +50,7 @@ from simulator.kernel.links.streams import SimStreams, serve_stream
 from simulator.kernel.network import Network
 from simulator.kernel.process import Process
 
-_CHECK_S: Final = 1.0  # between two checks for a silent engine
+_CHECK_S: Final = 1.0  # interval of checks for a silent engine
 _SIGKILL: Final = -9
 _LOAD_FAILED: Final = 1
 _EXITS: Final = {
@@ -227,7 +227,7 @@ class SimEngineRun:
 
     def _end_by(self, poison: Poison) -> None:
         self._engines.died(poison)
-        if poison.ending is not Ending.HANGS:  # that is found by its silence
+        if poison.ending is not Ending.HANGS:  # The worker finds a hanging engine by its silence.
             self.crash(f"its step ended it: {poison.ending.name}", _EXITS[poison.ending])
 
     def _end(self, exit_: EngineExit) -> None:

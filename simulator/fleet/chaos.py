@@ -49,7 +49,7 @@ class FaultKind(StrEnum):
     STALE_GATEWAY = "stale_gateway"  # cut off from the store alone
 
 
-# Those of a fleet with control planes.
+# faults of a fleet with control planes
 ROLLOUT_FAULTS: Final = frozenset(
     {FaultKind.PLANE_CRASH, FaultKind.PLANE_PAUSE, FaultKind.LEDGER_OUTAGE, FaultKind.STALE_GATEWAY}
 )
@@ -83,7 +83,7 @@ class Fault:
     """One fault."""
 
     kind: FaultKind
-    # From the start of the load.
+    # time since the start of the load
     at_s: float
     # It is healed so long after it struck.
     for_s: float
@@ -139,7 +139,7 @@ ROW_REQUESTS: Final = 60
 DURATION_S: Final = 12.0
 FAULTS: Final = 8
 FLOOD_RATIO: Final = 0.4
-POISONED_RATIO: Final = 0.25  # of the seeds
+POISONED_RATIO: Final = 0.25  # share of the seeds that have poisoned requests
 _PREFIXES: Final = 6
 _ROW_WORKERS: Final = 3
 _PRIORITIES: Final = (Priority.BATCH, Priority.STANDARD, Priority.STANDARD, Priority.INTERACTIVE)

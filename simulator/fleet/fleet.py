@@ -47,8 +47,8 @@ class RunReport:
     requests: int
     simulated_s: float
     outcomes: dict[str, int]
-    rows: dict[str, int]  # of fixed-cost models, by outcome
-    rows_p95_s: dict[str, float]  # of their answered requests, by tenant
+    rows: dict[str, int]  # rows of fixed-cost models, by outcome
+    rows_p95_s: dict[str, float]  # 95th percentile of their answered requests, by tenant
     violations: tuple[str, ...]
     trace_digest: str
     events: int

@@ -25,7 +25,7 @@ _SETTLED_KEEP_S: Final = 20.0  # Redis would keep ten minutes of settlements, wh
 _REQUESTS_PER_WORKER_S: Final = 4.0
 _TELL_EVERY: Final = 10_000
 _QUARTERS: Final = (25, 50, 75, 100)  # % of the requests
-_MAX_GROWTH_RATIO: Final = 1.25  # of what the process holds, over the second half of the requests
+_MAX_GROWTH_RATIO: Final = 1.25  # most growth of the process's memory over the second half of the requests
 _STATM: Final = Path("/proc/self/statm")
 
 

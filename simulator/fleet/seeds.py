@@ -84,7 +84,7 @@ class Total:
     reached: Counter[str] = field(default_factory=Counter)
     violations: dict[int, tuple[str, ...]] = field(default_factory=dict)
     compared: int = 0
-    widest: dict[int, float] = field(default_factory=dict)  # of each fairness seed
+    widest: dict[int, float] = field(default_factory=dict)  # widest gap of each fairness seed
 
     def add(self, result: SeedResult) -> None:
         self.seeds += 1

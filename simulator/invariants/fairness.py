@@ -151,7 +151,7 @@ class Fairness(GrantListener, Invariant):
         """Count it with what the client allows, until its start reports its cost."""
         request = spec.request_id, spec.choice
         tenant = self._classes[spec.priority].tenants[spec.tenant_id]
-        if request in self._flights:  # which came to nothing, or was broken off
+        if request in self._flights:  # The earlier flight came to nothing, or was broken off.
             earlier = self._flights.pop(request)
             earlier.costs(0.0)
             earlier.land()

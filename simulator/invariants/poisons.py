@@ -15,9 +15,10 @@ from simulator.invariants.invariant import Invariant
 CONDEMNED: Final = "innocent-condemned"
 DEATHS: Final = "poison-deaths"
 AGAIN: Final = "condemned-runs"
-_KNOWN_S: Final = 5.0  # until every gateway has the entry
-# Engines that one attempt of one request ends. In shared steps: two by kills or hangs, else one. Alone: three
-# by kills or hangs, else two. One more where other kills made evidence void.
+_KNOWN_S: Final = 5.0  # time until every gateway has the entry
+# Engines that one attempt of one request ends. In shared steps it is two by kills or hangs, else one; in
+# steps of its own three by kills or hangs, else two. One more is possible where other kills made evidence
+# void.
 MAX_DEATHS: Final = 6
 
 

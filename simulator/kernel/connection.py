@@ -67,8 +67,8 @@ class Pipe:
         self._roads = roads
         self.source = source
         self.target = target
-        self.context = context  # of who receives
-        self.end: Connection | None = None  # where it arrives
+        self.context = context  # context of the receiver
+        self.end: Connection | None = None  # connection at which it arrives
         self.vanished = False
         self._last_s = 0.0
         self._under_way: deque[tuple[float, Any]] = deque()
@@ -163,7 +163,7 @@ class Connection:
         self._read = 0  # messages of the peer that we read and did not acknowledge
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = 0.0
-        self._patience_s = 0.0  # by our process's clock
+        self._patience_s = 0.0  # its patience by our process's clock
         self._was_silent = False
 
     @property

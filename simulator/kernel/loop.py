@@ -117,8 +117,8 @@ class VirtualTimeLoop(InsideLoop):
             raise RuntimeError("an event loop is running already")
         hooks = sys.get_asyncgen_hooks()
         collected = gc.isenabled()
-        gc.collect()  # what is garbage by now is finalised before the run, and not at some event of it
-        gc.freeze()  # and stays so: no collection of this or a later run walks what was there before
+        gc.collect()  # Garbage of before is finalised now, and not at some event of the run.
+        gc.freeze()  # No collection of this or a later run walks the objects that exist now.
         gc.disable()
         sys.set_asyncgen_hooks(firstiter=self._generator_began, finalizer=self._generator_dropped)
         self._running = True
@@ -339,7 +339,7 @@ class VirtualTimeLoop(InsideLoop):
                     entry[2]._scheduled = False
                 else:
                     kept.append(entry)
-            self._timers[:] = kept  # in place: the turn that runs holds it
+            self._timers[:] = kept  # The list is changed in place, because the turn that runs holds it.
             heapify(self._timers)
             self._cancelled_timers = 0
 
@@ -378,7 +378,8 @@ class VirtualTimeLoop(InsideLoop):
         tasks = sorted(self.tasks(), key=lambda task: task.number)
         running, hook = events._get_running_loop(), sys.unraisablehook
         events._set_running_loop(self)  # a finaliser that starts a task gets the loop first
-        sys.unraisablehook = _ignore  # for coroutines that wait in their cleanup, as a task group does
+        # Coroutines that wait in their cleanup, as a task group does, must not be reported.
+        sys.unraisablehook = _ignore
         for task in tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             coroutine = task.get_coro()

@@ -49,7 +49,7 @@ class _Listener:
     accept: Callable[[Connection], None]
     context: Context
     answers: Any
-    gone: bool = False  # with its machine: no refusal is sent
+    gone: bool = False  # it vanished with its machine, so no refusal is sent
 
 
 class Network:
@@ -62,7 +62,7 @@ class Network:
         self._latencies: dict[tuple[str, str], Latency] = {}
         self._listeners: dict[str, _Listener] = {}
         self._cuts: dict[tuple[str, str], dict[Pipe, None]] = {}
-        self._ends: dict[str, dict[int, Connection]] = {}  # by process name, those that are not over
+        self._ends: dict[str, dict[int, Connection]] = {}  # open connections by process name
         self._watched: dict[Process, None] = {}
         self._connections = 0
 

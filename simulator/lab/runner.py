@@ -28,7 +28,7 @@ class Watch(GrantListener):
         self.timeline = Timeline()
         self.grants = Bins(0.5)
         self.grants_of_watched = Bins(0.5)
-        self.ejected_s: list[float] = []  # when the watched worker was found to be ejected anew
+        self.ejected_s: list[float] = []  # times at which the watched worker was ejected anew
         self._watched = watched
         self._collector = collector
         self._waiting = 0

@@ -29,7 +29,7 @@ class Options:
     workers: int = 8
     seed: int = 0
     duration_s: float | None = None
-    # Of the fleet.
+    # rate of the whole fleet
     rate_per_s: float | None = None
     # The rate as a share of what the fleet can serve at most.
     load_ratio: float | None = None

@@ -33,7 +33,7 @@ from simulator.fleet.spec import MODEL, FleetSpec, TenantSpec, VersionSpec, Work
 CANDIDATE: Final = "sha256:" + "c2" * 32
 NAME: Final = "to-candidate"
 LONGEST_S: Final = 120.0
-REQUESTS_PER_S: Final = 10.0  # while the candidate is judged
+REQUESTS_PER_S: Final = 10.0  # rate while the candidate is judged
 QUIET_PER_S: Final = 3.0
 _FAULTS_S: Final = 35.0
 # At each a replica of the candidate has no more traffic than a stable one, or a good one is slower.
@@ -89,7 +89,7 @@ _FAULTS: Final = (
 )
 
 
-# Of ten seeds each, one of each kind.
+# the strategy of each of ten seeds, one of each kind
 _STRATEGIES: Final = (
     RolloutStrategy.CANARY,
     RolloutStrategy.CANARY,

@@ -23,7 +23,7 @@ from simulator.invariants.invariant import Violations
 
 ROWS: Final = "rows"
 ANSWERED: Final = "ANSWERED"
-_MOST_ROWS: Final = 1000  # of a request: a row's number is the request's and its place
+_MOST_ROWS: Final = 1000  # most rows of a request: a row's number is the request's and its place
 
 RowsEnded = Callable[[Sequence[RowEnd] | FairwayError], None]
 
@@ -33,12 +33,12 @@ class SimRows:
     """One request of the load."""
 
     tenant: str
-    # Of each row.
+    # tokens of each row
     tokens: tuple[int, ...]
-    # From the start of the load.
+    # time since the start of the load
     arrival_s: float = 0.0
     priority: Priority = Priority.STANDARD
-    # From the arrival.
+    # time after the arrival; None: no deadline
     deadline_s: float | None = None
     # The client leaves so long after its arrival.
     cancel_after_s: float | None = None
@@ -73,7 +73,8 @@ class RowClients:
         self.violations = violations
         self.present: dict[int, RowsSession] = {}
         self.outcomes: Counter[str] = Counter()
-        self.seconds: defaultdict[str, Sketch] = defaultdict(Sketch)  # of answered requests, by tenant
+        # durations of answered requests, by tenant
+        self.seconds: defaultdict[str, Sketch] = defaultdict(Sketch)
         self.sent = 0
 
     def send(self, asked: SimRows) -> None:

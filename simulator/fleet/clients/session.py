@@ -300,7 +300,7 @@ class _Attempt:
         self._session.clients.on_accepted(record, accepted)
         if not record.accepted_s:
             record.accepted_s = self._session.clients.now_s
-        if accepted.degradations or record.degraded:  # by another gateway, at another time
+        if accepted.degradations or record.degraded:  # Another gateway may have degraded it at another time.
             record.degraded = bool(accepted.degradations)
             caps = [int(one.applied) for one in accepted.degradations]
             self._session.expect(min([allowed_tokens(self._session.request), *caps]))

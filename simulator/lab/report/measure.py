@@ -104,7 +104,7 @@ class Collector:
         self.arrivals = Bins()
         self.refusals = Bins()
         self.last_s = 0.0
-        self.largest_cost = 0.0  # of one request, in weighted tokens
+        self.largest_cost = 0.0  # cost of the largest request, in weighted tokens
 
     def take(self, record: Record) -> None:
         """Count a request that ended."""

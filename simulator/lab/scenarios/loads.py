@@ -21,8 +21,9 @@ OUTPUT: Final = LogNormal(140.0, 0.8, least_tokens=4, most_tokens=1024)
 
 MINNOWS: Final = 9
 WHALE_RATIO: Final = 0.6
-LOAD_RATIO: Final = 1.05  # of what the fleet could serve at most
-SATURATED_RATIO: Final = 0.85  # of the most, what was served of this load: blocks are reserved ahead of use
+LOAD_RATIO: Final = 1.05  # load as a share of what the fleet can serve at most
+# share of the most that was served of this load: blocks are reserved ahead of use
+SATURATED_RATIO: Final = 0.85
 
 _CLASSES: Final = (Priority.INTERACTIVE, Priority.STANDARD, Priority.STANDARD, Priority.BATCH)
 _SHARES: Final = ((Priority.INTERACTIVE, 0.3), (Priority.STANDARD, 0.4), (Priority.BATCH, 0.3))
