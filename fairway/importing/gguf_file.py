@@ -20,12 +20,13 @@ MAX_TENSORS: Final = 65_536
 MAX_KEY_BYTES: Final = 256
 MAX_TEXT_BYTES: Final = 4 * 1024 * 1024  # a chat template is the longest text
 MAX_TOKEN_BYTES: Final = 64 * 1024
-MAX_ITEMS: Final = 4_000_000  # of all arrays together; a vocabulary of 250,000 with its merges has a million
-MAX_ARRAY_BYTES: Final = 256 * 1024 * 1024  # of all arrays together
+# most items of all arrays together; a vocabulary of 250,000 with its merges has a million
+MAX_ITEMS: Final = 4_000_000
+MAX_ARRAY_BYTES: Final = 256 * 1024 * 1024  # most bytes of all arrays together
 MAX_ALIGNMENT: Final = 1 << 20
 MAX_RANK: Final = 4
 MAX_EXTENT: Final = 1 << 31
-MAX_VALUES: Final = 1 << 40  # of one tensor
+MAX_VALUES: Final = 1 << 40  # most values of one tensor
 
 _TEXT, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS: Final[Mapping[int, str]] = {

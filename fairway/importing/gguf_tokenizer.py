@@ -19,7 +19,7 @@ SCORES: Final = "tokenizer.ggml.scores"
 TYPES: Final = "tokenizer.ggml.token_type"
 MODEL: Final = "tokenizer.ggml.model"
 PRE: Final = "tokenizer.ggml.pre"
-MAX_PIECE_CHARS: Final = 256  # of a SentencePiece token: its splits are tried one by one
+MAX_PIECE_CHARS: Final = 256  # longest SentencePiece token: its splits are tried one by one
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4
 _BLANK: Final = "▁"
 
@@ -66,7 +66,7 @@ class Tokens:
     """What the metadata decides about tokens."""
 
     tokenizer: dict[str, Any]  # content of tokenizer.json
-    settings: dict[str, Any]  # of tokenizer_config.json
+    settings: dict[str, Any]  # content of tokenizer_config.json
     ids: dict[str, Any]  # bos_token_id and the like, for config.json
     end_ids: tuple[int, ...]  # tokens at which an output ends
     templates: dict[str, str]  # chat templates by the name of their file
