@@ -116,7 +116,7 @@ class WorkerState:
         self.honours = report.epoch == epoch
 
     @property
-    def heard(self) -> bool:
+    def reporting(self) -> bool:
         return self.connected and self.honours and not self.silent
 
     @property
@@ -169,7 +169,7 @@ def level_of(worker: WorkerState, pool: PoolSnapshot) -> SeatLevel:
     sums = worker.sums_of(pool.digest)
     if not pool.ready:
         standing = filters.ready.__name__
-    elif not worker.heard:
+    elif not worker.reporting:
         standing = filters.heard.__name__
     elif worker.draining:
         standing = filters.not_draining.__name__
@@ -203,7 +203,7 @@ def candidate_of(
         queued_prefill_tokens=pool.queued_prefill_tokens + sums.prefill_tokens,
         ready=pool.ready,
         draining=worker.draining,
-        heard=worker.heard,
+        reporting=worker.reporting,
         ejected=pool.digest in worker.barred,
         zone=worker.zone,
         running=pool.running,

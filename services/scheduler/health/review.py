@@ -105,5 +105,5 @@ class HealthReview:
         return [
             worker_id
             for worker_id, found in self._fleet.candidates(digest).items()
-            if found.ready and found.heard and not found.draining
+            if found.ready and found.reporting and not found.draining
         ]

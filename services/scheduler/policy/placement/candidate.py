@@ -74,7 +74,7 @@ class Candidate(Struct, frozen=True, gc=False):
     queued_prefill_tokens: int = 0
     ready: bool = True
     draining: bool = False
-    heard: bool = True  # its reports arrive and confirm this leader's epoch
+    reporting: bool = True  # its reports arrive and confirm this leader's epoch
     ejected: bool = False  # slower than its peers, or its circuit is open
     zone: str = ""
     running: int = 0  # sequences that decode
@@ -87,7 +87,7 @@ class Candidate(Struct, frozen=True, gc=False):
     @property
     def serving(self) -> bool:
         """Whether it takes new sequences, within its room."""
-        return self.ready and self.heard and not self.draining and not self.ejected
+        return self.ready and self.reporting and not self.draining and not self.ejected
 
 
 class PlaceQuery(Struct, frozen=True):
@@ -124,7 +124,7 @@ def ready(_: PlaceQuery, candidate: Candidate) -> bool:
 
 
 def heard(_: PlaceQuery, candidate: Candidate) -> bool:
-    return candidate.heard
+    return candidate.reporting
 
 
 def not_draining(_: PlaceQuery, candidate: Candidate) -> bool:
