@@ -198,7 +198,7 @@ class DecisionLog:
         """Return the stored decisions of the request, oldest first; only the newest ``MAX_EXPLAINED``."""
         now_s = self._clock.monotonic_s()
         found = self._by_request.get(request_id, [])[-MAX_EXPLAINED:]
-        return tuple(self._told(record, now_s) for record in found)
+        return tuple(self._described(record, now_s) for record in found)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the index and the ring disagree, or a bound is passed."""
@@ -304,7 +304,7 @@ class DecisionLog:
         if self._open.get(key) is record:
             del self._open[key]
 
-    def _told(self, record: _Record, now_s: float) -> PlacementDecision:
+    def _described(self, record: _Record, now_s: float) -> PlacementDecision:
         ended_s = now_s if record.ended_s is None else record.ended_s
         query, chosen = record.query, record.chosen
         record.catch_up()

@@ -36,8 +36,8 @@ class Roster:
 
     def view_age_s(self, now_s: float) -> float:
         """Return the age of the oldest last report of a connected worker; 0 without workers."""
-        heard = [worker.report_s for worker in self.workers.values() if worker.connected]
-        return now_s - min(heard, default=now_s)
+        reported_s = [worker.report_s for worker in self.workers.values() if worker.connected]
+        return now_s - min(reported_s, default=now_s)
 
     def next_sequence(self, worker_id: str) -> int:
         """Return a number that no earlier grant of this worker had."""

@@ -81,7 +81,7 @@ class Advance:
 @dataclass(slots=True, eq=False)
 class _Worker:
     incarnation: int
-    heard: bool = False
+    has_reported: bool = False
     advances: dict[int, Advance] = field(default_factory=dict)
 
 
@@ -217,8 +217,8 @@ class ServiceLedger:
         The caller has removed deltas that were applied before (``Term``).
         """
         worker = self._worker(snapshot.worker_id, snapshot.incarnation)
-        if not worker.heard:
-            worker.heard = True
+        if not worker.has_reported:
+            worker.has_reported = True
             self._restore(snapshot.counters)
         for number in snapshot.grants_seen:
             if (advance := worker.advances.get(number)) is not None:
