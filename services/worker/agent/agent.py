@@ -238,7 +238,7 @@ class WorkerAgent:
 
     def on_counters(self, counters: Sequence[TenantCounter]) -> None:
         """Store the leader's tenant counters, for the report to the next leader."""
-        self._host.counters.hear(counters)
+        self._host.counters.store(counters)
 
     def on_tenant_slots(self, leased: Sequence[TenantSlots]) -> None:
         """Order the rows of tenants within what the leader leased to them here."""

@@ -242,11 +242,11 @@ def _reason(error: Exception) -> str:
     return "out_of_memory" if is_memory else "internal"
 
 
-def _exit_at_end(was_told: bool) -> NoReturn:
+def _exit_at_end(was_shutdown: bool) -> NoReturn:
     """End the process from the reader thread: the main thread may be in a long load or a full socket."""
-    if not was_told:
+    if not was_shutdown:
         log.warning("agent.lost")
-    os._exit(ExitCode.DONE if was_told else ExitCode.ORPHANED)
+    os._exit(ExitCode.DONE if was_shutdown else ExitCode.ORPHANED)
 
 
 def _exit_malformed(error: MalformedCommand) -> NoReturn:

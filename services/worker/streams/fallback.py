@@ -35,7 +35,7 @@ class FallbackAdmission:
         self._rules = rules if rules is not None else FallbackRules()
         self._last_message_s = clock.monotonic_s()
 
-    def heard(self) -> None:
+    def record_contact(self) -> None:
         """Record a contact with a leader now."""
         self._last_message_s = self._clock.monotonic_s()
 

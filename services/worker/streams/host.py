@@ -70,7 +70,7 @@ class SequenceHost:
             self.on_tenant_slots(TenantSlots(digest, tenant, 0) for digest, tenant in leased)
         self.grants.on_leader(epoch)
         if self._fallback is not None:
-            self._fallback.heard()
+            self._fallback.record_contact()
 
     def open(self, wake: Callable[[], None]) -> GatewaySequences:
         return GatewaySequences(self, wake)
@@ -371,7 +371,7 @@ class FairnessCounters:
         self._most = most
         self._counters: dict[tuple[str, str, Priority], TenantCounter] = {}
 
-    def hear(self, counters: Iterable[TenantCounter]) -> None:
+    def store(self, counters: Iterable[TenantCounter]) -> None:
         """Store the leader's counters."""
         for counter in counters:
             key = counter.tenant, counter.digest, counter.priority

@@ -59,7 +59,7 @@ class WorkerSequence:
     # stage clock, flow control and accounting
     prefill_left: int = 0  # tokens without a prefill
     cached_tokens: int = 0  # tokens to prefill that a cache had
-    cache_told: bool = False  # the engine has reported the cached tokens
+    cache_reported: bool = False  # the engine has reported the cached tokens
     shared_prefixes: int = 0  # leading prefix blocks that it refers to; reserved_blocks includes them
     prefill_started_s: float | None = None  # None: not started
     first_token_s: float | None = None  # None: no token yet
