@@ -50,7 +50,7 @@ MAX_INBOX: Final = 1 << 16  # unread commands of a hanging engine
 
 SequenceCommand = wire.Submit | wire.Credit | wire.Park | wire.Cancel | wire.Resize | wire.Pace
 CallAt = Callable[[float, Callable[[], None]], TimerHandle]
-Tell = Callable[[wire.Stepped | wire.EngineHeartbeat | wire.Resized], None]
+OnMessage = Callable[[wire.Stepped | wire.EngineHeartbeat | wire.Resized], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class SimEngine:
         *,
         clock: Clock,
         call_at: CallAt,
-        tell: Tell,
+        report: OnMessage,
         output_length: OutputLength | None = None,
         observe: Callable[[list[float], wire.Stepped], None] | None = None,
         ends: Callable[[Poison], None] | None = None,
@@ -147,7 +147,7 @@ class SimEngine:
         self.pool = KvPool(spec.blocks, spec.block_size, cache=spec.prefix_cache)
         self._clock = clock
         self._call_at = call_at
-        self._report = tell
+        self._report = report
         self._observe = observe
         vocabulary = Vocabulary(spec.vocab_size, spec.eos_id)
         self._executor = executor = SimExecutor(spec.cost, vocabulary, spec.faults)
@@ -318,9 +318,9 @@ class SimEngine:
             self._next(next_s)
 
     def _report_window(self) -> None:
-        untold, self._unreported = self._unreported, None
-        if untold is not None:
-            self._report_step(untold.ends_s, untold.event)
+        unreported, self._unreported = self._unreported, None
+        if unreported is not None:
+            self._report_step(unreported.ends_s, unreported.event)
 
     def _report_step(self, ends_s: list[float], event: wire.Stepped) -> None:
         if self._observe is not None:

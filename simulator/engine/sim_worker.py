@@ -202,7 +202,7 @@ class SimEngineRun:
             spec,
             clock=process.clock,
             call_at=self._call_at,
-            tell=self._on_message,
+            report=self._on_message,
             output_length=self._engines.output_length,
             ends=self._ends_soon,
         )

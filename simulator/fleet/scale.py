@@ -35,17 +35,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     began_s = wall_s()
-    ended = _Ended(asked.requests)
+    ended = _EndCounter(options.requests)
     report = simulate(
-        scale_spec(asked.workers, asked.seed),
-        scale_load(asked.requests, workers=asked.workers, seed=asked.seed),
+        scale_spec(options.workers, options.seed),
+        scale_load(options.requests, workers=options.workers, seed=options.seed),
         on_record=ended.take,
     )
     result = {
         "requests": report.requests,
-        "workers": asked.workers,
+        "workers": options.workers,
         "wall_s": round(wall_s() - began_s, 1),
         "cpu_s": round(cpu_s(), 1),
         "cpu_ms_per_request": round(1e3 * ended.cpu_s_per_request, 3),
@@ -96,7 +96,7 @@ def scale_load(requests: int, *, workers: int, seed: int) -> Iterator[SimRequest
         )
 
 
-class _Ended:
+class _EndCounter:
     """Reports progress periodically, and records what the run held at each quarter of the requests.
 
     ``cpu_s_per_request`` leaves out the start of the fleet: it counts from the first end to the last.
@@ -121,8 +121,8 @@ class _Ended:
             self.rss_mib_at_percent[percent] = rss_mib()
             self._last_cpu_s = cpu_s()
         if self._count % _TELL_EVERY == 0:
-            told = f"{self._count} requests, {record.ended_s:.1f} s, {cpu_s():.0f} s of CPU, {rss_mib()} MiB"
-            print(told, flush=True)
+            line = f"{self._count} requests, {record.ended_s:.1f} s, {cpu_s():.0f} s of CPU, {rss_mib()} MiB"
+            print(line, flush=True)
 
 
 def rss_mib() -> int:

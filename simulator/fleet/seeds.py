@@ -155,18 +155,18 @@ def _seed(
 
 
 def run_seeds(
-    seeds: Iterable[int], *, workers: int, requests: int, processes: int, tell: Callable[[SeedResult], None]
+    seeds: Iterable[int], *, workers: int, requests: int, processes: int, show: Callable[[SeedResult], None]
 ) -> Total:
     """Return all seeds together; The callback receives each as it ends."""
     total = Total()
     work = partial(run_seed, workers=workers, requests=requests)
     if processes <= 1:
         for seed in seeds:
-            _take(work(seed), total, tell)
+            _take(work(seed), total, show)
         return total
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         for result in pool.map(work, seeds):
-            _take(result, total, tell)
+            _take(result, total, show)
     return total
 
 
@@ -175,9 +175,9 @@ def wall_s() -> float:
     return time.monotonic()
 
 
-def _take(result: SeedResult, total: Total, tell: Callable[[SeedResult], None]) -> None:
+def _take(result: SeedResult, total: Total, show: Callable[[SeedResult], None]) -> None:
     total.add(result)
-    tell(result)
+    show(result)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -192,16 +192,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--requests", type=int, default=REQUESTS, help="per seed")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--trace", action="store_true", help="with --seed: print what happens")
-    asked = parser.parse_args(arguments)
-    if asked.seed is not None:
-        return _replay(asked.seed, asked.workers, asked.requests, trace=asked.trace)
+    options = parser.parse_args(arguments)
+    if options.seed is not None:
+        return _replay(options.seed, options.workers, options.requests, trace=options.trace)
     began_s = wall_s()
     total = run_seeds(
-        range(asked.first, asked.first + asked.seeds),
-        workers=asked.workers,
-        requests=asked.requests,
-        processes=asked.processes,
-        tell=_tell,
+        range(options.first, options.first + options.seeds),
+        workers=options.workers,
+        requests=options.requests,
+        processes=options.processes,
+        show=_show,
     )
     print(f"outcomes: {_counts(total.outcomes)}")
     print(f"rows:     {_counts(total.rows)}")
@@ -233,7 +233,7 @@ def _replay(seed: int, workers: int, requests: int, *, trace: bool) -> int:
     return 1 if result.violations else 0
 
 
-def _tell(result: SeedResult) -> None:
+def _show(result: SeedResult) -> None:
     for violation in result.violations:
         print(f"seed {result.report.seed}: {violation}", flush=True)
 

@@ -108,7 +108,7 @@ class Pipe:
             self._roads.loop.at(under_way[0][0], self._arrive, context=self.context)
 
 
-class _End:
+class _PipeClosed:
     """The last message of a pipe."""
 
     __slots__ = ("error", "text")
@@ -230,7 +230,7 @@ class Connection:
     def close(self, error: Exception | None = None) -> None:
         """The peer receives what was sent, then Broken with that error. Idempotent."""
         if self._over is None:
-            self.outgoing.carry(_End(f"{self.process.name} closed the connection", error))
+            self.outgoing.carry(_PipeClosed(f"{self.process.name} closed the connection", error))
             self._finish(Broken("the connection was closed on this side"))
             self._inbox.clear()
 
@@ -243,7 +243,7 @@ class Connection:
         if message is _ROOM:
             self._ahead -= WINDOW // 2
             self._wake_writers()
-        elif type(message) is _End:
+        elif type(message) is _PipeClosed:
             self._finish(Broken(message.text, message.error))
         elif type(message) is Opened:
             message.settle()
@@ -258,8 +258,8 @@ class Connection:
     def break_off(self, text: str) -> None:
         """Break the connection: both ends observe it, this one at once."""
         if self._over is None:
-            self.outgoing.carry(_End(text, None))
-            self.process.call_soon(self.arrived, _End(text, None))
+            self.outgoing.carry(_PipeClosed(text, None))
+            self.process.call_soon(self.arrived, _PipeClosed(text, None))
 
     def lost(self, text: str, *, silent: bool) -> None:
         """The process is dead; its peer observes it unless the machine died too."""
@@ -267,7 +267,7 @@ class Connection:
             if silent:
                 self.outgoing.vanish()
             else:
-                self.outgoing.carry(_End(text, None))
+                self.outgoing.carry(_PipeClosed(text, None))
             self._over = Broken(text)
 
     # --- inside -----------------------------------------------------------------------------------

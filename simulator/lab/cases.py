@@ -121,7 +121,7 @@ def figures(report: Report, case: Case) -> Figures:
         itl_p95_s=total.itl_s.p95 or 0.0,
         good_per_s=total.good_per_s,
         good_ratio=total.good / total.sent if total.sent else 0.0,
-        asked_tokens_per_s=_asked(total.output_tokens, total.finished, total.sent, length_s),
+        asked_tokens_per_s=_requested(total.output_tokens, total.finished, total.sent, length_s),
         tokens_per_s=sum(tokens) / len(tokens) if tokens and length_s else 0.0,
         cached_ratio=report.cache_hit_ratio,
         refused_ratio=1 - total.finished / total.sent if total.sent else 0.0,
@@ -132,7 +132,7 @@ def figures(report: Report, case: Case) -> Figures:
     )
 
 
-def _asked(output_tokens: int, finished: int, sent: int, length_s: float) -> float:
+def _requested(output_tokens: int, finished: int, sent: int, length_s: float) -> float:
     return output_tokens / finished * sent / length_s if finished and length_s else 0.0
 
 

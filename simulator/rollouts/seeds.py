@@ -105,11 +105,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--trace", action="store_true", help="print what happens")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     began_s, found, requests = wall_s(), Counter[str](), 0
     results: list[RolloutResult] = []
-    for seed in range(asked.first, asked.first + asked.seeds):
-        ran = run_rollout(seed, show=print if asked.trace else None)
+    for seed in range(options.first, options.first + options.seeds):
+        ran = run_rollout(seed, show=print if options.trace else None)
         results.append(ran)
         requests += ran.report.requests
         found["violations"] += len(ran.violations)
@@ -120,12 +120,12 @@ def main(arguments: Sequence[str]) -> int:
             print(f"  VIOLATION {violation}", flush=True)
     print(f"ends: {', '.join(f'{name} {count}' for name, count in sorted(found.items()))}")
     result = {
-        "seeds": asked.seeds,
+        "seeds": options.seeds,
         "requests": requests,
         "violations": found["violations"],
         "wall_s": round(wall_s() - began_s, 1),
     }
-    missing = unreached(results) if asked.first == 0 and asked.seeds >= SEEDS else []
+    missing = unreached(results) if options.first == 0 and options.seeds >= SEEDS else []
     if missing:
         print(f"NOT REACHED: {', '.join(missing)}")
     print(f"RESULT {json.dumps(result)}")

@@ -56,7 +56,7 @@ class RowsDoor(Protocol):
         """Do something inside its process."""
 
     def run_rows(
-        self, asked: SimRows, rows: tuple[tuple[RawTensor, ...], ...], ended: RowsEnded
+        self, sim_rows: SimRows, rows: tuple[tuple[RawTensor, ...], ...], ended: RowsEnded
     ) -> asyncio.Task[None]:
         """Run the rows; cancelling the task withdraws them."""
 
@@ -77,18 +77,18 @@ class RowClients:
         self.seconds: defaultdict[str, Sketch] = defaultdict(Sketch)
         self.sent = 0
 
-    def send(self, asked: SimRows) -> None:
+    def send(self, request: SimRows) -> None:
         """Begin a request now."""
         self.sent += 1
         door = self._doors()
         if door is None:
-            self.outcomes[UNREACHABLE] += len(asked.tokens)
+            self.outcomes[UNREACHABLE] += len(request.tokens)
             return
-        session = RowsSession(self, self.sent, asked, door, self._clients.now_s)
+        session = RowsSession(self, self.sent, request, door, self._clients.now_s)
         self.present[session.number] = session
         door.enter(session.submit)
-        if asked.cancel_after_s is not None:
-            self._clients.later(asked.cancel_after_s, session.leave)
+        if request.cancel_after_s is not None:
+            self._clients.later(request.cancel_after_s, session.leave)
 
     def gateway_lost(self, name: str) -> None:
         """Notify the clients of a gateway that their connections broke."""
@@ -108,27 +108,27 @@ class RowsSession:
     """One request of one client."""
 
     def __init__(
-        self, clients: RowClients, number: int, asked: SimRows, door: RowsDoor, sent_s: float
+        self, clients: RowClients, number: int, request: SimRows, door: RowsDoor, sent_s: float
     ) -> None:
         self._clients = clients
-        self._asked = asked
+        self._request = request
         self._task: asyncio.Task[None] | None = None
         self._over = False
         self.number = number
         self.door = door
         self.sent_s = sent_s
         self._rows = tuple(
-            row_input(number * _MOST_ROWS + place, tokens, asked.poisons.get(place))
-            for place, tokens in enumerate(asked.tokens)
+            row_input(number * _MOST_ROWS + place, tokens, request.poisons.get(place))
+            for place, tokens in enumerate(request.tokens)
         )
 
     @property
     def tenant(self) -> str:
-        return self._asked.tenant
+        return self._request.tenant
 
     def submit(self) -> None:
         if not self._over:
-            self._task = self.door.run_rows(self._asked, self._rows, self.ended)
+            self._task = self.door.run_rows(self._request, self._rows, self.ended)
 
     def leave(self) -> None:
         """The client disconnects."""
@@ -153,7 +153,7 @@ class RowsSession:
 
     def _outcome(self, place: int, end: RowEnd) -> str:
         """Return how a row ended, and add what is wrong with it."""
-        poison = self._asked.poisons.get(place)
+        poison = self._request.poisons.get(place)
         if end.lost:
             self._violated(f"row {place} was returned as lost")
         if end.error is not None:

@@ -227,13 +227,13 @@ class Session:
             generation.timeout.FromMicroseconds(round(request.deadline_s * 1e6))
         return generation
 
-    def came(self, heard: int) -> None:
+    def came(self, received: int) -> None:
         """Record how many tokens of its answer the client has received."""
         record, now_s = self.record, self._clients.now_s
-        fresh = heard - record.output_tokens
+        fresh = received - record.output_tokens
         if fresh <= 0:
             return
-        record.output_tokens = heard
+        record.output_tokens = received
         if record.first_token_s:
             gap_s = now_s - record.last_token_s
             record.gap_s.append(gap_s)
@@ -262,12 +262,12 @@ def allowed_tokens(request: SimRequest) -> int:
 class _Attempt:
     """One attempt through one gateway. Implements ``RequestSink`` and checks what it receives."""
 
-    __slots__ = ("_handle", "_heard", "_session", "_unread", "door", "over")
+    __slots__ = ("_handle", "_received", "_session", "_unread", "door", "over")
 
     def __init__(self, session: Session, door: Door) -> None:
         self._session = session
         self._handle: Handle | None = None
-        self._heard = 0
+        self._received = 0
         self._unread = 0
         self.door = door
         self.over = False
@@ -311,14 +311,14 @@ class _Attempt:
         session = self._session
         if not self._expect_open("tokens"):
             return
-        if offset != self._heard:
-            session.violated(TOKENS, f"token {offset} came where {self._heard} was due")
+        if offset != self._received:
+            session.violated(TOKENS, f"token {offset} came where {self._received} was due")
             return
         if list(ids) != session.due.tokens(offset, len(ids)):
             session.violated(TOKENS, f"other tokens than were due from {offset} on")
-        self._heard += len(ids)
+        self._received += len(ids)
         self._unread += len(ids)
-        session.came(self._heard)
+        session.came(self._received)
         if session.request.read_tokens_per_s is None:
             self._credit()
 
@@ -329,8 +329,8 @@ class _Attempt:
         session, record = self._session, self._session.record
         said = finished.choices[0].output_tokens
         due = session.due.length
-        if not said == self._heard == due:
-            session.violated(TOKENS, f"{self._heard} tokens came, {said} were said, {due} were due")
+        if not said == self._received == due:
+            session.violated(TOKENS, f"{self._received} tokens came, {said} were said, {due} were due")
         record.cached_tokens = finished.usage.cached_tokens
         record.resumes = finished.resumes
         record.queue_s = finished.clock.queue_us / 1e6

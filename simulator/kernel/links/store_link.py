@@ -63,7 +63,7 @@ class StoreServer:
         self._floor = 0  # watches after an older revision need events that are not stored here
         network.listen(process, address, self._accept, answers=store)
         process.spawn("store.follow", self._follow())
-        process.spawn("store.progress", self._tell_progress())
+        process.spawn("store.progress", self._send_progress())
 
     def _accept(self, connection: Connection) -> None:
         connection.on_message = lambda message: self._watch(connection, message)
@@ -78,7 +78,7 @@ class StoreServer:
             connection.close(Compacted(f"the history before revision {floor} is deleted"))
             return
         watcher = self._watchers[connection.number] = _Watcher(connection, wanted)
-        watcher.tell(*self._history)
+        watcher.send(*self._history)
 
     async def _follow(self) -> None:
         """Feed every watch from one."""
@@ -91,12 +91,12 @@ class StoreServer:
                             self._floor = self._history[0].revision
                         self._history.append(batch)
                         for watcher in list(self._watchers.values()):
-                            watcher.tell(batch)
+                            watcher.send(batch)
             except Compacted:
                 self._revision = self._floor = (await self.store.list("")).revision
                 self._history.clear()
 
-    async def _tell_progress(self) -> None:
+    async def _send_progress(self) -> None:
         """Send a periodic progress event, which moves readers to the store's revision."""
         while True:
             await self._process.clock.sleep(self._progress_s)
@@ -110,7 +110,7 @@ class _Watcher:
         self._prefix = wanted.prefix
         self._seen = wanted.after_revision
 
-    def tell(self, *batches: WatchBatch) -> None:
+    def send(self, *batches: WatchBatch) -> None:
         """Send what of these the reader has not seen, in one."""
         if self._connection.over is not None:
             return

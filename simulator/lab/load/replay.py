@@ -61,9 +61,11 @@ def scenario(name: str, options: Options) -> Scenario:
     is_scaled = options.rate_per_s is not None or options.load_ratio is not None
     speed = speed_of(taken, options, fleet, load_ratio=1.0) if is_scaled else 1.0
     lasts_s = max(LEAST_S, taken.last_s / speed)
-    asked_s = options.duration_s
+    requested_s = options.duration_s
     part = TraceCut(
-        for_s=None if asked_s is None else asked_s * speed, speed=speed, most_prompt_tokens=most_tokens
+        for_s=None if requested_s is None else requested_s * speed,
+        speed=speed,
+        most_prompt_tokens=most_tokens,
     )
     pace = "as recorded" if speed == 1.0 else f"{speed:.3g} times as fast"
     left_out = f"{taken.left_out} rows are left out: their prompts are above {most_tokens} tokens"
@@ -74,7 +76,7 @@ def scenario(name: str, options: Options) -> Scenario:
         load=lambda: of_trace(
             cut(read_trace(path), part), SHARES, seed=options.seed, context_tokens=sequence_tokens(fleet)
         ),
-        duration_s=lasts_s if asked_s is None else min(asked_s, lasts_s),
+        duration_s=lasts_s if requested_s is None else min(requested_s, lasts_s),
         notes=(left_out,) if taken.left_out else (),
     )
 

@@ -226,9 +226,7 @@ def test_an_executor_that_fails_ends_it(make_bench: Any, submit: Any) -> None:
     ours, theirs = socket.socketpair()
     ended = threading.Event()
     with ours, theirs:
-        connection = Connection(
-            ours, on_end=lambda was_shutdown: ended.set(), on_malformed=lambda error: None
-        )
+        connection = Connection(ours, on_end=lambda _: ended.set(), on_malformed=lambda error: None)
         theirs.sendall(encode(submit(0, [1])))
         assert step_until_stopped(bench.engine, connection) == ExitCode.STEP_FAILED
         theirs.close()
