@@ -136,7 +136,7 @@ class GuidanceGrammars:
     def fill(self, requests: Sequence[MaskRequest], into: Bits) -> dict[int, str]:
         """See ``Grammars``. The calling thread computes; the interpreter's lock is free meanwhile."""
         problems: dict[int, str] = {}
-        asked: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
+        steps: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
         for request in requests:
             matcher = request.matcher
             assert isinstance(matcher, GuidanceMatcher), "a matcher of other grammars"
@@ -148,22 +148,22 @@ class GuidanceGrammars:
             if matcher.native.is_stopped() and not matcher.native.is_error():
                 into[request.row : request.row + 1 + len(request.proposals)] = self._end
             else:
-                asked.append((matcher.native, request.row, list(request.proposals)))
-        if asked:
-            self._fill(asked, into)
-        for native, row, _ in asked:
+                steps.append((matcher.native, request.row, list(request.proposals)))
+        if steps:
+            self._fill(steps, into)
+        for native, row, _ in steps:
             if native.is_error():
                 problems[row] = _shown(native.get_error())
         return problems
 
-    def _fill(self, asked: list[tuple[llguidance.LLMatcher, int, list[int]]], into: Bits) -> None:
+    def _fill(self, steps: list[tuple[llguidance.LLMatcher, int, list[int]]], into: Bits) -> None:
         rows, width = into.shape
         assert into.flags.c_contiguous, "masks are written in place"
         assert width == self._row_bytes, "a mask of another vocabulary"
-        for native, row, proposals in asked:
+        for native, row, proposals in steps:
             if not proposals:
                 native.unsafe_compute_mask_ptr(into.ctypes.data + row * width, width)
-        ahead = [each for each in asked if each[2]]
+        ahead = [each for each in steps if each[2]]
         if ahead:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(ahead, into.ctypes.data, width, rows)
 

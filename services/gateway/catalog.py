@@ -136,10 +136,10 @@ class ModelCatalog:
         Raises ModelNotFound, with the same message for every name; for a caller that names a version, the
         errors of ``Splits.choose``.
         """
-        asked, model = model, self.named(model)
+        requested, model = model, self.named(model)
         held = self._deployments.view.get(DEPLOYMENTS + model)
         if held is None or not held.record.version_digest:
-            raise model_not_found(asked)
+            raise model_not_found(requested)
         split = self._splits.of(model)
         if split is not None:
             return self._arm(held.record, split, caller)

@@ -42,13 +42,13 @@ class RowQuestions:
         """
         if len(self._open) >= MAX_QUESTIONS:
             raise QueueFull("too many explanations are asked for at once", retry_after_s=1.0)
-        asked = list(gateways)
-        if not asked:
+        sessions = list(gateways)
+        if not sessions:
             return ()
-        question = _Question(request_id, {session.number for session in asked})
+        question = _Question(request_id, {session.number for session in sessions})
         self._open[question] = None
         try:
-            for session in asked:
+            for session in sessions:
                 session.questions.append(request_id)
                 session.wake()
             with contextlib.suppress(TimeoutError):

@@ -144,7 +144,7 @@ class SlotPool:
         for tenant, found in by_tenant.items():
             rows = sum(wanted.demand.rows for wanted in found.values())
             grows = given[tenant] > rows
-            asked = [
+            slot_claims = [
                 SlotClaim(
                     gateway,
                     wanted.demand.rows * (GROWTH if grows else 1),
@@ -153,7 +153,7 @@ class SlotPool:
                 )
                 for gateway, wanted in found.items()
             ]
-            for gateway, slots_there in divide(given[tenant], asked).items():
+            for gateway, slots_there in divide(given[tenant], slot_claims).items():
                 targets[gateway, tenant] = slots_there
         return targets
 

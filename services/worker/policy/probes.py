@@ -111,7 +111,7 @@ def _deadline_s(estimate_s: float) -> float:
     return min(MOST_DEADLINE_S, SLACK_S + DEADLINE_FACTOR * estimate_s)
 
 
-def answer_problem(asked: Submit, tokens: Sequence[int], reason: str, error: str, vocab_size: int) -> str:
+def answer_problem(prompt: Submit, tokens: Sequence[int], reason: str, error: str, vocab_size: int) -> str:
     """Return why the answer to a prompt fails the probe, empty if it does not. ``error``: of the engine."""
     if reason == "not_finite":
         return error or "the model returned no finite numbers"
@@ -119,14 +119,14 @@ def answer_problem(asked: Submit, tokens: Sequence[int], reason: str, error: str
         return error or "the engine rejected it"
     if any(not 0 <= token < vocab_size for token in tokens):
         return f"an answer with tokens outside of the vocabulary of {vocab_size}"
-    if reason != "length" or len(tokens) != asked.limits.max_tokens:
-        return f"{len(tokens)} of {asked.limits.max_tokens} tokens, and then the end {reason!r}"
+    if reason != "length" or len(tokens) != prompt.limits.max_tokens:
+        return f"{len(tokens)} of {prompt.limits.max_tokens} tokens, and then the end {reason!r}"
     return ""
 
 
-def prompt_name(asked: Submit) -> str:
+def prompt_name(prompt: Submit) -> str:
     """Return a prompt of the probe as messages name it."""
-    return f"the prompt of {len(asked.prompt.ids)} tokens"
+    return f"the prompt of {len(prompt.prompt.ids)} tokens"
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,11 +54,11 @@ class Verified:
 
 @dataclass(slots=True)
 class _Acceptance:
-    """Decayed counts of verified and of accepted proposals; ``asked`` is the step of the last probe."""
+    """Decayed counts of verified and of accepted proposals; ``probed_step`` is the step of the last probe."""
 
     tried: float = 0.0
     accepted: float = 0.0
-    asked: int = -1
+    probed_step: int = -1
 
     def add(self, verified: Verified, decay: float) -> None:
         # Proposals after the first rejected one were not verified.
@@ -244,11 +244,11 @@ class SpeculationPolicy:
             return {}
         most = min(left, max(LEAST_PROBES, int(len(handles) * PROBES_RATIO)))
         known, probes = self._sequences, {}
-        idle.sort(key=lambda index: known[handles[index]].asked if handles[index] in known else -1)
+        idle.sort(key=lambda index: known[handles[index]].probed_step if handles[index] in known else -1)
         for index in idle[:most]:
             probes[index] = min(PROBE_TOKENS, left, self._most)
             left -= probes[index]
-            self._of(handles[index]).asked = self._step
+            self._of(handles[index]).probed_step = self._step
             if left < 1:
                 break
         return probes
@@ -258,7 +258,7 @@ class SpeculationPolicy:
         known.add(verified, DECAY)
         self._common.add(verified, COMMON_DECAY)
         if verified.accepted:
-            known.asked = -1  # text that seems to repeat is probed again at once
+            known.probed_step = -1  # text that seems to repeat is probed again at once
 
     def _settle(self, decodes: int, verified: Sequence[Verified], step_s: float, proposing_s: float) -> None:
         plain_s = self._cost.step_s(decodes)

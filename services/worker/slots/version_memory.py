@@ -62,8 +62,8 @@ class VersionMemory:
     @property
     def releases_memory(self) -> bool:
         """Whether a requested shrink of its pool is not complete."""
-        grant, asked = self.granted, self._requested
-        return grant is not None and asked is not None and self._kv_bytes(asked) < grant.kv_bytes
+        grant, requested = self.granted, self._requested
+        return grant is not None and requested is not None and self._kv_bytes(requested) < grant.kv_bytes
 
     # --- an engine's lifetime -------------------------------------------------------------------
 

@@ -281,20 +281,20 @@ def _generation(body: Options, max_tokens: int | None) -> inference_pb2.Generati
 
 def _priority(body: Options) -> str:
     """Return the class that the body names, by itself or by OpenAI's tier; empty for none."""
-    asked = body.priority
-    if isinstance(asked, int):
-        if asked:
+    requested = body.priority
+    if isinstance(requested, int):
+        if requested:
             raise UnsupportedFeature(
                 "priority names a class here: batch, standard or interactive; of numbers only 0 is accepted",
                 field="priority",
             )
-        asked = None
+        requested = None
     tier = _TIERS.get(body.service_tier or "")
-    if asked and tier and asked != tier:
+    if requested and tier and requested != tier:
         raise InvalidInput(
-            f"priority {asked} and service_tier {body.service_tier} disagree", field="priority"
+            f"priority {requested} and service_tier {body.service_tier} disagree", field="priority"
         )
-    return asked or tier or ""
+    return requested or tier or ""
 
 
 def _sampling(body: Options) -> common_pb2.Sampling:

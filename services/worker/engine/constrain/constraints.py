@@ -60,7 +60,7 @@ class _Output:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _OutputMasks:
     """Masks of an output in a step. ``waits``: its first one is to be computed apart."""
 
     output: _Output
@@ -172,7 +172,7 @@ class Constraints:
         if not self._outputs:
             return None
         rows: list[int] = []
-        asked: list[_Asked] = []
+        output_masks: list[_OutputMasks] = []
         for first, count, sequence, proposals in _rows(batch):
             output = self._outputs.get(sequence.handle)
             if output is None:
@@ -180,23 +180,23 @@ class Constraints:
             # A sequence that was preempted meanwhile may be back before its mask is computed.
             waits = sequence.handle in self._masks or (output.is_slow and not sequence.is_apart)
             request = MaskRequest(output.matcher, len(rows), output.unconsumed(sequence), proposals)
-            asked.append(_Asked(output, request, waits))
+            output_masks.append(_OutputMasks(output, request, waits))
             rows += range(first, first + count)
         if not rows:
             return None
-        return self._masking.submit(self._fill, asked, rows)
+        return self._masking.submit(self._fill, output_masks, rows)
 
     # --- in other threads ----------------------------------------------------------------------------
 
     def _compile(self, constraint: Constraint) -> Matcher:
         return self._grammars.compile(constraint)
 
-    def _fill(self, asked: list[_Asked], rows: list[int]) -> RuledRows:
+    def _fill(self, output_masks: list[_OutputMasks], rows: list[int]) -> RuledRows:
         allowed = np.zeros((len(rows), self._grammars.row_bytes), np.uint8)
         problems: dict[int, str] = {}
         late: list[int] = []
         left_s = STEP_S + SHARE_S * len(rows)
-        for each in sorted(asked, key=_excess_s):
+        for each in sorted(output_masks, key=_excess_s):
             first, output = each.request.row, each.output
             if output.mask is not None:
                 allowed[first : first + 1], problem = output.mask
@@ -246,8 +246,8 @@ class Constraints:
         return Compiled(handle)
 
 
-def _excess_s(asked: _Asked) -> float:
-    return asked.output.excess_s
+def _excess_s(output_masks: _OutputMasks) -> float:
+    return output_masks.output.excess_s
 
 
 def _rows(batch: Batch) -> Iterator[tuple[int, int, SequenceState, Sequence[int]]]:
