@@ -44,7 +44,7 @@ class Roads(Protocol):
     def holds(self, pipe: Pipe) -> bool:
         """Whether the way is cut; ``flush`` notifies the pipe when it is whole again."""
 
-    def forget(self, end: Connection) -> None:
+    def forget(self, end: SimConnection) -> None:
         """The end is over."""
 
 
@@ -68,7 +68,7 @@ class Pipe:
         self.source = source
         self.target = target
         self.context = context  # context of the receiver
-        self.end: Connection | None = None  # connection at which it arrives
+        self.end: SimConnection | None = None  # connection at which it arrives
         self.vanished = False
         self._last_s = 0.0
         self._under_way: deque[tuple[float, Any]] = deque()
@@ -123,7 +123,7 @@ class Opened:
 
     __slots__ = ("_answer", "_end")
 
-    def __init__(self, answer: asyncio.Future[Connection], end: Connection) -> None:
+    def __init__(self, answer: asyncio.Future[SimConnection], end: SimConnection) -> None:
         self._answer = answer
         self._end = end
 
@@ -141,7 +141,7 @@ class _Room:
 _ROOM: Final = _Room()
 
 
-class Connection:
+class SimConnection:
     """One end. Owned by one process; ``receive`` is for one task, or ``on_message`` is set, never both.
 
     ``on_message`` and ``on_broken`` are called inside the process, for what arrives after they were set.

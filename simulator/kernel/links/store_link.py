@@ -25,7 +25,7 @@ from services.ports.store import (
     Removed,
     WatchBatch,
 )
-from simulator.kernel.connection import Broken, Connection, Silent
+from simulator.kernel.connection import Broken, Silent, SimConnection
 from simulator.kernel.network import Network, Unreachable
 from simulator.kernel.process import Process
 
@@ -65,14 +65,14 @@ class StoreServer:
         process.spawn("store.follow", self._follow())
         process.spawn("store.progress", self._send_progress())
 
-    def _accept(self, connection: Connection) -> None:
+    def _accept(self, connection: SimConnection) -> None:
         connection.on_message = lambda message: self._watch(connection, message)
         connection.on_broken = lambda _: self._forget(connection)
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: SimConnection) -> None:
         self._watchers.pop(connection.number, None)
 
-    def _watch(self, connection: Connection, wanted: _Watch) -> None:
+    def _watch(self, connection: SimConnection, wanted: _Watch) -> None:
         floor = max(self._floor, self.store.compacted_revision)
         if wanted.after_revision < floor:
             connection.close(Compacted(f"the history before revision {floor} is deleted"))
@@ -105,7 +105,7 @@ class StoreServer:
 
 
 class _Watcher:
-    def __init__(self, connection: Connection, wanted: _Watch) -> None:
+    def __init__(self, connection: SimConnection, wanted: _Watch) -> None:
         self._connection = connection
         self._prefix = wanted.prefix
         self._seen = wanted.after_revision
