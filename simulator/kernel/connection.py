@@ -118,7 +118,7 @@ class _PipeClosed:
         self.error = error
 
 
-class Opened:
+class ConnectionOpened:
     """The first message of the way back: the task that waits for the connection has it now."""
 
     __slots__ = ("_answer", "_end")
@@ -245,7 +245,7 @@ class SimConnection:
             self._wake_writers()
         elif type(message) is _PipeClosed:
             self._finish(Broken(message.text, message.error))
-        elif type(message) is Opened:
+        elif type(message) is ConnectionOpened:
             message.settle()
         elif self.on_message is not None:
             self._count_read()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final, TypeVar
 
-from simulator.kernel.connection import Broken, Opened, Pipe, Silent, SimConnection
+from simulator.kernel.connection import Broken, ConnectionOpened, Pipe, Silent, SimConnection
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.kernel.process import Process
 
@@ -215,7 +215,7 @@ class Network:
         back = Pipe(self, host.name, process.name, process.context())
         near, far = self._end(process, host.name, there), self._end(host, process.name, back)
         there.end, back.end = far, near
-        back.carry(Opened(answer, near))
+        back.carry(ConnectionOpened(answer, near))
         listener.accept(far)
 
     def _end(self, process: Process, peer: str, outgoing: Pipe) -> SimConnection:
