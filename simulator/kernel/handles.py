@@ -24,7 +24,7 @@ class Owner:
         self.rate = rate
         self.stopped = False
         self.dead = False
-        self.parked: deque[Handle | Timer] = deque()
+        self.parked: deque[ReadyCallback | Timer] = deque()
 
     def local_s(self, now_s: float) -> float:
         """Return what the owner's clock shows at an instant of the loop."""
@@ -42,7 +42,7 @@ class Owner:
 OWNER: Final[ContextVar[Owner | None]] = ContextVar("owner", default=None)
 
 
-class Handle(asyncio.Handle):
+class ReadyCallback(asyncio.Handle):
     """A callback that is ready. Asyncio's slots, without what only its debug mode needs."""
 
     __slots__ = ()

@@ -25,7 +25,7 @@ from heapq import heapify, heappop, heappush
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self, TypeVar
 
-from simulator.kernel.handles import OWNER, Future, Handle, Owner, Task, Timer
+from simulator.kernel.handles import OWNER, Future, Owner, ReadyCallback, Task, Timer
 from simulator.kernel.outside import InsideLoop, OutsideWorld, SimulationError
 
 __all__ = [
@@ -78,7 +78,7 @@ class VirtualTimeLoop(InsideLoop):
         self.after_instant: Callable[[], None] | None = None
         self.now_s = 0.0
         self.callbacks = 0
-        self._ready: deque[Handle | Timer] = deque()
+        self._ready: deque[ReadyCallback | Timer] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._cancelled_timers = 0
         self._timer_number = 0
@@ -238,8 +238,8 @@ class VirtualTimeLoop(InsideLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> Handle:
-        handle = Handle(callback, args, context if context is not None else copy_context())
+    ) -> ReadyCallback:
+        handle = ReadyCallback(callback, args, context if context is not None else copy_context())
         if not self._closed:  # what a coroutine that is dropped at the end still requests
             self._ready.append(handle)
         return handle
@@ -279,7 +279,7 @@ class VirtualTimeLoop(InsideLoop):
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> Handle:
+    ) -> ReadyCallback:
         return self.call_soon(callback, *args, context=context)
 
     def time(self) -> float:
