@@ -22,7 +22,7 @@ from services.worker.engine.sequence import SequenceState
 OWN: Final = 0  # prefixes are never named so
 
 
-class KvPool:
+class SimKvPool:
     """Implements ``BlockPool`` and ``PrefixReuse``. ``cache`` false: no prefix is ever found."""
 
     def __init__(self, blocks_total: int, block_size: int, *, cache: bool = True) -> None:

@@ -30,7 +30,7 @@ from services.worker.engine.validation import ModelLimits
 from services.worker.policy.prefill import PrefillBudget
 from services.worker.step_page import Member, StepPage, size_of
 from simulator.engine.cost_model import CostModel
-from simulator.engine.kv_pool import KvPool
+from simulator.engine.kv_pool import SimKvPool
 from simulator.engine.poison import Ending, EngineEnds, Poison
 from simulator.engine.sim_executor import (
     FRAGILE,
@@ -144,7 +144,7 @@ class SimEngine:
         self.spec = spec
         self._page = _StepOfTime(spec.max_sequences)
         self._ends = ends
-        self.pool = KvPool(spec.blocks, spec.block_size, cache=spec.prefix_cache)
+        self.pool = SimKvPool(spec.blocks, spec.block_size, cache=spec.prefix_cache)
         self._clock = clock
         self._call_at = call_at
         self._report = report
