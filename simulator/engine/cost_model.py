@@ -115,7 +115,7 @@ def span_tokens(start: int, end: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DevicePeaks:
     """Published peak figures: dense bf16 operations per second, bytes per second of memory, bytes."""
 
     flops_per_s: float
@@ -148,10 +148,10 @@ class ModelShape:
 # A100 80GB SXM datasheet (312 TFLOPS, 2,039 GB/s); H100 SXM datasheet (989 TFLOPS, 3.35 TB/s, 80 GB);
 # H200 SXM datasheet (989 TFLOPS, 4.8 TB/s, 141 GB).
 DEVICES: Final = {
-    "a10": Device(125e12, 600e9, 24 * 10**9),
-    "a100": Device(312e12, 2039e9, 80 * 10**9),
-    "h100": Device(989e12, 3350e9, 80 * 10**9),
-    "h200": Device(989e12, 4800e9, 141 * 10**9),
+    "a10": DevicePeaks(125e12, 600e9, 24 * 10**9),
+    "a100": DevicePeaks(312e12, 2039e9, 80 * 10**9),
+    "h100": DevicePeaks(989e12, 3350e9, 80 * 10**9),
+    "h200": DevicePeaks(989e12, 4800e9, 141 * 10**9),
 }
 
 # shapes of the models' own config.json
@@ -171,7 +171,7 @@ LOAD_BYTES_PER_S: Final = 2e9  # local NVMe to the device
 START_S: Final = 10.0  # process, imports, graph capture
 
 
-def derive(name: str, device: Device, shape: ModelShape, *, devices: int = 1) -> CostModel:
+def derive(name: str, device: DevicePeaks, shape: ModelShape, *, devices: int = 1) -> CostModel:
     """Return the cost model of a decoder on ``devices`` of one kind in tensor parallel.
 
     Raises ValueError if the weights leave no memory for KV.
