@@ -31,7 +31,7 @@ from services.worker.policy.prefill import PrefillBudget
 from services.worker.step_page import Member, StepPage, size_of
 from simulator.engine.cost_model import CostModel
 from simulator.engine.kv_pool import SimKvPool
-from simulator.engine.poison import Ending, EngineEnds, Poison
+from simulator.engine.poison import EngineEnding, EngineEnds, Poison
 from simulator.engine.sim_executor import (
     FRAGILE,
     OutputLength,
@@ -290,7 +290,7 @@ class SimEngine:
     def _end_by(self, poison: Poison) -> None:
         """A member of the step that begins ends the process, or hangs it for good."""
         self._report_window()
-        if poison.ending is Ending.HANGS or self._ends is None:
+        if poison.ending is EngineEnding.HANGS or self._ends is None:
             self._hung, self.stuck = True, poison
             self._stop_timer()
         if self._ends is not None:

@@ -14,7 +14,7 @@ from services.gateway.service_types import GatewayLimits
 from services.scheduler.policy.overload.pressure import ServiceTargets
 from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.term import TermSettings
-from simulator.engine.poison import Ending, Poison
+from simulator.engine.poison import EngineEnding, Poison
 from simulator.engine.sim_batches import LEAST_TOKENS, MOST_TOKENS
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.clients.row_client import SimRows
@@ -226,7 +226,7 @@ def chaos_rows(seed: int, requests: int = ROW_REQUESTS) -> Iterator[SimRows]:
             priority=rng.choice(_PRIORITIES),
             deadline_s=rng.uniform(0.2, 8.0) if rng.random() < 0.1 else None,
             cancel_after_s=rng.uniform(0.01, 4.0) if rng.random() < 0.1 else None,
-            poisons={rng.randrange(rows): rng.choice(list(Ending))} if poison else {},
+            poisons={rng.randrange(rows): rng.choice(list(EngineEnding))} if poison else {},
         )
 
 
@@ -237,7 +237,7 @@ def chaos_poisons(seed: int, requests: int = REQUESTS) -> dict[int, Poison]:
         return {}
     found: dict[int, Poison] = {}
     for number in range(2):
-        poison = Poison(rng.choice(list(Ending)), number, rng.choice((0, 0, 3)))
+        poison = Poison(rng.choice(list(EngineEnding)), number, rng.choice((0, 0, 3)))
         found.update(dict.fromkeys(rng.sample(range(requests), 2), poison))
     return found
 

@@ -24,7 +24,7 @@ from services.controlplane.rollouts.records import (
     RolloutStrategy,
 )
 from services.core.records import Meta
-from simulator.engine.poison import Ending, Poison
+from simulator.engine.poison import EngineEnding, Poison
 from simulator.engine.sim_executor import VersionFaults
 from simulator.fleet.chaos import Fault, FaultKind, draw_faults
 from simulator.fleet.clients.client import SimRequest
@@ -180,5 +180,5 @@ def rollout_load(seed: int, phase: Callable[[], RolloutPhase | None]) -> Iterato
             session=f"session-{rng.randrange(_SESSIONS)}",
             key=f"key-{number}" if rng.random() < 0.1 else "",
             retries=1,
-            poison=Poison(Ending.RAISES, number) if poisoned else None,
+            poison=Poison(EngineEnding.RAISES, number) if poisoned else None,
         )

@@ -17,7 +17,7 @@ from services.worker.batcher.policy.turns import TenantTurns
 from services.worker.batcher.runs import BatchRun, BatchRuns
 from services.worker.streams.device_time import DeviceTime
 from services.worker.streams.live_row import LiveRow
-from simulator.engine.poison import Ending
+from simulator.engine.poison import EngineEnding
 from simulator.fleet.assembly import Parts
 from simulator.fleet.chaos import Fault, FaultKind
 from simulator.fleet.clients.client import SimRequest
@@ -73,8 +73,8 @@ def test_more_rows_than_the_pool_takes_are_all_answered(fleet: FleetSpec) -> Non
 
 
 @both_kinds
-@pytest.mark.parametrize("ending", list(Ending), ids=lambda ending: ending.name)
-def test_a_poison_ends_alone(ending: Ending, fleet: FleetSpec) -> None:
+@pytest.mark.parametrize("ending", list(EngineEnding), ids=lambda ending: ending.name)
+def test_a_poison_ends_alone(ending: EngineEnding, fleet: FleetSpec) -> None:
     load = crowd(20)
     load[3] = replace(load[3], poisons={2: ending})
     report = ran(load, fleet=fleet)
@@ -131,7 +131,7 @@ BROKEN: dict[str, tuple[type, str, Callable[..., Any], str]] = {
 def test_planted_workers_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, method, broken, invariant = BROKEN[bug]
     monkeypatch.setattr(owner, method, broken)
-    load = [SimRows("whale", (4,) * 40, poisons={2: Ending.RAISES})]
+    load = [SimRows("whale", (4,) * 40, poisons={2: EngineEnding.RAISES})]
     found = ran(load).violations
     assert any(text.startswith(invariant) for text in found), found
 

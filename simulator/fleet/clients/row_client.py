@@ -16,7 +16,7 @@ from services.core.errors import FairwayError, PoisonedInput
 from services.core.estimates.sketch import Sketch
 from services.core.fixed_cost.rows import RawTensor, RowEnd
 from services.core.records import Priority
-from simulator.engine.poison import Ending
+from simulator.engine.poison import EngineEnding
 from simulator.engine.sim_batches import row_input, row_output
 from simulator.fleet.clients.session import GATEWAY_LOST, ONCE, UNREACHABLE, Clients
 from simulator.invariants.invariant import Violations
@@ -43,7 +43,7 @@ class SimRows:
     # The client leaves so long after its arrival.
     cancel_after_s: float | None = None
     # Rows that end each batch with them, by place.
-    poisons: dict[int, Ending] = field(default_factory=dict)
+    poisons: dict[int, EngineEnding] = field(default_factory=dict)
 
 
 class RowsDoor(Protocol):
