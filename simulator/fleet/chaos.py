@@ -79,7 +79,7 @@ _STRIKES_A_WORKER: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class InjectedFault:
     """One fault."""
 
     kind: FaultKind
@@ -98,7 +98,7 @@ class Fault:
 
 def draw_faults(
     rng: Random, *, duration_s: float, count: int, among: Sequence[FaultKind] = CHAOS_FAULTS
-) -> tuple[Fault, ...]:
+) -> tuple[InjectedFault, ...]:
     """Return ``count`` faults spread over a time, in order. Every kind comes once before any comes twice."""
     kinds: list[FaultKind] = []
     while len(kinds) < count:
@@ -109,11 +109,11 @@ def draw_faults(
     return tuple(sorted(drawn, key=lambda fault: fault.at_s))
 
 
-def _draw(kind: FaultKind, rng: Random, duration_s: float) -> Fault:
+def _draw(kind: FaultKind, rng: Random, duration_s: float) -> InjectedFault:
     moment = Moment.AT_ONCE
     if kind in _STRIKES_A_WORKER:
         moment = rng.choice((Moment.AT_ONCE, Moment.AFTER_GRANT, Moment.IN_PREFILL))
-    return Fault(
+    return InjectedFault(
         kind=kind,
         at_s=rng.uniform(0.05, 0.9) * duration_s,
         for_s=rng.choice((0.3, 1.0, 2.0, 4.0, 8.0)) * rng.uniform(0.5, 1.5),
@@ -179,7 +179,7 @@ def chaos_spec(seed: int, *, workers: int) -> FleetSpec:
     )
 
 
-def chaos_faults(seed: int) -> tuple[Fault, ...]:
+def chaos_faults(seed: int) -> tuple[InjectedFault, ...]:
     return draw_faults(Random(f"faults {seed}"), duration_s=DURATION_S, count=FAULTS)
 
 

@@ -23,7 +23,7 @@ from simulator.fleet.assembly import Parts
 from simulator.fleet.chaos import (
     DURATION_S,
     REQUESTS,
-    Fault,
+    InjectedFault,
     chaos_faults,
     chaos_load,
     chaos_rows,
@@ -143,7 +143,7 @@ def run_seed(
 
 def _seed(
     seed: int, workers: int, requests: int
-) -> tuple[FleetSpec, Iterator[SimRequest | SimRows], tuple[Fault, ...]]:
+) -> tuple[FleetSpec, Iterator[SimRequest | SimRows], tuple[InjectedFault, ...]]:
     """Return the fleet of a seed, its load and its faults."""
     if is_saturated(seed):
         faults = saturated_faults(seed, duration_s=DURATION_S)

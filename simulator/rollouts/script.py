@@ -26,7 +26,7 @@ from services.controlplane.rollouts.records import (
 from services.core.records import Meta
 from simulator.engine.poison import EngineEnding, Poison
 from simulator.engine.sim_executor import VersionFaults
-from simulator.fleet.chaos import Fault, FaultKind, draw_faults
+from simulator.fleet.chaos import FaultKind, InjectedFault, draw_faults
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.spec import MODEL, FleetSpec, TenantSpec, VersionSpec, WorkerSpec
 
@@ -155,7 +155,7 @@ def rollout_fleet(seed: int) -> FleetSpec:
     )
 
 
-def rollout_faults(seed: int) -> tuple[Fault, ...]:
+def rollout_faults(seed: int) -> tuple[InjectedFault, ...]:
     """Return each kind of fault once; half of the stale gateways stay so beyond the age of a view."""
     rng = Random(f"rollout faults {seed}")
     drawn = draw_faults(rng, duration_s=_FAULTS_S, count=len(_FAULTS), among=_FAULTS)

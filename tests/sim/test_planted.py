@@ -10,7 +10,7 @@ import pytest
 from services.core.records import Priority
 from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from simulator.fleet.assembly import Parts
-from simulator.fleet.chaos import Fault, FaultKind, Moment
+from simulator.fleet.chaos import FaultKind, InjectedFault, Moment
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.clients.session import ONCE, TOKENS
 from simulator.fleet.fault_actions import Strikes
@@ -121,7 +121,7 @@ def _balance_of(worker: type[WorkerNode], looks: Looks) -> int:
 def test_planted_worker_that_starts_what_it_may_not_take() -> None:
     """It is drained just after a grant on it: one in order refuses what comes under that."""
     drains = [
-        Fault(FaultKind.WORKER_DRAIN, 1.0 + 2.5 * number, 1.0, 0.3, 0.0, 0.0, Moment.AFTER_GRANT)
+        InjectedFault(FaultKind.WORKER_DRAIN, 1.0 + 2.5 * number, 1.0, 0.3, 0.0, 0.0, Moment.AFTER_GRANT)
         for number in range(8)
     ]
     drained = struck(drains, Parts(worker=StartsWhileDraining), every_s=0.2)
@@ -134,14 +134,14 @@ def test_planted_worker_that_starts_what_it_may_not_take() -> None:
 @pytest.mark.sweep
 def test_planted_scheduler_that_grants_on_who_is_ejected() -> None:
     """One that is tried is barred by its grant; that grant was right, and the next is wrong."""
-    slow = [Fault(FaultKind.WORKER_SLOW, 0.0, 80.0, 0.0, 0.0, 6.0)]
+    slow = [InjectedFault(FaultKind.WORKER_SLOW, 0.0, 80.0, 0.0, 0.0, 6.0)]
     found = struck(slow, Parts(scheduler=GrantsEjected), every_s=0.4, workers=5)
     assert any(text.startswith(FENCED) and "is ejected" in text for text in found)
     assert struck(slow, Parts(), every_s=0.4, workers=5) == ()
 
 
 def struck(
-    faults: Sequence[Fault], parts: Parts, *, every_s: float = 0.1, workers: int = 2
+    faults: Sequence[InjectedFault], parts: Parts, *, every_s: float = 0.1, workers: int = 2
 ) -> tuple[str, ...]:
     """Return the violations of a small fleet under faults."""
     spec = replace(small_fleet(), workers=workers, gateways=1)
@@ -152,7 +152,7 @@ def struck(
 
 @pytest.mark.sweep
 def test_planted_worker_that_does_not_tell_of_a_lost_engine() -> None:
-    faults = [Fault(FaultKind.ENGINE_CRASH, 1.0, 0.1, 0.0, 0.0, 0.0, Moment.IN_PREFILL)]
+    faults = [InjectedFault(FaultKind.ENGINE_CRASH, 1.0, 0.1, 0.0, 0.0, 0.0, Moment.IN_PREFILL)]
     assert any(text.startswith(REST) for text in struck(faults, Parts(worker=LosesSequences)))
     assert struck(faults, Parts()) == ()
 
@@ -176,7 +176,7 @@ def test_planted_worker_that_takes_what_nobody_granted() -> None:
 @pytest.mark.sweep
 def test_planted_worker_that_gives_unbounded_credit() -> None:
     kinds = (FaultKind.LEADER_PAUSE, FaultKind.STORE_OUTAGE)
-    away = [Fault(kind, 5.0, 20.0, 0.0, 0.0, 0.0) for kind in kinds]
+    away = [InjectedFault(kind, 5.0, 20.0, 0.0, 0.0, 0.0) for kind in kinds]
     given = struck(away, Parts(worker=GivesUnboundedCredit), every_s=0.8)
     assert any(text.startswith(ALONE) for text in given)
     assert struck(away, Parts(), every_s=0.8) == ()

@@ -9,7 +9,7 @@ import pytest
 from services.core.errors import PoisonedInput
 from simulator.engine.poison import EngineEnding, Poison
 from simulator.fleet.assembly import Parts
-from simulator.fleet.chaos import Fault, FaultKind
+from simulator.fleet.chaos import FaultKind, InjectedFault
 from simulator.fleet.clients.client import Record, SimRequest
 from simulator.fleet.fault_actions import Strikes
 from simulator.fleet.fleet import RunReport, simulate
@@ -64,7 +64,7 @@ def test_the_neighbours_complete_and_the_poison_is_condemned(
     assert second.ended_s - second.sent_s < 0.1
 
 
-KILLS = [Fault(FaultKind.POOL_LOSS, 0.5, 60.0, 0.0, 0.0, 0.0)]
+KILLS = [InjectedFault(FaultKind.POOL_LOSS, 0.5, 60.0, 0.0, 0.0, 0.0)]
 
 
 def killed(parts: Parts | None = None) -> tuple[str, ...]:

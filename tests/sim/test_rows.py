@@ -19,7 +19,7 @@ from services.worker.streams.device_time import DeviceTime
 from services.worker.streams.live_row import LiveRow
 from simulator.engine.poison import EngineEnding
 from simulator.fleet.assembly import Parts
-from simulator.fleet.chaos import Fault, FaultKind
+from simulator.fleet.chaos import FaultKind, InjectedFault
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.clients.row_client import ROWS, SimRows
 from simulator.fleet.fault_actions import Strikes
@@ -50,7 +50,7 @@ def crowd(requests: int, *, rows: int = 8, every_s: float = 0.05) -> list[SimRow
 def ran(
     load: Sequence[SimRows | SimRequest],
     *,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[InjectedFault] = (),
     parts: Parts | None = None,
     fleet: FleetSpec = FLEET,
     slots: Slots | None = None,
@@ -59,8 +59,8 @@ def ran(
     return simulate(fleet, load, plans=(Strikes(faults),), invariants=invariants, parts=parts)
 
 
-def fault(kind: FaultKind, at_s: float, for_s: float = 1.0) -> Fault:
-    return Fault(kind, at_s, for_s, 0.3, 0.7, 3.0)
+def fault(kind: FaultKind, at_s: float, for_s: float = 1.0) -> InjectedFault:
+    return InjectedFault(kind, at_s, for_s, 0.3, 0.7, 3.0)
 
 
 @both_kinds
