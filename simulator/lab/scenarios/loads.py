@@ -13,7 +13,7 @@ from simulator.lab.load.arrivals import Diurnal, Gamma, Modulated, Poisson, Step
 from simulator.lab.load.lengths import Fixed, LogNormal
 from simulator.lab.load.load import SharedPrefixes, Stream, merged
 from simulator.lab.report.report import Mark
-from simulator.lab.scenario import Options, Scenario, fleet_of, rate_of
+from simulator.lab.scenario import Scenario, ScenarioOptions, fleet_of, rate_of
 
 # A chat service, with median and spread near those of the public Azure conversation trace of 2023.
 PROMPT: Final = LogNormal(700.0, 0.9, least_tokens=16, most_tokens=8192)
@@ -44,7 +44,7 @@ def tenants(count: int) -> tuple[TenantSpec, ...]:
 
 
 def chat_rate(
-    options: Options, fleet: FleetSpec, *, load_ratio: float, prompt_tokens: float | None = None
+    options: ScenarioOptions, fleet: FleetSpec, *, load_ratio: float, prompt_tokens: float | None = None
 ) -> float:
     """Return the rate to send at (``rate_of``) with chat's answers, and its prompts or longer ones."""
     prompt = mean_tokens(PROMPT) if prompt_tokens is None else prompt_tokens
@@ -55,7 +55,7 @@ def chat_rate(
 
 def under_load(
     name: str,
-    options: Options,
+    options: ScenarioOptions,
     fleet: FleetSpec,
     streams: Sequence[Stream],
     *,
@@ -74,7 +74,7 @@ def under_load(
     )
 
 
-def steady(options: Options) -> Scenario:
+def steady(options: ScenarioOptions) -> Scenario:
     """Eight tenants at seven tenths of what the fleet can serve: the figures of an ordinary day."""
     senders = tenants(8)
     fleet = fleet_of(options, senders)
@@ -90,7 +90,7 @@ def steady(options: Options) -> Scenario:
     )
 
 
-def diurnal(options: Options) -> Scenario:
+def diurnal(options: ScenarioOptions) -> Scenario:
     """A day in short: the rate swings between a fifth of the mean and nearly twice it, twice per run."""
     duration_s = options.duration_s or 240.0
     senders = tenants(4)
@@ -102,7 +102,7 @@ def diurnal(options: Options) -> Scenario:
     return under_load("diurnal", options, fleet, streams, summary=summary, duration_s=duration_s)
 
 
-def burst(options: Options) -> Scenario:
+def burst(options: ScenarioOptions) -> Scenario:
     """Ten times the load for thirty seconds: what is shed, in which order, and how soon it is over."""
     duration_s = options.duration_s or 120.0
     from_s, for_s = duration_s / 4, min(30.0, duration_s / 4)
@@ -132,7 +132,7 @@ def burst(options: Options) -> Scenario:
     )
 
 
-def long_prompts(options: Options) -> Scenario:
+def long_prompts(options: ScenarioOptions) -> Scenario:
     """A flood of very long prompts beside short chats: the short ones keep their time to first token."""
     duration_s = options.duration_s or 120.0
     from_s, for_s = duration_s / 4, duration_s / 4
@@ -157,7 +157,7 @@ def long_prompts(options: Options) -> Scenario:
     )
 
 
-def shared_prefixes(options: Options) -> Scenario:
+def shared_prefixes(options: ScenarioOptions) -> Scenario:
     """Four fifths of the requests share a fifth of the system prompts: cache hits, and hot prompts spread."""
     senders = tenants(2)
     fleet = fleet_of(options, senders)
@@ -178,19 +178,19 @@ def shared_prefixes(options: Options) -> Scenario:
     )
 
 
-def whale(options: Options) -> Scenario:
+def whale(options: ScenarioOptions) -> Scenario:
     """One tenant sends three fifths of more load than the fleet serves: nine others must not feel it."""
     return _whale(options, whale_ratio=WHALE_RATIO, name="whale")
 
 
-def whale_capped(options: Options) -> Scenario:
+def whale_capped(options: ScenarioOptions) -> Scenario:
     """The same minnows beside a whale that sends what they leave of the measured capacity: its max-min fair
     share."""
     minnows = LOAD_RATIO * (1 - WHALE_RATIO)
     return _whale(options, whale_ratio=(SATURATED_RATIO - minnows) / LOAD_RATIO, name="whale-capped")
 
 
-def _whale(options: Options, *, whale_ratio: float, name: str) -> Scenario:
+def _whale(options: ScenarioOptions, *, whale_ratio: float, name: str) -> Scenario:
     """``whale_ratio`` is what the whale sends, as a share of the uncapped load."""
     duration_s = options.duration_s or 120.0
     minnows = tuple(TenantSpec(f"minnow-{index}") for index in range(MINNOWS))

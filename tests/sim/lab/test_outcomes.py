@@ -11,7 +11,7 @@ from services.core.records import Priority
 from simulator.fleet.clients.client import Record
 from simulator.fleet.fleet import SimFleet, simulate
 from simulator.lab.runner import run
-from simulator.lab.scenario import Options, Scenario, Script, Step
+from simulator.lab.scenario import Scenario, ScenarioOptions, Script, Step
 from simulator.lab.scenarios import catalog
 from tests.support.sweep import daily
 
@@ -19,7 +19,9 @@ MAX_DIFFERENCE_TOKENS = 40_000  # of two that wait; by arrival the whale is 100,
 
 
 def small(name: str, *, workers: int, duration_s: float, load_ratio: float | None = None) -> Scenario:
-    return catalog.load(name, Options(workers=workers, seed=1, duration_s=duration_s, load_ratio=load_ratio))
+    return catalog.load(
+        name, ScenarioOptions(workers=workers, seed=1, duration_s=duration_s, load_ratio=load_ratio)
+    )
 
 
 @pytest.mark.sweep
