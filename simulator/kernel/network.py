@@ -14,7 +14,7 @@ from simulator.kernel.connection import Broken, ConnectionOpened, Pipe, Silent, 
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.kernel.process import Process
 
-__all__ = ["Broken", "Connection", "Latency", "Network", "Silent", "Unreachable"]
+__all__ = ["Broken", "Latency", "Network", "Silent", "SimConnection", "Unreachable"]
 
 T = TypeVar("T")
 
