@@ -30,7 +30,7 @@ from services.core.records import (
 )
 from services.ports.store import Put
 from services.scheduler.term import Term
-from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.clients.row_client import RowClients, SimRows
 from simulator.fleet.clients.session import Clients
 from simulator.fleet.grant_watch import GrantWatch, Trace
@@ -71,7 +71,7 @@ class SimFleet:
         spec: FleetSpec,
         loop: VirtualTimeLoop,
         *,
-        on_record: Callable[[Record], None],
+        on_record: Callable[[RequestRecord], None],
         trace: Trace,
         parts: Parts | None = None,
     ) -> None:
@@ -292,7 +292,7 @@ class SimFleet:
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _ended(self, record: Record) -> None:
+    def _ended(self, record: RequestRecord) -> None:
         self.trace.note(
             f"request-{record.number}",
             "ended",

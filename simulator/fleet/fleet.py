@@ -14,7 +14,7 @@ import structlog
 
 from fairway.task_group import TaskGroup
 from simulator.fleet.assembly import Parts, SimFleet
-from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.clients.row_client import SimRows
 from simulator.fleet.grant_watch import Trace
 from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec
@@ -61,7 +61,7 @@ def simulate(
     plans: Sequence[Plan] = (),
     invariants: Sequence[Invariant] = (),
     looks: Looks = Looks.SAMPLES,
-    on_record: Callable[[Record], None] = lambda _: None,
+    on_record: Callable[[RequestRecord], None] = lambda _: None,
     parts: Parts | None = None,
     show: Callable[[str], None] | None = None,
 ) -> RunReport:
@@ -74,7 +74,7 @@ def simulate(
     """
     outcomes: Counter[str] = Counter()
 
-    def ended(record: Record) -> None:
+    def ended(record: RequestRecord) -> None:
         outcomes[record.outcome] += 1
         on_record(record)
 
@@ -101,7 +101,7 @@ class _Run:
     invariants: Sequence[Invariant]
     looks: Looks
     parts: Parts | None
-    ended: Callable[[Record], None]
+    ended: Callable[[RequestRecord], None]
     trace: Trace
 
 

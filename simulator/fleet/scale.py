@@ -12,7 +12,7 @@ from typing import Final
 
 from services.core.records import Priority
 from services.gateway.service_types import GatewayLimits
-from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.seeds import wall_s
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
@@ -112,7 +112,7 @@ class _EndCounter:
     def cpu_s_per_request(self) -> float:
         return (self._last_cpu_s - self._first_cpu_s) / max(1, self._count)
 
-    def take(self, record: Record) -> None:
+    def take(self, record: RequestRecord) -> None:
         self._count += 1
         if self._count == 1:
             self._first_cpu_s = self._last_cpu_s = cpu_s()

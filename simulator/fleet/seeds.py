@@ -30,7 +30,7 @@ from simulator.fleet.chaos import (
     chaos_spec,
     has_rows,
 )
-from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.clients.row_client import SimRows
 from simulator.fleet.fault_actions import Strikes
 from simulator.fleet.fleet import RunReport, simulate
@@ -118,7 +118,7 @@ def run_seed(
         invariants.append(fairness)
     reached: Counter[str] = Counter()
 
-    def ended(record: Record) -> None:
+    def ended(record: RequestRecord) -> None:
         poisons.closed(record)
         reached["resumed"] += record.finished and record.resumes > 0
         reached["asked again"] += record.finished and record.attempts > record.refusals + 1

@@ -8,7 +8,7 @@ from typing import Final
 from services.core.errors import PoisonedInput
 from simulator.engine.poison import Poison
 from simulator.fleet.assembly import SimFleet
-from simulator.fleet.clients.client import Record
+from simulator.fleet.clients.client import RequestRecord
 from simulator.fleet.grant_watch import GrantListener
 from simulator.invariants.invariant import Invariant
 
@@ -46,7 +46,7 @@ class Poisons(GrantListener, Invariant):
         if self._calm and known_s is not None and self._fleet.loop.now_s > known_s + _KNOWN_S:
             self._fleet.violations.add(AGAIN, f"{poison} ended an engine of {worker_id}")
 
-    def closed(self, record: Record) -> None:
+    def closed(self, record: RequestRecord) -> None:
         """Judge the end of a request."""
         poison, is_condemned = record.request.poison, record.outcome == PoisonedInput.reason
         if poison is None:

@@ -10,7 +10,7 @@ from services.core.errors import PoisonedInput
 from simulator.engine.poison import EngineEnding, Poison
 from simulator.fleet.assembly import Parts
 from simulator.fleet.chaos import FaultKind, InjectedFault
-from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.fault_actions import Strikes
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.nodes.worker_node import WorkerNode
@@ -35,11 +35,11 @@ def load_of(poison: Poison) -> list[SimRequest]:
 
 def run(
     ending: EngineEnding, workers: int, *, after_tokens: int = 0, parts: Parts | None = None
-) -> tuple[RunReport, Poisons, list[Record]]:
+) -> tuple[RunReport, Poisons, list[RequestRecord]]:
     spec = FleetSpec(workers=workers, worker_kinds=(WorkerSpec(max_sequences=64),), engine_restart_s=1.0)
-    poisons, records = Poisons(calm=True), list[Record]()
+    poisons, records = Poisons(calm=True), list[RequestRecord]()
 
-    def ended(record: Record) -> None:
+    def ended(record: RequestRecord) -> None:
         records.append(record)
         poisons.closed(record)
 

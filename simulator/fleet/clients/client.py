@@ -57,7 +57,7 @@ class SimRequest:
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """What a client saw of one request. Times in seconds of the simulation; 0.0 for what did not happen."""
 
     number: int

@@ -19,7 +19,7 @@ from services.core.generation import TokenLogprobs
 from services.gateway.events import Accepted, Finished, Handle, RequestSink
 from services.rpc.convert.inference import PRIORITIES
 from simulator.engine.poison import POISON_TOKENS
-from simulator.fleet.clients.client import Due, Record, SimRequest, request_seed
+from simulator.fleet.clients.client import Due, RequestRecord, SimRequest, request_seed
 from simulator.fleet.spec import MODEL, VOCABULARY
 from simulator.invariants.invariant import Violations
 from simulator.kernel.loop import VirtualTimeLoop
@@ -60,7 +60,7 @@ class Clients:
         doors: Callable[[], Iterable[Door]],
         rng: Random,
         violations: Violations,
-        on_record: Callable[[Record], None],
+        on_record: Callable[[RequestRecord], None],
     ) -> None:
         self._doors = doors
         self._rng = rng
@@ -70,7 +70,7 @@ class Clients:
         self._idle = asyncio.Event()
         self._idle.set()
         self.violations = violations
-        self.on_accepted: Callable[[Record, Accepted], None] = _ignore
+        self.on_accepted: Callable[[RequestRecord, Accepted], None] = _ignore
         self.present: dict[int, Session] = {}
         self.sent = 0
 
@@ -116,7 +116,7 @@ class Clients:
         self._on_record(session.record)
 
 
-def _ignore(record: Record, accepted: Accepted) -> None:
+def _ignore(record: RequestRecord, accepted: Accepted) -> None:
     """Placeholder callback while nothing follows the accepted requests."""
 
 
@@ -130,7 +130,7 @@ class Session:
         self._request = request
         self._attempt: _Attempt | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.record = Record(number, request, clients.now_s)
+        self.record = RequestRecord(number, request, clients.now_s)
         self.expect(allowed_tokens(request))
 
     def expect(self, allowed: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.core.records import Priority
-from simulator.fleet.clients.client import Record
+from simulator.fleet.clients.client import RequestRecord
 from simulator.fleet.fleet import SimFleet, simulate
 from simulator.lab.runner import run
 from simulator.lab.scenario import Scenario, ScenarioOptions, Script, Step
@@ -43,7 +43,7 @@ def test_a_slow_worker_is_found_and_gets_next_to_nothing_from_then_on() -> None:
 def test_in_a_burst_batch_is_refused_first_and_most_and_interactive_last(workers: int) -> None:
     made = small("burst", workers=workers, duration_s=40.0)
     (mark,) = made.marks
-    records: list[Record] = []
+    records: list[RequestRecord] = []
     ran = simulate(made.fleet, made.load(), plans=made.plans, on_record=records.append)
     assert ran.violations == ()
     began_s = min(record.sent_s - record.request.arrival_s for record in records)
