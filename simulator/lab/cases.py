@@ -13,7 +13,7 @@ from simulator.lab.load import replay
 from simulator.lab.load.load import of_trace
 from simulator.lab.load.traces import TraceCut, TraceRow, cut, read_trace
 from simulator.lab.report.measure import Slo
-from simulator.lab.report.report import Report
+from simulator.lab.report.report import LabReport
 from simulator.lab.runner import run
 from simulator.lab.scenario import Scenario, ScenarioError, ScenarioOptions
 from simulator.lab.scenarios import faults, loads
@@ -108,7 +108,7 @@ def scenario_of(case: Case) -> Scenario:
     return replace(scenario, fleet=replace(scenario.fleet, term=policy.settings()))
 
 
-def figures(report: Report, case: Case) -> Figures:
+def figures(report: LabReport, case: Case) -> Figures:
     total, length_s = report.total, report.header.duration_s - report.header.warm_up_s
     from_s, to_s = report.header.warm_up_s, report.header.duration_s
     tokens = [amount for at_s, amount in report.series.tokens_per_s if from_s <= at_s < to_s]

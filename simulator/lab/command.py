@@ -12,7 +12,7 @@ from typing import Final
 
 from simulator.lab.load import replay
 from simulator.lab.load.traces import TraceError
-from simulator.lab.report.report import Report
+from simulator.lab.report.report import LabReport
 from simulator.lab.report.table import aligned, text
 from simulator.lab.runner import run
 from simulator.lab.scenario import Scenario, ScenarioError, ScenarioOptions
@@ -55,7 +55,7 @@ def traces_folder(given: Path | None) -> Path | None:
     return Path(named) if named else None
 
 
-def write(report: Report, folder: Path) -> None:
+def write(report: LabReport, folder: Path) -> None:
     """Write report.json into ``folder``, which is created if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / "report.json"

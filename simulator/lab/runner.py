@@ -14,7 +14,7 @@ from simulator.invariants.fairness import Fairness
 from simulator.invariants.fencing import Fencing
 from simulator.invariants.shedding import Shedding
 from simulator.lab.report.measure import Bins, Collector
-from simulator.lab.report.report import Course, Header, Report, build
+from simulator.lab.report.report import Course, Header, LabReport, build
 from simulator.lab.report.samples import Sample, Timeline, WorkerSample
 from simulator.lab.scenario import Scenario
 
@@ -105,7 +105,7 @@ def _between(bins: Bins, from_s: float, to_s: float) -> float:
     return sum(bins.sums[first:last])
 
 
-def run(scenario: Scenario) -> Report:
+def run(scenario: Scenario) -> LabReport:
     """Return the report of a scenario. Same scenario, same report."""
     collector = Collector(scenario.slo, warm_up_s=scenario.warm_up_s)
     watched, from_s = scenario.watched or (None, 0.0)

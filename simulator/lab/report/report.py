@@ -117,7 +117,7 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LabReport:
     """The whole. ``fairness_bound_tokens``: what the policy promises for ``fairness.difference_tokens``."""
 
     header: Header
@@ -167,14 +167,14 @@ def build(
     weights: Mapping[str, float],
     bound_tokens: float | None = None,
     figures: Mapping[str, float | None] | None = None,
-) -> Report:
+) -> LabReport:
     """Return the report of a run. ``weights`` are the tenants' for fairness; 1 for one that is not there."""
     lasted_s = max(header.duration_s - header.warm_up_s, 1e-9)
     groups = {key: group for key, group in collector.groups.items() if group.sent}
     ordered = sorted(groups, key=lambda key: (-groups[key].sent, key[0], key[1].rank))
     utilisation = {name: timeline.utilisation(name) for name in timeline.totals}
     shares = timeline.shares()
-    return Report(
+    return LabReport(
         header=header,
         slo=collector.slo,
         error_ratio=Sketch().error_ratio,

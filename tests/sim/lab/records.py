@@ -7,7 +7,7 @@ from random import Random
 from services.core.records import Priority
 from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.lab.report.measure import Collector, Slo
-from simulator.lab.report.report import Course, Header, Mark, Report, build
+from simulator.lab.report.report import Course, Header, LabReport, Mark, build
 from simulator.lab.report.samples import Sample, Timeline, WorkerSample
 
 
@@ -47,7 +47,9 @@ def refused(
     return record
 
 
-def sample_report(*, names: tuple[str, ...] = ("acme", "globex"), seconds: int = 60, seed: int = 1) -> Report:
+def sample_report(
+    *, names: tuple[str, ...] = ("acme", "globex"), seconds: int = 60, seed: int = 1
+) -> LabReport:
     """Return a report of a made-up run with everything in it."""
     rng = Random(seed)
     collector, timeline = Collector(Slo()), Timeline()

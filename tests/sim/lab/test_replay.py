@@ -10,7 +10,7 @@ import pytest
 from simulator.lab import command
 from simulator.lab.load import replay
 from simulator.lab.load.traces import TraceError
-from simulator.lab.report.report import Report
+from simulator.lab.report.report import LabReport
 from simulator.lab.runner import run
 from simulator.lab.scenario import Scenario, ScenarioError, ScenarioOptions
 
@@ -39,7 +39,7 @@ def one(name: str, **options: object) -> Scenario:
     return replay.scenario(name, ScenarioOptions(workers=1, preset="h100", **options))  # type: ignore[arg-type]
 
 
-def ran(made: Scenario) -> Report:
+def ran(made: Scenario) -> LabReport:
     report = run(made)
     assert report.violations == ()
     return report

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from simulator.engine.cost_model import PRESETS
-from simulator.lab.report.report import Report
+from simulator.lab.report.report import LabReport
 from simulator.lab.runner import run
 from simulator.lab.scenario import ScenarioError, ScenarioOptions, requests_per_s
 from simulator.lab.scenarios import catalog
@@ -32,7 +32,7 @@ def scenario(options: Options) -> Scenario:
 '''
 
 
-def short(name: str, *, seed: int = 1, workers: int = 2) -> Report:
+def short(name: str, *, seed: int = 1, workers: int = 2) -> LabReport:
     options = ScenarioOptions(workers=workers, seed=seed, duration_s=8.0, preset="h100", load_ratio=0.08)
     return run(catalog.load(name, options))
 
