@@ -19,7 +19,7 @@ from simulator.fleet.clients.row_client import SimRows
 from simulator.fleet.grant_watch import Trace
 from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec
 from simulator.invariants.balance import leftovers
-from simulator.invariants.invariant import Instants, Invariant, Looks, Sampling
+from simulator.invariants.invariant import Instants, Invariant, InvariantSampling, Looks
 from simulator.kernel.loop import VirtualTimeLoop
 
 __all__ = [
@@ -115,7 +115,7 @@ async def _run(
     Instants(fleet, run.invariants, run.looks)
     async with TaskGroup() as group:
         plans = [group.create_task(plan.run(fleet)) for plan in run.plans]
-        sampling = group.create_task(Sampling(run.invariants).run(fleet))
+        sampling = group.create_task(InvariantSampling(run.invariants).run(fleet))
         await fleet.send(load)
         if run.invariants:
             await asyncio.wait(plans or [sampling], timeout=PLANS_S)

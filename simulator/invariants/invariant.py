@@ -78,7 +78,7 @@ class Invariant:
         """Check a fleet in which nothing runs or waits."""
 
 
-class Sampling:
+class InvariantSampling:
     """A plan of a run: samples every invariant again and again."""
 
     def __init__(self, invariants: Sequence[Invariant], *, every_s: float = SAMPLE_S) -> None:
