@@ -53,7 +53,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class ScenarioScript:
     """A plan: its steps in order of time."""
 
     steps: tuple[Step, ...]

@@ -11,7 +11,7 @@ from simulator.fleet.fleet import SimFleet
 from simulator.lab.load.arrivals import Poisson
 from simulator.lab.load.load import Stream
 from simulator.lab.report.report import Mark
-from simulator.lab.scenario import Scenario, ScenarioOptions, Script, Step, fleet_of
+from simulator.lab.scenario import Scenario, ScenarioOptions, ScenarioScript, Step, fleet_of
 from simulator.lab.scenarios.loads import OUTPUT, PROMPT, chat_rate, tenants, under_load
 
 Course = tuple[tuple[Step, ...], tuple[Mark, ...]]  # what is done, and how it is marked
@@ -38,7 +38,7 @@ def _faulty(
     steps, marks = happens(duration_s)
     summary = f"{rate:.1f} requests/s of {len(senders)} tenants; {marks[0].name}"
     made = under_load(name, options, fleet, streams, summary=summary, duration_s=duration_s, marks=marks)
-    return replace(made, plans=(Script(steps),))
+    return replace(made, plans=(ScenarioScript(steps),))
 
 
 def failover(options: ScenarioOptions) -> Scenario:

@@ -11,7 +11,7 @@ from services.core.records import Priority
 from simulator.fleet.clients.client import RequestRecord
 from simulator.fleet.fleet import SimFleet, simulate
 from simulator.lab.runner import run
-from simulator.lab.scenario import Scenario, ScenarioOptions, Script, Step
+from simulator.lab.scenario import Scenario, ScenarioOptions, ScenarioScript, Step
 from simulator.lab.scenarios import catalog
 from tests.support.sweep import daily
 
@@ -93,7 +93,7 @@ def test_nothing_is_lost_when_the_leading_scheduler_is_killed() -> None:
     def note(fleet: SimFleet) -> None:
         leaders.append(fleet.leader.name if fleet.leader is not None else None)
 
-    looks = Script(tuple(Step(at_s, note) for at_s in (mark.from_s - 0.1, mark.to_s - 0.1)))
+    looks = ScenarioScript(tuple(Step(at_s, note) for at_s in (mark.from_s - 0.1, mark.to_s - 0.1)))
     report = run(replace(made, plans=(*made.plans, looks)))
     before, after = leaders
     assert None not in leaders
