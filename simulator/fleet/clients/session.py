@@ -71,17 +71,17 @@ class Clients:
         self._idle.set()
         self.violations = violations
         self.on_accepted: Callable[[RequestRecord, Accepted], None] = _ignore
-        self.present: dict[int, Session] = {}
+        self.present: dict[int, SimSession] = {}
         self.sent = 0
 
     @property
     def now_s(self) -> float:
         return self._loop.now_s
 
-    def send(self, request: SimRequest) -> Session:
+    def send(self, request: SimRequest) -> SimSession:
         """Begin a request now."""
         self.sent += 1
-        session = Session(self, self.sent, request)
+        session = SimSession(self, self.sent, request)
         self.present[session.record.number] = session
         self._idle.clear()
         session.begin()
@@ -107,7 +107,7 @@ class Clients:
         for session in [held for held in self.present.values() if held.gateway == name]:
             session.lost()
 
-    def ended(self, session: Session) -> None:
+    def ended(self, session: SimSession) -> None:
         if self.present.pop(session.record.number, None) is None:
             self.violations.add(ONCE, f"request {session.record.number} ended twice")
             return
@@ -120,7 +120,7 @@ def _ignore(record: RequestRecord, accepted: Accepted) -> None:
     """Placeholder callback while nothing follows the accepted requests."""
 
 
-class Session:
+class SimSession:
     """One request of one client, over as many attempts as it takes."""
 
     __slots__ = ("_attempt", "_clients", "_request", "_timer", "due", "record")
@@ -264,7 +264,7 @@ class _Attempt:
 
     __slots__ = ("_handle", "_received", "_session", "_unread", "door", "over")
 
-    def __init__(self, session: Session, door: Door) -> None:
+    def __init__(self, session: SimSession, door: Door) -> None:
         self._session = session
         self._handle: Handle | None = None
         self._received = 0
