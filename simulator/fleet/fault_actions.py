@@ -25,7 +25,7 @@ _DRAIN_S: Final = 5.0
 _POOL_TURN_S: Final = 1.6
 
 
-class Strikes(GrantListener):
+class FaultSchedule(GrantListener):
     """A plan of a run: each fault of a schedule strikes and heals in its turn; all have healed at the end.
 
     ``struck`` counts what was carried out, by kind.

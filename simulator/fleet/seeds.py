@@ -32,7 +32,7 @@ from simulator.fleet.chaos import (
 )
 from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.clients.row_client import SimRows
-from simulator.fleet.fault_actions import Strikes
+from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.saturated import (
     is_saturated,
@@ -111,7 +111,7 @@ def run_seed(
 ) -> SeedResult:
     """Return what became of one seed. Same arguments, same result, trace and all."""
     spec, load, faults = _seed(seed, workers, requests)
-    strikes = Strikes(faults)
+    strikes = FaultSchedule(faults)
     fencing, fairness, poisons = Fencing(), Fairness(predictable=True), Poisons()
     invariants: list[Invariant] = [Balance(), Bounds(), fencing, Shedding(), poisons, Slots()]
     if is_saturated(seed):

@@ -11,7 +11,7 @@ from typing import Final
 
 from services.controlplane.rollouts.records import RolloutPhase
 from simulator.fleet.assembly import Parts
-from simulator.fleet.fault_actions import Strikes
+from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.seeds import wall_s
 from simulator.fleet.spec import VERSION_DIGEST
@@ -60,7 +60,7 @@ def run_rollout(
     seed: int, *, parts: Parts | None = None, show: Callable[[str], None] | None = None
 ) -> RolloutResult:
     """Return what became of one seed. Same arguments, same result, trace and all."""
-    kind, operator, strikes = kind_of(seed), Operator(seed), Strikes(rollout_faults(seed))
+    kind, operator, strikes = kind_of(seed), Operator(seed), FaultSchedule(rollout_faults(seed))
     history = SplitHistory(VERSION_DIGEST, CANDIDATE, end_of(kind))
     arms = Arms(history, answers=kind is not CandidateKind.UNANSWERING)
     invariants: tuple[Invariant, ...] = (history, arms, Balance(), Fencing())

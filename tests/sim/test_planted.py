@@ -13,7 +13,7 @@ from simulator.fleet.assembly import Parts
 from simulator.fleet.chaos import FaultKind, InjectedFault, Moment
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.clients.session import ONCE, TOKENS
-from simulator.fleet.fault_actions import Strikes
+from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import REST, RunReport, simulate
 from simulator.fleet.nodes.scheduler_node import SchedulerNode
 from simulator.fleet.nodes.worker_node import WorkerNode
@@ -147,7 +147,7 @@ def struck(
     spec = replace(small_fleet(), workers=workers, gateways=1)
     load = crowd({"whale": 120}, every_s=every_s)
     invariants = (Balance(), Fencing())
-    return simulate(spec, load, plans=(Strikes(faults),), invariants=invariants, parts=parts).violations
+    return simulate(spec, load, plans=(FaultSchedule(faults),), invariants=invariants, parts=parts).violations
 
 
 @pytest.mark.sweep

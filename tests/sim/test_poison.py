@@ -11,7 +11,7 @@ from simulator.engine.poison import EngineEnding, Poison
 from simulator.fleet.assembly import Parts
 from simulator.fleet.chaos import FaultKind, InjectedFault
 from simulator.fleet.clients.client import RequestRecord, SimRequest
-from simulator.fleet.fault_actions import Strikes
+from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.spec import FleetSpec, WorkerSpec
@@ -73,7 +73,12 @@ def killed(parts: Parts | None = None) -> tuple[str, ...]:
     load = [SimRequest("tenant-0", 60, 400, arrival_s=6.0 * number) for number in range(12)]
     poisons = Poisons()
     report = simulate(
-        spec, load, plans=(Strikes(KILLS),), invariants=(poisons,), on_record=poisons.closed, parts=parts
+        spec,
+        load,
+        plans=(FaultSchedule(KILLS),),
+        invariants=(poisons,),
+        on_record=poisons.closed,
+        parts=parts,
     )
     return report.violations
 

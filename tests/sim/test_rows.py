@@ -22,7 +22,7 @@ from simulator.fleet.assembly import Parts
 from simulator.fleet.chaos import FaultKind, InjectedFault
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.clients.row_client import ROWS, SimRows
-from simulator.fleet.fault_actions import Strikes
+from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.spec import FleetSpec, RowsSpec, TenantSpec
 from simulator.invariants.balance import BALANCE, Balance
@@ -56,7 +56,7 @@ def ran(
     slots: Slots | None = None,
 ) -> RunReport:
     invariants = (Balance(), slots if slots is not None else Slots())
-    return simulate(fleet, load, plans=(Strikes(faults),), invariants=invariants, parts=parts)
+    return simulate(fleet, load, plans=(FaultSchedule(faults),), invariants=invariants, parts=parts)
 
 
 def fault(kind: FaultKind, at_s: float, for_s: float = 1.0) -> InjectedFault:
