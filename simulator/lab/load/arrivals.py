@@ -153,7 +153,7 @@ class Diurnal:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class RateSteps:
     """A rate that is constant between the instants of ``steps`` (from_s, rate_per_s); the last one stays."""
 
     steps: tuple[tuple[float, float], ...]
@@ -172,7 +172,7 @@ class Steps:
         object.__setattr__(self, "_counts", tuple(counts))
 
     @classmethod
-    def burst(cls, rate_per_s: float, *, factor: float = 10.0, from_s: float, for_s: float) -> Steps:
+    def burst(cls, rate_per_s: float, *, factor: float = 10.0, from_s: float, for_s: float) -> RateSteps:
         """Return a constant rate that is ``factor`` times as high during one interval."""
         return cls(((0.0, rate_per_s), (from_s, rate_per_s * factor), (from_s + for_s, rate_per_s)))
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from services.core.records import Priority
 from simulator.fleet.spec import FleetSpec, TenantSpec
-from simulator.lab.load.arrivals import Diurnal, Gamma, Modulated, Poisson, Steps
+from simulator.lab.load.arrivals import Diurnal, Gamma, Modulated, Poisson, RateSteps
 from simulator.lab.load.lengths import Fixed, LogNormal
 from simulator.lab.load.load import SharedPrefixes, Stream, merged
 from simulator.lab.report.report import Mark
@@ -112,7 +112,7 @@ def burst(options: ScenarioOptions) -> Scenario:
     streams = [
         Stream(
             tenant.name,
-            Modulated(Steps.burst(rate * share / len(senders), factor=10.0, from_s=from_s, for_s=for_s)),
+            Modulated(RateSteps.burst(rate * share / len(senders), factor=10.0, from_s=from_s, for_s=for_s)),
             PROMPT,
             OUTPUT,
             name=priority.value,
@@ -140,7 +140,7 @@ def long_prompts(options: ScenarioOptions) -> Scenario:
     short = chat_rate(options, fleet, prompt_tokens=150, load_ratio=0.35)
     flood = rate_of(options, fleet, prompt_tokens=10_000, output_tokens=20, load_ratio=0.8)
     calm = flood / 40
-    floods = Modulated(Steps(((0.0, calm), (from_s, flood), (from_s + for_s, calm))))
+    floods = Modulated(RateSteps(((0.0, calm), (from_s, flood), (from_s + for_s, calm))))
     streams = [
         Stream("tenant-0", Poisson(short / 2), _SHORT, OUTPUT),
         Stream("tenant-1", Poisson(short / 2), _SHORT, OUTPUT),
