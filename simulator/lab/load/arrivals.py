@@ -17,7 +17,7 @@ from random import Random
 from typing import Protocol
 
 
-class Arrivals(Protocol):
+class ArrivalProcess(Protocol):
     """A point process."""
 
     def times(self, rng: Random) -> Iterator[float]: ...
@@ -111,7 +111,7 @@ class Modulated:
         _positive(cv=self.cv)
 
     def times(self, rng: Random) -> Iterator[float]:
-        unit: Arrivals = Gamma(1.0, self.cv) if self.cv != 1.0 else Poisson(1.0)
+        unit: ArrivalProcess = Gamma(1.0, self.cv) if self.cv != 1.0 else Poisson(1.0)
         for count in unit.times(rng):
             yield self.profile.inverse(count)
 

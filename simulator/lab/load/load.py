@@ -14,7 +14,7 @@ from random import Random
 
 from services.core.records import Priority
 from simulator.fleet.clients.client import SimRequest
-from simulator.lab.load.arrivals import Arrivals
+from simulator.lab.load.arrivals import ArrivalProcess
 from simulator.lab.load.lengths import Lengths
 from simulator.lab.load.traces import TraceRow
 
@@ -48,7 +48,7 @@ class Stream:
     """The requests of one tenant and class, from ``from_s`` until ``until_s`` (None: without end)."""
 
     tenant: str
-    arrivals: Arrivals
+    arrivals: ArrivalProcess
     prompt: Lengths
     output: Lengths
     name: str = ""

@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from simulator.lab.load.arrivals import Arrivals, Diurnal, Gamma, Modulated, OnOff, Poisson, RateSteps
+from simulator.lab.load.arrivals import ArrivalProcess, Diurnal, Gamma, Modulated, OnOff, Poisson, RateSteps
 from simulator.lab.load.lengths import Empirical, Fixed, LogNormal
 
 ROUNDS = 20_000
 
 
-def gaps(process: Arrivals, *, seed: int = 7, count: int = ROUNDS) -> list[float]:
+def gaps(process: ArrivalProcess, *, seed: int = 7, count: int = ROUNDS) -> list[float]:
     times = list(islice(process.times(Random(seed)), count))
     return [later - earlier for earlier, later in pairwise([0.0, *times])]
 
@@ -29,7 +29,7 @@ def gaps(process: Arrivals, *, seed: int = 7, count: int = ROUNDS) -> list[float
         (Gamma(40.0, cv=3.0), 3.0),
     ],
 )
-def test_rate_and_burstiness_are_as_stated(process: Arrivals, cv: float) -> None:
+def test_rate_and_burstiness_are_as_stated(process: ArrivalProcess, cv: float) -> None:
     seen = gaps(process)
     assert min(seen) >= 0
     assert statistics.mean(seen) == pytest.approx(1 / 40, rel=0.06)
@@ -86,7 +86,7 @@ def test_a_time_change_keeps_the_burstiness() -> None:
 
 
 @pytest.mark.parametrize("process", [Poisson(5.0), Gamma(5.0, cv=2.0), Modulated(Diurnal(5.0))])
-def test_same_seed_same_instants(process: Arrivals) -> None:
+def test_same_seed_same_instants(process: ArrivalProcess) -> None:
     assert gaps(process, count=50) == gaps(process, count=50)
     assert gaps(process, count=50) != gaps(process, seed=8, count=50)
 
