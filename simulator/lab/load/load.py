@@ -44,7 +44,7 @@ class SharedPrefixes:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class LoadStream:
     """The requests of one tenant and class, from ``from_s`` until ``until_s`` (None: without end)."""
 
     tenant: str
@@ -80,7 +80,7 @@ class Stream:
             )
 
 
-def merged(streams: Sequence[Stream], *, seed: int, duration_s: float) -> Iterator[SimRequest]:
+def merged(streams: Sequence[LoadStream], *, seed: int, duration_s: float) -> Iterator[SimRequest]:
     """Yield the requests of all streams that arrive within ``duration_s``, in order of arrival."""
     for request in heapq.merge(*(each.requests(seed) for each in streams), key=lambda each: each.arrival_s):
         if request.arrival_s >= duration_s:

@@ -9,7 +9,7 @@ from typing import Final
 
 from simulator.fleet.fleet import SimFleet
 from simulator.lab.load.arrivals import Poisson
-from simulator.lab.load.load import Stream
+from simulator.lab.load.load import LoadStream
 from simulator.lab.report.report import Mark
 from simulator.lab.scenario import Scenario, ScenarioOptions, ScenarioScript, Step, fleet_of
 from simulator.lab.scenarios.loads import OUTPUT, PROMPT, chat_rate, tenants, under_load
@@ -34,7 +34,7 @@ def _faulty(
     senders = tenants(4)
     fleet = fleet_of(options, senders)
     rate = chat_rate(options, fleet, load_ratio=load_ratio)
-    streams = [Stream(tenant.name, Poisson(rate / len(senders)), PROMPT, OUTPUT) for tenant in senders]
+    streams = [LoadStream(tenant.name, Poisson(rate / len(senders)), PROMPT, OUTPUT) for tenant in senders]
     steps, marks = happens(duration_s)
     summary = f"{rate:.1f} requests/s of {len(senders)} tenants; {marks[0].name}"
     made = under_load(name, options, fleet, streams, summary=summary, duration_s=duration_s, marks=marks)

@@ -11,7 +11,7 @@ from services.core.records import Priority
 from simulator.fleet.spec import FleetSpec, TenantSpec
 from simulator.lab.load.arrivals import Diurnal, Gamma, Modulated, Poisson, RateSteps
 from simulator.lab.load.lengths import Fixed, LogNormal
-from simulator.lab.load.load import SharedPrefixes, Stream, merged
+from simulator.lab.load.load import LoadStream, SharedPrefixes, merged
 from simulator.lab.report.report import Mark
 from simulator.lab.scenario import Scenario, ScenarioOptions, fleet_of, rate_of
 
@@ -57,7 +57,7 @@ def under_load(
     name: str,
     options: ScenarioOptions,
     fleet: FleetSpec,
-    streams: Sequence[Stream],
+    streams: Sequence[LoadStream],
     *,
     summary: str,
     duration_s: float,
@@ -81,7 +81,7 @@ def steady(options: ScenarioOptions) -> Scenario:
     rate = chat_rate(options, fleet, load_ratio=0.7)
     arrivals = Gamma(rate / len(senders), cv=1.5)
     streams = [
-        Stream(tenant.name, arrivals, PROMPT, OUTPUT, priority=_CLASSES[index % len(_CLASSES)])
+        LoadStream(tenant.name, arrivals, PROMPT, OUTPUT, priority=_CLASSES[index % len(_CLASSES)])
         for index, tenant in enumerate(senders)
     ]
     summary = f"{len(senders)} tenants, {rate:.1f} requests/s, bursty arrivals (cv 1.5)"
@@ -97,7 +97,7 @@ def diurnal(options: ScenarioOptions) -> Scenario:
     fleet = fleet_of(options, senders)
     rate = chat_rate(options, fleet, load_ratio=0.55)
     day = Diurnal(rate / len(senders), swing_ratio=0.8, period_s=duration_s / 2)
-    streams = [Stream(tenant.name, Modulated(day), PROMPT, OUTPUT) for tenant in senders]
+    streams = [LoadStream(tenant.name, Modulated(day), PROMPT, OUTPUT) for tenant in senders]
     summary = f"{rate:.1f} requests/s on average, from {rate * 0.2:.1f} to {rate * 1.8:.1f}"
     return under_load("diurnal", options, fleet, streams, summary=summary, duration_s=duration_s)
 
@@ -110,7 +110,7 @@ def burst(options: ScenarioOptions) -> Scenario:
     fleet = fleet_of(options, senders)
     rate = chat_rate(options, fleet, load_ratio=0.3)
     streams = [
-        Stream(
+        LoadStream(
             tenant.name,
             Modulated(RateSteps.burst(rate * share / len(senders), factor=10.0, from_s=from_s, for_s=for_s)),
             PROMPT,
@@ -142,9 +142,9 @@ def long_prompts(options: ScenarioOptions) -> Scenario:
     calm = flood / 40
     floods = Modulated(RateSteps(((0.0, calm), (from_s, flood), (from_s + for_s, calm))))
     streams = [
-        Stream("tenant-0", Poisson(short / 2), _SHORT, OUTPUT),
-        Stream("tenant-1", Poisson(short / 2), _SHORT, OUTPUT),
-        Stream("tenant-2", floods, _LONG, Fixed(20)),
+        LoadStream("tenant-0", Poisson(short / 2), _SHORT, OUTPUT),
+        LoadStream("tenant-1", Poisson(short / 2), _SHORT, OUTPUT),
+        LoadStream("tenant-2", floods, _LONG, Fixed(20)),
     ]
     return under_load(
         "long-prompts",
@@ -163,7 +163,7 @@ def shared_prefixes(options: ScenarioOptions) -> Scenario:
     fleet = fleet_of(options, senders)
     rate = chat_rate(options, fleet, prompt_tokens=_PREFIX_TOKENS + mean_tokens(_OWN), load_ratio=0.9)
     streams = [
-        Stream(
+        LoadStream(
             tenant.name,
             Poisson(rate / len(senders)),
             _OWN,
@@ -197,8 +197,8 @@ def _whale(options: ScenarioOptions, *, whale_ratio: float, name: str) -> Scenar
     fleet = fleet_of(options, (TenantSpec("whale"), *minnows))
     rate = chat_rate(options, fleet, load_ratio=LOAD_RATIO)
     small = rate * (1 - WHALE_RATIO)
-    streams = [Stream("whale", Gamma(rate * whale_ratio, cv=2.0), PROMPT, OUTPUT)]
-    streams += [Stream(tenant.name, Poisson(small / MINNOWS), PROMPT, OUTPUT) for tenant in minnows]
+    streams = [LoadStream("whale", Gamma(rate * whale_ratio, cv=2.0), PROMPT, OUTPUT)]
+    streams += [LoadStream(tenant.name, Poisson(small / MINNOWS), PROMPT, OUTPUT) for tenant in minnows]
     summary = f"{rate * whale_ratio:.1f} requests/s of one tenant, {small:.1f} of {MINNOWS} others"
     made = under_load(name, options, fleet, streams, summary=summary, duration_s=duration_s)
     return replace(made, warm_up_s=duration_s / 6, together=tuple(tenant.name for tenant in minnows))

@@ -10,13 +10,13 @@ import pytest
 from simulator.fleet.clients.session import prompt_ids
 from simulator.lab.load.arrivals import Poisson
 from simulator.lab.load.lengths import Fixed
-from simulator.lab.load.load import Share, SharedPrefixes, Stream, merged, of_trace
+from simulator.lab.load.load import LoadStream, Share, SharedPrefixes, merged, of_trace
 from simulator.lab.load.replay import azure_like, mooncake_like
 from simulator.lab.load.traces import TraceRow
 
 
-def stream(tenant: str, rate: float = 10.0, prefixes: SharedPrefixes | None = None) -> Stream:
-    return Stream(tenant, Poisson(rate), Fixed(100), Fixed(10), prefixes=prefixes)
+def stream(tenant: str, rate: float = 10.0, prefixes: SharedPrefixes | None = None) -> LoadStream:
+    return LoadStream(tenant, Poisson(rate), Fixed(100), Fixed(10), prefixes=prefixes)
 
 
 def test_streams_are_merged_in_order_and_do_not_disturb_one_another() -> None:
@@ -29,7 +29,7 @@ def test_streams_are_merged_in_order_and_do_not_disturb_one_another() -> None:
 
 
 def test_a_stream_keeps_to_its_time() -> None:
-    late = Stream("acme", Poisson(50.0), Fixed(1), Fixed(1), from_s=5.0, until_s=7.0)
+    late = LoadStream("acme", Poisson(50.0), Fixed(1), Fixed(1), from_s=5.0, until_s=7.0)
     times = [each.arrival_s for each in merged([late], seed=1, duration_s=100.0)]
     assert 5.0 < min(times) < 5.2
     assert 6.8 < max(times) < 7.0
