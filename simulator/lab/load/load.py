@@ -20,7 +20,7 @@ from simulator.lab.load.traces import TraceRow
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrefixes:
+class CommonPrefixes:
     """``share_ratio`` of the requests begin with one of ``count`` prefixes of ``tokens`` tokens.
 
     ``hot_ratio`` of the prefixes get ``share_of_hot`` of those requests: a fifth of them four fifths.
@@ -53,7 +53,7 @@ class LoadStream:
     output: Lengths
     name: str = ""
     priority: Priority = Priority.STANDARD
-    prefixes: SharedPrefixes | None = None
+    prefixes: CommonPrefixes | None = None
     deadline_s: float | None = None
     from_s: float = 0.0
     until_s: float | None = None

@@ -11,7 +11,7 @@ from services.core.records import Priority
 from simulator.fleet.spec import FleetSpec, TenantSpec
 from simulator.lab.load.arrivals import Diurnal, Gamma, Modulated, Poisson, RateSteps
 from simulator.lab.load.lengths import Fixed, LogNormal
-from simulator.lab.load.load import LoadStream, SharedPrefixes, merged
+from simulator.lab.load.load import CommonPrefixes, LoadStream, merged
 from simulator.lab.report.report import Mark
 from simulator.lab.scenario import Scenario, ScenarioOptions, fleet_of, rate_of
 
@@ -168,7 +168,7 @@ def shared_prefixes(options: ScenarioOptions) -> Scenario:
             Poisson(rate / len(senders)),
             _OWN,
             OUTPUT,
-            prefixes=SharedPrefixes(count=40, tokens=_PREFIX_TOKENS, first_id=1 + 100 * index),
+            prefixes=CommonPrefixes(count=40, tokens=_PREFIX_TOKENS, first_id=1 + 100 * index),
         )
         for index, tenant in enumerate(senders)
     ]

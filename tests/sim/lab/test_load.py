@@ -10,12 +10,12 @@ import pytest
 from simulator.fleet.clients.session import prompt_ids
 from simulator.lab.load.arrivals import Poisson
 from simulator.lab.load.lengths import Fixed
-from simulator.lab.load.load import LoadStream, Share, SharedPrefixes, merged, of_trace
+from simulator.lab.load.load import CommonPrefixes, LoadStream, Share, merged, of_trace
 from simulator.lab.load.replay import azure_like, mooncake_like
 from simulator.lab.load.traces import TraceRow
 
 
-def stream(tenant: str, rate: float = 10.0, prefixes: SharedPrefixes | None = None) -> LoadStream:
+def stream(tenant: str, rate: float = 10.0, prefixes: CommonPrefixes | None = None) -> LoadStream:
     return LoadStream(tenant, Poisson(rate), Fixed(100), Fixed(10), prefixes=prefixes)
 
 
@@ -36,7 +36,7 @@ def test_a_stream_keeps_to_its_time() -> None:
 
 
 def test_prefixes_are_shared_by_the_stated_share() -> None:
-    prefixes = SharedPrefixes(count=10, tokens=512, share_ratio=0.9)
+    prefixes = CommonPrefixes(count=10, tokens=512, share_ratio=0.9)
     requests = list(islice(stream("acme", prefixes=prefixes).requests(3), 5000))
     ids = Counter(each.prefix_id for each in requests)
     assert ids[0] / 5000 == pytest.approx(0.1, abs=0.02)
