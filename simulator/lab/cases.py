@@ -22,7 +22,7 @@ WORKERS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RecordedTrace:
     """A recorded trace to be replayed."""
 
     file: str
@@ -38,8 +38,10 @@ class Trace:
 
 
 TRACES: Final = {
-    "azure": Trace("azure_llm_2023_conv.csv", "a10", 600, 1.0, 0.78, Slo(2.0, 0.1), replay.azure_like),
-    "mooncake": Trace(
+    "azure": RecordedTrace(
+        "azure_llm_2023_conv.csv", "a10", 600, 1.0, 0.78, Slo(2.0, 0.1), replay.azure_like
+    ),
+    "mooncake": RecordedTrace(
         "mooncake_conversation.jsonl", "a100", 1200, 0.25, 0.95, Slo(1.0, 0.1), replay.mooncake_like
     ),
 }
@@ -140,7 +142,7 @@ def _or_never(value: float | None) -> float:
     return float("inf") if value is None else value
 
 
-def _of_trace(case: Case, trace: Trace) -> Scenario:
+def _of_trace(case: Case, trace: RecordedTrace) -> Scenario:
     options = ScenarioOptions(workers=WORKERS, seed=case.seed, preset=trace.preset)
     fleet = replay.trace_fleet(options)
     # Each seed replays another part of the trace.
@@ -169,7 +171,7 @@ def _of_trace(case: Case, trace: Trace) -> Scenario:
     )
 
 
-def _rows(case: Case, trace: Trace) -> Iterator[TraceRow]:
+def _rows(case: Case, trace: RecordedTrace) -> Iterator[TraceRow]:
     return trace.synthetic(0) if case.traces is None else read_trace(case.traces / trace.file)
 
 
