@@ -33,7 +33,7 @@ from services.scheduler.term import Term
 from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.clients.row_client import RowClients, SimRows
 from simulator.fleet.clients.session import Clients
-from simulator.fleet.grant_watch import GrantWatch, Trace
+from simulator.fleet.grant_watch import EventTrace, GrantWatch
 from simulator.fleet.nodes.gateway_node import GatewayNode, key_name
 from simulator.fleet.nodes.plane_node import PlaneNode
 from simulator.fleet.nodes.scheduler_node import SchedulerNode
@@ -72,7 +72,7 @@ class SimFleet:
         loop: VirtualTimeLoop,
         *,
         on_record: Callable[[RequestRecord], None],
-        trace: Trace,
+        trace: EventTrace,
         parts: Parts | None = None,
     ) -> None:
         self.spec = spec

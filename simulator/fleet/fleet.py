@@ -16,7 +16,7 @@ from fairway.task_group import TaskGroup
 from simulator.fleet.assembly import Parts, SimFleet
 from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.clients.row_client import SimRows
-from simulator.fleet.grant_watch import Trace
+from simulator.fleet.grant_watch import EventTrace
 from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec
 from simulator.invariants.balance import leftovers
 from simulator.invariants.invariant import Instants, Invariant, InvariantSampling, Looks
@@ -79,7 +79,7 @@ def simulate(
         on_record(record)
 
     with _no_logs(), VirtualTimeLoop() as loop:
-        trace = Trace(lambda: loop.now_s, show)
+        trace = EventTrace(lambda: loop.now_s, show)
         run = _Run(plans, invariants, looks, parts, ended, trace)
         fleet = loop.run_until_complete(_run(spec, loop, load, run))
         return RunReport(
@@ -102,7 +102,7 @@ class _Run:
     looks: Looks
     parts: Parts | None
     ended: Callable[[RequestRecord], None]
-    trace: Trace
+    trace: EventTrace
 
 
 async def _run(

@@ -22,7 +22,7 @@ from services.scheduler.term import Term
 from simulator.engine.poison import Poison
 
 
-class Trace:
+class EventTrace:
     """Two runs with the same digest recorded the same events at the same times."""
 
     def __init__(self, now_s: Callable[[], float], show: Callable[[str], None] | None = None) -> None:
