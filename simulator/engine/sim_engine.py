@@ -40,7 +40,7 @@ from simulator.engine.sim_executor import (
     VersionFaults,
     sim_tokens,
 )
-from simulator.engine.tokens import Vocabulary
+from simulator.engine.tokens import SimVocabulary
 
 HEARTBEAT_S: Final = 1.0
 COMMAND_S: Final = 0.0001  # delay of a command to an idle engine; commands within it are read together
@@ -149,7 +149,7 @@ class SimEngine:
         self._call_at = call_at
         self._report = report
         self._observe = observe
-        vocabulary = Vocabulary(spec.vocab_size, spec.eos_id)
+        vocabulary = SimVocabulary(spec.vocab_size, spec.eos_id)
         self._executor = executor = SimExecutor(spec.cost, vocabulary, spec.faults)
         self._intake = SimIntake(vocabulary, output_length)
         self._engine = Engine(

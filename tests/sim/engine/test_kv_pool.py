@@ -12,7 +12,7 @@ from services.core.prefix import PREFIX_BLOCK_TOKENS, prefix_chain
 from services.worker.engine.plan.block_manager import BlockManager, OutOfBlocks
 from simulator.engine.kv_pool import SimKvPool
 from simulator.engine.sim_executor import SimIntake
-from simulator.engine.tokens import Vocabulary
+from simulator.engine.tokens import SimVocabulary
 from tests.support.submits import make_submit
 
 operations = st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60)
@@ -104,7 +104,7 @@ def test_sequences_one_after_the_other_find_what_a_model_of_tokens_finds(
     blocks, size = 48, 16
     each = PREFIX_BLOCK_TOKENS // size
     pool, model = SimKvPool(blocks, size), Model()
-    intake = SimIntake(Vocabulary(101), None)
+    intake = SimIntake(SimVocabulary(101), None)
     names: dict[int, None] = {}
     for handle, (family, prompt, output) in enumerate(drawn):
         ids = [(family * 17 + index) % 101 for index in range(prompt)]
@@ -147,7 +147,7 @@ def test_sequences_one_after_the_other_find_what_a_model_of_tokens_finds(
 
 def test_a_prefix_in_use_is_shared_and_not_evicted() -> None:
     pool = SimKvPool(16, 16)
-    intake = SimIntake(Vocabulary(101), None)
+    intake = SimIntake(SimVocabulary(101), None)
     ids = list(range(100))
     sequences = []
     for handle in range(2):
