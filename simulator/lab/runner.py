@@ -21,7 +21,7 @@ from simulator.lab.scenario import Scenario
 SAMPLE_S: Final = 0.5
 
 
-class Watch(GrantListener):
+class LevelSampling(GrantListener):
     """A plan of a run: samples levels at even intervals into ``timeline``, and counts grants over time."""
 
     def __init__(self, collector: Collector, *, watched: str | None = None) -> None:
@@ -109,7 +109,7 @@ def run(scenario: Scenario) -> LabReport:
     """Return the report of a scenario. Same scenario, same report."""
     collector = Collector(scenario.slo, warm_up_s=scenario.warm_up_s)
     watched, from_s = scenario.watched or (None, 0.0)
-    watch = Watch(collector, watched=watched)
+    watch = LevelSampling(collector, watched=watched)
     fairness = Fairness()
     ran = simulate(
         scenario.fleet,
@@ -149,7 +149,7 @@ def _together(collector: Collector, tenants: tuple[str, ...]) -> dict[str, float
     return {"together_ttft_p95_s": collector.ttft_of(tenants).quantile(0.95)} if tenants else {}
 
 
-def _gray(watch: Watch, from_s: float, scenario: Scenario) -> dict[str, float | None]:
+def _gray(watch: LevelSampling, from_s: float, scenario: Scenario) -> dict[str, float | None]:
     """Return how soon the watched worker was found, and its share of grants while its fault lasts on."""
     to_s = min((mark.to_s for mark in scenario.marks if mark.from_s >= from_s), default=scenario.duration_s)
     found_s = next((at_s for at_s in watch.ejected_s if at_s >= from_s), None)
