@@ -42,7 +42,7 @@ from simulator.fleet.saturated import (
 )
 from simulator.fleet.spec import FleetSpec
 from simulator.invariants.balance import Balance, Bounds
-from simulator.invariants.fairness import Fairness
+from simulator.invariants.fairness import FairnessInvariant
 from simulator.invariants.fencing import Fencing
 from simulator.invariants.invariant import Invariant, Looks
 from simulator.invariants.poisons import Poisons
@@ -112,7 +112,7 @@ def run_seed(
     """Return what became of one seed. Same arguments, same result, trace and all."""
     spec, load, faults = _seed(seed, workers, requests)
     strikes = FaultSchedule(faults)
-    fencing, fairness, poisons = Fencing(), Fairness(predictable=True), Poisons()
+    fencing, fairness, poisons = Fencing(), FairnessInvariant(predictable=True), Poisons()
     invariants: list[Invariant] = [Balance(), Bounds(), fencing, Shedding(), poisons, Slots()]
     if is_saturated(seed):
         invariants.append(fairness)

@@ -103,7 +103,7 @@ class _Class:
     pairs: dict[tuple[str, str], _Pair] = field(default_factory=dict)
 
 
-class Fairness(GrantListener, Invariant):
+class FairnessInvariant(GrantListener, Invariant):
     """``compared`` counts comparisons; ``widest`` is the largest difference seen, over its bound."""
 
     def __init__(self, *, predictable: bool = False) -> None:

@@ -10,7 +10,7 @@ from simulator.fleet.fleet import SimFleet, simulate
 from simulator.fleet.grant_watch import GrantListener
 from simulator.fleet.spec import VERSION_DIGEST
 from simulator.invariants.balance import Balance, Bounds
-from simulator.invariants.fairness import Fairness
+from simulator.invariants.fairness import FairnessInvariant
 from simulator.invariants.fencing import Fencing
 from simulator.invariants.shedding import Shedding
 from simulator.lab.report.measure import Bins, Collector
@@ -110,7 +110,7 @@ def run(scenario: Scenario) -> LabReport:
     collector = Collector(scenario.slo, warm_up_s=scenario.warm_up_s)
     watched, from_s = scenario.watched or (None, 0.0)
     watch = LevelSampling(collector, watched=watched)
-    fairness = Fairness()
+    fairness = FairnessInvariant()
     ran = simulate(
         scenario.fleet,
         scenario.load(),

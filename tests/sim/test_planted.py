@@ -21,7 +21,7 @@ from simulator.fleet.saturated import is_saturated
 from simulator.fleet.seeds import run_seed
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
 from simulator.invariants.balance import BALANCE, BOUNDS, CRASHED, Balance, Bounds
-from simulator.invariants.fairness import FAIRNESS, Fairness
+from simulator.invariants.fairness import FAIRNESS, FairnessInvariant
 from simulator.invariants.fencing import ALONE, FENCED, REPLAYED, Fencing
 from simulator.invariants.invariant import Looks
 from simulator.invariants.shedding import INVERSION, Shedding
@@ -212,8 +212,8 @@ def fair_fleet(discipline: QueueDiscipline) -> FleetSpec:
     return replace(spec, term=term, gateway=replace(spec.gateway, queue_ttl_s=600.0))
 
 
-def fair_run(discipline: QueueDiscipline) -> tuple[RunReport, Fairness]:
-    spec, fairness = fair_fleet(discipline), Fairness()
+def fair_run(discipline: QueueDiscipline) -> tuple[RunReport, FairnessInvariant]:
+    spec, fairness = fair_fleet(discipline), FairnessInvariant()
     return simulate(spec, crowd({"whale": 120, "minnow": 40}), invariants=(fairness,)), fairness
 
 
