@@ -25,7 +25,7 @@ import uvloop
 from bench.stack import NullStack
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 from simulator.fleet.clients.client import RequestRecord, SimRequest
-from simulator.lab.report.measure import Collector, Slo
+from simulator.lab.report.measure import RecordCollector, Slo
 from simulator.lab.validate import (
     MAX_SEQUENCES,
     STEP_S,
@@ -88,7 +88,7 @@ def _note(record: RequestRecord, tokens: int, now_s: float) -> None:
 
 def latencies(records: Sequence[RequestRecord]) -> Latencies:
     """Return what clients saw, counted as the simulator counts it."""
-    collector = Collector(Slo())
+    collector = RecordCollector(Slo())
     collector.origin_s = min(record.sent_s for record in records)
     for record in records:
         collector.take(record)

@@ -13,7 +13,7 @@ from simulator.invariants.balance import Balance, Bounds
 from simulator.invariants.fairness import FairnessInvariant
 from simulator.invariants.fencing import Fencing
 from simulator.invariants.shedding import Shedding
-from simulator.lab.report.measure import Bins, Collector
+from simulator.lab.report.measure import Bins, RecordCollector
 from simulator.lab.report.report import Course, Header, LabReport, build
 from simulator.lab.report.samples import Sample, Timeline, WorkerSample
 from simulator.lab.scenario import Scenario
@@ -24,7 +24,7 @@ SAMPLE_S: Final = 0.5
 class LevelSampling(GrantListener):
     """A plan of a run: samples levels at even intervals into ``timeline``, and counts grants over time."""
 
-    def __init__(self, collector: Collector, *, watched: str | None = None) -> None:
+    def __init__(self, collector: RecordCollector, *, watched: str | None = None) -> None:
         self.timeline = Timeline()
         self.grants = Bins(0.5)
         self.grants_of_watched = Bins(0.5)
@@ -107,7 +107,7 @@ def _between(bins: Bins, from_s: float, to_s: float) -> float:
 
 def run(scenario: Scenario) -> LabReport:
     """Return the report of a scenario. Same scenario, same report."""
-    collector = Collector(scenario.slo, warm_up_s=scenario.warm_up_s)
+    collector = RecordCollector(scenario.slo, warm_up_s=scenario.warm_up_s)
     watched, from_s = scenario.watched or (None, 0.0)
     watch = LevelSampling(collector, watched=watched)
     fairness = FairnessInvariant()
@@ -144,7 +144,7 @@ def run(scenario: Scenario) -> LabReport:
     )
 
 
-def _together(collector: Collector, tenants: tuple[str, ...]) -> dict[str, float | None]:
+def _together(collector: RecordCollector, tenants: tuple[str, ...]) -> dict[str, float | None]:
     """Return the p95 of the first tokens of all requests of these tenants, as of one."""
     return {"together_ttft_p95_s": collector.ttft_of(tenants).quantile(0.95)} if tenants else {}
 

@@ -18,7 +18,7 @@ from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec
 from simulator.lab.load.arrivals import Poisson
 from simulator.lab.load.lengths import LogNormal
 from simulator.lab.load.load import LoadStream, merged
-from simulator.lab.report.measure import Collector, Group, Slo
+from simulator.lab.report.measure import Group, RecordCollector, Slo
 
 WORKERS: Final = 2
 MAX_SEQUENCES: Final = 8
@@ -70,7 +70,7 @@ class Calibrated:
 
     def latencies(self, load: Iterable[SimRequest]) -> Latencies:
         """Return what a load would see."""
-        collector = Collector(Slo())
+        collector = RecordCollector(Slo())
         simulate(self.spec, load, on_record=collector.take)
         (group,) = collector.groups.values()
         return Latencies.of(group)

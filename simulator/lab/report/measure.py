@@ -87,7 +87,7 @@ class Group:
     waiting: Bins = field(default_factory=Bins)
 
 
-class Collector:
+class RecordCollector:
     """Counts records. Beyond MAX_GROUPS tenants and classes, further ones are counted together per class.
 
     ``warm_up_s``: requests sent before it are left out of everything but the series over time. Times count

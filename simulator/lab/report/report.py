@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from services.core.estimates.sketch import Sketch, merged
 from simulator.lab.report.fairness import Fairness, fairness
-from simulator.lab.report.measure import Collector, Group, Slo
+from simulator.lab.report.measure import Group, RecordCollector, Slo
 from simulator.lab.report.samples import Timeline
 
 CDF_POINTS: Final = 120
@@ -160,7 +160,7 @@ class LabReport:
 
 def build(
     header: Header,
-    collector: Collector,
+    collector: RecordCollector,
     timeline: Timeline,
     course: Course,
     *,
@@ -216,7 +216,7 @@ def _row(tenant: str, priority: str, groups: Iterable[Group], lasted_s: float) -
     )
 
 
-def _series(collector: Collector, timeline: Timeline) -> Series:
+def _series(collector: RecordCollector, timeline: Timeline) -> Series:
     by_tenant: dict[str, list[Group]] = {}
     for key, group in collector.groups.items():
         by_tenant.setdefault(key[0], []).append(group)

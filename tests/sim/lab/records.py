@@ -6,7 +6,7 @@ from random import Random
 
 from services.core.records import Priority
 from simulator.fleet.clients.client import RequestRecord, SimRequest
-from simulator.lab.report.measure import Collector, Slo
+from simulator.lab.report.measure import RecordCollector, Slo
 from simulator.lab.report.report import Course, Header, LabReport, Mark, build
 from simulator.lab.report.samples import Sample, Timeline, WorkerSample
 
@@ -52,7 +52,7 @@ def sample_report(
 ) -> LabReport:
     """Return a report of a made-up run with everything in it."""
     rng = Random(seed)
-    collector, timeline = Collector(Slo()), Timeline()
+    collector, timeline = RecordCollector(Slo()), Timeline()
     for number in range(seconds * 5):
         at_s, tenant = number / 5, names[number % len(names)]
         if number % 17 == 0:
