@@ -52,7 +52,7 @@ def connect(path: str, *, sleep: Callable[[float], None]) -> socket.socket:
     raise AssertionError("unreachable")
 
 
-class Connection:
+class AgentConnection:
     """``on_end`` (with whether a Shutdown came before) and ``on_malformed`` are called in the reader thread.
 
     One of them is called, once, and need not return.

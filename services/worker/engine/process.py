@@ -22,7 +22,7 @@ import structlog
 from fairway.log_stream import LogStream
 from services.runtime.process.child_process import die_with_parent
 from services.runtime.telemetry.logging import LineBudget
-from services.worker.engine.connection import Connection, MalformedCommand, connect
+from services.worker.engine.connection import AgentConnection, MalformedCommand, connect
 from services.worker.engine.core import DuplicateHandle
 from services.worker.engine.load.loading import Report, load
 from services.worker.engine.unsupported import REFUSALS, TooLittleMemory
@@ -109,7 +109,7 @@ def main(arguments: list[str], load: Loader = load) -> int:
     except OSError as error:
         log.error("agent.not_reached", error=type(error).__name__)
         return ExitCode.ORPHANED
-    connection = Connection(channel, on_end=_exit_at_end, on_malformed=_exit_malformed)
+    connection = AgentConnection(channel, on_end=_exit_at_end, on_malformed=_exit_malformed)
     try:
         return _run(config, connection, load)
     except AgentGone:
@@ -119,7 +119,7 @@ def main(arguments: list[str], load: Loader = load) -> int:
 
 def _run(
     config: EngineConfig,
-    connection: Connection,
+    connection: AgentConnection,
     load: Loader,
 ) -> ExitCode:
     try:
@@ -146,7 +146,7 @@ def _run(
     return step_until_stopped(engine, connection, lines_per_s=config.request_log_per_s)
 
 
-def step_until_stopped(engine: Steps, connection: Connection, *, lines_per_s: float = 0.0) -> ExitCode:
+def step_until_stopped(engine: Steps, connection: AgentConnection, *, lines_per_s: float = 0.0) -> ExitCode:
     """Serve, and return how that ended. Raises AgentGone."""
     try:
         serve(engine, connection, clock=time.monotonic, lines=LineBudget(time.monotonic, lines_per_s))
@@ -163,7 +163,7 @@ def step_until_stopped(engine: Steps, connection: Connection, *, lines_per_s: fl
 
 
 def serve(
-    engine: Steps, connection: Connection, *, clock: Callable[[], float], lines: LineBudget | None = None
+    engine: Steps, connection: AgentConnection, *, clock: Callable[[], float], lines: LineBudget | None = None
 ) -> None:
     """Apply commands between steps until Shutdown. Raises AgentGone, DuplicateHandle and a step's errors."""
     link = _Link(engine, connection, lines)
@@ -195,7 +195,7 @@ def serve(
 class _Link:
     """Implements ``StepLink``. ``stops``: a Shutdown was received; later commands are dropped."""
 
-    def __init__(self, engine: Steps, connection: Connection, lines: LineBudget | None) -> None:
+    def __init__(self, engine: Steps, connection: AgentConnection, lines: LineBudget | None) -> None:
         self._engine = engine
         self._connection = connection
         self._lines = lines
@@ -229,7 +229,7 @@ def _log_taken(command: Submit, lines: LineBudget) -> None:
         )
 
 
-def _send(connection: Connection, message: EngineMessage) -> None:
+def _send(connection: AgentConnection, message: EngineMessage) -> None:
     try:
         connection.send(message)
     except OSError as error:

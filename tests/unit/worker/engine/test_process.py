@@ -19,7 +19,7 @@ from msgspec import structs
 
 from services.core.generation import Prompt
 from services.core.prefix import prefix_chain
-from services.worker.engine.connection import Connection
+from services.worker.engine.connection import AgentConnection
 from services.worker.engine.process import ExitCode, step_until_stopped
 from services.worker.engine_protocol import (
     LENGTH_PREFIX,
@@ -226,7 +226,7 @@ def test_an_executor_that_fails_ends_it(make_bench: Any, submit: Any) -> None:
     ours, theirs = socket.socketpair()
     ended = threading.Event()
     with ours, theirs:
-        connection = Connection(ours, on_end=lambda _: ended.set(), on_malformed=lambda error: None)
+        connection = AgentConnection(ours, on_end=lambda _: ended.set(), on_malformed=lambda error: None)
         theirs.sendall(encode(submit(0, [1])))
         assert step_until_stopped(bench.engine, connection) == ExitCode.STEP_FAILED
         theirs.close()
