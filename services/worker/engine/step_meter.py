@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-from services.worker.engine.execute.executor import Batch, Chunk
+from services.worker.engine.execute.executor import Batch, PrefillChunk
 from services.worker.engine.sequence import SequenceState
 from services.worker.policy.device_share import (
     MeasuredCosts,
@@ -34,7 +34,7 @@ class StepMembers(NamedTuple):
     left: Sequence[SequenceState] = ()
     joined: Sequence[SequenceState] = ()
     lengths: Sequence[int] = ()  # lengths of those that joined
-    chunks: Sequence[Chunk] = ()
+    chunks: Sequence[PrefillChunk] = ()
     prefill_tokens: int = 0
     scored: Sequence[int] = ()  # tokens of each chunk whose log-probabilities it computes
     # Handle, rows and length of every decode in a batch with proposals; their lengths are irregular.

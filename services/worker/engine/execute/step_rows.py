@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from services.worker.engine.execute.executor import Batch, Chunk
+from services.worker.engine.execute.executor import Batch, PrefillChunk
 from services.worker.engine.execute.spans import Ints, Spans, Table
 from services.worker.engine.sample.sampling_rows import SamplingColumns, SamplingRows, columns_of
 from services.worker.engine.sequence import SequenceState
@@ -148,7 +148,7 @@ class Seats:
         slots = self._slots(self._tables, seats, positions)
         return StepRows(tokens, positions, columns.prompt_tokens, slots, rows, spans, sampling)
 
-    def _with_chunks(self, decodes: StepRows, chunks: Sequence[Chunk]) -> StepRows:
+    def _with_chunks(self, decodes: StepRows, chunks: Sequence[PrefillChunk]) -> StepRows:
         """Append the rows of prefill chunks; there are few, and each has many rows."""
         counts = np.array([chunk.end - chunk.start for chunk in chunks], np.int64)
         ends = np.array([chunk.end for chunk in chunks], np.int64)
@@ -190,11 +190,11 @@ class Seats:
         return slots
 
 
-def _tokens_of(chunk: Chunk) -> Ints:
+def _tokens_of(chunk: PrefillChunk) -> Ints:
     return np.array(chunk.sequence.tokens[chunk.start : chunk.end], np.int64)
 
 
-def _table_of(chunks: Sequence[Chunk], least: int) -> Table:
+def _table_of(chunks: Sequence[PrefillChunk], least: int) -> Table:
     """Return the block tables of the chunks' sequences [chunks, blocks], at least so wide."""
     widest = max(least, *(len(chunk.sequence.blocks) for chunk in chunks))
     tables = _widened(np.zeros((len(chunks), least), np.int32), widest)

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from services.core.generation import OutputLimits, Prompt, Sampling
-from services.worker.engine.execute.executor import Batch, Chunk
+from services.worker.engine.execute.executor import Batch, PrefillChunk
 from services.worker.engine.sequence import SequenceState, sequence_of
 from services.worker.engine.unsupported import TooLittleMemory
 from services.worker.engine.validation import MAX_LOGPROBS
@@ -36,7 +36,7 @@ def largest_batches(config: EngineConfig, ready: Ready, *, contexts_at_once: int
     sampling = _costliest(ready.vocab_size)
     rows, sequences, longest = config.token_budget, config.max_sequences, max(1, ready.max_model_len - 1)
     shares = [min(longest, rows // sequences + (place < rows % sequences)) for place in range(sequences)]
-    yield Batch([], [Chunk(_sequence(size, sampling, config), 0, size) for size in shares])
+    yield Batch([], [PrefillChunk(_sequence(size, sampling, config), 0, size) for size in shares])
     spare = rows - sequences
     most = min(config.max_proposals, longest - 1)
     counts = [min(most, spare // sequences + (place < spare % sequences)) for place in range(sequences)]
@@ -49,7 +49,7 @@ def largest_batches(config: EngineConfig, ready: Ready, *, contexts_at_once: int
     if contexts_at_once and longest > rows:
         whole = _sequence(longest, sampling, config)
         chunk = rows if contexts_at_once > 1 else max(1, min(rows, MOST_PAIRS // longest))
-        yield Batch([], [Chunk(whole, longest - chunk, longest)])
+        yield Batch([], [PrefillChunk(whole, longest - chunk, longest)])
 
 
 def sized(config: EngineConfig, ready: Ready, working_bytes: int) -> Ready:

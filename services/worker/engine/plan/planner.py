@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
-from services.worker.engine.execute.executor import Batch, Chunk
+from services.worker.engine.execute.executor import Batch, PrefillChunk
 from services.worker.engine.plan.admission import StepAdmission
 from services.worker.engine.plan.block_manager import BlockPool, clear, cut, extend
 from services.worker.engine.plan.sequence_sets import SequenceSets
@@ -211,7 +211,7 @@ class Planner:
         else:
             self._budget.aim(target_s)
 
-    def computed(self, prefills: list[Chunk]) -> None:
+    def computed(self, prefills: list[PrefillChunk]) -> None:
         """Record that the chunks have run; those that reached their last token decode from now on.
 
         Chunks of sequences that were removed meanwhile mean nothing.
@@ -224,7 +224,7 @@ class Planner:
             if chunk.samples:
                 self._places.move(sequence, Status.DECODING)
 
-    def publish(self, prefills: list[Chunk]) -> None:
+    def publish(self, prefills: list[PrefillChunk]) -> None:
         """Let others find what the chunks computed, once it is known which of their sequences failed."""
         if self._reuse is not None:
             for chunk in prefills:
@@ -394,14 +394,14 @@ class Planner:
                 handed_back.append(victim)
         return True
 
-    def _chunks(self, prefilling: list[SequenceState], decodes: int) -> list[Chunk]:
+    def _chunks(self, prefilling: list[SequenceState], decodes: int) -> list[PrefillChunk]:
         """Return this step's chunks, in the order in which their sequences got their places."""
         movers, claimed = claims(prefilling, self._reuse)
         budget = self._limits.token_budget - decodes
         if self._budget is not None and (decodes or self._places.long_prefills):
             budget = min(budget, self._budget.tokens)
         return [
-            Chunk(sequence, sequence.computed, sequence.computed + tokens)
+            PrefillChunk(sequence, sequence.computed, sequence.computed + tokens)
             for sequence, tokens in zip(movers, shares(claimed, budget), strict=True)
             if tokens
         ]

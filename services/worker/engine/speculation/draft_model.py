@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from services.worker.engine.execute.executor import Batch, Chunk, Runner
+from services.worker.engine.execute.executor import Batch, PrefillChunk, Runner
 from services.worker.engine.plan.block_manager import BlockPool
 from services.worker.engine.sequence import SequenceState, Status
 
@@ -121,7 +121,7 @@ class DraftModel:
     def _first_step(self, drafts: list[_Draft]) -> list[_Draft]:
         """Bring the drafts to the end of their texts; return those that are there, with a token."""
         decodes: list[_Draft] = []
-        chunks: list[tuple[_Draft, Chunk]] = []
+        chunks: list[tuple[_Draft, PrefillChunk]] = []
         left = self._catch_up
         for draft in drafts:
             state = draft.state
@@ -131,7 +131,7 @@ class DraftModel:
             elif left > 0:
                 taken = min(rest, left)
                 left -= taken
-                chunks.append((draft, Chunk(state, state.computed, state.computed + taken)))
+                chunks.append((draft, PrefillChunk(state, state.computed, state.computed + taken)))
         if not decodes and not chunks:
             return []
         batch = Batch([draft.state for draft in decodes], [chunk for _, chunk in chunks])
