@@ -26,11 +26,11 @@ from services.core.paging import page_of
 from services.core.records import EVENTS, ROOT, EventKind, EventRecord, dump, load
 from services.ports.clock import Clock
 from services.ports.store import (
-    Changed,
     Compacted,
     Condition,
     Delete,
     Entry,
+    KeyChanged,
     LeaseLost,
     ModRevisionIs,
     Put,
@@ -171,7 +171,7 @@ class EventRecorder:
                 self._state.revision = batch.revision
                 await self._write_pending()
 
-    def _apply(self, revision: int, events: Sequence[Changed | Removed]) -> None:
+    def _apply(self, revision: int, events: Sequence[KeyChanged | Removed]) -> None:
         records = self._state.records
         before: dict[str, Observed] = {}
         changed: list[str] = []
@@ -281,7 +281,7 @@ async def watch_events(
     try:
         async with aclosing(store.watch(EVENTS, after_revision)) as batches:
             async for batch in batches:
-                new = (event_of(one.entry) for one in batch.events if isinstance(one, Changed))
+                new = (event_of(one.entry) for one in batch.events if isinstance(one, KeyChanged))
                 matching = tuple(event for event in new if event is not None and wanted.takes(event))
                 if matching or not batch.events:
                     yield batch.revision, matching
@@ -314,10 +314,10 @@ def _decoded(entry: Entry) -> Observed | None:
 
 
 def _by_revision(
-    events: Sequence[Changed | Removed],
-) -> list[tuple[int, list[Changed | Removed]]]:
+    events: Sequence[KeyChanged | Removed],
+) -> list[tuple[int, list[KeyChanged | Removed]]]:
     """Group events by revision; they arrive in the store's order."""
-    grouped: list[tuple[int, list[Changed | Removed]]] = []
+    grouped: list[tuple[int, list[KeyChanged | Removed]]] = []
     for event in events:
         revision = event.mod_revision if isinstance(event, Removed) else event.entry.mod_revision
         if not grouped or grouped[-1][0] != revision:

@@ -49,7 +49,7 @@ from services.core.records import (
     VersionRecord,
 )
 from services.core.rollouts.routes import ROUTES
-from services.ports.store import Changed, Compacted, Entry, Removed, Store, WatchBatch
+from services.ports.store import Compacted, Entry, KeyChanged, Removed, Store, WatchBatch
 
 
 class ResourceKind(StrEnum):
@@ -270,7 +270,7 @@ def _plain_name(key: str) -> Name | None:
     return (ResourceKind.MODEL_TAG, f"{model}/{name}") if kind == "tags" else None
 
 
-def _advanced(snapshot: Snapshot, revision: int, events: Iterable[Changed | Removed]) -> Snapshot:
+def _advanced(snapshot: Snapshot, revision: int, events: Iterable[KeyChanged | Removed]) -> Snapshot:
     """Return the snapshot with the changes that are newer than it."""
     entries = dict(snapshot.entries)
     moved = False
@@ -288,9 +288,9 @@ def _advanced(snapshot: Snapshot, revision: int, events: Iterable[Changed | Remo
     return snapshot_of(revision, entries)
 
 
-def _key_of(event: Changed | Removed) -> str:
+def _key_of(event: KeyChanged | Removed) -> str:
     return event.key if isinstance(event, Removed) else event.entry.key
 
 
-def _entry_of(event: Changed | Removed) -> Entry | None:
+def _entry_of(event: KeyChanged | Removed) -> Entry | None:
     return None if isinstance(event, Removed) else event.entry

@@ -91,7 +91,7 @@ class ConditionFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class KeyChanged:
     """A key was written."""
 
     entry: Entry
@@ -110,7 +110,7 @@ class WatchBatch:
     """All events of the revisions after the previous batch, up to ``revision``; empty for a bookmark."""
 
     revision: int
-    events: tuple[Changed | Removed, ...]
+    events: tuple[KeyChanged | Removed, ...]
 
 
 class Store(Protocol):

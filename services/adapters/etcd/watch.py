@@ -20,7 +20,7 @@ from aetcd import rpc
 
 from services.adapters.etcd.channel import NEEDS_LEADER, EtcdChannel, Stubs
 from services.core.errors import StoreUnavailable
-from services.ports.store import Changed, Compacted, Entry, Removed, WatchBatch
+from services.ports.store import Compacted, Entry, KeyChanged, Removed, WatchBatch
 
 _NO_WATCH: Final = -1
 _DELETE: Final = 1
@@ -93,7 +93,7 @@ class Batches:
         self._progress_in_order = progress_in_order
         self._ordered: bool | None = None
         # events of one response: etcd puts at most 1000 revisions in it
-        self._events: list[Changed | Removed] = []
+        self._events: list[KeyChanged | Removed] = []
 
     async def add(self, message: Any) -> WatchBatch | None:
         _raise_if_canceled(message)
@@ -158,14 +158,14 @@ def _raise_if_canceled(message: Any) -> None:
     raise StoreUnavailable(f"etcd cancelled the watch: {message.cancel_reason}")
 
 
-def _event(event: Any) -> Changed | Removed:
+def _event(event: Any) -> KeyChanged | Removed:
     if event.type == _DELETE:
         return Removed(event.kv.key.decode("utf-8", "surrogateescape"), event.kv.mod_revision)
-    return Changed(entry_of(event.kv))
+    return KeyChanged(entry_of(event.kv))
 
 
-def _revision(event: Changed | Removed) -> int:
-    return event.entry.mod_revision if isinstance(event, Changed) else event.mod_revision
+def _revision(event: KeyChanged | Removed) -> int:
+    return event.entry.mod_revision if isinstance(event, KeyChanged) else event.mod_revision
 
 
 def progress_is_ordered(version: str) -> bool:

@@ -28,12 +28,12 @@ from services.core.errors import IntegrityError, StoreReplaced, StoreUnavailable
 from services.core.records import STORE_GENERATION, StoreGeneration, dump, load
 from services.ports.clock import Clock
 from services.ports.store import (
-    Changed,
     Committed,
     Compacted,
     Condition,
     ConditionFailed,
     Entry,
+    KeyChanged,
     Listing,
     ModRevisionIs,
     Operation,
@@ -278,9 +278,9 @@ def _shifted(entry: Entry, base: int) -> Entry:
     )
 
 
-def _shifted_event(event: Changed | Removed, base: int) -> Changed | Removed:
-    if isinstance(event, Changed):
-        return Changed(_shifted(event.entry, base))
+def _shifted_event(event: KeyChanged | Removed, base: int) -> KeyChanged | Removed:
+    if isinstance(event, KeyChanged):
+        return KeyChanged(_shifted(event.entry, base))
     return Removed(event.key, event.mod_revision + base)
 
 

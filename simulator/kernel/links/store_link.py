@@ -14,12 +14,12 @@ from typing import Any, Final, TypeVar
 from services.adapters.memory.store import MemoryStore
 from services.core.errors import StoreUnavailable
 from services.ports.store import (
-    Changed,
     Committed,
     Compacted,
     Condition,
     ConditionFailed,
     Entry,
+    KeyChanged,
     Listing,
     Operation,
     Removed,
@@ -200,9 +200,9 @@ class SimStore:
             raise StoreUnavailable(str(error), retry_after_s=1.0) from None
 
 
-def _key(event: Changed | Removed) -> str:
-    return event.entry.key if isinstance(event, Changed) else event.key
+def _key(event: KeyChanged | Removed) -> str:
+    return event.entry.key if isinstance(event, KeyChanged) else event.key
 
 
-def _revision(event: Changed | Removed) -> int:
-    return event.entry.mod_revision if isinstance(event, Changed) else event.mod_revision
+def _revision(event: KeyChanged | Removed) -> int:
+    return event.entry.mod_revision if isinstance(event, KeyChanged) else event.mod_revision
