@@ -31,10 +31,10 @@ from services.ports.store import (
     Delete,
     Entry,
     KeyChanged,
+    KeyRemoved,
     LeaseLost,
     ModRevisionIs,
     Put,
-    Removed,
     Store,
 )
 from services.runtime.idempotent_writes import WriteSet
@@ -171,20 +171,20 @@ class EventRecorder:
                 self._state.revision = batch.revision
                 await self._write_pending()
 
-    def _apply(self, revision: int, events: Sequence[KeyChanged | Removed]) -> None:
+    def _apply(self, revision: int, events: Sequence[KeyChanged | KeyRemoved]) -> None:
         records = self._state.records
         before: dict[str, Observed] = {}
         changed: list[str] = []
         for event in events:
-            key = event.key if isinstance(event, Removed) else event.entry.key
-            record = None if isinstance(event, Removed) else _decoded(event.entry)
+            key = event.key if isinstance(event, KeyRemoved) else event.entry.key
+            record = None if isinstance(event, KeyRemoved) else _decoded(event.entry)
             if key in records or record is not None:
                 changed.append(key)
         if not changed:
             return
         before = dict(records)
         for event in events:
-            if isinstance(event, Removed):
+            if isinstance(event, KeyRemoved):
                 records.pop(event.key, None)
             elif (record := _decoded(event.entry)) is not None:
                 records[event.entry.key] = record
@@ -314,12 +314,12 @@ def _decoded(entry: Entry) -> Observed | None:
 
 
 def _by_revision(
-    events: Sequence[KeyChanged | Removed],
-) -> list[tuple[int, list[KeyChanged | Removed]]]:
+    events: Sequence[KeyChanged | KeyRemoved],
+) -> list[tuple[int, list[KeyChanged | KeyRemoved]]]:
     """Group events by revision; they arrive in the store's order."""
-    grouped: list[tuple[int, list[KeyChanged | Removed]]] = []
+    grouped: list[tuple[int, list[KeyChanged | KeyRemoved]]] = []
     for event in events:
-        revision = event.mod_revision if isinstance(event, Removed) else event.entry.mod_revision
+        revision = event.mod_revision if isinstance(event, KeyRemoved) else event.entry.mod_revision
         if not grouped or grouped[-1][0] != revision:
             grouped.append((revision, []))
         grouped[-1][1].append(event)

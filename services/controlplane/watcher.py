@@ -49,7 +49,7 @@ from services.core.records import (
     VersionRecord,
 )
 from services.core.rollouts.routes import ROUTES
-from services.ports.store import Compacted, Entry, KeyChanged, Removed, Store, WatchBatch
+from services.ports.store import Compacted, Entry, KeyChanged, KeyRemoved, Store, WatchBatch
 
 
 class ResourceKind(StrEnum):
@@ -270,12 +270,12 @@ def _plain_name(key: str) -> Name | None:
     return (ResourceKind.MODEL_TAG, f"{model}/{name}") if kind == "tags" else None
 
 
-def _advanced(snapshot: Snapshot, revision: int, events: Iterable[KeyChanged | Removed]) -> Snapshot:
+def _advanced(snapshot: Snapshot, revision: int, events: Iterable[KeyChanged | KeyRemoved]) -> Snapshot:
     """Return the snapshot with the changes that are newer than it."""
     entries = dict(snapshot.entries)
     moved = False
     for event in events:
-        if isinstance(event, Removed):
+        if isinstance(event, KeyRemoved):
             held = entries.get(event.key)
             if held is not None and event.mod_revision > snapshot.revision:
                 del entries[event.key]
@@ -288,9 +288,9 @@ def _advanced(snapshot: Snapshot, revision: int, events: Iterable[KeyChanged | R
     return snapshot_of(revision, entries)
 
 
-def _key_of(event: KeyChanged | Removed) -> str:
-    return event.key if isinstance(event, Removed) else event.entry.key
+def _key_of(event: KeyChanged | KeyRemoved) -> str:
+    return event.key if isinstance(event, KeyRemoved) else event.entry.key
 
 
-def _entry_of(event: KeyChanged | Removed) -> Entry | None:
-    return None if isinstance(event, Removed) else event.entry
+def _entry_of(event: KeyChanged | KeyRemoved) -> Entry | None:
+    return None if isinstance(event, KeyRemoved) else event.entry

@@ -98,7 +98,7 @@ class KeyChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class KeyRemoved:
     """A key was deleted or its lease ended."""
 
     key: str
@@ -110,7 +110,7 @@ class WatchBatch:
     """All events of the revisions after the previous batch, up to ``revision``; empty for a bookmark."""
 
     revision: int
-    events: tuple[KeyChanged | Removed, ...]
+    events: tuple[KeyChanged | KeyRemoved, ...]
 
 
 class Store(Protocol):

@@ -25,11 +25,11 @@ from services.ports.store import (
     CreateRevisionIs,
     Delete,
     KeyChanged,
+    KeyRemoved,
     LeaseLost,
     ModRevisionIs,
     Operation,
     Put,
-    Removed,
     Store,
     ValueIs,
     WatchBatch,
@@ -41,7 +41,7 @@ from tests.support.simulated import Check, World, checks_of, simulate
 
 PATIENCE_S = 10.0
 BASE = 5000
-Event = KeyChanged | Removed
+Event = KeyChanged | KeyRemoved
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ async def test_lease_ends_unless_kept_alive(kit: Kit) -> None:
     async with asyncio.timeout(PATIENCE_S), aclosing(kit.store.watch(kit.prefix, before)) as batches:
         async for batch in batches:
             await kit.store.keep_alive(kept)
-            removed += [event.key for event in batch.events if isinstance(event, Removed)]
+            removed += [event.key for event in batch.events if isinstance(event, KeyRemoved)]
             if removed:
                 break
     assert removed == [kit.key("left")]
@@ -290,7 +290,7 @@ async def test_watch_replays_then_follows(kit: Kit) -> None:
         events += events_of(await take(batches, 1))
     assert [revision_of(event) for event in events] == revisions
     assert [key_of(event) for event in events] == [kit.key("a"), kit.key("b"), kit.key("a")]
-    assert [type(event) for event in events] == [KeyChanged, KeyChanged, Removed]
+    assert [type(event) for event in events] == [KeyChanged, KeyChanged, KeyRemoved]
     first = events[0]
     assert isinstance(first, KeyChanged)
     assert (first.entry.value, first.entry.create_revision) == (b"1", revisions[0])

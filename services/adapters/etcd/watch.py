@@ -20,7 +20,7 @@ from aetcd import rpc
 
 from services.adapters.etcd.channel import NEEDS_LEADER, EtcdChannel, Stubs
 from services.core.errors import StoreUnavailable
-from services.ports.store import Compacted, Entry, KeyChanged, Removed, WatchBatch
+from services.ports.store import Compacted, Entry, KeyChanged, KeyRemoved, WatchBatch
 
 _NO_WATCH: Final = -1
 _DELETE: Final = 1
@@ -93,7 +93,7 @@ class Batches:
         self._progress_in_order = progress_in_order
         self._ordered: bool | None = None
         # events of one response: etcd puts at most 1000 revisions in it
-        self._events: list[KeyChanged | Removed] = []
+        self._events: list[KeyChanged | KeyRemoved] = []
 
     async def add(self, message: Any) -> WatchBatch | None:
         _raise_if_canceled(message)
@@ -158,13 +158,13 @@ def _raise_if_canceled(message: Any) -> None:
     raise StoreUnavailable(f"etcd cancelled the watch: {message.cancel_reason}")
 
 
-def _event(event: Any) -> KeyChanged | Removed:
+def _event(event: Any) -> KeyChanged | KeyRemoved:
     if event.type == _DELETE:
-        return Removed(event.kv.key.decode("utf-8", "surrogateescape"), event.kv.mod_revision)
+        return KeyRemoved(event.kv.key.decode("utf-8", "surrogateescape"), event.kv.mod_revision)
     return KeyChanged(entry_of(event.kv))
 
 
-def _revision(event: KeyChanged | Removed) -> int:
+def _revision(event: KeyChanged | KeyRemoved) -> int:
     return event.entry.mod_revision if isinstance(event, KeyChanged) else event.mod_revision
 
 

@@ -34,11 +34,11 @@ from services.ports.store import (
     ConditionFailed,
     Entry,
     KeyChanged,
+    KeyRemoved,
     Listing,
     ModRevisionIs,
     Operation,
     Put,
-    Removed,
     Store,
     ValueIs,
     WatchBatch,
@@ -190,7 +190,7 @@ class GuardedStore:
             async for batch in batches:
                 # A stream is one connection to one member, so once verified it stays valid unless all keys
                 # are deleted.
-                if not verified or any(isinstance(event, Removed) for event in batch.events):
+                if not verified or any(isinstance(event, KeyRemoved) for event in batch.events):
                     await self.verify()
                     verified = True
                 if self._problem:
@@ -278,10 +278,10 @@ def _shifted(entry: Entry, base: int) -> Entry:
     )
 
 
-def _shifted_event(event: KeyChanged | Removed, base: int) -> KeyChanged | Removed:
+def _shifted_event(event: KeyChanged | KeyRemoved, base: int) -> KeyChanged | KeyRemoved:
     if isinstance(event, KeyChanged):
         return KeyChanged(_shifted(event.entry, base))
-    return Removed(event.key, event.mod_revision + base)
+    return KeyRemoved(event.key, event.mod_revision + base)
 
 
 def _read(path: Path | None) -> str:

@@ -20,9 +20,9 @@ from services.ports.store import (
     ConditionFailed,
     Entry,
     KeyChanged,
+    KeyRemoved,
     Listing,
     Operation,
-    Removed,
     WatchBatch,
 )
 from simulator.kernel.connection import Broken, Silent, SimConnection
@@ -200,9 +200,9 @@ class SimStore:
             raise StoreUnavailable(str(error), retry_after_s=1.0) from None
 
 
-def _key(event: KeyChanged | Removed) -> str:
+def _key(event: KeyChanged | KeyRemoved) -> str:
     return event.entry.key if isinstance(event, KeyChanged) else event.key
 
 
-def _revision(event: KeyChanged | Removed) -> int:
+def _revision(event: KeyChanged | KeyRemoved) -> int:
     return event.entry.mod_revision if isinstance(event, KeyChanged) else event.mod_revision
