@@ -54,7 +54,7 @@ _RETRY_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class LoggedEvent:
     """``name`` sorts by time and is unique."""
 
     name: str
@@ -68,7 +68,7 @@ class Filter:
     kinds: frozenset[EventKind] = frozenset()
     resource: str = ""
 
-    def takes(self, event: Event) -> bool:
+    def takes(self, event: LoggedEvent) -> bool:
         return (not self.kinds or event.record.kind in self.kinds) and (
             not self.resource or event.record.resource == self.resource
         )
@@ -257,7 +257,7 @@ def _mark(event: FleetEvent) -> str:
 
 async def page_of_events(
     store: Store, wanted: Filter, *, size: int, token: str
-) -> tuple[tuple[Event, ...], str]:
+) -> tuple[tuple[LoggedEvent, ...], str]:
     """Return a page of events, newest first, and the next page's token."""
     listing = await store.list(EVENTS)
     found = [event for entry in listing.entries if (event := event_of(entry)) is not None]
@@ -267,7 +267,7 @@ async def page_of_events(
 
 async def watch_events(
     store: Store, wanted: Filter, *, newest: int, after_revision: int
-) -> AsyncGenerator[tuple[int, tuple[Event, ...]], None]:
+) -> AsyncGenerator[tuple[int, tuple[LoggedEvent, ...]], None]:
     """Yield (revision, events): unless resuming, the newest stored events, then every later one.
 
     An empty tuple is a keepalive. Raises FailedPrecondition when ``after_revision`` is too old.
@@ -292,10 +292,10 @@ async def watch_events(
         ) from exc
 
 
-def event_of(entry: Entry) -> Event | None:
+def event_of(entry: Entry) -> LoggedEvent | None:
     """Return the event of an entry, None for an unreadable entry."""
     try:
-        return Event(entry.key.removeprefix(EVENTS), load(entry.value, EventRecord))
+        return LoggedEvent(entry.key.removeprefix(EVENTS), load(entry.value, EventRecord))
     except IntegrityError as error:
         log.error("event.skipped", key=entry.key, error=error.message)
         return None
