@@ -16,8 +16,8 @@ from typing import Final
 
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.progress import (
-    Event,
     Phase,
+    PhaseEvent,
     Progress,
     SharedProgress,
     failed_message,
@@ -39,7 +39,7 @@ class _SocketProgress:
 
     def event(self, name: str, phase: Phase, detail: str = "") -> None:
         with contextlib.suppress(OSError):
-            self._connection.send(_line({"event": asdict(Event(name, phase, detail))}))
+            self._connection.send(_line({"event": asdict(PhaseEvent(name, phase, detail))}))
 
     def close(self) -> None:
         """Do nothing: there is no live display."""

@@ -34,7 +34,7 @@ _STYLE: Final[dict[Phase, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class PhaseEvent:
     """``name`` entered ``phase``; ``detail`` is one line of explanation."""
 
     name: str
@@ -58,10 +58,10 @@ class LineProgress:
 
     console: Console
     began: float = field(default_factory=time.monotonic)
-    _printed: dict[str, tuple[Event, float]] = field(default_factory=dict)
+    _printed: dict[str, tuple[PhaseEvent, float]] = field(default_factory=dict)
 
     def event(self, name: str, phase: Phase, detail: str = "") -> None:
-        event, elapsed = Event(name, phase, detail), time.monotonic() - self.began
+        event, elapsed = PhaseEvent(name, phase, detail), time.monotonic() - self.began
         last, printed_at = self._printed.get(name, (None, -_DETAIL_S))
         if last == event or (last is not None and last.phase == phase and elapsed - printed_at < _DETAIL_S):
             return
@@ -77,7 +77,7 @@ class LiveProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._rows: dict[str, Event] = {}
+        self._rows: dict[str, PhaseEvent] = {}
         self._spinner = Spinner("dots")
         self._lines = LineProgress(console)
         self._live: Live | None = Live(get_renderable=self._render, console=console, refresh_per_second=8)
@@ -87,7 +87,7 @@ class LiveProgress:
         if self._live is None:
             self._lines.event(name, phase, detail)
         else:
-            self._rows[name] = Event(name, phase, detail)
+            self._rows[name] = PhaseEvent(name, phase, detail)
 
     def close(self) -> None:
         if self._live is not None:
@@ -140,7 +140,7 @@ class PipeProgress:
 
     def event(self, name: str, phase: Phase, detail: str = "") -> None:
         self._lines.event(name, phase, detail)
-        self.send({"event": asdict(Event(name, phase, detail))})
+        self.send({"event": asdict(PhaseEvent(name, phase, detail))})
 
     def send(self, message: dict[str, object]) -> None:
         """Write one message. A closed pipe is not an error."""
