@@ -18,8 +18,8 @@ from fairway.cli.errors import CliError
 from fairway.cli.fleet.progress import (
     Phase,
     PhaseEvent,
-    Progress,
     SharedProgress,
+    StartProgress,
     failed_message,
     outcome_of,
     read_messages,
@@ -85,7 +85,7 @@ async def _answer(
             await loop.sock_sendall(connection, _line(answer))
 
 
-def request_workers(path: Path, count: int, progress: Progress) -> Endpoints:
+def request_workers(path: Path, count: int, progress: StartProgress) -> Endpoints:
     """Return the endpoints once the installation has ``count`` workers. Blocks. Raises CliError."""
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -42,7 +42,7 @@ class PhaseEvent:
     detail: str = ""
 
 
-class Progress(Protocol):
+class StartProgress(Protocol):
     def event(self, name: str, phase: Phase, detail: str = "") -> None: ...
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class LiveProgress:
 class TolerantProgress:
     """Passes events on and drops one that cannot be written, so that no process blocks on its output."""
 
-    inner: Progress
+    inner: StartProgress
 
     def event(self, name: str, phase: Phase, detail: str = "") -> None:
         with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ class TolerantProgress:
 class SharedProgress:
     """Passes events to everyone who listens now."""
 
-    listeners: list[Progress]
+    listeners: list[StartProgress]
 
     def event(self, name: str, phase: Phase, detail: str = "") -> None:
         for one in tuple(self.listeners):
@@ -161,7 +161,7 @@ class PipeProgress:
                 pipe.close()
 
 
-def outcome_of(message: dict[str, Any], progress: Progress) -> tuple[Endpoints, bool] | None:
+def outcome_of(message: dict[str, Any], progress: StartProgress) -> tuple[Endpoints, bool] | None:
     """Pass an event on to ``progress``; return what ``ready`` (True) or ``running`` (False) carries.
 
     Raises CliError for ``failed``.
@@ -202,6 +202,6 @@ def read_messages(descriptor: int) -> Iterator[dict[str, Any]]:
                 yield message
 
 
-def for_console(console: Console) -> Progress:
+def for_console(console: Console) -> StartProgress:
     """Return the progress display for a console."""
     return LiveProgress(console) if console.is_terminal else LineProgress(console)
