@@ -47,7 +47,7 @@ MALLOC_OPTIONS: Final = ((-1, 256 << 20), (-2, 64 << 20), (-3, 32 << 20))
 log = structlog.get_logger()
 
 
-class ExitCode(IntEnum):
+class EngineExitCode(IntEnum):
     DONE = 0
     BAD_INPUT = 2  # the configuration or a command cannot be parsed
     LOAD_FAILED = 3
@@ -105,23 +105,23 @@ def main(arguments: list[str], load: Loader = load) -> int:
         channel = connect(config.socket_path, sleep=time.sleep)
     except msgspec.DecodeError as error:
         log.error("config.refused", message=str(error))
-        return ExitCode.BAD_INPUT
+        return EngineExitCode.BAD_INPUT
     except OSError as error:
         log.error("agent.not_reached", error=type(error).__name__)
-        return ExitCode.ORPHANED
+        return EngineExitCode.ORPHANED
     connection = AgentConnection(channel, on_end=_exit_at_end, on_malformed=_exit_malformed)
     try:
         return _run(config, connection, load)
     except AgentGone:
         log.warning("agent.lost")
-        return ExitCode.ORPHANED
+        return EngineExitCode.ORPHANED
 
 
 def _run(
     config: EngineConfig,
     connection: AgentConnection,
     load: Loader,
-) -> ExitCode:
+) -> EngineExitCode:
     try:
         engine, ready = load(config, lambda phase, ratio: _send(connection, Progress(phase, ratio)))
     except AgentGone:
@@ -134,7 +134,7 @@ def _run(
         if isinstance(error, TooLittleMemory):
             needed = (error.weight_bytes, error.working_bytes, error.kv_bytes)
         _send(connection, LoadFailed(reason, message, *needed))
-        return ExitCode.LOAD_FAILED
+        return EngineExitCode.LOAD_FAILED
     gc.freeze()  # what was loaded stays: collections need not walk it
     _send(connection, ready)
     log.info(
@@ -146,7 +146,9 @@ def _run(
     return step_until_stopped(engine, connection, lines_per_s=config.request_log_per_s)
 
 
-def step_until_stopped(engine: Steps, connection: AgentConnection, *, lines_per_s: float = 0.0) -> ExitCode:
+def step_until_stopped(
+    engine: Steps, connection: AgentConnection, *, lines_per_s: float = 0.0
+) -> EngineExitCode:
     """Serve, and return how that ended. Raises AgentGone."""
     try:
         serve(engine, connection, clock=time.monotonic, lines=LineBudget(time.monotonic, lines_per_s))
@@ -154,12 +156,12 @@ def step_until_stopped(engine: Steps, connection: AgentConnection, *, lines_per_
         raise
     except DuplicateHandle as error:
         log.error("command.refused", message=str(error))
-        return ExitCode.BAD_INPUT
+        return EngineExitCode.BAD_INPUT
     except Exception:  # the agent isolates the sequence that caused it
         log.exception("step.failed")
-        return ExitCode.STEP_FAILED
+        return EngineExitCode.STEP_FAILED
     log.info("engine.stopped")
-    return ExitCode.DONE
+    return EngineExitCode.DONE
 
 
 def serve(
@@ -246,12 +248,12 @@ def _exit_at_end(was_shutdown: bool) -> NoReturn:
     """End the process from the reader thread: the main thread may be in a long load or a full socket."""
     if not was_shutdown:
         log.warning("agent.lost")
-    os._exit(ExitCode.DONE if was_shutdown else ExitCode.ORPHANED)
+    os._exit(EngineExitCode.DONE if was_shutdown else EngineExitCode.ORPHANED)
 
 
 def _exit_malformed(error: MalformedCommand) -> NoReturn:
     log.error("command.refused", message=str(error))
-    os._exit(ExitCode.BAD_INPUT)
+    os._exit(EngineExitCode.BAD_INPUT)
 
 
 def _keep_freed_memory() -> None:
