@@ -76,7 +76,7 @@ class RpcTelemetry:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class RpcService:
     """A servicer with its descriptor and the generated function that registers it."""
 
     descriptor: ServiceDescriptor
@@ -96,7 +96,7 @@ class RpcServer:
 
     def __init__(
         self,
-        services: Sequence[Service],
+        services: Sequence[RpcService],
         *,
         listen: str,
         internal_token: str,
