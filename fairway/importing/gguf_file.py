@@ -54,7 +54,7 @@ class BadGguf(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class GgufTensor:
     """A tensor in the file."""
 
     shape: tuple[int, ...]  # extents, the rows first
@@ -75,7 +75,7 @@ class Tensor:
 class GgufFile:
     path: Path
     metadata: Mapping[str, Any]  # values by key: int, float, bool, str, or a list of these
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, GgufTensor]
 
     def refusal(self, key: str, problem: str) -> BadGguf:
         return BadGguf(self.path, key, problem)
@@ -192,7 +192,7 @@ class _Reader:
         self._array_bytes += self._at - began
         return texts
 
-    def tensors(self, count: int, alignment: int) -> dict[str, Tensor]:
+    def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
         """Return the tensors with their places in the file: inside it, aligned, and none over another."""
         described: dict[str, tuple[tuple[int, ...], str, int, int]] = {}
         for number in range(count):
@@ -202,7 +202,7 @@ class _Reader:
             described[name] = self._tensor(name, alignment)
         begin = -(-self._at // alignment) * alignment
         tensors = {
-            name: Tensor(shape, kind, begin + offset, row_bytes)
+            name: GgufTensor(shape, kind, begin + offset, row_bytes)
             for name, (shape, kind, offset, row_bytes) in described.items()
         }
         reached, before = begin, ""
