@@ -19,7 +19,7 @@ from fairway.formats.decoder_config import parse_config
 from fairway.formats.weights import SINGLE, expected_shapes
 from fairway.importing.gguf_config import ROPE_DIVISORS, config_of
 from fairway.importing.gguf_file import BadGguf, GgufFile, GgufTensor, read_gguf
-from fairway.importing.gguf_tokenizer import Tokens, tokens_of
+from fairway.importing.gguf_tokenizer import GgufTokens, tokens_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -135,7 +135,7 @@ def _require_readable(file: GgufFile, source: str, type_name: str) -> None:
         raise file.refusal(source, f"its type {type_name} cannot be dequantised")
 
 
-def _write_small(folder: Path, config: dict[str, Any], tokens: Tokens) -> None:
+def _write_small(folder: Path, config: dict[str, Any], tokens: GgufTokens) -> None:
     generation: dict[str, Any] = dict(tokens.ids)
     if tokens.end_ids:
         generation["eos_token_id"] = list(tokens.end_ids)

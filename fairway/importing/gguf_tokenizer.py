@@ -62,7 +62,7 @@ SPLITS: Final[Mapping[str, _Split]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class GgufTokens:
     """What the metadata decides about tokens."""
 
     tokenizer: dict[str, Any]  # content of tokenizer.json
@@ -72,7 +72,7 @@ class Tokens:
     templates: dict[str, str]  # chat templates by the name of their file
 
 
-def tokens_of(file: GgufFile, vocab_size: int) -> Tokens:
+def tokens_of(file: GgufFile, vocab_size: int) -> GgufTokens:
     """Return the tokenizer of a file whose embedding has this many rows. Raises BadGguf."""
     tokens = _list(file, TOKENS, str)
     if not 0 < len(tokens) <= vocab_size:
@@ -108,7 +108,7 @@ def tokens_of(file: GgufFile, vocab_size: int) -> Tokens:
         parts["post_processor"] = _template(vocab, first, last)
     named = {f"{name}_token": tokens[number] for name, number in ids.items() if number is not None}
     ends = [ids["eos"], *(_id(file, key, len(tokens)) for key in ("eot", "eom"))]
-    return Tokens(
+    return GgufTokens(
         parts,
         {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named},
         {f"{name}_token_id": ids[name] for name in ("bos", "eos", "pad") if ids[name] is not None},
