@@ -69,7 +69,7 @@ class Suspicion:
 
 
 @dataclass(frozen=True, slots=True)
-class Retry:
+class Rerun:
     """Run it again, apart if it is a suspect."""
 
     suspicion: Suspicion
@@ -89,7 +89,7 @@ class LostTooOften:
     losses: int
 
 
-Verdict = Retry | Condemned | LostTooOften
+Verdict = Rerun | Condemned | LostTooOften
 
 
 def judge(suspicion: Suspicion, cause: LossCause, role: StepRole, *, others_killed: bool) -> Verdict:
@@ -102,7 +102,7 @@ def judge(suspicion: Suspicion, cause: LossCause, role: StepRole, *, others_kill
         return Condemned(found.lone_faults + found.lone_kills)
     if found.lost >= MAX_LOSSES or found.crashes >= MAX_CRASHES:
         return LostTooOften(found.lost + found.crashes + found.lone_faults)
-    return Retry(found)
+    return Rerun(found)
 
 
 def _counted(before: Suspicion, cause: LossCause, role: StepRole, *, others_killed: bool) -> Suspicion:
