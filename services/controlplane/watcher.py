@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from services.controlplane.fleet import Snapshot, read_snapshot, readable, snapshot_of
+from services.controlplane.fleet import FleetSnapshot, read_snapshot, readable, snapshot_of
 from services.controlplane.resources.budgets import BudgetView
 from services.controlplane.resources.objectives import ObjectiveView
 from services.controlplane.resources.resources import R, Stored
@@ -139,7 +139,7 @@ async def watch_resources(
 class ResourceWatch:
     """The position of one watch. ``revision``: everything up to there was reported."""
 
-    def __init__(self, snapshot: Snapshot, kinds: Collection[ResourceKind], after_revision: int) -> None:
+    def __init__(self, snapshot: FleetSnapshot, kinds: Collection[ResourceKind], after_revision: int) -> None:
         self.revision = after_revision
         self._snapshot = snapshot
         self._plain = [kind for kind in ResourceKind if kind in kinds and kind not in _COMPOSED]
@@ -186,7 +186,7 @@ class ResourceWatch:
         return _since(keys, views, self._composed) if sent is None else _differences(sent, views)
 
 
-def composed_views(snapshot: Snapshot, kinds: Collection[ResourceKind]) -> dict[Name, View]:
+def composed_views(snapshot: FleetSnapshot, kinds: Collection[ResourceKind]) -> dict[Name, View]:
     """Return every deployment and node in the snapshot, as far as ``kinds`` includes them."""
     found: dict[Name, View] = {}
     unplaced = unplaced_in(snapshot.fleet) if kinds else {}
@@ -270,7 +270,9 @@ def _plain_name(key: str) -> Name | None:
     return (ResourceKind.MODEL_TAG, f"{model}/{name}") if kind == "tags" else None
 
 
-def _advanced(snapshot: Snapshot, revision: int, events: Iterable[KeyChanged | KeyRemoved]) -> Snapshot:
+def _advanced(
+    snapshot: FleetSnapshot, revision: int, events: Iterable[KeyChanged | KeyRemoved]
+) -> FleetSnapshot:
     """Return the snapshot with the changes that are newer than it."""
     entries = dict(snapshot.entries)
     moved = False
