@@ -231,8 +231,8 @@ class LoadFailed(EngineMessage, frozen=True):
 
 
 class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one position: of an output after penalties and bias, before the filters;
-    of a prompt as the model gives them."""
+    """Natural-log probabilities at one position. An output's are after penalties and bias and before the
+    filters; a prompt's are those of the model."""
 
     sampled: float
     top_ids: list[int]

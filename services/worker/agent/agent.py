@@ -455,7 +455,7 @@ def _assignment(entry: Entry) -> Assignment:
 def _share(
     slots: Sequence[VersionSlot], desired: Mapping[str, AssignedVersion], observed: Mapping[str, Slot]
 ) -> MemoryShare | None:
-    """Return an engine's claim on memory: of the versions that share it, those that stay decide.
+    """Return an engine's claim on memory. It follows the versions that share the engine and stay.
 
     Where all leave, or need no memory, it is what they hold.
     """

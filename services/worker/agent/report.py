@@ -42,8 +42,8 @@ class WorkerIdentity:
 def take_snapshot(host: SequenceHost, identity: WorkerIdentity, *, whole: bool) -> ReportSnapshot:
     """Return the levels, and the deltas since the previous call, which the caller owns from now on.
 
-    ``whole``: for the first report of a stream. It lists every live sequence, every cached prefix block and
-    the counters of the last leader. Other reports list no sequences and no counters, and only the changes
+    ``whole`` is set for the first report of a stream. It lists every live sequence, every cached prefix block
+    and the counters of the last leader. Other reports list no sequences and no counters, and only the changes
     of the prefix blocks. This is one synchronous step, so the acknowledged grants and the blocks reserved for
     them belong to the same instant.
     """

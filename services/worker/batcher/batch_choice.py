@@ -95,7 +95,7 @@ class BatchChoice:
         self._turns.lease(slots)
 
     def add(self, row: LiveRow, now_s: float, running: BatchRun | None) -> FairwayError | None:
-        """Let the row wait, or return why it cannot. ``running``: in the process that serves."""
+        """Let the row wait, or return why it cannot. ``running`` is the batch of the serving process."""
         spec, most = row.spec, self._model.max_tokens
         if spec.transport_s:
             self._transport_s += _TRANSPORT_GAIN * (spec.transport_s - self._transport_s)

@@ -38,7 +38,7 @@ class MeasuredModel:
 def measure(
     model: FixedCostModel, meter: Callable[[], MemoryMeter], *, now_s: Callable[[], float] = time.perf_counter
 ) -> MeasuredModel:
-    """Return the costs after some runs of ``model``. ``meter``: of the memory of the device that it runs on.
+    """Return the costs after some runs of ``model``. ``meter`` measures the memory of the model's device.
 
     Rows with a length, in tokens or in tiles of an image, are measured at two lengths.
     """

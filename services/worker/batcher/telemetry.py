@@ -82,8 +82,8 @@ class BatcherTelemetry:
         self._computing_s = instruments.seconds.cell(label, "computing")
 
     def ran(self, *, lengths: Sequence[int], width: int, most_rows: int, cause: str) -> None:
-        """Count an answered batch. ``lengths``: tokens by row; ``width``: of each padded row, 0 without
-        padding."""
+        """Count an answered batch. ``lengths`` are the tokens of each row; ``width`` is that of each padded
+        row, 0 without padding."""
         rows = len(lengths)
         self._rows.observe(rows)
         self._fill.observe(min(1.0, rows / most_rows))

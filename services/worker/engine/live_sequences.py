@@ -70,7 +70,7 @@ class LiveSequences:
             self._planner.compiled(sequence)
 
     def masked(self, handle: int) -> None:
-        """Plan a sequence whose mask was computed apart."""
+        """Plan a sequence whose mask was computed in the separate thread."""
         self._planner.masked(self._live[handle])
 
     def end_at_once(self, handle: int, reason: FinishReason, error: str = "") -> None:
@@ -269,7 +269,7 @@ def accepted_proposals(batch: Batch, samples: Samples) -> dict[int, int]:
 
 
 def standing_rows(batch: Batch, accepted: Mapping[int, int], rows: int) -> list[int]:
-    """Return which of the sampling rows stand: of a decode the first, and one per accepted proposal."""
+    """Return which sampling rows stand: the first of each decode, and one for each accepted proposal."""
     standing: list[int] = []
     row = 0
     for index in range(len(batch.decodes)):

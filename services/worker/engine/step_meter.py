@@ -133,7 +133,7 @@ class StepMeter:
     def report(self, ended: Collection[int], *, airborne: bool) -> tuple[dict[int, int], list[int]]:
         """Return ``device_us`` and ``settled`` of ``Stepped``.
 
-        ``ended``: reported as finished now; where a batch is ``airborne``, which may compute a row of theirs,
+        ``ended`` are reported as finished now. If a batch is ``airborne``, it may compute a row of theirs, so
         they are settled with the next report.
         """
         is_due = self._unreported_s + self._steady_s >= REPORT_S

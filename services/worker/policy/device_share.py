@@ -7,7 +7,7 @@ The duration is modelled as in the scheduler's step times and the simulator's co
 
 A sequence weighs what it adds to the step: a decode its rows and its context, a prefill chunk its tokens, the
 tokens before each of them, and those that it scores: the head of the model computes their log-probabilities.
-The base, which is there for all of them, weighs on each sequence alike. The weights are scaled to the
+The base, which all of them need, weighs equally on each sequence. The weights are scaled to the
 measured duration, so that the shares of a step sum to it. The coefficients are fitted to the engine's own
 steps; only their ratios matter.
 """
@@ -45,7 +45,7 @@ PRIOR: Final = StepCosts(10e-3, 50e-6, 0.0, 50e-6, 0.0, 50e-6)
 class StepWork(NamedTuple):
     """What the sequences of a step compute together, or of several steps with the same decodes on average.
 
-    ``sequences``: decodes and prefill chunks. ``rows``: of decodes, one each and one per proposal.
+    ``sequences`` counts decodes and prefill chunks; ``rows`` counts one for each decode and proposal.
     """
 
     sequences: int
@@ -71,7 +71,8 @@ class StepPrices(NamedTuple):
         return self.sequence_s + rows * self.row_s + length * self.attended_s
 
     def chunk(self, start: int, end: int, scored: int = 0) -> float:
-        """Return the share of a prefill of the positions ``start`` to ``end``, of which it scores so many."""
+        """Return the share of a prefill of the positions ``start`` to ``end`` that scores ``scored`` of
+        them."""
         attended = attended_before(start, end)
         computed_s = (end - start) * self.prefill_s + attended * self.prefill_attended_s
         return self.sequence_s + computed_s + scored * self.scored_s
@@ -103,7 +104,7 @@ def prices(costs: StepCosts, work: StepWork, step_s: float) -> StepPrices:
 
 class MeasuredCosts:
     """The costs of an engine's steps, fitted while it runs. Steps without prefill, with it, and with scored
-    tokens are sampled apart, since only the differences between them show what such tokens cost."""
+    tokens are sampled separately, since only the differences between them show what such tokens cost."""
 
     def __init__(self, costs: StepCosts = PRIOR) -> None:
         """``costs`` holds until there are enough samples."""

@@ -1,4 +1,4 @@
-"""Prefill in a step: how many prompt tokens beside its decodes, and how its prefills share them. Pure.
+"""Prefill in a step: how many prompt tokens join its decodes, and how its prefills share them. Pure.
 
 Budget: chunked prefill bounds the ITL of running streams (Sarathi-Serve, OSDI'24); here the chunk size
 follows the measured step times. After a step of ``p`` prompt tokens that took ``t`` seconds, the budget for a
@@ -17,7 +17,7 @@ Shares: shortest remaining time first has the least mean delay, but starves long
   becomes the oldest after it;
 - a short one is delayed by shorter ones only: a prefill of ``r`` tokens finishes within
   ``ceil((r + w) / (budget - share))`` steps, where ``w`` counts the tokens that preceded it meanwhile, and
-  within one step if ``w + r`` fits beside the share of the oldest one, however long that one is.
+    within one step if ``w + r`` fits besides the share of the oldest one, however long that one is.
 
 Classes are weighted as in Smith's rule (weighted shortest processing time, 1956): a token of a class counts
 ``CLASS_FACTOR`` times a token of the class above. So a short prompt overtakes a long one of a higher class,

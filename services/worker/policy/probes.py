@@ -44,7 +44,8 @@ _SAMPLING: Final = {
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeed:
-    """What a probe's time is derived from. ``full_step_s``: of a step with ``token_budget`` tokens."""
+    """What a probe's time is derived from. ``full_step_s`` is the time of a step with ``token_budget``
+    tokens."""
 
     token_budget: int
     full_step_s: float
@@ -112,7 +113,7 @@ def _deadline_s(estimate_s: float) -> float:
 
 
 def answer_problem(prompt: Submit, tokens: Sequence[int], reason: str, error: str, vocab_size: int) -> str:
-    """Return why the answer to a prompt fails the probe, empty if it does not. ``error``: of the engine."""
+    """Return why the answer to a prompt fails the probe, empty if it does not. ``error`` is the engine's."""
     if reason == "not_finite":
         return error or "the model returned no finite numbers"
     if reason == "error":
@@ -148,8 +149,8 @@ def plan_row_probe(
 ) -> RowProbePlan:
     """Return a batch of the recorded widths, the longest first, as many as the memory of a batch allows.
 
-    Images have one size, the largest. ``max_tokens``: of a row, or tiles of an image; 0: rows have no length.
-    ``memory_bytes`` 0: no bound.
+    Images have one size, the largest. ``max_tokens`` is the longest row in tokens or the largest image in
+    tiles; 0: rows have no length. ``memory_bytes`` 0: no bound.
     """
     fitting = tuple(shape for shape in shapes if shape.sampling is SamplingKind.ROW) or DEFAULT_ROWS
     lengths = sorted({max(1, min(shape.input_tokens, max_tokens or 1)) for shape in fitting}, reverse=True)

@@ -258,7 +258,7 @@ class EngineProcess:
         return True
 
     async def stop(self) -> None:
-        """Return once the process has ended: by request, or killed after ``shutdown_s``. Idempotent."""
+        """Return once the process has ended, or was killed after ``shutdown_s``. Idempotent."""
         if self._process is None:
             return
         self._stopping = True

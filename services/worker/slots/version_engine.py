@@ -84,10 +84,10 @@ class TookTooMuch:
 
 @dataclass(frozen=True, slots=True)
 class CrashShare:
-    """What one version has of an engine's end.
+    """How an engine's end counts for one version.
 
-    ``counts``: as its crash, unless a sequence of another version was in the step. ``leads``: it counts the
-    process in the metrics.
+    ``counts``: it counts as the version's crash, unless a sequence of another version was in the step.
+    ``leads``: this version counts the process in the metrics, so that it is counted once.
     """
 
     counts: bool = True

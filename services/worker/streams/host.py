@@ -126,7 +126,7 @@ class SequenceHost:
         self.changed()
 
     def takes(self, version_digest: str) -> bool:
-        """Whether new sequences of the version are admitted, apart from free capacity."""
+        """Whether new sequences of the version are admitted if there is free capacity."""
         table, rows = self._tables.get(version_digest), self._row_tables.get(version_digest)
         if (table is None or table.stalled) and (rows is None or not rows.ready):
             return False

@@ -284,8 +284,8 @@ class SequenceTable:
     def charge(self, *, at_once: bool) -> None:
         """Charge the output of running sequences, at once or when the interval has passed.
 
-        Not with each report: that would list the tenant of every running sequence each time, which would be
-        most of the scheduler's work. The rest of a sequence's output is charged at its end.
+        Reports do not charge it each time: that would list the tenant of every running sequence, which would
+        be most of the scheduler's work. The rest of a sequence's output is charged at its end.
         """
         now_s = self._clock.monotonic_s()
         if not at_once and now_s - self._charged_s < CHARGE_S:

@@ -50,7 +50,7 @@ class Vocabulary(Protocol):
     """The token texts of one model version, shared by all its sequences.
 
     ``texts[token]`` is the token's text in any context, None if it depends on its neighbours. ``texts`` is
-    empty if no token has a text of its own. Only ``cover`` ever changes it.
+    empty if every token's text depends on its neighbours. Only ``cover`` ever changes it.
     """
 
     @property

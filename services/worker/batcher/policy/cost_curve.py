@@ -35,7 +35,8 @@ UNMEASURED_RATIO: Final = 1.5  # ratio of a high quantile to the mean while noth
 
 @dataclass(frozen=True, slots=True)
 class CostPrior:
-    """Seconds before anything is measured: of a batch, of a row more, of a token or tile more."""
+    """Assumed seconds before anything is measured: per batch, per additional row, per additional token or
+    tile."""
 
     batch_s: float = 2e-3
     row_s: float = 1e-4

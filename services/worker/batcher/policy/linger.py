@@ -90,7 +90,7 @@ def linger_bound(
 
 
 def window_of(width: int, bound: LingerBound, expected: Expected, target_s: float) -> BatchWindow:
-    """Return what explains the bound of a batch that started. ``target_s``: of its row due first."""
+    """Return what explains the bound of a batch that started. ``target_s`` is that of its row due first."""
     return BatchWindow(
         width=width,
         linger_s=bound.linger_s,

@@ -54,7 +54,8 @@ class TenantTurns:
         return len(self._seen_s) > 1
 
     def tags(self, rows: Iterable[WaitingRow], cost_s: Callable[[int], float]) -> dict[int, float]:
-        """Return the tags by row number. ``rows``: by due time; ``cost_s``: of a row of a width."""
+        """Return the tags by row number. ``rows`` are in order of due time; ``cost_s`` maps a width to a
+        row's cost."""
         found: dict[int, float] = {}
         begin_s: dict[str, float] = {}
         costs: dict[int, float] = {}

@@ -1,13 +1,13 @@
-"""The constrained outputs of one engine: grammars are compiled and masks computed beside the steps.
+"""The constrained outputs of one engine: grammars are compiled and masks computed in parallel to the steps.
 
 A matcher follows its output: it consumes what was produced since its last mask, by any run. So a
 resumed output is replayed, a preempted one goes on, and a step that is discarded leaves nothing behind. The
 engine's thread owns the table; a matcher is used by one thread at a time, because masks are waited for before
-their step is committed, and a sequence whose mask is computed apart is in no step.
+their step is committed, and a sequence whose mask is computed separately is in no step.
 
 A step waits for its masks, so what they take is bounded: those beyond the step's budget are late, and their
 rows are computed again in the next step. An output whose masks take too much on average is slow: it is
-computed apart, in a thread of low priority, and its sequence waits for that without delaying others.
+computed in a separate thread of low priority, and its sequence waits for that without delaying others.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class _OutputMasks:
-    """Masks of an output in a step. ``waits``: its first one is to be computed apart."""
+    """Masks of an output in a step. ``waits``: the first of them is to be computed separately."""
 
     output: _Output
     request: MaskRequest
@@ -105,7 +105,7 @@ class Constraints:
 
     @property
     def any_pending(self) -> bool:
-        """Whether a grammar is being compiled, or a mask computed apart."""
+        """Whether a grammar is being compiled, or a mask computed separately."""
         return bool(self._pending or self._masks)
 
     def begin(self, handle: int, constraint: Constraint) -> None:
@@ -115,7 +115,7 @@ class Constraints:
     def take_compiled(self, *, timeout_s: float = 0.0) -> list[Compiled]:
         """Return the sequences whose grammars were compiled since the call before, in their order.
 
-        With a timeout, wait so long for the first one, or for a mask that is computed apart.
+        With a timeout, wait so long for the first one, or for a mask that is computed separately.
         """
         if timeout_s > 0 and self.any_pending:
             pending: list[Future[Any]] = [*self._pending.values(), *self._masks.values()]
@@ -124,14 +124,14 @@ class Constraints:
         return [self._settle(handle) for handle in done]
 
     def take_masked(self) -> list[int]:
-        """Return the sequences whose masks were computed apart since the call before."""
+        """Return the sequences whose masks were computed separately since the call before."""
         done = [handle for handle, future in self._masks.items() if future.done()]
         for handle in done:
             self._outputs[handle].mask = self._masks.pop(handle).result()
         return done
 
     def is_slow(self, handle: int) -> bool:
-        """Whether the next mask of a sequence is to be computed apart."""
+        """Whether the next mask of a sequence is to be computed separately."""
         output = self._outputs.get(handle)
         return handle in self._masks or (output is not None and output.is_slow)
 

@@ -112,7 +112,7 @@ def graphed(
     *,
     warm: bool,
 ) -> Forward:
-    """Return the decoder with graphs, or as it is where it has none; ``warm``: of all batch sizes at once."""
+    """Return the decoder, with graphs where it supports them; ``warm`` captures all batch sizes at once."""
     from services.worker.engine.cuda.attention import TritonAttention
 
     if model.rope.depends_on_length or not isinstance(attention, TritonAttention):

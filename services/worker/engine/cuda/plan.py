@@ -138,9 +138,9 @@ def plan_step(spans: Spans, cutting: Cutting, *, block_size: int) -> StepPlan:
 
 
 def cut(length: Integers, cutting: Cutting, *, window: int | None, capacity: int) -> Pieces:
-    """Return the pieces of decode rows with ``length`` keys each, of which a window sees the last ones.
+    """Return the pieces of decode rows with ``length`` keys each; a window sees the last of these.
 
-    A row without keys gets none. At most ``capacity`` pieces, where cuts are not fixed.
+    A row without keys gets none. There are at most ``capacity`` pieces where cuts are not fixed.
     """
     tile = cutting.tile
     lowest = np.zeros_like(length) if window is None else np.maximum(length - np.int32(window), 0)

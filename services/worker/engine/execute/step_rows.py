@@ -43,7 +43,7 @@ class StepRows:
 class Seats:
     """Arrays in the order of a batch's decodes. They are valid until the next ``rows``.
 
-    What a seat keeps is fixed for a sequence but for its block table: that one is written again when
+    What a seat keeps is fixed for a sequence, except for its block table, which is written again when
     ``table_version`` has moved.
     """
 
@@ -56,7 +56,7 @@ class Seats:
         self._columns: SamplingColumns = columns_of(())
 
     def rows(self, batch: Batch) -> StepRows:
-        """Return the rows of a step: of each decode its last token and its proposals, then the chunks."""
+        """Return the rows of a step: each decode's last token and its proposals, then the chunks."""
         self._seat(batch.decodes)
         decodes = self._decode_rows(batch)
         return self._with_chunks(decodes, batch.prefills) if batch.prefills else decodes
@@ -119,7 +119,7 @@ class Seats:
         return StepRows(tokens, positions, columns.prompt_tokens, slots, seats, spans, sampling)
 
     def _verifying_rows(self, batch: Batch, lengths: Ints, last: Ints) -> StepRows:
-        """Return rows of which some decodes have several: one more than the sequence has proposals."""
+        """Return the rows of a step whose decodes have a row more than they have proposals."""
         proposals = batch.proposals
         counts = np.ones(len(lengths), np.int64)
         for index, proposed in proposals.items():

@@ -36,8 +36,8 @@ class Forward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A step that was not collected. ``sampled`` is None if no row is sampled. ``hidden``: of the rows
-    ``embedded``, float32 on the device."""
+    """A step that was not collected. ``sampled`` is None if no row is sampled. ``hidden`` has the states of
+    the rows ``embedded`` as float32 on the device."""
 
     sampled: Sampled | None
     embedded: list[int]
@@ -126,7 +126,8 @@ class TorchExecutor:
         return self._attention.contexts_at_once
 
     def moving_bytes(self, blocks: int) -> int:
-        """Return what a change to or from so many blocks takes while it goes on, beside the larger pool."""
+        """Return the bytes that a change to or from so many blocks takes while it runs, besides the larger
+        pool."""
         return self._cache.moving_bytes(blocks)
 
     def resize(self, blocks: int, *, warm: bool = False) -> None:

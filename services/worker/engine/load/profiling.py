@@ -1,4 +1,4 @@
-"""The profiling step: the largest steps that the limits allow, and the pool that is left beside them.
+"""The profiling step: the largest steps that the limits allow, and the pool that is left besides them.
 
 The batches are made up: their sequences share one block, whose KV means nothing.
 """
@@ -29,9 +29,9 @@ MOST_PAIRS: Final = 1 << 24
 def largest_batches(config: EngineConfig, ready: Ready, *, contexts_at_once: int) -> Iterator[Batch]:
     """Yield batches that take as much memory as any within the limits, each row with every sampling feature.
 
-    As many tokens as the budget has, and as many sampling rows as there are sequences; with speculation, as
-    many sampling rows as proposals make; and where attention holds memory that grows with the contexts of
-    ``contexts_at_once`` sequences, so many decodes, and a chunk, at the end of a context.
+    They have as many tokens as the budget, and as many sampling rows as there are sequences; with
+    speculation, as many as proposals make. Where attention holds memory that grows with the contexts of
+    ``contexts_at_once`` sequences, so many decodes, and a chunk, stand at the end of a context.
     """
     sampling = _costliest(ready.vocab_size)
     rows, sequences, longest = config.token_budget, config.max_sequences, max(1, ready.max_model_len - 1)
@@ -99,7 +99,7 @@ def _costliest(vocab_size: int) -> Sampling:
 
 
 def _sequence(tokens: int, sampling: Sampling, config: EngineConfig, *, spare: int = 0) -> SequenceState:
-    """Return a sequence of which all but the last token, or nothing, is computed; half of it is output."""
+    """Return a sequence with all but the last token computed, or nothing; half of it is output."""
     prompt = max(1, tokens // 2)
     submit = Submit(0, Prompt([0] * prompt), sampling, _LIMITS, 1 << 30, produced_ids=[0] * (tokens - prompt))
     sequence = sequence_of(submit, arrival=0, eos_ids=frozenset())

@@ -137,7 +137,7 @@ class Planner:
     def plan(self) -> tuple[Batch, list[SequenceState]]:
         """Return the next batch, with its blocks reserved, and the sequences that are handed back.
 
-        The batch computes at most ``token_budget`` tokens. Of sequences with credit the older take blocks
+        The batch computes at most ``token_budget`` tokens. The older sequences with credit take blocks
         from the younger, never the reverse, so the oldest always moves and everything finishes; those
         without credit are preempted for any of them, so that a slow reader delays no other. Each with a seat
         prefills: the shortest rest first, the oldest with a share of its own, so that a short prompt does not
@@ -145,7 +145,7 @@ class Planner:
         beyond its end is preempted in each plan.
 
         Suspects of a crash start before others, one at a time, and run in steps of their own. While one does,
-        every other step is that of the others.
+        every other step computes the others.
         """
         self._seat_returning()
         handed_back = [*self._release_closed(), *self._grow()]
@@ -309,7 +309,7 @@ class Planner:
         return True
 
     def _batch(self, copies: list[tuple[int, int]]) -> Batch:
-        """Return the suspect's step, or that of all others: in turn, while both have something to compute."""
+        """Return the suspect's step or that of all others, in turn while both have something to compute."""
         suspect, places = self._running_suspect(), self._places
         if suspect is None:
             return Batch(
@@ -358,7 +358,8 @@ class Planner:
     def _victim(self) -> SequenceState:
         """Return the sequence to preempt for a decode: one that waits for its reader, else the youngest.
 
-        Those that wait for their readers keep their KV where others hold all of it: it would free nothing.
+        Sequences that wait for their readers keep KV that others hold too, because preempting them frees
+        nothing.
         """
         if self._blocks.freed_by([sequence.blocks for sequence in self._places.stalled]):
             return self._admission.stalled_victim()

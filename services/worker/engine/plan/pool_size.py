@@ -14,7 +14,7 @@ from services.worker.engine.speculation.speculator import Speculator
 
 
 class PoolSize:
-    """Owns the changes of one pool, of the memory behind it and of the draft's beside it."""
+    """Owns the changes of one pool, of the memory behind it, and of the draft model's pool."""
 
     def __init__(self, blocks: BlockPool, executor: Executor, speculation: Speculator | None) -> None:
         self._blocks = blocks

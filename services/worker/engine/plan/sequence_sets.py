@@ -108,7 +108,7 @@ class SequenceSets:
 
 
 class WaitQueue:
-    """Sequences in (priority, arrival) order, long prompts apart. Head and push of the newest are cheap.
+    """Sequences in (priority, arrival) order, long prompts separately. Head and push of the newest are cheap.
 
     ``is_long`` of a sequence stays while it is here.
     """

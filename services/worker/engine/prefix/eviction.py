@@ -61,7 +61,7 @@ class FrequencySketch:
         return (least + 1) // 2
 
     def requests(self, name: int) -> int:
-        """Return how often the name was requested lately; never an underestimate, halvings apart."""
+        """Return how often the name was requested lately; halvings are the only cause of an underestimate."""
         return (min(self._low[name & self._mask], self._high[(name >> 32) & self._mask]) + 1) // 2
 
     def _halve(self) -> None:

@@ -55,7 +55,7 @@ RuleOut: TypeAlias = Callable[[torch.Tensor, RuledRows], None]
 class Sampled:
     """The samples of a step, perhaps still being computed on the device.
 
-    ``tokens`` [rows] are NO_TOKEN where a row has none. Of the rows in ``logged``, ``own`` [logged] is the
+    ``tokens`` [rows] are NO_TOKEN where a row has none. For the rows in ``logged``, ``own`` [logged] is the
     log-probability of the token, ``top`` are the greatest and their tokens [logged, width]; ``wanted`` is
     how many of these are reported. ``copied``: all is on the host once this event of a CUDA stream is over.
     """
@@ -98,7 +98,7 @@ class Sampled:
 
 
 def torch_rule_out(logits: torch.Tensor, ruled: RuledRows) -> None:
-    """See ``RuleOut``: of any device, which receives the bits alone."""
+    """See ``RuleOut``. It works on any device, which receives only the bits."""
     bits = _on(torch.from_numpy(ruled.allowed), logits)[:, :, None]
     allowed = bits.bitwise_and(_on(BITS, logits)).flatten(1)[:, : logits.shape[1]]
     biases = torch.where(allowed == 0, -math.inf, 0.0)

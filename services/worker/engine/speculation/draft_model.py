@@ -146,7 +146,7 @@ class DraftModel:
         return self._take(drafts, samples.tokens, samples.errors)
 
     def _take(self, drafts: list[_Draft], tokens: list[int], errors: dict[int, str]) -> list[_Draft]:
-        """Append a token to each; return those of which more are wanted."""
+        """Append a token to each; return the drafts that want more."""
         going: list[_Draft] = []
         for row, (draft, token) in enumerate(zip(drafts, tokens, strict=True)):
             draft.state.computed = len(draft.state.tokens)
