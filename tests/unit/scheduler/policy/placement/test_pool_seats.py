@@ -27,7 +27,7 @@ PROFILE = PlacementProfile(sample=2, holders=2)
 def level(candidate: Candidate) -> SeatLevel:
     reasons = (
         (candidate.ready, "ready"),
-        (candidate.heard, "heard"),
+        (candidate.reporting, "heard"),
         (not candidate.draining, "not_draining"),
         (not candidate.ejected, "not_ejected"),
     )
