@@ -152,7 +152,7 @@ class AppliedReports:
         return snapshot
 
     def note(self, snapshot: ReportSnapshot, *, first: bool) -> None:
-        """Record an applied report. ``first``: of its stream, so that it contains all prefix blocks."""
+        """Record an applied report. ``first``: it begins its stream, so it contains all prefix blocks."""
         worker_id = snapshot.worker_id
         incarnation, number = self._deltas.pop(worker_id, (0, 0))
         number = number if incarnation == snapshot.incarnation else 0

@@ -257,7 +257,7 @@ class Overload:
         return tuple(pressed[:MAX_PRESSURES])
 
     def pressure_by_model(self) -> dict[str, float]:
-        """Return the pressure of each model: that of its version with the highest pressure."""
+        """Return the highest pressure among each model's versions."""
         found: dict[str, float] = {}
         for digest, pool in self._pools.items():
             if pool.model:

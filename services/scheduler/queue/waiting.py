@@ -169,7 +169,7 @@ class OpenGate:
 class DecisionObserver(Protocol):
     """Receives the attempts to place a placement, to explain it later.
 
-    Of the ``short_attempts`` of a placement it receives only the first, because there may be many."""
+    It receives only the first of a placement's ``short_attempts``, because there may be many."""
 
     def decided(self, item: QueuedPlacement, found: Chosen | NoWorker, *, over_share: bool = False) -> None:
         """``over_share``: only workers without a backlog were eligible, because the tenant holds more than

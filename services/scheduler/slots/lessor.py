@@ -72,7 +72,8 @@ class SlotLessor:
             self._changed[digest] = None
 
     def reported(self, snapshot: ReportSnapshot, now_s: float, *, first: bool) -> None:
-        """Apply a worker's device time. ``first``: of its stream, so that all tenants' slots are sent."""
+        """Apply a worker's device time. ``first``: the report begins its stream, so all tenants' slots are
+        sent."""
         for use in snapshot.tenants:
             if use.rows and (pool := self._pools.get(use.digest)) is not None:
                 pool.measure(use, now_s)

@@ -117,7 +117,8 @@ class SlotPool:
     # --- plan -------------------------------------------------------------------------------------
 
     def plan(self, workers: Sequence[RowWorker], row_s: float, now_s: float) -> None:
-        """Change leases towards the fair division of the workers' slots. ``row_s``: of a row of anybody."""
+        """Change leases towards the fair division of the workers' slots. ``row_s`` is the mean time of all
+        rows."""
         self.book.settle(now_s)
         serving = {worker.worker_id: worker for worker in workers}
         self.book.observe(workers, now_s)

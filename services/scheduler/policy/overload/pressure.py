@@ -179,7 +179,7 @@ class Backlog:
     ) -> float:
         """Return the tokens that are served before a placement of ``own_tokens`` that the tenant submits now.
 
-        ``weights``: those of waiting tenants that differ from 1; ``weight``: that of this tenant.
+        ``weights`` has the weights of waiting tenants that differ from 1; ``weight`` is this tenant's.
         """
         mine = self._tokens[priority].get(tenant, 0.0)
         horizon = (mine + own_tokens) / weight

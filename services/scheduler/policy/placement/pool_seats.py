@@ -186,7 +186,7 @@ class PoolSeats:
         cached_tokens: Callable[[Sequence[str]], Mapping[str, int]] = lambda _: {},
     ) -> Chosen | NoWorker:
         """Return a worker that passes the filters, whenever one has room for the whole query, or why there is
-        none. Of the workers that have room only because they share its prefix, some are evaluated.
+        none. Workers that have room only because they share its prefix are evaluated in part.
 
         ``holders`` are evaluated besides the sample; ``cached_tokens`` returns the cached prompt tokens of
         workers.
@@ -316,7 +316,8 @@ class PoolSeats:
         return choose(query, candidates, profile, rng, cached_tokens=cached, filters=filters)
 
     def _nobody(self, query: PlaceQuery, found: NoWorker | None) -> NoWorker:
-        """Return why no seat passes: by the sizes of the serving seats, because none of them has room now."""
+        """Return why no seat passes, judged by the sizes of the serving seats, because none of them has room
+        now."""
         sizes = dict(self._sizes)
         excluded = 0
         for worker_id in dict.fromkeys(query.excluded_workers):

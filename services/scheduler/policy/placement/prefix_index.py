@@ -15,7 +15,7 @@ Bound: at ``max_blocks`` names a new name evicts the next one that was not used 
 
 Expected blocks: a grant marks its prefix as expected on its worker for at most ``EXPECTED_S``, until reports
 confirm it, so that a burst of requests with one new prefix goes to one worker. This does not apply to a
-worker that never reported a cached block. Of a long prefix, one position in eight of its octave is recorded.
+worker that never reported a cached block. A long prefix has one position in eight of its octave recorded.
 Pure; single writer.
 """
 

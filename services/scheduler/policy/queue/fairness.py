@@ -209,7 +209,7 @@ class FairShares:
     def close(self, tenant: str, worker_id: str, virtual: float, *, used_tokens: float = 0.0) -> None:
         """End an advance: return its unused part, and change nothing else.
 
-        ``used_tokens``: what reports have charged for its sequence.
+        ``used_tokens`` is what reports have charged for its sequence.
         """
         account = self._accounts.get(tenant)
         tab = None if account is None else account.tabs.get(worker_id)
