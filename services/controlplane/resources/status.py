@@ -1,4 +1,4 @@
-"""The status of deployments and nodes: the operator's settings beside the fleet's state."""
+"""The status of deployments and nodes: the operator's settings compared with the fleet's state."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ class RolloutController:
 def judged(
     rollout: Rollout, route: ModelRoute, windows: Mapping[str, ArmWindow], *, lasted_ratio: float = 1.0
 ) -> dict[str, GateReport]:
-    """Return the gate of each candidate. ``windows``: what was measured in the step, by version digest.
+    """Return the gate of each candidate. ``windows`` has what was measured in the step, by version digest.
 
     ``lasted_ratio``: how long the stable version was measured, over how long the candidates were.
     """
@@ -262,10 +262,10 @@ def _finite(value: float) -> float:
 
 
 def gate_plan(rollout: Rollout, load: float) -> GatePlan:
-    """Return how an arm is compared in the present step. ``load``: of its replica over a stable one's.
+    """Return how an arm is compared in the present step. ``load`` is its replica's over a stable one's.
 
     With less load, whole engine steps are compared instead of shares of them: smaller batches have larger
-    shares. What more load makes worse does not count, nor do the latencies of copies: they run in another
+    shares. What more load makes worse does not count. Nor do the latencies of copies, which run in another
     class than the requests that they are compared with.
     """
     metrics = rollout.gate.metrics or tuple(DEFAULT_BOUNDS)

@@ -52,7 +52,7 @@ _TRIES: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """A rollout beside what the fleet reports. ``fits``: of a start that is only planned."""
+    """A rollout and what the fleet reports of it. ``fits`` is set for a start that is only planned."""
 
     stored: Stored[Rollout]
     facts: RolloutFacts
@@ -297,7 +297,7 @@ def _require_calm(snapshot: FleetSnapshot, context: RolloutContext) -> None:
 def _fitted(
     rollout: Rollout, deployment: Deployment, fleet: Fleet, sizes: Mapping[str, int]
 ) -> tuple[Rollout, tuple[ArmFit, ...]]:
-    """Return the rollout as it will go, beside the stable version or worker by worker, and how it fits.
+    """Return the rollout as it will go, with both versions at once or worker by worker, and how it fits.
 
     What does not fit in either way is returned as it was, with the reason as its message. Raises
     FailedPrecondition where an operator wants it worker by worker and it cannot go so.

@@ -53,8 +53,8 @@ class BurnKey:
 
 @dataclass(slots=True)
 class StepSums:
-    """The arms of a step by version digest and cluster. Of its first and its last report: ``began_s`` and
-    ``seen_s``.
+    """The arms of a step by version digest and cluster. ``began_s`` is its first report's time, ``seen_s``
+    its last one's.
     """
 
     arms: dict[str, dict[int, SliSums]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class StepSums:
 
 @dataclass(slots=True)
 class SliBook:
-    """``number``: of the snapshot that it was loaded from or stored in last."""
+    """``number`` is the number of the snapshot that it was loaded from or stored in last."""
 
     number: int = 0
     sources: dict[str, SliSource] = field(default_factory=dict)

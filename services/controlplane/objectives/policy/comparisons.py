@@ -53,8 +53,8 @@ class Comparison:
     def bound(self, error_ratio: float) -> float:
         """Return the bound that the statistic crosses with ``error_ratio`` at most, over all looks.
 
-        The lower of two boundaries that share it: one is tightest where the effect stands out, the other
-        where a much larger one does. By the first alone, half of all requests could fail for minutes.
+        It is the lower of two boundaries that share it: one is tightest where the effect stands out, the
+        other where a much larger one does. With only the first, half of all requests could fail for minutes.
         """
         share = error_ratio / (2 * self.sides)
         return min(_boundary(share, self.information), _boundary(share, _LARGE**2 * self.information))
@@ -169,8 +169,8 @@ def _share_test(
 def _variance_without(base: _Ratio, other: _Ratio, margin: float) -> float:
     """Return the variance of the difference if the candidate exceeded the baseline by just the margin.
 
-    It tunes the bound. A share of one half has the largest variance of all: by its own, a candidate that
-    fails half of its requests would need more of them than one that fails few.
+    It tunes the bound. A share of one half has the largest variance of all: with its own variance, a
+    candidate that fails half of its requests would need more of them than one that fails few.
     """
     share = max(base.value, 1 / base.total)
     tolerated = min(0.5, share + margin)

@@ -106,7 +106,7 @@ class MetricEvidence:
 
 @dataclass(frozen=True, slots=True)
 class GateReport:
-    """The verdict of a gate and why. ``waits_for``: what is missing before anything is judged."""
+    """The verdict of a gate and why. ``waits_for`` states what is missing before anything is judged."""
 
     verdict: Verdict
     evidence: tuple[MetricEvidence, ...]

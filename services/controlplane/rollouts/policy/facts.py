@@ -33,9 +33,10 @@ class ArmFacts:
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    """``replicas``: those of the deployment. ``arms``: by name. ``unplaced``: why an arm lacks a worker, by
-    name. ``measured``: the sums of the present step are complete, which they are not just after a failover.
-    ``unmeasured``: what the stable version has too few of to be compared with, empty for nothing.
+    """``replicas`` are the deployment's, ``arms`` are by name. ``unplaced`` states why an arm lacks a worker,
+    by name. ``measured``: the sums of the present step are complete, which they are not just after a
+    failover. ``unmeasured`` names what the stable version has too little of for a comparison, empty for
+    nothing.
     """
 
     replicas: int
@@ -55,7 +56,7 @@ def facts_of(
     unplaced: Mapping[str, str],
     alarms: Mapping[str, str],
 ) -> RolloutFacts:
-    """Return the facts of the stable version and of each candidate. ``alarms``: by name."""
+    """Return the facts of the stable version and of each candidate. ``alarms`` are by name."""
     names = {rollout.stable_digest: STABLE, **{arm.version_digest: arm.name for arm in rollout.arms}}
     found: dict[str, ArmFacts] = {}
     for worker in workers:

@@ -37,8 +37,8 @@ Post = Callable[[Line, Amounts], Line]
 class Open(Struct, frozen=True):
     """A request that further reports may follow for.
 
-    ``line``: where ``booked`` is booked; None: nothing is. ``sequences``: the workers' reports, while no
-    gateway reported it. ``charged``: what the request was charged from them.
+    ``line`` states where ``booked`` is booked; None: nothing is. ``sequences`` are the workers' reports while
+    no gateway reported it. ``charged`` is what the request was charged from them.
     """
 
     reported_s: float
