@@ -37,7 +37,7 @@ class ArmKey(Struct, frozen=True, gc=False):
 
 
 class SliKey(Struct, frozen=True, gc=False):
-    """Where a request is counted. ``zone``: of the gateway."""
+    """Where a request is counted. ``zone`` is the gateway's."""
 
     arm: ArmKey
     tenant: str
@@ -155,8 +155,8 @@ class SliReceipt:
 
 @dataclass(frozen=True, slots=True)
 class SliReport:
-    """What one gateway measured since its last report. Arms of a window: by version digest. ``shapes``: of
-    the requests that finished, by model."""
+    """What one gateway measured since its last report. A window has arms by version digest; ``shapes`` are
+    those of the requests that finished, by model."""
 
     cut_unix_s: float
     series: Mapping[SliKey, SliSums]

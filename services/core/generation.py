@@ -1,4 +1,4 @@
-"""One generation and its parts: the types that all services share, apart from the wire format."""
+"""One generation and its parts: the types that all services share, independent of the wire format."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ EACH_USER: Final = "*"
 class Budget:
     """What the requests of a tenant, one of its keys or an end user may cost, in micro-dollars. 0: no limit.
 
-    ``user``: an end user, or ``EACH_USER``: each that has no budget of its own. Periods are UTC.
+    ``user`` is an end user, or ``EACH_USER`` for each that has no budget of its own. Periods are UTC.
     """
 
     meta: Meta
@@ -291,7 +291,7 @@ class BurnAlert(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SliStatus:
-    """One indicator of an objective. ``burn_rates``: by ``burn.WINDOWS_S``, the shortest first."""
+    """One indicator of an objective. ``burn_rates`` follow ``burn.WINDOWS_S``, the shortest window first."""
 
     sli: Sli
     budget_left_ratio: float
@@ -305,7 +305,7 @@ class SliStatus:
 class ObjectiveStatus:
     """What the leader measured last. Key: ``OBJECTIVE_STATUS`` and the objective's name.
 
-    ``create_revision``: of the objective that it is of.
+    ``create_revision`` is that of the measured objective.
     """
 
     slis: tuple[SliStatus, ...]

@@ -20,7 +20,7 @@ MAX_KEPT: Final = 4096  # most requests in the leading control plane, the newest
 
 
 class FinishedRequest(Struct, frozen=True, gc=False):
-    """``reason``: of its error, FINISHED for none. ``version_digest``: empty before one was chosen."""
+    """``reason`` is its error's, FINISHED for none. ``version_digest`` is empty before one was chosen."""
 
     request_id: str
     face: str

@@ -59,7 +59,8 @@ class Solution:
 def non_negative(equations: Sequence[NormalEquations]) -> Solution:
     """Return the non-negative least squares solution over the sum of the equations, at least one.
 
-    Every subset of the unknowns is tried, so that the minimum is exact: for about five unknowns at most.
+    Every subset of the unknowns is tried, so that the minimum is exact; this suits about five unknowns at
+    most.
     """
     xx = [sum(column) for column in zip(*(each.xx for each in equations), strict=True)]
     xy = [sum(column) for column in zip(*(each.xy for each in equations), strict=True)]

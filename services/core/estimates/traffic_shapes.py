@@ -32,7 +32,7 @@ class SamplingKind(StrEnum):
 
 
 class RequestShape(Struct, frozen=True, gc=False):
-    """``input_tokens``: of the prompt, or of a row, or tiles of an image; 0: rows have no length."""
+    """``input_tokens`` is the length of the prompt or row, or an image's tiles; 0: rows have no length."""
 
     input_tokens: int
     output_tokens: int

@@ -28,7 +28,7 @@ class RowTrip(Struct, frozen=True):
 
 
 class RowsExplanation(Struct, frozen=True):
-    """How a gateway ran the rows of one request. ``trips``: of its first rows."""
+    """How a gateway ran the rows of one request. ``trips`` has the first rows."""
 
     tenant: str
     model: str

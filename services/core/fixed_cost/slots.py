@@ -13,7 +13,7 @@ REPEAT_S: Final = DEMAND_TTL_S / 3
 
 @dataclass(frozen=True, slots=True)
 class SlotDemand:
-    """Rows that one tenant has at one gateway, waiting or sent. ``priority``: of the most urgent one."""
+    """Rows that one tenant has at one gateway, waiting or sent. ``priority`` is the most urgent row's."""
 
     digest: str
     tenant: str

@@ -1,4 +1,4 @@
-"""What of a version its engine computes with: versions that agree in it can be served by one engine.
+"""What an engine computes with of a version: versions that agree in it can be served by one engine.
 
 A gateway applies chat template, sampling defaults and safety policy; an engine reads none of them, except
 for the end-of-sequence ids among the sampling defaults and the tokens declared beside tokenizer.json. A file

@@ -209,7 +209,7 @@ def _pinned(route: ModelRoute, caller: SplitCaller) -> RouteArm | PinRefused:
 def _is_balanced(route: ModelRoute, caller: SplitCaller) -> bool:
     """Whether a session counts so that each class has the same share of both arms' sessions.
 
-    Of a class that is capped, fewer sessions of the stable arm count. Between several capped arms no choice
+    If a class is capped, fewer sessions of the stable arm count. Between several capped arms no choice
     of sessions does that, and none counts.
     """
     weight_bp = sum(arm.weight_bp for arm in route.arms[1:])
