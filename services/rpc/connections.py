@@ -222,7 +222,8 @@ def idle_above(idle: Mapping[str, Idle], most: int) -> list[str]:
 def above_share(since_s: Mapping[str, float], busy: Container[str], share: int) -> set[str]:
     """Return the connections to close so that no source has more than ``share``, authenticated or not.
 
-    Those without a call of an authenticated caller are closed first, from the oldest; then the newest others.
+    Connections without a call of an authenticated caller are closed first, from the oldest; then the newest
+    others.
     """
     by_source: defaultdict[str, list[str]] = defaultdict(list)
     for peer in sorted(since_s, key=lambda peer: (since_s[peer], peer)):

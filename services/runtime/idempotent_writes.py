@@ -51,7 +51,7 @@ class WriteRequest:
 
 @dataclass(frozen=True, slots=True)
 class WriteAnswer:
-    """``record``: as stored; empty for a deletion. ``create_revision`` 0: of this write."""
+    """``record`` is the stored one, empty for a deletion. ``create_revision`` 0 stands for this write's."""
 
     record: bytes = b""
     create_revision: int = 0

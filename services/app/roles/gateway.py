@@ -302,7 +302,7 @@ def _keyed_ports(
 
 
 def _usage_problem(settings: Settings, outbox: DiskOutbox) -> str:
-    """Return the outbox's problem and what it does to requests, else what is set apart; empty without any."""
+    """Return the outbox's problem and what it does to requests, else what is set aside; empty without any."""
     if not outbox.problem:
         return outbox.notice
     rejected = settings.outage_usage == "closed"

@@ -138,7 +138,7 @@ def _open_records(
 
 
 def _closed_kinds(settings: Settings) -> list[LimitKind]:
-    """Return the kinds of limits that fail closed without Redis, beside budgets."""
+    """Return the kinds of limits that fail closed without Redis, besides budgets."""
     policies = {
         LimitKind.REQUESTS: settings.outage_requests,
         LimitKind.CONCURRENCY: settings.outage_concurrency,
