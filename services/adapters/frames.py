@@ -88,8 +88,8 @@ def sealed(blocks: Sequence[bytes]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OpenedObject:
-    """``damage``: what of the object could not be read; empty: nothing is missing. ``sealed``: False for an
-    object without checksums, as earlier versions stored them, which is one block."""
+    """``damage`` states what of the object could not be read; empty: nothing is missing. ``sealed`` is False
+    for an object without checksums, as earlier versions stored them, which is one block."""
 
     blocks: tuple[bytes, ...]
     damage: str = ""

@@ -270,7 +270,7 @@ class _Document:
         return node is not False and (not isinstance(node, dict) or id(node) in self._finite)
 
     def _needs(self, kind: str, parts: Parts) -> Sequence[Any]:
-        """Return the subschemas of which any document of a type contains one each."""
+        """Return subschemas such that every document of a type contains a part for each."""
         if kind == "array":
             return [item for index in least_items(parts) for item in items_of(parts, index)]
         if kind != "object":
