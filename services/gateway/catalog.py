@@ -108,8 +108,8 @@ class ModelCatalog:
         aliases: Mapping[str, str] | None = None,
         batch_price_ratio: float = 1.0,
     ) -> None:
-        """``aliases``: further names of deployments, none of which is a deployment's name.
-        ``batch_price_ratio``: of the list price, for requests of the lowest class.
+        """``aliases`` are further names of deployments, none of which is a deployment's name.
+        ``batch_price_ratio`` times the list price is what requests of the lowest class cost.
         """
         self._batch_price_ratio = batch_price_ratio
         self._aliases = dict(aliases or {})

@@ -35,8 +35,8 @@ _MAX_PAUSE_S: Final = 8.0
 
 @dataclass(frozen=True, slots=True)
 class FallbackSettings:
-    """``after_s``: the time without a leader; the workers have the same setting. ``max_age_s``: an older
-    snapshot is not used. ``predicted_output_tokens``: as the scheduler reserves.
+    """``after_s`` is the time without a leader; the workers have the same setting. A snapshot older than
+    ``max_age_s`` is not used. ``predicted_output_tokens`` is what the scheduler reserves.
     """
 
     after_s: float = 1.5

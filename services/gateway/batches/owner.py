@@ -221,7 +221,7 @@ class BatchOwner:
         return found
 
     def _ending(self) -> frozenset[str]:
-        """Return the tenants of which a batch ends here."""
+        """Return the tenants with a batch that ends here."""
         held = (self._batches.view.get(batch_key(*name)) for name in self._turns)
         return frozenset(one.record.tenant for one in held if one is not None and self._ends(one.record))
 
@@ -246,8 +246,8 @@ class BatchOwner:
         task.add_done_callback(lambda _: self._turns.pop(name))
 
     def _end_turns(self) -> None:
-        """End turns here: one if tenants wait and no gateway has a place for them, and those beside older
-        ones."""
+        """End turns here: one if tenants wait and no gateway has a place for them, and those whose tenant
+        runs an older batch."""
         if not self._turns:
             return
         running = self._running()

@@ -56,7 +56,7 @@ _UNFINISHED: Final = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStat
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Bytes of a file. ``digest``: of the sealed blob; ``size_bytes``: before sealing."""
+    """Bytes of a file. ``digest`` is the sealed blob's; ``size_bytes`` counts before sealing."""
 
     digest: str
     size_bytes: int
@@ -84,7 +84,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class BatchProblem:
-    """Why a batch failed. ``line``: of the input, from 1; 0: the whole file."""
+    """Why a batch failed. ``line`` is the input's line, from 1; 0: the whole file."""
 
     code: str
     message: str

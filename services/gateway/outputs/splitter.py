@@ -1,8 +1,8 @@
 """Splits the text of an output into content, reasoning and calls, as it arrives.
 
-A state machine over the text: the same parts come out however the text is cut. Whitespace beside the marks
-belongs to no part. Calls that are held to their form stream their arguments. Others may be malformed: they
-wait for the end, and become content unless they are valid.
+It is a state machine over the text: the same parts come out however the text is cut. Whitespace next to the
+marks belongs to no part. Calls that are held to their form stream their arguments. Others may be malformed:
+they wait for the end, and become content unless they are valid.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decodes a picture of a client, a PNG or a JPEG, to the pixels of a version. In a process that may crash."""
+"""Decodes a picture of a client, a PNG or a JPEG, to the pixels of a version. Its process may crash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS: Final = ("PNG", "JPEG")
 
 
 class PictureDecoder:
-    """``shape``: of the version's pixels."""
+    """``shape`` is that of the version's pixels."""
 
     def __init__(self, config: PictureConfig, shape: Sequence[int]) -> None:
         self._config = config

@@ -41,7 +41,7 @@ class RowEncoder:
     def __init__(
         self, model: TextModel, tokenizer: Tokenizer | None, pictures: PictureDecoder | str = ""
     ) -> None:
-        """``pictures``: of an image model; a text says why its pictures cannot be decoded."""
+        """``pictures`` decodes for an image model; a text says why its pictures cannot be decoded."""
         self.model = model
         self._tokenizer = tokenizer
         self._pictures = pictures

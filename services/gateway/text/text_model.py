@@ -128,7 +128,7 @@ class EncodedText:
 
 @dataclass(frozen=True, slots=True)
 class RowTexts:
-    """Texts of the rows of a fixed-cost model. ``seconds``: of pairs, one for each text; empty: no pairs."""
+    """Texts of the rows of a fixed-cost model. ``seconds`` are the other texts of pairs; empty: no pairs."""
 
     texts: Sequence[str]
     seconds: Sequence[str] = ()

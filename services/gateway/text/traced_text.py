@@ -96,7 +96,7 @@ class OriginText(str):
         return zip(super().__iter__(), self._origin, strict=True)
 
     def _found(self, pieces: Iterable[str], sep: str | None) -> list[str]:
-        """Return pieces of this text, in its order and ``sep`` apart, with their origin.
+        """Return pieces of this text, in its order and separated by ``sep``, with their origin.
 
         Without ``sep``, only blanks separate them.
         """

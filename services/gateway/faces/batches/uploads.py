@@ -35,7 +35,7 @@ Write = Callable[[bytes], Awaitable[None]]
 
 @dataclass(slots=True)
 class Form:
-    """The fields of a form beside the file, and the file's name."""
+    """The fields of the form and the file's name."""
 
     values: dict[str, str] = field(default_factory=dict)
     filename: str = ""

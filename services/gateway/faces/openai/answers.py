@@ -339,7 +339,7 @@ def answer_message(answer: AssistantAnswer) -> AnswerMessage:
 
 
 def _delta(parts: Sequence[OutputPart]) -> _Delta:
-    """Return the delta of one event: of each call one piece, since an event is one frame."""
+    """Return the delta of one event. It has one piece of each call, since an event is one frame."""
     if len(parts) == 1 and isinstance(parts[0], ContentText):  # nearly always
         return _Delta(content=parts[0].text or UNSET)
     answer, named = answer_of(parts), {part.index: part for part in parts if isinstance(part, CallDelta)}

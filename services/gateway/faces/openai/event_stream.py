@@ -57,9 +57,9 @@ class EventStream:
         created_unix_s: int,
         status_due: Callable[[], bool],
     ) -> None:
-        """``position``: what the client has of the answer. With it, every event has an id.
+        """``position`` states what the client has of the answer. With it, every event has an id.
 
-        ``status_due``: whether the status goes out without output.
+        ``status_due`` returns whether the status goes out without output.
         """
         self._status_due = status_due
         self._position = position

@@ -156,7 +156,8 @@ def _check_scored_prompts(prompts: Sequence[str | list[int]], of_a_token: int) -
 
 
 def _echoed_logprobs(body: CompletionBody, *, by_ids: bool) -> int | None:
-    """Return how many log probabilities an echoed prompt needs beside its tokens' own; None: not even these.
+    """Return how many log probabilities an echoed prompt needs in addition to its tokens' own; None: not even
+    those.
 
     The text of token ids comes with their own, and a request without output has nothing else.
     """
@@ -192,7 +193,7 @@ def set_chat(chat: inference_pb2.Chat, turns: Sequence[ChatTurn], variables: Map
 
 
 def _without_effect(body: Options) -> tuple[str, ...]:
-    """Return the fields that have no effect beside the others of the body, whatever their value."""
+    """Return the fields that have no effect, whatever their value, because of the others of the body."""
     found = []
     if isinstance(body.best_of, Raw) and is_neutral(body.best_of, (body.n,)):  # all are returned
         found.append("best_of")
@@ -200,7 +201,7 @@ def _without_effect(body: Options) -> tuple[str, ...]:
 
 
 def _template_variables(body: ChatBody) -> dict[str, Any]:
-    """Return what the chat template gets beside the messages. Raises InvalidInput."""
+    """Return what the chat template gets in addition to the messages. Raises InvalidInput."""
     found, effort = dict(body.chat_template_kwargs or {}), body.reasoning_effort
     if effort is not None and found.setdefault("reasoning_effort", effort) != effort:
         raise InvalidInput("reasoning_effort and chat_template_kwargs disagree", field="reasoning_effort")

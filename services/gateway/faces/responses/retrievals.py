@@ -181,7 +181,7 @@ class Retrievals:
         await exchange.reply.json(200, _encode(_page(_items(stored.begun.items), query)))
 
     def _driven(self, exchange: Exchange, response_id: str, stored: StoredResponse) -> BackgroundRun | None:
-        """Return the run of a response, of which this gateway drives as many as it may."""
+        """Return the run of a response; this gateway drives it if it may drive another one."""
         try:
             return self._background.drive(exchange.caller, response_id, stored.begun, is_new=False)
         except FairwayError:

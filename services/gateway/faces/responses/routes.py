@@ -61,7 +61,7 @@ class ResponsesCalls(GenerationStreams, ModelNames, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ResponseParts:
-    """What keeps responses: their store, and the process's tasks, of which those in the background are.
+    """What keeps responses: their store, and the process's tasks, which include those in the background.
 
     ``remembered_s``: how long an idempotency key is remembered after its last write, at least.
     """

@@ -46,7 +46,7 @@ class _Text(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool by the client's names. ``namespace``: that of the function; empty: none."""
+    """A tool by the client's names. ``namespace`` is the function's; empty: none."""
 
     tool: ResponsesTool
     namespace: str = ""

@@ -67,7 +67,7 @@ class SocketRules:
 
 
 class SocketFace:
-    """The ASGI application of WebSockets. ``routes``: by path, what answers requests."""
+    """The ASGI application of WebSockets. ``routes`` maps paths to what answers their requests."""
 
     def __init__(self, routes: Mapping[str, Route], rules: SocketRules, bodies: BodyReader) -> None:
         self._routes = routes

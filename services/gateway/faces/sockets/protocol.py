@@ -199,7 +199,8 @@ class SocketProtocol(WebSocketsSansIOProtocol):
             super().handle_cont(event)
 
     def handle_ping(self) -> None:
-        """Answer it: of several that come while the client does not read, the newest (RFC 6455, 5.5.3)."""
+        """Answer only the newest of several pings that come while the client does not read (RFC 6455,
+        5.5.3)."""
         if self._counted():
             self._between_messages()
             if self.writable.is_set() or self.conn.close_sent is not None:

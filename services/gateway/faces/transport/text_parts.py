@@ -51,7 +51,7 @@ def required(value: str | None, path: str) -> str:
 def text_of(
     content: str | Sequence[P], path: str, kinds: Collection[str], read: Callable[[P], str | None]
 ) -> str:
-    """Return the text of a content, of which parts of ``kinds`` are served.
+    """Return the text of a content whose parts may be of ``kinds``.
 
     Raises InvalidInput, UnsupportedFeature.
     """
